@@ -1,0 +1,52 @@
+"""Files that are either complete or absent: temporary name, fsync, rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["atomic_writer", "publish", "temporary_name", "write_json"]
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside ``path`` that no other process uses and no reader mistakes for ``path``."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a finished, synced file into place and sync the directory entry."""
+    temporary.replace(path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    with suppress(OSError):  # some filesystems refuse to open or sync a directory
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """Open a binary file that appears under ``path`` only when the block ends without error."""
+    temporary = temporary_name(path)
+    try:
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    with atomic_writer(path) as handle:
+        handle.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())

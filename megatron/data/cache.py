@@ -1,0 +1,180 @@
+"""Arrays kept on disk between runs, used only when they are provably the right ones.
+
+One file per entry, little endian::
+
+    8 bytes  b"KNXINDEX"
+    u32      length of the header
+    u32      crc32 of the header
+    header   JSON: key, arrays (name, dtype, length, offset, crc32), total file size
+    arrays   each at a multiple of 64 bytes
+
+An entry is valid only if its key equals the one asked for and every checksum fits; otherwise it
+is built again. Files are renamed into place when complete, so that readers on the same filesystem
+see a whole entry or none, however many ranks and jobs build at once. A lock merely saves them
+from doing the same work twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.atomic import atomic_writer
+
+__all__ = ["cached_arrays", "default_cache_dir", "read_entry", "user_cache_dir", "write_entry"]
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"KNXINDEX"
+PREAMBLE = struct.Struct("<8sII")
+ALIGNMENT = 64
+LOCK_TIMEOUT_SECONDS = 600.0
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class _InvalidEntryError(Exception):
+    """Why an entry on disk cannot be used."""
+
+
+def user_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "kerple-neox" / "index"
+
+
+def default_cache_dir(prefix: Path) -> Path:
+    """Beside the data when that directory can be written, otherwise the user's cache."""
+    beside = prefix.parent / "index_cache"
+    writable = os.access(beside if beside.is_dir() else prefix.parent, os.W_OK)
+    return beside if writable else user_cache_dir()
+
+
+def cached_arrays(
+    key: Mapping[str, Any], build: Callable[[], Arrays], *, directory: Path, name: str
+) -> Arrays:
+    """The arrays for ``key``: from ``directory`` if a valid entry is there, else built and kept."""
+    path = directory / f"{name}_{_digest(key)}.index"
+    arrays = _try_read(path, key)
+    if arrays is not None:
+        return arrays
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _lock(path.with_suffix(".lock")):
+            arrays = _try_read(path, key)
+            if arrays is not None:
+                return arrays
+            built = build()
+            write_entry(path, key, built)
+    except OSError as error:
+        log.warning("index cache %s cannot be written (%s); continuing in memory", directory, error)
+        return build()
+    stored = _try_read(path, key)
+    return built if stored is None else stored
+
+
+def _digest(key: Mapping[str, Any]) -> str:
+    text = json.dumps(key, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def write_entry(path: Path, key: Mapping[str, Any], arrays: Arrays) -> None:
+    header = _header(key, arrays)
+    with atomic_writer(path) as handle:
+        handle.write(PREAMBLE.pack(MAGIC, len(header), zlib.crc32(header)))
+        handle.write(header)
+        for array in arrays.values():
+            handle.write(b"\0" * (_aligned(handle.tell()) - handle.tell()))
+            handle.write(np.ascontiguousarray(array).data)
+
+
+def _header(key: Mapping[str, Any], arrays: Arrays) -> bytes:
+    """Offsets depend on the header's length: grow the reserved room until everything fits."""
+    entries = [
+        {
+            "name": name,
+            "dtype": array.dtype.str,
+            "length": len(array),
+            "crc32": zlib.crc32(np.ascontiguousarray(array).data),
+        }
+        for name, array in arrays.items()
+    ]
+    room = 512
+    while True:
+        position = PREAMBLE.size + room
+        for entry, array in zip(entries, arrays.values(), strict=True):
+            entry["offset"] = _aligned(position)
+            position = _aligned(position) + array.nbytes
+        content = {"key": dict(key), "arrays": entries, "size": position}
+        text = json.dumps(content, sort_keys=True).encode()
+        if len(text) <= room:
+            return text.ljust(room)
+        room *= 2
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def _try_read(path: Path, key: Mapping[str, Any]) -> Arrays | None:
+    try:
+        return read_entry(path, key)
+    except FileNotFoundError:
+        return None
+    except (_InvalidEntryError, OSError) as error:
+        log.warning("index cache %s is not usable (%s); building it again", path, error)
+        return None
+
+
+def read_entry(path: Path, key: Mapping[str, Any]) -> Arrays:
+    """Map a stored entry after checking all of it."""
+    size = path.stat().st_size
+    with path.open("rb") as handle:
+        preamble = handle.read(PREAMBLE.size)
+        if len(preamble) < PREAMBLE.size:
+            raise _InvalidEntryError("truncated")
+        magic, length, checksum = PREAMBLE.unpack(preamble)
+        header = handle.read(min(length, size))
+    if magic != MAGIC or zlib.crc32(header) != checksum:
+        raise _InvalidEntryError("not an index cache, or its header is damaged")
+    content = json.loads(header)
+    if content["key"] != json.loads(json.dumps(dict(key))):
+        raise _InvalidEntryError("made for other data")
+    if content["size"] != size:
+        raise _InvalidEntryError(f"{size} bytes instead of {content['size']}")
+    arrays: Arrays = {}
+    for entry in content["arrays"]:
+        array = np.memmap(
+            path, entry["dtype"], "r", offset=entry["offset"], shape=(entry["length"],)
+        )
+        if zlib.crc32(array.data) != entry["crc32"]:
+            raise _InvalidEntryError(f"checksum of {entry['name']} does not fit")
+        arrays[entry["name"]] = array.view(np.ndarray)
+    return arrays
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Best effort: after the timeout, or where locks do not exist, we simply build as well."""
+    with path.open("a") as handle:
+        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield

@@ -1,0 +1,196 @@
+"""Samples of fixed length from a token file, in the official order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.cache import Arrays, cached_arrays, default_cache_dir
+from megatron.data.errors import DataError
+from megatron.data.index import SampleIndex, build_sample_index, number_of_epochs, split_bounds
+from megatron.data.indexed_dataset import IndexedDataset
+
+__all__ = [
+    "SPLIT_NAMES",
+    "GPTDataset",
+    "SampleDataset",
+    "build_split_dataset",
+    "build_train_valid_test_datasets",
+]
+
+SPLIT_NAMES = ("train", "valid", "test")
+INDEX_FORMAT = 1  # part of the cache key: raise it whenever the arrays' meaning changes
+Sample = dict[str, npt.NDArray[np.int64]]
+
+
+class SampleDataset(Protocol):
+    """What loaders and blends need of a dataset."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int) -> Sample: ...
+
+
+class GPTDataset:
+    """Item i is ``{"text": int64[length + 1]}``: the tokens and, shifted by one, their labels."""
+
+    def __init__(
+        self,
+        tokens: IndexedDataset,
+        index: SampleIndex,
+        length: int,
+        *,
+        name: str = "train",
+        num_samples: int = 0,
+        num_documents: int = 0,
+        vocab_size: int | None = None,
+    ) -> None:
+        if tokens.dtype.kind == "f":
+            raise DataError(f"{tokens.prefix}: holds {tokens.dtype.name}, not token ids")
+        self.tokens = tokens
+        self.index = index
+        self.length = length
+        self.name = name
+        self.num_documents = num_documents
+        # The official dataset counts one sample fewer than it shuffles. We do the same, except
+        # where that would be fewer than were asked for.
+        self._served = max(len(index.order) - 1, num_samples, 1)
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return self._served
+
+    def __getitem__(self, item: int) -> Sample:
+        if not -len(self) <= item < len(self):
+            raise IndexError(f"{self.name} sample {item} of {len(self)}")
+        text = self._read(int(self.index.order[item if item >= 0 else item + len(self)]))
+        if self.vocab_size is not None:
+            self._check_vocabulary(text)
+        return {"text": text}
+
+    def _read(self, sample: int) -> npt.NDArray[np.int64]:
+        """Collect ``length + 1`` tokens from the documents they lie in."""
+        ends = self.index.ends
+        start = sample * self.length
+        document = int(np.searchsorted(ends, start, side="right"))
+        before = int(ends[document - 1]) if document else 0
+        text = np.empty(self.length + 1, np.int64)
+        filled, offset = 0, start - before
+        while filled < len(text):
+            part = self.tokens.get(
+                int(self.index.documents[document]), offset, offset + len(text) - filled
+            )
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+            document, offset = document + 1, 0
+        return text
+
+    def _check_vocabulary(self, text: npt.NDArray[np.int64]) -> None:
+        assert self.vocab_size is not None
+        low, high = int(text.min()), int(text.max())
+        if low < 0 or high >= self.vocab_size:
+            raise DataError(
+                f"{self.tokens.prefix}: token {low if low < 0 else high} is outside the "
+                f"vocabulary of {self.vocab_size}; the data was made with another tokenizer. "
+                "Set tokenizer_type, vocab_file and merge_file to the ones it was prepared with."
+            )
+
+
+def build_split_dataset(
+    tokens: IndexedDataset,
+    first: int,
+    last: int,
+    length: int,
+    num_samples: int,
+    seed: int,
+    *,
+    name: str = "train",
+    cache_dir: str | Path | None = None,
+    vocab_size: int | None = None,
+) -> GPTDataset:
+    """At least ``num_samples`` samples from documents ``first`` to ``last`` (exclusive)."""
+    if length < 1:
+        raise DataError(f"sequence length {length}: must be at least 1")
+    if num_samples < 0:
+        raise DataError(f"{num_samples} samples asked for; must not be negative")
+    amount = int(tokens.sizes[first:last].sum(dtype=np.int64))
+    if amount == 0:
+        raise DataError(
+            f"{tokens.prefix}: the {name} documents ({first} to {last - 1}) hold no tokens; "
+            "change the split or use more data"
+        )
+
+    def build() -> Arrays:
+        index = build_sample_index(tokens.sizes, first, last, length, num_samples, seed)
+        return {"documents": index.documents, "ends": index.ends, "order": index.order}
+
+    key = {
+        "format": INDEX_FORMAT,
+        "sizes": tokens.sizes_digest(),
+        "documents": [first, last],
+        "length": length,
+        "epochs": number_of_epochs(amount, length, num_samples),
+        "seed": seed,
+    }
+    directory = Path(cache_dir) if cache_dir is not None else default_cache_dir(tokens.prefix)
+    arrays = cached_arrays(
+        key, build, directory=directory.expanduser(), name=f"{tokens.prefix.name}_{name}"
+    )
+    index = SampleIndex(**arrays)
+    if not len(index.order):
+        raise DataError(
+            f"{tokens.prefix}: the {name} documents hold only {amount} tokens, fewer than one "
+            f"sample of length {length} needs; change the split or use more data"
+        )
+    return GPTDataset(
+        tokens,
+        index,
+        length,
+        name=name,
+        num_samples=num_samples,
+        num_documents=last - first,
+        vocab_size=vocab_size,
+    )
+
+
+def build_train_valid_test_datasets(
+    prefix: str | Path,
+    split: str,
+    num_samples: tuple[int, int, int],
+    seq_length: int,
+    seq_length_val: int | None = None,
+    seed: int = 1234,
+    *,
+    cache_dir: str | Path | None = None,
+    mmap_warmup: bool = False,
+    vocab_size: int | None = None,
+) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+    """The three datasets of one token file; None where the split leaves no documents.
+
+    Training samples have ``seq_length`` tokens, validation and test samples ``seq_length_val``.
+    """
+    tokens = IndexedDataset(prefix, warmup=mmap_warmup)
+    bounds = split_bounds(split, len(tokens))
+    lengths = (seq_length, seq_length_val or seq_length, seq_length_val or seq_length)
+    datasets: list[Any] = []
+    for i, name in enumerate(SPLIT_NAMES):
+        if bounds[i + 1] <= bounds[i]:
+            datasets.append(None)
+            continue
+        datasets.append(
+            build_split_dataset(
+                tokens,
+                bounds[i],
+                bounds[i + 1],
+                lengths[i],
+                num_samples[i],
+                seed,
+                name=name,
+                cache_dir=cache_dir,
+                vocab_size=vocab_size,
+            )
+        )
+    return datasets[0], datasets[1], datasets[2]

@@ -1,0 +1,180 @@
+"""Reader of NeoX's memory-mapped token files, ``prefix.bin`` and ``prefix.idx``.
+
+The index file, little endian, without padding::
+
+    9 bytes  b"MMIDIDX\\0\\0"
+    u64      version, always 1
+    u8       dtype code, see DTYPES
+    u64      number of sequences n
+    u64      number of document boundaries d
+    i32[n]   length of each sequence in tokens
+    i64[n]   byte position of each sequence in the .bin file
+    i64[d]   document boundaries, as sequence numbers
+
+Everything is checked when a file is opened, so that damage shows itself as a ``DataError`` with
+the file and the reason, never as wrong tokens in the middle of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.errors import DataError
+
+__all__ = ["DTYPES", "HEADER", "MAGIC", "IndexedDataset", "bin_path", "idx_path", "prefix_of"]
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f4"),
+    7: np.dtype("<f8"),
+    8: np.dtype("<u2"),
+}
+LEGACY_MAGIC = b"TNTIDX\x00\x00"  # fairseq's lazy and cached formats
+CHECK_CHUNK = 1 << 20
+REBUILD = "Build it again with prepare_data.py or tools/preprocess_data.py."
+
+
+def prefix_of(path: str | Path) -> Path:
+    """The prefix of a dataset, also when the user gave one of its two files."""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def bin_path(prefix: str | Path) -> Path:
+    prefix = Path(prefix)
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    prefix = Path(prefix)
+    return prefix.with_name(prefix.name + ".idx")
+
+
+class IndexedDataset:
+    """Sequences of tokens (normally one per document) in a memory-mapped file."""
+
+    def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
+        self.prefix = prefix_of(prefix)
+        self._index = _map_file(idx_path(self.prefix))
+        self._read_index()
+        self._tokens = _map_file(bin_path(self.prefix))
+        self._check_pointers()
+        self._check_boundaries()
+        if warmup:
+            _touch_pages(self._tokens)
+
+    def _read_index(self) -> None:
+        path, buffer = idx_path(self.prefix), self._index
+        if bytes(buffer[:8]) == LEGACY_MAGIC:
+            raise DataError(
+                f"{path}: this is the old lazy/cached format; only mmap files are read. {REBUILD}"
+            )
+        if len(buffer) < HEADER.size or bytes(buffer[:9]) != MAGIC:
+            raise DataError(f"{path}: not an index file (bad magic number). {REBUILD}")
+        _, version, code, count, boundaries = HEADER.unpack(buffer[: HEADER.size])
+        if version != 1:
+            raise DataError(f"{path}: version {version} is unknown, expected 1. {REBUILD}")
+        if code not in DTYPES:
+            raise DataError(f"{path}: dtype code {code} is unknown, expected 1 to 8. {REBUILD}")
+        if count == 0:
+            raise DataError(f"{path}: the dataset is empty (0 sequences). {REBUILD}")
+        expected = HEADER.size + 12 * count + 8 * boundaries
+        if expected != len(buffer):
+            raise DataError(
+                f"{path}: {len(buffer)} bytes, but its header promises {expected}; "
+                f"the file is truncated or damaged. {REBUILD}"
+            )
+        self.dtype = DTYPES[code]
+        offset = HEADER.size
+        # The header has an odd length: an aligned copy of the sizes makes every use of them fast.
+        self.sizes: npt.NDArray[np.int32] = np.frombuffer(buffer, "<i4", count, offset).copy()
+        self.pointers: npt.NDArray[np.int64] = np.frombuffer(
+            buffer, "<i8", count, offset + 4 * count
+        )
+        self.doc_idx: npt.NDArray[np.int64] = np.frombuffer(
+            buffer, "<i8", boundaries, offset + 12 * count
+        )
+
+    def _check_pointers(self) -> None:
+        limit, width = len(self._tokens), self.dtype.itemsize
+        for start in range(0, len(self), CHECK_CHUNK):
+            sizes = self.sizes[start : start + CHECK_CHUNK].astype(np.int64)
+            pointers = self.pointers[start : start + CHECK_CHUNK]
+            # Compared without adding to the pointer, which a damaged file could overflow.
+            bad = (sizes < 0) | (pointers < 0) | (pointers > limit - width * sizes)
+            if bad.any():
+                which = int(np.argmax(bad))
+                raise DataError(
+                    f"{idx_path(self.prefix)}: sequence {start + which} ({sizes[which]} tokens at "
+                    f"byte {pointers[which]}) lies outside {bin_path(self.prefix)} "
+                    f"({limit} bytes); one of the two is truncated or damaged. {REBUILD}"
+                )
+
+    def _check_boundaries(self) -> None:
+        for start in range(0, len(self.doc_idx), CHECK_CHUNK):
+            part = self.doc_idx[start : start + CHECK_CHUNK + 1]
+            if part.min() < 0 or part.max() > len(self) or (part[1:] < part[:-1]).any():
+                raise DataError(
+                    f"{idx_path(self.prefix)}: document boundaries are not ascending sequence "
+                    f"numbers; the file is damaged. {REBUILD}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> npt.NDArray[Any]:
+        return self.get(index)
+
+    def get(self, index: int, start: int = 0, stop: int | None = None) -> npt.NDArray[Any]:
+        """Tokens ``start`` to ``stop`` (exclusive) of one sequence; a read-only view."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        size = int(self.sizes[index])
+        stop = size if stop is None else min(stop, size)
+        offset = int(self.pointers[index]) + start * self.dtype.itemsize
+        return np.frombuffer(self._tokens, self.dtype, max(0, stop - start), offset)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.sizes.sum(dtype=np.int64))
+
+    def sizes_digest(self) -> str:
+        """Hash of the sequence lengths: all that the order of samples depends on."""
+        return hashlib.blake2b(self.sizes.data, digest_size=16).hexdigest()
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[Path]]:
+        # Maps cannot be pickled: a worker process that is spawned opens the files itself.
+        return IndexedDataset, (self.prefix,)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as handle:
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: no such file. Give the path without .bin/.idx, or create it with "
+            "prepare_data.py or tools/preprocess_data.py."
+        ) from None
+    except ValueError:
+        raise DataError(f"{path}: the file is empty. {REBUILD}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _touch_pages(buffer: mmap.mmap) -> None:
+    """Read one byte of each page, so that the file is in memory before training starts."""
+    np.frombuffer(buffer, np.uint8)[:: mmap.PAGESIZE].sum()

@@ -1,0 +1,223 @@
+"""Writer of NeoX's ``.bin``/``.idx`` pairs, byte for byte as the official one writes them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.atomic import publish, temporary_name
+from megatron.data.errors import DataError
+from megatron.data.indexed_dataset import (
+    DTYPES,
+    HEADER,
+    MAGIC,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+    prefix_of,
+)
+
+__all__ = ["IndexedDatasetWriter", "best_dtype", "merge_datasets"]
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_SEQUENCE = 2**31 - 1
+COPY_CHUNK = 1 << 24
+
+
+def best_dtype(vocab_size: int | None) -> np.dtype[Any]:
+    """NeoX's rule: two bytes per token whenever the vocabulary allows it."""
+    return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDatasetWriter:
+    """Streams sequences into ``prefix.bin``; the pair appears only when ``close`` succeeds.
+
+    Use as a context manager: an exception leaves nothing behind. The ``.idx`` file is renamed
+    last, so its presence means that the dataset is complete.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike = np.uint16) -> None:
+        self.prefix = prefix_of(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            names = ", ".join(d.name for d in DTYPES.values())
+            raise DataError(f"dtype {self.dtype} cannot be stored; use one of {names}")
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._sizes = array("i")
+        self._boundaries = array("q", [0])
+        self._temporary = temporary_name(bin_path(self.prefix))
+        self._handle: BinaryIO | None = self._temporary.open("wb", buffering=1 << 20)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(np.frombuffer(self._sizes, np.int32).sum(dtype=np.int64))
+
+    def add_document(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
+        """One document as one sequence."""
+        self.add_sequence(tokens)
+        self.end_document()
+
+    def add_sequence(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
+        values = np.asarray(tokens)
+        if values.ndim != 1:
+            raise DataError(f"a sequence must have one dimension, not shape {values.shape}")
+        self._check_range(values)
+        self.add_packed(values.astype(self.dtype).tobytes(), [len(values)], end_documents=False)
+
+    def end_document(self) -> None:
+        self._boundaries.append(len(self._sizes))
+
+    def add_packed(
+        self, data: bytes | memoryview, sizes: Sequence[int], *, end_documents: bool = True
+    ) -> None:
+        """Several sequences already packed in this file's dtype, each normally a document."""
+        if self._handle is None:
+            raise DataError(f"{self.prefix}: the writer is closed")
+        if sum(sizes) * self.dtype.itemsize != len(data):
+            raise DataError(f"{self.prefix}: {len(data)} bytes do not hold {sum(sizes)} tokens")
+        if sizes and max(sizes) > MAX_SEQUENCE:
+            raise DataError(
+                f"{self.prefix}: a document of {max(sizes)} tokens; the limit is 2^31-1"
+            )
+        self._handle.write(data)
+        first = len(self._sizes) + 1
+        self._sizes.extend(sizes)
+        if end_documents:
+            self._boundaries.extend(range(first, first + len(sizes)))
+
+    def extend(self, other: IndexedDataset) -> None:
+        """Append another dataset of the same dtype, keeping its documents."""
+        if other.dtype != self.dtype:
+            raise DataError(
+                f"{other.prefix}: its tokens are {other.dtype.name}, the others' "
+                f"{self.dtype.name}; only datasets made with the same tokenizer can be merged"
+            )
+        shift = len(self._sizes)
+        if _is_contiguous(other):
+            self._append_file(other)
+        else:
+            for index in range(len(other)):
+                self.add_sequence(other[index])
+        boundaries = other.doc_idx[1:] + shift
+        self._boundaries.frombytes(boundaries.astype(np.int64).tobytes())
+
+    def _append_file(self, other: IndexedDataset) -> None:
+        assert self._handle is not None
+        remaining = other.total_tokens * self.dtype.itemsize
+        with bin_path(other.prefix).open("rb") as source:
+            while remaining:
+                chunk = source.read(min(COPY_CHUNK, remaining))
+                if not chunk:
+                    raise DataError(f"{bin_path(other.prefix)}: ended while it was being copied")
+                self._handle.write(chunk)
+                remaining -= len(chunk)
+        self._sizes.frombytes(other.sizes.astype(np.int32).tobytes())
+
+    def _check_range(self, values: npt.NDArray[Any]) -> None:
+        if self.dtype.kind == "f" or not len(values):
+            return
+        limits = np.iinfo(self.dtype)
+        low, high = values.min(), values.max()
+        if low < limits.min or high > limits.max:
+            raise DataError(
+                f"{self.prefix}: token {low if low < limits.min else high} does not fit "
+                f"{self.dtype.name}; state the vocabulary size so that a wider type is chosen"
+            )
+
+    def close(self) -> None:
+        """Write the index and let both files appear; the index last."""
+        if self._handle is None:
+            return
+        index = idx_path(self.prefix)
+        if not self._sizes:
+            self.abort()
+            raise DataError(f"{self.prefix}: no documents were added, nothing is written")
+        _sync_and_close(self._handle)
+        self._handle = None
+        temporary_index = temporary_name(index)
+        try:
+            with temporary_index.open("wb") as handle:
+                self._write_index(handle)
+                handle.flush()
+                os.fsync(handle.fileno())
+            index.unlink(missing_ok=True)  # an older index must never meet the new tokens
+            publish(self._temporary, bin_path(self.prefix))
+            publish(temporary_index, index)
+        finally:
+            temporary_index.unlink(missing_ok=True)
+            self._temporary.unlink(missing_ok=True)
+
+    def _write_index(self, handle: BinaryIO) -> None:
+        sizes = np.frombuffer(self._sizes, np.int32)
+        pointers = np.zeros(len(sizes), np.int64)
+        np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        boundaries = np.frombuffer(self._boundaries, np.int64)
+        handle.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(sizes), len(boundaries)))
+        handle.write(sizes.astype("<i4").data)
+        handle.write(pointers.astype("<i8").data)
+        handle.write(boundaries.astype("<i8").data)
+
+    def abort(self) -> None:
+        """Drop everything; the previous dataset under this name, if any, stays as it was."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+        self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def merge_datasets(inputs: Sequence[str | Path], output: str | Path) -> IndexedDataset:
+    """Concatenate datasets in the given order into a new one."""
+    if not inputs:
+        raise DataError("no datasets to merge were given")
+    output = prefix_of(output)
+    datasets = [IndexedDataset(prefix) for prefix in inputs]
+    if any(dataset.prefix.resolve() == output.resolve() for dataset in datasets):
+        raise DataError(f"{output}: the merged dataset cannot replace one of its inputs")
+    needed = sum(d.total_tokens * d.dtype.itemsize for d in datasets)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(output.parent).free
+    if needed > free:
+        raise DataError(f"{output}: needs {needed} bytes, only {free} are free on that disk")
+    with IndexedDatasetWriter(output, datasets[0].dtype) as writer:
+        for dataset in datasets:
+            writer.extend(dataset)
+    return IndexedDataset(output)
+
+
+def _is_contiguous(dataset: IndexedDataset) -> bool:
+    """True when the sequences follow each other from byte 0, as every normal writer lays them."""
+    ends = np.cumsum(dataset.sizes, dtype=np.int64) * dataset.dtype.itemsize
+    return int(dataset.pointers[0]) == 0 and bool((dataset.pointers[1:] == ends[:-1]).all())
+
+
+def _sync_and_close(handle: BinaryIO) -> None:
+    handle.flush()
+    os.fsync(handle.fileno())
+    handle.close()
