@@ -1,0 +1,221 @@
+"""What every positional embedding shares: options, registry, errors and base classes."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "POSITIONAL_EMBEDDINGS",
+    "InputEmbedding",
+    "PositionOptions",
+    "PositionalEmbedding",
+    "PositionalEmbeddingError",
+    "TableEmbedding",
+    "Tables",
+    "UnknownPositionalEmbedding",
+    "build_positional_embedding",
+    "canonical_name",
+    "positional_embedding_class",
+    "register",
+]
+
+Kind = Literal["input", "rotation", "tables", "none"]
+
+
+class PositionalEmbeddingError(ValueError):
+    """A positional embedding was asked for something it cannot do."""
+
+
+class UnknownPositionalEmbedding(PositionalEmbeddingError):  # noqa: N818
+    """The `pos_emb` name is neither registered nor an importable class."""
+
+
+@dataclass(frozen=True)
+class PositionOptions:
+    """Everything a positional embedding may need; sizes are those of the whole model."""
+
+    num_heads: int
+    head_dim: int
+    hidden_size: int
+    max_position_embeddings: int
+    rpe_num_buckets: int = 32
+    rpe_max_distance: int = 128
+    rotary_pct: float = 1.0
+    rotary_emb_base: float = 10000
+    rope_scaling: Mapping[str, Any] | None = None
+    constraint: str = "ste"
+    bias_scale: str = "post"
+    legacy_bf16: bool = False
+    init_std: float = 0.02
+    seed: int = 1234
+    layer: int | None = None  # set by `kerple_share: per_layer`, so that layers start different
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.bias_scale not in ("post", "pre"):
+            raise PositionalEmbeddingError(
+                f"kerple_bias_scale: {self.bias_scale!r} is not one of 'post', 'pre'."
+            )
+        if self.num_heads % self.tp_size or not 0 <= self.tp_rank < self.tp_size:
+            raise PositionalEmbeddingError(
+                f"num_attention_heads: {self.num_heads} heads cannot be split over "
+                f"model_parallel_size {self.tp_size} (rank {self.tp_rank}); "
+                "use a number of heads that model_parallel_size divides."
+            )
+
+    @property
+    def local_heads(self) -> slice:
+        """The heads that this tensor-parallel rank owns."""
+        count = self.num_heads // self.tp_size
+        return slice(self.tp_rank * count, (self.tp_rank + 1) * count)
+
+    def generator(self, parameter: str) -> torch.Generator:
+        """Random numbers that depend on seed, layer and parameter, never on the parallel layout."""
+        key = f"{self.seed}/{self.layer}/{parameter}".encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
+        return torch.Generator().manual_seed(seed)
+
+
+class Tables(NamedTuple):
+    """Functions of distance, each [local heads, length]: score = (q.k) * scale * weight + bias."""
+
+    bias: Tensor | None = None
+    weight: Tensor | None = None
+
+
+class PositionalEmbedding(nn.Module):
+    """The base of all; `kind` tells the model where it acts."""
+
+    name: ClassVar[str] = ""
+    kind: ClassVar[Kind]
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__()
+        self.options = options
+        # Tells the device even where there are no parameters; empty, so casting it does no harm.
+        self.register_buffer("_anchor", torch.empty(0), persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.get_buffer("_anchor").device
+
+    def kernel_values(self) -> dict[str, Tensor]:
+        """The learned kernel parameters per local head, constraints applied (none by default)."""
+        return {}
+
+    def project_(self) -> None:
+        """Bring the parameters back into their bounds, where the constraint asks for it."""
+
+
+class InputEmbedding(PositionalEmbedding):
+    """Adds something to the token embeddings x_BLH; position `offset` is the first of them."""
+
+    kind = "input"
+
+    def forward(self, x_BLH: Tensor, offset: int = 0) -> Tensor:
+        raise NotImplementedError
+
+
+class TableEmbedding(PositionalEmbedding):
+    """Tables over distance: column d belongs to keys d positions before the query.
+
+             key 0   1   2   3
+    query 0     t0
+    query 1     t1  t0                 t = forward(4), one such row per head
+    query 2     t2  t1  t0
+    query 3     t3  t2  t1  t0
+    """
+
+    kind = "tables"
+    table_names: ClassVar[tuple[str, ...]] = ("bias",)
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        self._distances = torch.empty(0)
+
+    def forward(self, length: int) -> Tables:
+        raise NotImplementedError
+
+    def distances(self, length: int) -> Tensor:
+        """0, 1, ..., length-1 in fp32, kept between calls (neither parameter nor buffer)."""
+        if self._distances.numel() < length or self._distances.device != self.device:
+            with torch.inference_mode(False):
+                self._distances = torch.arange(length, dtype=torch.float32, device=self.device)
+        return self._distances[:length]
+
+
+Cls = TypeVar("Cls", bound=type[PositionalEmbedding])
+
+POSITIONAL_EMBEDDINGS: dict[str, type[PositionalEmbedding]] = {}
+_ALIASES: dict[str, str] = {}
+
+
+def register(name: str, aliases: Iterable[str] = ()) -> Callable[[Cls], Cls]:
+    """Class decorator: make a positional embedding available as `pos_emb: <name>`."""
+
+    def decorate(cls: Cls) -> Cls:
+        for key in (name, *aliases):
+            other = POSITIONAL_EMBEDDINGS.get(_ALIASES.get(key, key))
+            # A module that runs twice (as script and as import) may register itself again.
+            if other is not None and other.__qualname__ != cls.__qualname__:
+                raise PositionalEmbeddingError(
+                    f"pos_emb {key!r} is taken by {other.__module__}.{other.__qualname__}; "
+                    "register yours under another name."
+                )
+        cls.name = name
+        POSITIONAL_EMBEDDINGS[name] = cls
+        _ALIASES.update(dict.fromkeys(aliases, name))
+        return cls
+
+    return decorate
+
+
+def canonical_name(name: str) -> str:
+    """The registered name behind an alias; `package.module:Class` stays as it is."""
+    resolved = _ALIASES.get(name, name)
+    if resolved in POSITIONAL_EMBEDDINGS or ":" in resolved:
+        return resolved
+    known = sorted({*POSITIONAL_EMBEDDINGS, *_ALIASES})
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise UnknownPositionalEmbedding(
+        f"pos_emb: {name!r} is unknown.{hint} Use one of {', '.join(known)}, "
+        "or package.module:ClassName for a class of your own."
+    )
+
+
+def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
+    """The class behind a `pos_emb` name, an official alias or `package.module:Class`."""
+    resolved = canonical_name(name)
+    if resolved in POSITIONAL_EMBEDDINGS:
+        return POSITIONAL_EMBEDDINGS[resolved]
+    module_name, _, class_name = resolved.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnknownPositionalEmbedding(
+            f"pos_emb: {name!r} cannot be imported ({error}); "
+            "check that the module is on PYTHONPATH and defines the class."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, PositionalEmbedding)):
+        raise UnknownPositionalEmbedding(
+            f"pos_emb: {name!r} is not a PositionalEmbedding; derive it from DistanceKernel, "
+            "TableEmbedding, InputEmbedding or RotaryEmbedding."
+        )
+    if not found.name:
+        found.name = resolved
+    return found
+
+
+def build_positional_embedding(name: str, options: PositionOptions) -> PositionalEmbedding:
+    """The positional embedding that `pos_emb: <name>` asks for."""
+    return positional_embedding_class(name)(options)

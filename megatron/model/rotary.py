@@ -1,0 +1,143 @@
+"""Rotary embedding: q and k turned by an angle that grows with the position (NeoX's layout).
+
+Shapes: B batch, H heads, L length, D head_dim, R rotary_dim (the first R of the D dimensions).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.model.position_base import (
+    PositionalEmbedding,
+    PositionalEmbeddingError,
+    PositionOptions,
+    register,
+)
+
+__all__ = ["RotaryEmbedding", "rotary_frequencies"]
+
+# YaRN (Peng et al. 2023): dimensions that turn more than 32 times over the original length keep
+# their frequency, those that turn less than once are interpolated, with a ramp between.
+YARN_FAST_TURNS, YARN_SLOW_TURNS = 32.0, 1.0
+
+
+def _plain(dim: int, base: float) -> Tensor:
+    return base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def _linear(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, float]:
+    """Position interpolation (Chen et al. 2023): all positions divided by the factor."""
+    return _plain(dim, base) / factor, 1.0
+
+
+def _ntk(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, float]:
+    """NTK-aware: a larger base, so that the slowest dimension alone is divided by the factor."""
+    return _plain(dim, base * factor ** (dim / (dim - 2))), 1.0
+
+
+def _yarn(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, float]:
+    """YaRN: interpolation by wavelength, and a temperature of 0.1 ln(factor) + 1 on q and k."""
+
+    def dimension_turning(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(dimension_turning(YARN_FAST_TURNS)), 0)
+    high = min(math.ceil(dimension_turning(YARN_SLOW_TURNS)), dim - 1)
+    ramp = ((torch.arange(dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    plain = _plain(dim, base)
+    return plain * (1 - ramp) + plain / factor * ramp, 0.1 * math.log(factor) + 1.0
+
+
+Scaling = Callable[[int, float, float, int], tuple[Tensor, float]]
+SCALINGS: Mapping[str, Scaling] = MappingProxyType({"linear": _linear, "ntk": _ntk, "yarn": _yarn})
+SCALING_KEYS = frozenset({"type", "factor", "original_max_position"})
+
+
+def _checked_scaling(scaling: Mapping[str, Any]) -> tuple[Scaling, float]:
+    unknown = sorted(set(scaling) - SCALING_KEYS)
+    if unknown:
+        raise PositionalEmbeddingError(
+            f"rope_scaling: unknown key {unknown[0]!r}; "
+            f"the keys are {', '.join(sorted(SCALING_KEYS))}."
+        )
+    if scaling.get("type") not in SCALINGS:
+        raise PositionalEmbeddingError(
+            f"rope_scaling: type {scaling.get('type')!r} is not one of {', '.join(SCALINGS)}."
+        )
+    factor = scaling.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 1:
+        raise PositionalEmbeddingError(
+            f"rope_scaling: factor {factor!r} must be a number of at least 1 "
+            "(longest length wanted / length trained on)."
+        )
+    return SCALINGS[scaling["type"]], float(factor)
+
+
+def rotary_frequencies(
+    rotary_dim: int, base: float, scaling: Mapping[str, Any] | None, max_position: int
+) -> tuple[Tensor, float]:
+    """Radians per position for each pair of dimensions [R/2] in fp32, and a factor on q and k."""
+    if scaling is None:
+        return _plain(rotary_dim, base), 1.0
+    scale, factor = _checked_scaling(scaling)
+    original = scaling.get("original_max_position") or max_position
+    return scale(rotary_dim, base, factor, int(original))
+
+
+@register("rotary")
+class RotaryEmbedding(PositionalEmbedding):
+    """Su et al. 2021: dimension i pairs with i + R/2, turned by position * base^(-2i/R).
+
+    Angles are fp32 whatever the model's precision: in bf16 they are off by radians (kerple.md 17).
+    """
+
+    kind = "rotation"
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        self.rotary_dim = int(options.head_dim * options.rotary_pct)
+        smallest = 4 if options.rope_scaling else 2  # NTK divides by R - 2
+        if self.rotary_dim % 2 or not smallest <= self.rotary_dim <= options.head_dim:
+            raise PositionalEmbeddingError(
+                f"rotary_pct: {options.rotary_pct} of head_dim {options.head_dim} is "
+                f"{self.rotary_dim} rotated dimensions; it must be an even number from "
+                f"{smallest} to {options.head_dim}."
+            )
+        # Plain attributes: module.to(bf16) would cast buffers.
+        self._frequencies, self.attention_factor = rotary_frequencies(
+            self.rotary_dim,
+            options.rotary_emb_base,
+            options.rope_scaling,
+            options.max_position_embeddings,
+        )
+        self._cos_LR = self._sin_LR = torch.empty(0, self.rotary_dim)
+
+    def forward(
+        self, q_BHLD: Tensor, k_BHLD: Tensor, q_offset: int = 0, k_offset: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        return self._rotate(q_BHLD, q_offset), self._rotate(k_BHLD, k_offset)
+
+    def _rotate(self, x_BHLD: Tensor, offset: int) -> Tensor:
+        end = offset + x_BHLD.shape[-2]
+        self._grow_tables(end, x_BHLD.device)
+        cos_LR, sin_LR = self._cos_LR[offset:end], self._sin_LR[offset:end]
+        turned, passed = x_BHLD.split([self.rotary_dim, x_BHLD.shape[-1] - self.rotary_dim], -1)
+        first, second = turned.chunk(2, -1)
+        swapped = torch.cat((-second, first), -1)
+        result = (turned * cos_LR + swapped * sin_LR).to(x_BHLD.dtype)
+        return result if passed.shape[-1] == 0 else torch.cat((result, passed), -1)
+
+    def _grow_tables(self, length: int, device: torch.device) -> None:
+        if self._cos_LR.shape[0] >= length and self._cos_LR.device == device:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # reused later in training
+            positions = torch.arange(length, dtype=torch.float32, device=device)
+            angles = torch.outer(positions, self._frequencies.to(device)).repeat(1, 2)
+            self._cos_LR = angles.cos() * self.attention_factor
+            self._sin_LR = angles.sin() * self.attention_factor
