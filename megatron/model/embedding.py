@@ -1,0 +1,94 @@
+"""The first and the last layer: tokens to vectors, vectors to logits."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.model.positional_embeddings import InputEmbedding
+from megatron.mpu import (
+    SERIAL,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
+from megatron.mpu.collectives import copy_to_group, gather_from_group
+
+
+class Embedding(nn.Module):
+    """Token embeddings, plus positions for the embeddings that change the input."""
+
+    def __init__(
+        self,
+        word_embeddings: VocabParallelEmbedding,
+        position_embeddings: InputEmbedding | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.word_embeddings = word_embeddings
+        self.position_embeddings = position_embeddings
+        self.dropout = dropout
+
+    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
+        x = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            x = self.position_embeddings(x, offset)
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class FinalNorm(nn.Module):
+    """The norm before the head, under GPT-NeoX's name."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Head(Protocol):
+    """Logits of hidden states; `vocab_tp` says over which ranks their vocabulary is split."""
+
+    vocab_tp: TensorParallel
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class UntiedHead(nn.Module):
+    """A projection of its own, split by vocabulary ("column") or by hidden size ("row")."""
+
+    def __init__(self, final_linear: ColumnParallelLinear | RowParallelLinear) -> None:
+        super().__init__()
+        self.final_linear = final_linear
+        split_by_vocabulary = isinstance(final_linear, ColumnParallelLinear)
+        self.vocab_tp = final_linear.tp if split_by_vocabulary else SERIAL
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.final_linear(x)
+
+
+class TiedHead(nn.Module):
+    """The token embedding used again; it holds no parameters of its own."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self._borrowed = [embedding]  # in a list, so that the parameters are not registered twice
+        self.vocab_tp = embedding.word_embeddings.tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tied_logits(self._borrowed[0], x)
+
+
+def tied_logits(embedding: Embedding, x: Tensor) -> Tensor:
+    """Logits from the token embedding's own weight."""
+    words = embedding.word_embeddings
+    return F.linear(copy_to_group(x, words.tp), words.weight)
+
+
+def full_logits(logits: Tensor, vocab_tp: TensorParallel) -> Tensor:
+    """All ranks' parts of the vocabulary."""
+    return gather_from_group(logits, vocab_tp)

@@ -1,0 +1,145 @@
+"""The whole decoder in one process (or one tensor-parallel group): tokens in, logits or losses out.
+
+Shape suffixes: B batch, L length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.model.cache import Cache, LayerCache
+from megatron.model.embedding import Embedding, FinalNorm, Head, TiedHead, full_logits
+from megatron.model.layers import FunctionLayer, LayerFactory, keep
+from megatron.model.positional_embeddings import PositionalEmbedding, TableEmbedding, Tables
+from megatron.model.spec import ModelSpec
+from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
+from megatron.mpu import SERIAL, TensorParallel, vocab_parallel_cross_entropy
+
+DEFAULT_LOSS_CHUNK = 1024
+
+
+class GPTModel(nn.Module):
+    """The layers in sequence. State-dict names are GPT-NeoX's: `sequential.<index>.<name>`."""
+
+    def __init__(self, spec: ModelSpec, tp: TensorParallel = SERIAL) -> None:
+        super().__init__()
+        self.spec = spec
+        self.tp = tp
+        factory = LayerFactory(spec, tp)
+        embedding = factory.embedding()
+        head = factory.untied_head() if spec.no_weight_tying else TiedHead(embedding)
+        self.sequential = nn.ModuleList(
+            [
+                embedding,
+                factory.position_tables() if factory.has_shared_tables else FunctionLayer(keep),
+                *(factory.transformer_layer(number) for number in range(spec.num_layers)),
+                FunctionLayer(drop_tables),
+                FinalNorm(factory.final_norm().norm),
+                head,
+            ]
+        )
+
+    @property
+    def embedding(self) -> Embedding:
+        return cast(Embedding, self.sequential[0])
+
+    @property
+    def layers(self) -> list[TransformerLayer]:
+        return [layer for layer in self.sequential if isinstance(layer, TransformerLayer)]
+
+    @property
+    def head(self) -> Head:
+        return cast(Head, self.sequential[-1])
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.word_embeddings.weight.device
+
+    def num_parameters(self) -> int:
+        """Parameters on this rank."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
+        """Logits of the next token, [B, L, V]."""
+        logits = self.head(self.hidden_states(tokens_BL, cache))
+        return full_logits(logits, self.head.vocab_tp)
+
+    def hidden_states(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
+        """What the head sees."""
+        offset = cache.length if cache is not None else 0
+        state: State = self.embedding(tokens_BL, offset)
+        owner = self.sequential[1]
+        if isinstance(owner, PositionTables):
+            state = owner(cast(Tensor, state), offset)
+        state = self._run_layers(state, cache)
+        return self.sequential[-2](drop_tables(state))
+
+    def token_losses(
+        self, tokens_BL: Tensor, labels_BL: Tensor, chunk: int = DEFAULT_LOSS_CHUNK
+    ) -> Tensor:
+        """The loss of each label, fp32 [B, L].
+
+        Logits exist for `chunk` tokens at a time only: at 16,384 tokens and 50,000 words all of
+        them would be 3.3 GB. With gradients, each chunk is recomputed in the backward pass.
+        """
+        hidden = self.hidden_states(tokens_BL).flatten(0, 1)
+        labels = labels_BL.flatten()
+        if hidden.shape[0] <= chunk:
+            return self._head_loss(hidden, labels).view_as(labels_BL)
+        pieces = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+        if torch.is_grad_enabled():
+            losses = [
+                cast(Tensor, checkpoint(self._head_loss, h, y, use_reentrant=False))
+                for h, y in pieces
+            ]
+        else:
+            losses = [self._head_loss(h, y) for h, y in pieces]
+        return torch.cat(losses).view_as(labels_BL)
+
+    def new_cache(self) -> Cache:
+        """An empty cache of keys and values."""
+        return Cache(self.spec.num_layers)
+
+    def positional_embeddings(self) -> Iterator[PositionalEmbedding]:
+        """The modules that hold or make positions, each once."""
+        for module in self.modules():
+            if isinstance(module, PositionalEmbedding):
+                yield module
+
+    def positional_tables(self, length: int) -> Tables:
+        """The tables over distance that the (first) layer adds and multiplies with."""
+        for module in self.positional_embeddings():
+            if isinstance(module, TableEmbedding):
+                return module(length)
+        return Tables(None, None)
+
+    def set_window(self, window: int | None) -> None:
+        """Limit every layer to the last `window` distances; None lifts the limit."""
+        for layer in self.layers:
+            layer.attention.window = window
+
+    def _head_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(self.head(hidden), labels, self.head.vocab_tp)
+
+    def _run_layers(self, state: State, cache: Cache | None) -> State:
+        if self.training and self.spec.checkpoint_activations and torch.is_grad_enabled():
+            return self._run_checkpointed(state)
+        caches: list[LayerCache | None] = (
+            list(cache.layers) if cache is not None else [None] * self.spec.num_layers
+        )
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            state = layer(state, layer_cache)
+        return state
+
+    def _run_checkpointed(self, state: State) -> State:
+        """Keep activations every few layers only; the rest is computed again when needed."""
+        layers, step = self.layers, self.spec.checkpoint_num_layers
+        for start in range(0, len(layers), step):
+            group = nn.Sequential(*layers[start : start + step])
+            state = cast(State, checkpoint(group, state, use_reentrant=False))
+        return state

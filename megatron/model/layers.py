@@ -1,0 +1,202 @@
+"""The model as a list of layers, at GPT-NeoX's indices.
+
+    0          Embedding                 tokens -> hidden
+    1          PositionTables            the kernel's owner; a plain function where there is none
+    2 .. L+1   TransformerLayer
+    L+2        drop_tables               a function
+    L+3        FinalNorm
+    L+4        head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.attention import SelfAttention
+from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
+from megatron.model.mlp import MLP
+from megatron.model.norms import norm_factory
+from megatron.model.positional_embeddings import (
+    InputEmbedding,
+    PositionalEmbedding,
+    RotaryEmbedding,
+    TableEmbedding,
+    build_positional_embedding,
+)
+from megatron.model.spec import ModelSpec
+from megatron.model.transformer import PositionTables, State, TransformerLayer
+from megatron.mpu import (
+    SERIAL,
+    ColumnParallelLinear,
+    InitMethod,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+    init_method,
+    seeded_generator,
+)
+
+FIRST_LAYER = 2
+
+
+def keep(state: State) -> State:
+    """Stands where a model without tables has nothing to add."""
+    return state
+
+
+@dataclass(frozen=True)
+class LayerFactory:
+    """Builds each layer of a model on its own, so that a pipeline stage builds only its share."""
+
+    spec: ModelSpec
+    tp: TensorParallel = SERIAL
+    pipelined: bool = False
+
+    @property
+    def has_shared_tables(self) -> bool:
+        """Whether one kernel serves all layers."""
+        return self.spec.kerple_share == "all" and isinstance(self._probe(), TableEmbedding)
+
+    def embedding(self) -> Embedding:
+        spec = self.spec
+        positions = self.positions()
+        words = VocabParallelEmbedding(
+            spec.padded_vocab_size,
+            spec.hidden_size,
+            init=self._init(spec.init_method),
+            generator=seeded_generator(spec.seed, 0, "word_embeddings"),
+            tp=self.tp,
+        )
+        changes_input = positions if isinstance(positions, InputEmbedding) else None
+        return Embedding(words, changes_input, spec.hidden_dropout)
+
+    def position_tables(self) -> PositionTables:
+        positions = self.positions()
+        assert isinstance(positions, TableEmbedding)
+        return PositionTables(positions, pipelined=self.pipelined)
+
+    def transformer_layer(self, number: int) -> TransformerLayer:
+        """Layer `number` of the stack, counted from 0."""
+        spec = self.spec
+        norm = norm_factory(
+            spec.norm,
+            spec.hidden_size,
+            layernorm_epsilon=spec.layernorm_epsilon,
+            rms_norm_epsilon=spec.rms_norm_epsilon,
+            scalenorm_epsilon=spec.scalenorm_epsilon,
+            bias=spec.use_bias_in_norms,
+        )
+        generators = partial(seeded_generator, spec.seed, FIRST_LAYER + number)
+        positions = self.positions(None if spec.kerple_share == "all" else number)
+        tables = positions if isinstance(positions, TableEmbedding) else None
+        shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
+        return TransformerLayer(
+            input_norm=norm(),
+            attention=self._attention(positions, generators),
+            mlp_norm=None if shares_norm else norm(),
+            mlp=self._mlp(generators),
+            table_names=tables.table_names if tables and spec.kerple_share == "all" else (),
+            own_tables=tables if spec.kerple_share == "per_layer" else None,
+            hidden_dropout=spec.hidden_dropout,
+            parallel_residual=spec.gpt_j_residual,
+        )
+
+    def final_norm(self) -> FinalNorm:
+        spec = self.spec
+        return FinalNorm(
+            norm_factory(
+                spec.norm,
+                spec.hidden_size,
+                layernorm_epsilon=spec.layernorm_epsilon,
+                rms_norm_epsilon=spec.rms_norm_epsilon,
+                scalenorm_epsilon=spec.scalenorm_epsilon,
+                bias=spec.use_bias_in_norms,
+            )()
+        )
+
+    def untied_head(self) -> UntiedHead:
+        spec = self.spec
+        init = self._init(spec.init_method)
+        generator = seeded_generator(spec.seed, "final_linear")
+        sizes = (spec.hidden_size, spec.padded_vocab_size)
+        if spec.output_layer_parallelism == "row":
+            return UntiedHead(
+                RowParallelLinear(
+                    *sizes,
+                    init=init,
+                    generator=generator,
+                    bias=False,
+                    input_is_split=False,
+                    tp=self.tp,
+                )
+            )
+        return UntiedHead(
+            ColumnParallelLinear(*sizes, init=init, generator=generator, bias=False, tp=self.tp)
+        )
+
+    def positions(self, layer: int | None = None) -> PositionalEmbedding:
+        """The positional embedding; `layer` gives each layer a draw of its own."""
+        options = self.spec.position_options(
+            tp_rank=self.tp.rank, tp_size=self.tp.size, layer=layer
+        )
+        return build_positional_embedding(self.spec.pos_emb, options)
+
+    def _probe(self) -> PositionalEmbedding:
+        return self.positions()
+
+    def _init(self, name: str) -> InitMethod:
+        spec = self.spec
+        return init_method(
+            name,
+            std=spec.init_method_std,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+        )
+
+    def _attention(
+        self, positions: PositionalEmbedding, generators: Callable[[str], torch.Generator]
+    ) -> SelfAttention:
+        spec = self.spec
+        return SelfAttention(
+            spec.hidden_size,
+            spec.num_attention_heads,
+            init=self._init(spec.init_method),
+            output_init=self._init(spec.output_layer_init_method),
+            generators=generators,
+            bias=spec.use_bias_in_attn_linear,
+            dropout=spec.attention_dropout,
+            window=spec.sliding_window_width,
+            engine=spec.attention_engine,
+            pruning=spec.attention_pruning,
+            rotary=positions if isinstance(positions, RotaryEmbedding) else None,
+            tp=self.tp,
+        )
+
+    def _mlp(self, generators: Callable[[str], torch.Generator]) -> MLP:
+        spec = self.spec
+        return MLP(
+            spec.hidden_size,
+            spec.feed_forward_size,
+            activation=spec.activation_name,
+            bias=spec.use_bias_in_mlp,
+            init=self._init(spec.init_method),
+            output_init=self._init(spec.output_layer_init_method),
+            generators=generators,
+            tp=self.tp,
+        )
+
+
+class FunctionLayer(nn.Module):
+    """A plain function in a list of modules."""
+
+    def __init__(self, function: Callable[[State], State]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, state: State) -> State | Tensor:
+        return self.function(state)

@@ -1,0 +1,65 @@
+"""Normalisation layers by their GPT-NeoX names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from apex.normalization import FusedLayerNorm as _FusedLayerNorm
+except ImportError:
+    _FusedLayerNorm = None
+
+
+class ScaleNorm(nn.Module):
+    """x / |x|, times one learned number."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True).clamp(min=self.eps) * self.g
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x), times a learned scale; the mean square is taken in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x.float(), self.scale.shape, self.scale.float(), self.eps).to(
+            x.dtype
+        )
+
+
+def _layer_norm(size: int, eps: float, bias: bool) -> nn.Module:
+    if _FusedLayerNorm is not None and torch.cuda.is_available() and bias:
+        return _FusedLayerNorm(size, eps=eps)
+    return nn.LayerNorm(size, eps=eps, bias=bias)
+
+
+def norm_factory(
+    name: str,
+    size: int,
+    *,
+    layernorm_epsilon: float = 1e-5,
+    rms_norm_epsilon: float = 1e-8,
+    scalenorm_epsilon: float = 1e-8,
+    bias: bool = True,
+) -> Callable[[], nn.Module]:
+    """A function that makes the norm called `name`."""
+    factories: dict[str, Callable[[], nn.Module]] = {
+        "layernorm": lambda: _layer_norm(size, layernorm_epsilon, bias),
+        "rmsnorm": lambda: RMSNorm(size, rms_norm_epsilon),
+        "scalenorm": lambda: ScaleNorm(size, scalenorm_epsilon),
+    }
+    if name not in factories:
+        raise ValueError(f"norm {name!r} is unknown; choose one of {', '.join(factories)}")
+    return factories[name]

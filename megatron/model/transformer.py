@@ -1,0 +1,111 @@
+"""One transformer layer, and what travels between layers.
+
+Between layers goes either the hidden states alone or a tuple `(hidden, *tables)`: the tables over
+distance are computed once, by the layer that owns the kernel, and travel beside the hidden states,
+so that gradients come back to the owner through any pipeline.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.model.attention import SelfAttention
+from megatron.model.cache import LayerCache
+from megatron.model.mlp import MLP
+from megatron.model.positional_embeddings import TableEmbedding, Tables
+
+State = Tensor | tuple[Tensor, ...]
+
+
+def pack(hidden: Tensor, tables: Tables) -> State:
+    """What a layer hands to the next."""
+    present = tuple(table for table in (tables.bias, tables.weight) if table is not None)
+    return (hidden, *present) if present else hidden
+
+
+def unpack(state: State, table_names: tuple[str, ...]) -> tuple[Tensor, Tables]:
+    """The hidden states and the tables, by the names under which they were packed."""
+    if isinstance(state, Tensor):
+        return state, Tables(None, None)
+    hidden, *tables = state
+    named = dict(zip(table_names, tables, strict=True))
+    return hidden, Tables(named.get("bias"), named.get("weight"))
+
+
+def drop_tables(state: State) -> Tensor:
+    """The hidden states alone, after the last layer."""
+    return state if isinstance(state, Tensor) else state[0]
+
+
+class PositionTables(nn.Module):
+    """The owner of the kernel: computes the tables once for all layers."""
+
+    def __init__(self, embedding: TableEmbedding, *, pipelined: bool = False) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.pipelined = pipelined
+
+    def forward(self, hidden: Tensor, offset: int = 0) -> State:
+        tables = self.embedding(offset + hidden.shape[1])
+        if self.pipelined and self.training:
+            tables = Tables(_with_gradient(tables.bias), _with_gradient(tables.weight))
+        return pack(hidden, tables)
+
+
+def _with_gradient(table: Tensor | None) -> Tensor | None:
+    """DeepSpeed's pipeline sends a gradient back for every float activation: have a place for it."""
+    if table is None or table.requires_grad:
+        return table
+    return table.detach().requires_grad_()
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and MLP, one after the other or (`parallel_residual`) side by side."""
+
+    def __init__(
+        self,
+        *,
+        input_norm: nn.Module,
+        attention: SelfAttention,
+        mlp_norm: nn.Module | None,
+        mlp: MLP,
+        table_names: tuple[str, ...] = (),
+        own_tables: TableEmbedding | None = None,
+        hidden_dropout: float = 0.0,
+        parallel_residual: bool = False,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_norm
+        self.attention = attention
+        self.post_attention_layernorm = mlp_norm  # None: both branches share the input norm
+        self.mlp = mlp
+        self.positions = own_tables
+        self.table_names = table_names
+        self.hidden_dropout = hidden_dropout
+        self.parallel_residual = parallel_residual
+
+    def forward(self, state: State, cache: LayerCache | None = None) -> State:
+        hidden, tables = unpack(state, self.table_names)
+        hidden = self._residual(hidden, self._tables(hidden, tables, cache), cache)
+        return (hidden, *state[1:]) if isinstance(state, tuple) else hidden
+
+    def _tables(self, hidden: Tensor, tables: Tables, cache: LayerCache | None) -> Tables:
+        if self.positions is None:
+            return tables
+        seen = cache.length if cache is not None else 0
+        return self.positions(seen + hidden.shape[1])
+
+    def _residual(self, x: Tensor, tables: Tables, cache: LayerCache | None) -> Tensor:
+        normed = self.input_layernorm(x)
+        attended = self._dropout(self.attention(normed, tables, cache))
+        if self.parallel_residual:
+            if self.post_attention_layernorm is not None:
+                normed = self.post_attention_layernorm(x)
+            return x + attended + self._dropout(self.mlp(normed))
+        x = x + attended
+        assert self.post_attention_layernorm is not None
+        return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout else x
