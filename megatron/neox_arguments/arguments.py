@@ -1,0 +1,186 @@
+"""NeoXArgs: the whole config, loaded, validated once, frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, PrivateAttr, ValidationError
+
+from . import validation
+from .batch import BatchPlan, plan_batch
+from .deepspeed_config import build_deepspeed_config
+from .errors import ConfigError
+from .fields import Group
+from .groups import (
+    CheckpointArgs,
+    DataArgs,
+    EvaluationArgs,
+    GenerationArgs,
+    LauncherArgs,
+    LoggingArgs,
+    ModelArgs,
+    OptimizationArgs,
+    ParallelArgs,
+    RuntimeArgs,
+    TokenizerArgs,
+)
+from .merging import merge, parse_set, read_layer
+from .messages import describe_validation_error
+from .normalize import normalize, resolve_precision
+from .plain_data import copy_plain
+
+GROUPS: dict[str, type[Group]] = {
+    "model": ModelArgs,
+    "parallel": ParallelArgs,
+    "optimization": OptimizationArgs,
+    "data": DataArgs,
+    "tokenizer": TokenizerArgs,
+    "checkpoint": CheckpointArgs,
+    "logging": LoggingArgs,
+    "evaluation": EvaluationArgs,
+    "generation": GenerationArgs,
+    "launcher": LauncherArgs,
+    "runtime": RuntimeArgs,
+}
+OWNER: dict[str, str] = {
+    key: name for name, group in GROUPS.items() for key in group.model_fields
+}
+"""Every YAML key -> its group."""
+KNOWN_KEYS: list[str] = list(OWNER)
+
+# Where a run executes and what it prints do not change what it computes.
+_NOT_IN_HASH = ("launcher", "logging")
+
+
+class NeoXArgs(Group):
+    """A validated config. Keys live in typed groups: `args.model.num_layers`."""
+
+    model: ModelArgs
+    parallel: ParallelArgs
+    optimization: OptimizationArgs
+    data: DataArgs
+    tokenizer: TokenizerArgs
+    checkpoint: CheckpointArgs
+    logging: LoggingArgs
+    evaluation: EvaluationArgs
+    generation: GenerationArgs
+    launcher: LauncherArgs
+    runtime: RuntimeArgs
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def from_files(
+        cls,
+        paths: Sequence[str | Path],
+        *,
+        overrides: Sequence[str | Path] = (),
+        sets: Sequence[str] = (),
+    ) -> NeoXArgs:
+        """Merge YAML files, then override files, then `key=value` assignments."""
+        base = [read_layer(path, KNOWN_KEYS) for path in paths]
+        above = [read_layer(path, KNOWN_KEYS) for path in overrides]
+        assigned = [parse_set(text, KNOWN_KEYS) for text in sets]
+        args = cls._from_canonical(merge(base, [*above, *assigned]))
+        args._sources.update(_named_texts([(layer.source, layer.text) for layer in base + above]))
+        return args
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> NeoXArgs:
+        """From one flat mapping, in any spelling a YAML file may use."""
+        source = "config"
+        plain = copy_plain(dict(values) if isinstance(values, Mapping) else values, source)
+        return cls._from_canonical(normalize(plain, KNOWN_KEYS, source))
+
+    @classmethod
+    def _from_canonical(cls, values: dict[str, Any]) -> NeoXArgs:
+        values = _check_kv_heads(resolve_precision(values))
+        if values.get("max_position_embeddings") is None:
+            default = ModelArgs.model_fields["seq_length"].default
+            values["max_position_embeddings"] = values.get("seq_length") or default
+        grouped: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
+        for key, value in values.items():
+            if value is not None:
+                grouped[OWNER[key]][key] = value
+        problems: list[str] = []
+        built: dict[str, Group] = {}
+        for name, group in GROUPS.items():
+            try:
+                built[name] = group.model_validate(grouped[name])
+            except ValidationError as error:
+                problems += describe_validation_error(error, group)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        args = cls.model_validate(built)
+        validation.check(args)
+        return args
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """File name -> YAML text as the user wrote it, to be kept beside checkpoints."""
+        return dict(self._sources)
+
+    def with_sources(self, sources: Mapping[str, str]) -> NeoXArgs:
+        """The same config, remembering these files."""
+        copy = self.model_copy()
+        copy._sources = dict(sources)
+        return copy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat and canonical, without keys that are null. `from_dict` gives the same config."""
+        flat: dict[str, Any] = {}
+        for name in GROUPS:
+            group: BaseModel = getattr(self, name)
+            flat.update(group.model_dump(exclude_none=True))
+        return copy_plain(flat, "config")
+
+    def to_yaml(self) -> str:
+        """The resolved config as YAML, in the order of the groups."""
+        return yaml.safe_dump(
+            self.to_dict(), sort_keys=False, default_flow_style=None, allow_unicode=True, width=100
+        )
+
+    def config_hash(self) -> str:
+        """Short fingerprint of what the run computes: all but the launcher and logging groups."""
+        values = {
+            key: value for key, value in self.to_dict().items() if OWNER[key] not in _NOT_IN_HASH
+        }
+        text = json.dumps(values, sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+    def batch_plan(self, world_size: int) -> BatchPlan:
+        """Batch sizes for this many processes."""
+        return plan_batch(self.optimization, self.parallel, world_size)
+
+    def deepspeed_config(self, world_size: int) -> dict[str, Any]:
+        """What DeepSpeed's engine needs, without the optimizer."""
+        return build_deepspeed_config(self, world_size)
+
+    def replace(self, **changes: Any) -> NeoXArgs:
+        """A new validated config with some flat keys changed."""
+        return NeoXArgs.from_dict({**self.to_dict(), **changes}).with_sources(self._sources)
+
+
+def _check_kv_heads(values: dict[str, Any]) -> dict[str, Any]:
+    """Grouped-query attention is not implemented; as many key heads as heads is no grouping."""
+    rest = {key: value for key, value in values.items() if key != "num_kv_heads"}
+    groups = values.get("num_kv_heads")
+    if groups is not None and groups != values.get("num_attention_heads"):
+        raise ConfigError(
+            f"num_kv_heads = {groups!r:.80}: grouped-query attention is a GPT-NeoX feature not "
+            "implemented here. Remove it or set it to num_attention_heads."
+        )
+    return rest
+
+
+def _named_texts(texts: list[tuple[str, str]]) -> dict[str, str]:
+    """Base names where they are unique, so that they can be file names again."""
+    names = [Path(source).name for source, _ in texts]
+    return {
+        name if names.count(name) == 1 else source.replace("/", "_"): text
+        for name, (source, text) in zip(names, texts, strict=True)
+    }

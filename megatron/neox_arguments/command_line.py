@@ -1,0 +1,158 @@
+"""The command line that deepy.py, train.py, evaluate.py and generate.py share."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .arguments import NeoXArgs
+from .errors import ConfigError
+
+# deepy.py hands the config over as one argument; Linux takes up to 128 KiB in one.
+MAX_PAYLOAD = 120_000
+
+CONFIG_FLAGS: dict[str, tuple[str, ...]] = {
+    "wandb_group": ("--wandb_group", "--wandb-group"),
+    "eval_tasks": ("--eval_tasks", "--eval-tasks"),
+    "iteration": ("--iteration",),
+    "eval_results_prefix": ("--eval_results_prefix", "--eval-results-prefix"),
+    "hostfile": ("-H", "--hostfile"),
+    "sample_input_file": ("-i", "--sample_input_file", "--sample-input-file"),
+    "sample_output_file": ("-o", "--sample_output_file", "--sample-output-file"),
+}
+"""Config key -> flags that set it, on top of every file."""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONF files, --override, --set and the shortcuts for single keys."""
+    parser.add_argument(
+        "conf_files", nargs="*", metavar="CONF", help="YAML files; `.yml` may be left out"
+    )
+    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="directory of the CONF files")
+    parser.add_argument(
+        "--override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="CONF",
+        help="YAML files that win over the files before",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        dest="sets",
+        metavar="KEY=VALUE",
+        help="single values that win over all files, e.g. optimizer.params.lr=1e-4",
+    )
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
+    parser.add_argument(*CONFIG_FLAGS["wandb_group"], help="wandb group of this run")
+    parser.add_argument(*CONFIG_FLAGS["eval_tasks"], nargs="+", help="what evaluate.py runs")
+    parser.add_argument(*CONFIG_FLAGS["iteration"], type=int, help="checkpoint step to load")
+    parser.add_argument(*CONFIG_FLAGS["eval_results_prefix"], help="start of result file names")
+    parser.add_argument(*CONFIG_FLAGS["hostfile"], help="hosts, one `name slots=N` a line")
+    parser.add_argument(*CONFIG_FLAGS["sample_input_file"], help="prompts for generate.py")
+    parser.add_argument(*CONFIG_FLAGS["sample_output_file"], help="where generate.py writes")
+
+
+def add_suffix(name: str, directory: str | None = None) -> Path:
+    """`small` with directory `configs` -> configs/small.yml."""
+    path = Path(directory) / name if directory else Path(name)
+    return path if path.suffix in (".yml", ".yaml", ".json") else Path(f"{path}.yml")
+
+
+def load_config(options: argparse.Namespace) -> NeoXArgs:
+    """The config that a parsed command line describes."""
+    if not options.conf_files and not options.override:
+        raise ConfigError("no config file given, e.g. configs/small_bf16.yml.")
+    sets = list(options.sets)
+    for key in CONFIG_FLAGS:
+        value = getattr(options, key)
+        if value is not None:
+            sets.append(f"{key}={json.dumps(value)}")
+    return NeoXArgs.from_files(
+        [add_suffix(name, options.conf_dir) for name in options.conf_files],
+        overrides=[add_suffix(name, options.conf_dir) for name in options.override],
+        sets=sets,
+    )
+
+
+def encode_config(args: NeoXArgs) -> str:
+    """The config as one shell-proof word."""
+    payload = _encode({"config": args.to_dict(), "sources": args.sources})
+    if len(payload) > MAX_PAYLOAD:
+        payload = _encode({"config": args.to_dict(), "sources": {}})
+    if len(payload) > MAX_PAYLOAD:
+        raise ConfigError(
+            f"the merged config is {len(payload)} characters long, more than one argument may be. "
+            "Shorten lists such as train_data_paths."
+        )
+    return payload
+
+
+def _encode(value: dict[str, Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(value).encode("utf-8")).decode("ascii")
+
+
+def decode_config(payload: str) -> NeoXArgs:
+    """The inverse of `encode_config`; validates again."""
+    try:
+        value = json.loads(base64.b64decode(payload, altchars=b"-_", validate=True))
+        config, sources = value["config"], value["sources"]
+        texts = {str(name): str(text) for name, text in sources.items()}
+    except (binascii.Error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ConfigError(
+            "--megatron_config is not a config made by deepy.py; pass YAML files instead."
+        ) from e
+    return NeoXArgs.from_dict(config).with_sources(texts)
+
+
+def build_script_parser(script_name: str) -> argparse.ArgumentParser:
+    """Parser of train.py, evaluate.py and generate.py."""
+    parser = argparse.ArgumentParser(
+        prog=script_name,
+        description=f"{script_name} in this process (or in each of srun's or torchrun's). "
+        f"`python deepy.py {script_name} ...` starts several.",
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--megatron_config", help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_command_line(
+    script_name: str, argv: Sequence[str] | None = None
+) -> tuple[NeoXArgs, argparse.Namespace]:
+    """Config and options of a script: YAML files, or what deepy.py passes on.
+
+    A wrong config ends the process with `error: ...` and status 2.
+    """
+    parser = build_script_parser(script_name)
+    options = parser.parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
+    try:
+        if options.megatron_config is not None:
+            args = decode_config(options.megatron_config)
+        else:
+            args = load_config(options)
+    except ConfigError as error:
+        exit_with_error(error)
+    if options.dry_run:
+        from .report import dry_run_report
+
+        print(dry_run_report(args))
+        raise SystemExit(0)
+    return args, options
+
+
+def exit_with_error(error: Exception) -> NoReturn:
+    """`error: ...` on stderr, status 2, no traceback."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,225 @@
+"""Checks that need more than one key. Each message: the key, the value, the fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigError
+from .positions import OFFICIAL_NAMES, check_position_name
+
+if TYPE_CHECKING:
+    from .arguments import NeoXArgs
+    from .groups import ModelArgs
+
+
+def check(args: NeoXArgs) -> None:
+    """Raise ConfigError at the first combination that cannot work."""
+    _check_heads(args)
+    check_position_name(args.model.pos_emb)
+    _check_positions(args.model)
+    _check_attention_config(args.model)
+    _check_parallel(args)
+    _check_schedule(args)
+    _check_split(args)
+    _check_blends(args)
+    _check_evaluation(args)
+    _check_launcher(args)
+
+
+def _divisors_near(number: int, wanted: int) -> int:
+    return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)
+
+
+def _check_heads(args: NeoXArgs) -> None:
+    hidden, heads = args.model.hidden_size, args.model.num_attention_heads
+    if hidden % heads:
+        up = -(-hidden // heads) * heads
+        raise ConfigError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}. "
+            f"Use hidden_size {up}, or another number of heads."
+        )
+    mp = args.parallel.model_parallel_size
+    if heads % mp:
+        raise ConfigError(
+            f"model_parallel_size = {mp} does not divide num_attention_heads = {heads}. "
+            f"Use model_parallel_size {_divisors_near(heads, mp)} or more heads."
+        )
+    ffn = args.model.ffn_size
+    if ffn % mp:
+        raise ConfigError(
+            f"model_parallel_size = {mp} does not divide the MLP width {ffn}. "
+            f"Use intermediate_size {-(-ffn // mp) * mp}."
+        )
+
+
+def _check_positions(model: ModelArgs) -> None:
+    name = OFFICIAL_NAMES.get(model.pos_emb, model.pos_emb)
+    rows = model.position_rows
+    if name == "learned":
+        for key, length in (
+            ("seq_length", model.seq_length),
+            ("seq_length_val", model.validation_length),
+        ):
+            if length > rows:
+                raise ConfigError(
+                    f"{key} = {length} is longer than max_position_embeddings = {rows}, and "
+                    "pos_emb = learned has no vectors beyond it. Raise max_position_embeddings, "
+                    "or use a pos_emb that extrapolates, e.g. kerple_log."
+                )
+    if name == "sinusoidal" and model.hidden_size % 2:
+        raise ConfigError(
+            f"hidden_size = {model.hidden_size} is odd; pos_emb = sinusoidal needs an even one."
+        )
+    if name == "rotary" and int(model.head_dim * model.rotary_pct) < 2:
+        raise ConfigError(
+            f"rotary_pct = {model.rotary_pct} leaves less than 2 of {model.head_dim} dimensions "
+            "per head to rotate. Raise it, or use pos_emb none."
+        )
+    if model.rope_scaling is not None and name != "rotary":
+        raise ConfigError(
+            f"rope_scaling is set but pos_emb = {model.pos_emb}. Remove it or use pos_emb rotary."
+        )
+    if model.gpt_j_tied and not model.gpt_j_residual:
+        raise ConfigError("gpt_j_tied = true needs gpt_j_residual: true.")
+
+
+def _check_attention_config(model: ModelArgs) -> None:
+    config = model.attention_config
+    if config is None:
+        return
+    wrong = ConfigError(
+        f'attention_config = {config!r:.80}: expected a list like [[["global"], '
+        f"{model.num_layers}]]."
+    )
+    layers = 0
+    for entry in config:
+        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)):
+            raise wrong
+        kinds, repeat = entry
+        for kind in kinds:
+            _check_attention_kind(kind)
+        if repeat == "all":
+            return
+        if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1 or not kinds:
+            raise wrong
+        layers += len(kinds) * repeat
+    if layers != model.num_layers:
+        raise ConfigError(
+            f"attention_config describes {layers} layers but num_layers = {model.num_layers}. "
+            "Remove attention_config: global attention is the default."
+        )
+
+
+def _check_attention_kind(kind: Any) -> None:
+    if kind not in ("global", "flash"):
+        raise ConfigError(
+            f"attention_config: attention type {kind!r:.80} is not implemented here; only "
+            "`global` is (`flash` means the same). For a window use sliding_window_width."
+        )
+
+
+def _check_parallel(args: NeoXArgs) -> None:
+    stage = args.optimization.zero_stage
+    pp = args.parallel.pipe_parallel_size
+    if stage >= 2 and pp >= 1:
+        raise ConfigError(
+            f"zero_optimization.stage = {stage} with pipe_parallel_size = {pp}: DeepSpeed's "
+            "pipelines need stage 0 or 1. Set pipe_parallel_size: 0, or stage: 1."
+        )
+    if pp > args.model.num_layers:
+        raise ConfigError(
+            f"pipe_parallel_size = {pp} is more than num_layers = {args.model.num_layers}."
+        )
+    offload = args.optimization.zero_optimization
+    if offload.offload_param is not None and offload.offload_param.device != "none" and stage < 3:
+        raise ConfigError(
+            f"zero_optimization.offload_param needs stage 3, not {stage}. Set stage: 3."
+        )
+
+
+def _check_schedule(args: NeoXArgs) -> None:
+    optimization = args.optimization
+    if optimization.min_lr > optimization.lr:
+        raise ConfigError(
+            f"min_lr = {optimization.min_lr} is above optimizer.params.lr = {optimization.lr}. "
+            "Lower min_lr."
+        )
+    if optimization.override_lr_scheduler and optimization.use_checkpoint_lr_scheduler:
+        raise ConfigError(
+            "override_lr_scheduler and use_checkpoint_lr_scheduler contradict each other. "
+            "Keep one."
+        )
+    if any(beta >= 1 for beta in optimization.optimizer.params.betas):
+        raise ConfigError(
+            f"optimizer.params.betas = {list(optimization.optimizer.params.betas)}: each must be "
+            "below 1."
+        )
+
+
+def _check_split(args: NeoXArgs) -> None:
+    split = args.data.split
+    advice = "Write up to three shares for train, valid and test, e.g. 949,50,1."
+    parts = split.replace("/", ",").split(",")
+    try:
+        shares = [float(part) for part in parts]
+    except ValueError as error:
+        raise ConfigError(f"split = {split!r:.80}: not a list of numbers. {advice}") from error
+    finite = all(0 <= share < float("inf") for share in shares)
+    if not finite or len(shares) > 3 or sum(shares) <= 0 or sum(shares) == float("inf"):
+        raise ConfigError(f"split = {split!r:.80}: shares must be 0 or more, not all 0. {advice}")
+
+
+def _check_blends(args: NeoXArgs) -> None:
+    data = args.data
+    if data.data_path and data.train_data_paths:
+        raise ConfigError(
+            "data_path and train_data_paths are both set. Keep data_path (one dataset, divided "
+            "by `split`) or the *_data_paths lists."
+        )
+    for name in ("train", "valid", "test"):
+        paths = getattr(data, f"{name}_data_paths")
+        weights = getattr(data, f"{name}_data_weights")
+        if weights is None:
+            continue
+        if paths is None or len(paths) != len(weights):
+            raise ConfigError(
+                f"{name}_data_weights has {len(weights)} numbers for "
+                f"{len(paths or [])} {name}_data_paths. Give one weight per path."
+            )
+        if sum(weights) <= 0 or sum(weights) == float("inf"):
+            raise ConfigError(f"{name}_data_weights = {weights!r:.80}: not all may be 0.")
+
+
+def _check_evaluation(args: NeoXArgs) -> None:
+    evaluation = args.evaluation
+    if evaluation.eval_lengths == []:
+        raise ConfigError("eval_lengths is empty. Give lengths, or leave it out for the default.")
+    if args.model.pos_emb == "learned" and evaluation.eval_lengths:
+        longest = max(evaluation.eval_lengths)
+        if longest > args.model.position_rows:
+            raise ConfigError(
+                f"eval_lengths has {longest}, longer than max_position_embeddings = "
+                f"{args.model.position_rows}, and pos_emb = learned has no vectors beyond it."
+            )
+    context = evaluation.eval_context_length or args.model.validation_length
+    if evaluation.eval_stride is not None and evaluation.eval_stride > context:
+        lengths = evaluation.eval_lengths or [context]
+        if evaluation.eval_stride > max(*lengths, context):
+            raise ConfigError(
+                f"eval_stride = {evaluation.eval_stride} is longer than the evaluated sequences "
+                f"({max(*lengths, context)}): tokens would be skipped. Lower it."
+            )
+
+
+def _check_launcher(args: NeoXArgs) -> None:
+    launcher = args.launcher
+    if launcher.include and launcher.exclude:
+        raise ConfigError("include and exclude are both set. Keep one.")
+    if (launcher.include or launcher.exclude) and (
+        launcher.num_gpus is not None or launcher.num_nodes >= 0
+    ):
+        raise ConfigError(
+            "include/exclude name devices, num_gpus/num_nodes count them. Keep one of the two."
+        )
+    if launcher.num_nodes == 0:
+        raise ConfigError("num_nodes = 0: use -1 for all hosts of the hostfile, or 1 or more.")

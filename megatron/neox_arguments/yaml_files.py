@@ -1,0 +1,120 @@
+"""Reading YAML: files are data, never programs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import ConfigError
+
+MAX_BYTES = 1_000_000
+
+
+class _ConfigLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, stricter about duplicates and aliases, and fluent in `1e-4`."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.YAMLError(
+                f"line {event.start_mark.line + 1}: YAML aliases (*name) are not supported; "
+                "write the value out"
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is None:
+                continue
+            if key in seen and not _same_node(seen[key], value_node):
+                raise yaml.YAMLError(
+                    f"line {key_node.start_mark.line + 1}: key {key!r:.80} is given twice "
+                    "with different values"
+                )
+            seen[key] = value_node
+        return super().construct_mapping(node, deep=deep)
+
+
+def _same_node(first: Any, second: Any) -> bool:
+    if type(first) is not type(second) or first.tag != second.tag:
+        return False
+    if isinstance(first, yaml.ScalarNode):
+        return bool(first.value == second.value)
+    return yaml.serialize(first) == yaml.serialize(second)
+
+
+# YAML 1.1 reads `1e-4` as text because it wants a dot; every user means a number. It also turns
+# 2020-01-01 into a date and 12:30 into 750; here they stay text.
+_FLOAT = re.compile(
+    r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_REPLACED = {
+    "tag:yaml.org,2002:float",
+    "tag:yaml.org,2002:int",
+    "tag:yaml.org,2002:timestamp",
+    "tag:yaml.org,2002:merge",
+    "tag:yaml.org,2002:value",
+}
+_ConfigLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"))
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text; ConfigError, naming `source`, whatever is wrong with it."""
+    try:
+        return yaml.load(text, Loader=_ConfigLoader)  # noqa: S506 - a subclass of SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {_one_line(error)}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: nested too deeply to be a config.") from error
+    except (ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:
+        # PyYAML's own constructors let these through for odd scalars such as `!!int x`.
+        raise ConfigError(f"{source}: not valid YAML: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.encode("utf-8", "replace").decode("utf-8")[:300]
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a config file; ConfigError when it cannot be read."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such config file. {_similar_files(Path(path))}") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path}: is a directory; name a .yml file inside it.") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path!s:.200}: cannot be read ({_one_line(error)}).") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: {len(data)} bytes is too large for a config file.")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start}).") from error
+
+
+def _similar_files(path: Path) -> str:
+    from difflib import get_close_matches
+
+    try:
+        names = sorted(entry.name for entry in path.parent.glob("*.yml"))
+    except OSError:
+        names = []
+    close = get_close_matches(path.name, names, n=1)
+    if close:
+        return f"Did you mean {path.parent / close[0]}?"
+    return "Check the path, or give its directory with -d."
