@@ -1,0 +1,52 @@
+"""Triton where it is installed, and harmless stand-ins where it is not.
+
+The kernel modules import `jit`, `tl` and `triton` from here, so that they can be imported (and
+read by tools that walk the package) on a machine without Triton. Nothing can be launched there:
+`unavailable()` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["cdiv", "interpreted", "jit", "next_power_of_2", "tl", "triton", "unavailable"]
+
+triton: Any = None
+tl: Any = None
+_import_error = ""
+try:
+    import triton as _triton
+    import triton.language as _language
+
+    triton, tl = _triton, _language
+except ImportError as error:
+    _import_error = str(error)
+
+
+def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit(**options)`, or no change at all without Triton."""
+    if triton is None:
+        return lambda function: function
+    decorate: Callable[[Callable[..., Any]], Any] = triton.jit(**options)
+    return decorate
+
+
+def unavailable() -> str | None:
+    """Why Triton cannot be used at all here, or None."""
+    if triton is None:
+        return f"Triton is not installed ({_import_error}); pip install triton"
+    return None
+
+
+def interpreted() -> bool:
+    """True when kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
+    return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

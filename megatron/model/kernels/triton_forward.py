@@ -1,0 +1,179 @@
+"""Forward kernel of the Triton attention engine, and the tile functions both kernels share.
+
+Legend: M query rows of a tile, N key columns of a tile, D head dimension (padded to a power of 2).
+
+Units. A score is q.k * scale * weight[d] + bias[d]. The kernels work on t = score / scale, that is
+t = q.k * weight[d] + bias[d] / scale, and turn it into probabilities with one multiply-add per
+element: exp(score - max) = exp2(t * c - max_t * c) with c = scale * log2(e). Hence the matrix
+product can start from bias[d] / scale instead of zero: the add is free, and q stays unrounded.
+
+Masks. The bias table comes padded with -inf on both sides: distances below 0 (the future, and
+keys beyond the end) and distances outside the window. A tile on the edge is masked by the values
+that it loads, a tile inside pays nothing for masking. Without a bias the mask is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.model.kernels.triton_compat import jit, tl
+
+__all__ = ["attention_forward_kernel", "load_rows", "masked_scores", "tile_mask"]
+
+
+@jit()
+def tile_mask(rows: Any, length: Any, dims: Any, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows inside the sequence and, where the head dimension is padded, real dimensions."""
+    mask = rows[:, None] < length
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (dims[None, :] < HEAD_DIM)
+    return mask
+
+
+@jit()
+def load_rows(
+    base: Any,
+    start: Any,
+    length: Any,
+    row_stride: Any,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The [ROWS, BLOCK_D] tile that begins at row `start`; zeros outside."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    # 64-bit only for the scalar part, so that long sequences do not overflow and registers are few
+    tile = base + tl.cast(start, tl.int64) * row_stride
+    pointers = tile + rows[:, None] * row_stride + dims[None, :]
+    mask = tile_mask(start + rows, length, dims, HEAD_DIM, BLOCK_D)
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@jit()
+def masked_scores(
+    a: Any,
+    b: Any,
+    distance: Any,
+    bias_row: Any,
+    weight_row: Any,
+    window: Any,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """t of one tile (see the top of the file), and the plain products for the weight's gradient.
+
+    `a` [rows, D] and `b` [D, columns] are queries and keys, or keys and queries transposed;
+    `distance` has the tile's shape.
+    """
+    if HAS_WEIGHT:
+        product = tl.dot(a, b, input_precision=PRECISION)
+        t = product * tl.load(weight_row + distance)
+        if HAS_BIAS:
+            t += tl.load(bias_row + distance)
+    else:
+        if HAS_BIAS:
+            product = tl.dot(a, b, tl.load(bias_row + distance), input_precision=PRECISION)
+        else:
+            product = tl.dot(a, b, input_precision=PRECISION)
+        t = product
+    if not HAS_BIAS:
+        t = tl.where((distance >= 0) & (distance < window), t, float("-inf"))
+    return t, product
+
+
+@jit(do_not_specialize=["heads", "q_length", "k_length", "window", "exponent_scale"])
+def attention_forward_kernel(
+    q_ptr: Any,
+    k_ptr: Any,
+    v_ptr: Any,
+    bias_ptr: Any,  # [heads, table_stride], padded, divided by the scale; or None
+    weight_ptr: Any,  # [heads, table_stride], padded; or None
+    visible_ptr: Any,  # [heads] int32, distances worth visiting; or None
+    out_ptr: Any,
+    lse_ptr: Any,  # [batch * heads, q_length], base 2
+    q_stride_b: Any,
+    q_stride_h: Any,
+    q_stride_l: Any,
+    k_stride_b: Any,
+    k_stride_h: Any,
+    k_stride_l: Any,
+    v_stride_b: Any,
+    v_stride_h: Any,
+    v_stride_l: Any,
+    out_stride_b: Any,
+    out_stride_h: Any,
+    out_stride_l: Any,
+    table_stride: Any,
+    heads: Any,
+    q_length: Any,
+    k_length: Any,
+    window: Any,
+    exponent_scale: Any,  # c = scale * log2(e)
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TABLE_PAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_VISIBLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One block of queries of one head: walk the visible key blocks with a running softmax."""
+    # the last query blocks see the most keys: start them first
+    m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    batch_head = tl.program_id(1)
+    batch = (batch_head // heads).to(tl.int64)
+    head = (batch_head % heads).to(tl.int64)
+    q_base = q_ptr + batch * q_stride_b + head * q_stride_h
+    k_base = k_ptr + batch * k_stride_b + head * k_stride_h
+    v_base = v_ptr + batch * v_stride_b + head * v_stride_h
+    bias_row = bias_ptr
+    weight_row = weight_ptr
+    if HAS_BIAS:
+        bias_row = bias_ptr + head * table_stride + TABLE_PAD
+    if HAS_WEIGHT:
+        weight_row = weight_ptr + head * table_stride + TABLE_PAD
+    reach = window
+    if HAS_VISIBLE:
+        reach = tl.minimum(reach, tl.load(visible_ptr + head))
+
+    position = k_length - q_length + m_start  # of the first query of the block
+    first = tl.maximum(position - reach + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum(position + BLOCK_M, k_length)
+    offsets_m = tl.arange(0, BLOCK_M)
+    offsets_n = tl.arange(0, BLOCK_N)
+    distance = position + offsets_m[:, None] - offsets_n[None, :]
+
+    q = load_rows(q_base, m_start, q_length, q_stride_l, BLOCK_M, HEAD_DIM, BLOCK_D)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for n_start in tl.range(first, end, BLOCK_N):
+        k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
+        t, _ = masked_scores(
+            q, tl.trans(k), distance - n_start, bias_row, weight_row, window,
+            HAS_BIAS, HAS_WEIGHT, PRECISION,
+        )  # fmt: skip
+        new_largest = tl.maximum(largest, tl.max(t, 1))
+        # a row that has not seen a visible key yet: any finite reference does, the sum stays 0
+        reference = tl.where(new_largest == float("-inf"), 0.0, new_largest) * exponent_scale
+        p = tl.math.exp2(t * exponent_scale - reference[:, None])
+        shrink = tl.math.exp2(largest * exponent_scale - reference)
+        total = total * shrink + tl.sum(p, 1)
+        v = load_rows(v_base, n_start, k_length, v_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        largest = new_largest
+
+    acc = acc / total[:, None]
+    rows = m_start + offsets_m
+    dims = tl.arange(0, BLOCK_D)
+    out_tile = out_ptr + batch * out_stride_b + head * out_stride_h
+    out_tile += tl.cast(m_start, tl.int64) * out_stride_l
+    out_pointers = out_tile + offsets_m[:, None] * out_stride_l + dims[None, :]
+    mask = tile_mask(rows, q_length, dims, HEAD_DIM, BLOCK_D)
+    tl.store(out_pointers, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    lse = largest * exponent_scale + tl.math.log2(total)
+    tl.store(lse_ptr + batch_head.to(tl.int64) * q_length + rows, lse, mask=rows < q_length)

@@ -1,0 +1,280 @@
+"""What the Triton attention engine launches: tile sizes, padded tables, workspaces, arguments.
+
+`forward_launch` and `backward_launches` only build `Launch` records. The engine runs them, and
+tools/compile_triton.py compiles the very same records for GPUs that are not there, so what is
+checked is what runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.model.kernels.triton_backward import (
+    attention_backward_kernel,
+    attention_delta_kernel,
+)
+from megatron.model.kernels.triton_compat import cdiv, next_power_of_2
+from megatron.model.kernels.triton_forward import attention_forward_kernel
+
+__all__ = [
+    "Launch",
+    "Problem",
+    "Tiles",
+    "backward_launches",
+    "backward_tiles",
+    "forward_launch",
+    "forward_tiles",
+    "matmul_precision",
+    "split_count",
+]
+
+# Programs per multiprocessor that the backward asks for when it splits a head.
+_PROGRAMS_PER_SM = 2
+# The dQ workspace may grow to this many times the size of dQ in fp32, or to this many bytes.
+_MAX_SPLITS_FREE = 4
+_MAX_WORKSPACE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Block sizes and compiler options of one kernel; `rows` are queries, `columns` keys."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: `kernel[grid](*arguments, **options)`."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.options)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An attention call whose tensors are laid out as the kernels want them (see `aligned`)."""
+
+    q: Tensor  # [B, H, Lq, D], D a multiple of 16
+    k: Tensor  # [B, H, Lk, D]
+    v: Tensor
+    bias: Tensor | None  # [H, >= Lk] fp32
+    weight: Tensor | None
+    visible: Tensor | None  # [H] int32: distances worth visiting per head
+    window: int
+    scale: float
+    precision: str = field(default="tf32x3")
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.q.shape[-1])
+
+    @property
+    def block_d(self) -> int:
+        return max(32, next_power_of_2(self.head_dim))
+
+
+def matmul_precision() -> str:
+    """How fp32 products are computed: near fp32 accuracy, unless PyTorch was told to be faster."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def forward_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
+    """Chosen so that no configuration spills registers; tools/compile_triton.py shows them."""
+    if dtype == torch.float32:
+        return {
+            32: Tiles(64, 32, 4, 2),
+            64: Tiles(64, 32, 4, 2),
+            128: Tiles(64, 32, 8, 2),
+            256: Tiles(32, 32, 8, 2),
+        }[block_d]
+    return {
+        32: Tiles(128, 64, 4, 3),
+        64: Tiles(128, 64, 4, 3),
+        128: Tiles(128, 64, 8, 3),
+        256: Tiles(64, 32, 8, 2),
+    }[block_d]
+
+
+def backward_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
+    """Square tiles: the table gradient rolls the rows of a tile (see triton_backward)."""
+    if dtype == torch.float32:
+        return {
+            32: Tiles(32, 32, 4, 1),
+            64: Tiles(32, 32, 4, 1),
+            128: Tiles(32, 32, 8, 1),
+            256: Tiles(16, 16, 4, 1),
+        }[block_d]
+    return {
+        32: Tiles(64, 64, 4, 2),
+        64: Tiles(64, 64, 4, 2),
+        128: Tiles(64, 64, 8, 2),
+        256: Tiles(32, 32, 8, 1),
+    }[block_d]
+
+
+def split_count(heads_and_batch: int, key_blocks: int, dq_bytes: int, processors: int) -> int:
+    """How many programs share a head in the backward: enough to fill the GPU, within memory."""
+    wanted = cdiv(_PROGRAMS_PER_SM * processors, heads_and_batch)
+    affordable = max(_MAX_SPLITS_FREE, _MAX_WORKSPACE_BYTES // max(dq_bytes, 1))
+    return max(1, min(wanted, affordable, key_blocks))
+
+
+def padded_table(
+    table: Tensor | None, used: int, length: int, pad: int, fill: float, factor: float
+) -> Tensor | None:
+    """fp32 [H, width]: `pad` fills, `table[:, :used] * factor`, then fills; width % 16 == 0."""
+    if table is None:
+        return None
+    width = cdiv(length + 2 * pad, 16) * 16
+    out = table.new_full((table.shape[0], width), fill, dtype=torch.float32)
+    out[:, pad : pad + used] = table.detach()[:, :used].float() * factor
+    return out
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of batch, head and row; 0 for an axis of one, so that none hinders alignment."""
+    return tuple(x.stride(i) if x.shape[i] > 1 else 0 for i in range(3))
+
+
+def _tables(problem: Problem, pad: int) -> tuple[Tensor | None, Tensor | None]:
+    length = problem.k.shape[2]
+    used = min(length, problem.window)
+    bias = padded_table(problem.bias, used, length, pad, -math.inf, 1.0 / problem.scale)
+    weight = padded_table(problem.weight, used, length, pad, 0.0, 1.0)
+    return bias, weight
+
+
+def _table_stride(*tables: Tensor | None) -> int:
+    return max((t.stride(0) for t in tables if t is not None), default=0)
+
+
+def forward_launch(problem: Problem) -> tuple[Launch, Tensor, Tensor]:
+    """The forward kernel's launch, and the tensors it will fill: out [B, H, Lq, D] and lse."""
+    q, k, v = problem.q, problem.k, problem.v
+    batch, heads, q_length, head_dim = q.shape
+    tiles = forward_tiles(problem.block_d, q.dtype)
+    # [B, L, H, D] in memory: merging the heads afterwards is then a view
+    out = q.new_empty(batch, q_length, heads, head_dim).transpose(1, 2)
+    lse = q.new_empty(batch * heads, q_length, dtype=torch.float32)
+    # distances of a visited tile go from -(rows + columns) to k_length + rows
+    pad = tiles.rows + tiles.columns
+    bias, weight = _tables(problem, pad)
+    arguments = (
+        q, k, v, bias, weight, problem.visible, out, lse,
+        *_strides(q), *_strides(k), *_strides(v), *_strides(out),
+        _table_stride(bias, weight), heads, q_length, k.shape[2], problem.window,
+        problem.scale * math.log2(math.e),
+    )  # fmt: skip
+    options = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": problem.block_d,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_N": tiles.columns,
+        "TABLE_PAD": pad,
+        "HAS_BIAS": bias is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_VISIBLE": problem.visible is not None,
+        "PRECISION": problem.precision,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+    grid = (cdiv(q_length, tiles.rows), batch * heads)
+    return Launch(attention_forward_kernel, grid, arguments, options), out, lse
+
+
+def _delta_launch(out: Tensor, grad_out: Tensor, block_d: int, delta: Tensor) -> Launch:
+    batch, heads, q_length, head_dim = out.shape
+    rows = 2048 // block_d
+    arguments = (out, grad_out, delta, *_strides(out), *_strides(grad_out), heads, q_length)
+    options = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": rows, "num_warps": 4}
+    return Launch(
+        attention_delta_kernel, (cdiv(q_length, rows), batch * heads), arguments, options
+    )
+
+
+@dataclass(frozen=True)
+class BackwardResult:
+    """What the backward kernels fill; the shares still have to be summed (`gradients`)."""
+
+    dq_shares: Tensor  # [splits, B, H, padded Lq, D] fp32
+    dk: Tensor
+    dv: Tensor
+    dbias_shares: Tensor | None  # [splits, B, H, width] fp32
+    dweight_shares: Tensor | None
+    pad: int
+
+
+def backward_launches(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    *,
+    table_grads: tuple[bool, bool],
+    processors: int,
+) -> tuple[list[Launch], BackwardResult]:
+    """The backward's launches in order, and the tensors that they fill."""
+    q, k, v = problem.q, problem.k, problem.v
+    batch, heads, q_length, head_dim = q.shape
+    k_length = k.shape[2]
+    tiles = backward_tiles(problem.block_d, q.dtype)
+    block = tiles.rows
+    pad = 2 * block
+    bias, weight = _tables(problem, pad)
+    padded_rows = cdiv(q_length, block) * block
+    dq_bytes = batch * heads * padded_rows * head_dim * 4
+    key_blocks = cdiv(k_length, block)
+    splits = split_count(batch * heads, key_blocks, dq_bytes, processors)
+
+    def share(table: Tensor | None, wanted: bool) -> Tensor | None:
+        if table is None or not wanted:
+            return None
+        return table.new_zeros(splits, batch, heads, table.shape[1])
+
+    result = BackwardResult(
+        dq_shares=q.new_zeros(
+            splits, batch, heads, padded_rows, head_dim, dtype=torch.float32
+        ),
+        dk=k.new_empty(batch, k_length, heads, head_dim).transpose(1, 2),
+        dv=v.new_empty(batch, k_length, heads, head_dim).transpose(1, 2),
+        dbias_shares=share(bias, table_grads[0]),
+        dweight_shares=share(weight, table_grads[1]),
+        pad=pad,
+    )
+    delta = torch.empty_like(lse)
+    arguments = (
+        q, k, v, grad_out, bias, weight, problem.visible, lse, delta,
+        result.dq_shares, result.dk, result.dv, result.dbias_shares, result.dweight_shares,
+        *_strides(q), *_strides(k), *_strides(v), *_strides(grad_out), *_strides(result.dk),
+        _table_stride(bias, weight), heads, q_length, k_length, problem.window,
+        problem.scale, problem.scale * math.log2(math.e),
+    )  # fmt: skip
+    options = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": problem.block_d,
+        "BLOCK": block,
+        "TABLE_PAD": pad,
+        "HAS_BIAS": bias is not None,
+        "HAS_WEIGHT": weight is not None,
+        "HAS_VISIBLE": problem.visible is not None,
+        "BIAS_GRAD": result.dbias_shares is not None,
+        "WEIGHT_GRAD": result.dweight_shares is not None,
+        "PRECISION": problem.precision,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+    main = Launch(attention_backward_kernel, (splits, batch * heads), arguments, options)
+    return [_delta_launch(out, grad_out, problem.block_d, delta), main], result
