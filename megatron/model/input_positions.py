@@ -10,6 +10,7 @@ from megatron.model.position_base import (
     PositionalEmbeddingError,
     PositionOptions,
     register,
+    room_for,
 )
 
 __all__ = ["LearnedEmbedding", "SinusoidalEmbedding"]
@@ -55,7 +56,7 @@ class SinusoidalEmbedding(InputEmbedding):
         end = offset + x_BLH.shape[1]
         if self._table_LH.shape[0] < end or self._table_LH.device != x_BLH.device:
             with torch.inference_mode(False):
-                self._table_LH = self._table(end, x_BLH.device)
+                self._table_LH = self._table(room_for(end), x_BLH.device)
         return x_BLH + self._table_LH[offset:end].to(x_BLH.dtype)
 
     def _table(self, length: int, device: torch.device) -> Tensor:

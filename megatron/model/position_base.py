@@ -85,6 +85,11 @@ class PositionOptions:
         return torch.Generator().manual_seed(seed)
 
 
+def room_for(length: int) -> int:
+    """The next power of two: caches that grow token by token in generation grow seldom."""
+    return 1 << max(length - 1, 0).bit_length()
+
+
 class Tables(NamedTuple):
     """Functions of distance, each [local heads, length]: score = (q.k) * scale * weight + bias."""
 
@@ -149,7 +154,9 @@ class TableEmbedding(PositionalEmbedding):
         """0, 1, ..., length-1 in fp32, kept between calls (neither parameter nor buffer)."""
         if self._distances.numel() < length or self._distances.device != self.device:
             with torch.inference_mode(False):
-                self._distances = torch.arange(length, dtype=torch.float32, device=self.device)
+                self._distances = torch.arange(
+                    room_for(length), dtype=torch.float32, device=self.device
+                )
         return self._distances[:length]
 
 

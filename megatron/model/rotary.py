@@ -18,6 +18,7 @@ from megatron.model.position_base import (
     PositionalEmbeddingError,
     PositionOptions,
     register,
+    room_for,
 )
 
 __all__ = ["RotaryEmbedding", "rotary_frequencies"]
@@ -137,7 +138,7 @@ class RotaryEmbedding(PositionalEmbedding):
         if self._cos_LR.shape[0] >= length and self._cos_LR.device == device:
             return
         with torch.inference_mode(False), torch.no_grad():  # reused later in training
-            positions = torch.arange(length, dtype=torch.float32, device=device)
+            positions = torch.arange(room_for(length), dtype=torch.float32, device=device)
             angles = torch.outer(positions, self._frequencies.to(device)).repeat(1, 2)
             self._cos_LR = angles.cos() * self.attention_factor
             self._sin_LR = angles.sin() * self.attention_factor

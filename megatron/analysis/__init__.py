@@ -1,0 +1,1 @@
+"""Theory, statistics, tables and figures: what turns results into claims."""
