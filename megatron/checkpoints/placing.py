@@ -1,0 +1,153 @@
+"""Putting a checkpoint's weights into a model, all misfits named at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoints.checkpoint import EMBEDDING, Checkpoint, read_checkpoint
+from megatron.checkpoints.errors import CheckpointError
+from megatron.checkpoints.names import split_name
+from megatron.checkpoints.sharding import Sharding
+from megatron.model.gpt import GPTModel
+from megatron.model.kernel_parameters import constraint_named
+from megatron.model.positional_embeddings import DistanceKernel, positional_embedding_class
+from megatron.model.spec import ModelSpec
+from megatron.mpu import SERIAL, TensorParallel
+from megatron.neox_arguments import NeoXArgs
+
+__all__ = ["load_weights", "place_weights"]
+
+
+def load_weights(
+    module: nn.Module,
+    path: str | Path,
+    *,
+    iteration: int | None = None,
+    config: NeoXArgs | Mapping[str, Any] | None = None,
+    spec: ModelSpec | None = None,
+    tp: TensorParallel | None = None,
+    vocab_size: int | None = None,
+) -> Checkpoint:
+    """Start `module` from any checkpoint's weights (not its optimizer); returns what was read.
+
+    `module` is a GPTModel or a DeepSpeed PipelineModule of our layers, before DeepSpeed's engine
+    takes it; for a pipeline give `spec` and `tp`. The checkpoint's model-parallel size does not
+    matter. With `vocab_size` (the tokenizer's), paddings of the vocabulary may differ: rows beyond
+    it that the checkpoint lacks keep their initial values.
+    """
+    if isinstance(module, GPTModel):
+        spec, tp = module.spec, module.tp
+    if spec is None:
+        raise ValueError("load_weights needs `spec` for a module that is not a GPTModel")
+    checkpoint = read_checkpoint(path, iteration=iteration, config=config)
+    place_weights(module, checkpoint, spec, tp=tp or SERIAL, vocab_size=vocab_size)
+    return checkpoint
+
+
+def place_weights(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    *,
+    tp: TensorParallel = SERIAL,
+    vocab_size: int | None = None,
+) -> None:
+    """Copy whole tensors into a model's (share of the) parameters."""
+    weights = _adapted(checkpoint, spec, vocab_size)
+    sharding = Sharding.of(spec, neox=False)
+    problems: list[str] = []
+    ready: list[tuple[Tensor, Tensor]] = []
+    wanted = dict(_canonical_parameters(module))
+    for name, parameter in wanted.items():
+        whole = weights.get(name)
+        if whole is None:
+            problems.append(f"  {name} {tuple(parameter.shape)}: missing in the checkpoint")
+            continue
+        share = sharding.split(name, whole, tp.rank, tp.size)
+        if share.shape != parameter.shape:
+            problems.append(
+                f"  {name}: {tuple(share.shape)} in the checkpoint, {tuple(parameter.shape)} "
+                "in the model"
+            )
+            continue
+        ready.append((parameter, share))
+    if isinstance(module, GPTModel):
+        problems += [
+            f"  {name} {tuple(weights[name].shape)}: not in the model"
+            for name in sorted(set(weights) - set(wanted), key=split_name)
+        ]
+    if problems:
+        raise CheckpointError(_misfits(checkpoint, spec, problems))
+    with torch.no_grad():
+        for parameter, share in ready:
+            parameter.copy_(share)
+
+
+def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> str:
+    theirs, differences = checkpoint.spec, []
+    for key in ("pos_emb", "num_layers", "hidden_size", "num_attention_heads", "norm",
+                "no_weight_tying", "kerple_share", "padded_vocab_size", "activation"):  # fmt: skip
+        if getattr(theirs, key) != getattr(spec, key):
+            differences.append(f"{key} {getattr(theirs, key)!r} there, {getattr(spec, key)!r} here")
+    hint = f" The configs differ: {'; '.join(differences)}." if differences else ""
+    return (
+        f"{checkpoint.layout.directory}: {len(problems)} weights do not fit the model.{hint}\n"
+        + "\n".join(problems)
+    )
+
+
+def _canonical_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a GPTModel or of a PipelineModule's stage under canonical names."""
+    for name, parameter in module.named_parameters():
+        short = name.removeprefix("module.").removeprefix("sequential.")
+        if short.startswith("tied_modules."):
+            short = f"0.{short.split('.', 2)[2]}"
+        yield short, parameter
+
+
+def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) -> dict[str, Tensor]:
+    weights = dict(checkpoint.weights)
+    _adapt_kernel(weights, checkpoint.spec, spec)
+    if spec.kerple_share == "per_layer" and checkpoint.spec.kerple_share == "all":
+        for name in [name for name in weights if name.startswith("1.embedding.")]:
+            shared = weights.pop(name)
+            for layer in range(spec.num_layers):
+                weights[f"{layer + 2}.positions.{name.removeprefix('1.embedding.')}"] = shared
+    if vocab_size is not None:
+        _adapt_vocabulary(weights, spec, vocab_size)
+    return weights
+
+
+def _adapt_kernel(weights: dict[str, Tensor], source: ModelSpec, target: ModelSpec) -> None:
+    """Constraints store the same value differently: translate between them."""
+    if source.kerple_constraint == target.kerple_constraint:
+        return
+    cls = positional_embedding_class(source.pos_emb)
+    if not issubclass(cls, DistanceKernel):
+        return
+    old = constraint_named(source.kerple_constraint)
+    new = constraint_named(target.kerple_constraint)
+    for name, raw in weights.items():
+        rest = split_name(name)[1]
+        bounds = cls.learnable.get(rest.rpartition(".")[2])
+        if bounds is not None and rest.startswith(("embedding.", "positions.")):
+            with torch.no_grad():
+                weights[name] = new.raw(old.value(raw.float(), bounds), bounds)
+
+
+def _adapt_vocabulary(weights: dict[str, Tensor], spec: ModelSpec, vocab_size: int) -> None:
+    head = f"{spec.num_layers + 4}.final_linear.weight"
+    for name in (EMBEDDING, head):
+        whole = weights.get(name)
+        if whole is None or whole.shape[0] == spec.padded_vocab_size:
+            continue
+        if min(whole.shape[0], spec.padded_vocab_size) < vocab_size:
+            continue  # real words would be lost: reported as a misfit
+        rows = whole[: spec.padded_vocab_size]
+        missing = spec.padded_vocab_size - rows.shape[0]
+        weights[name] = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))

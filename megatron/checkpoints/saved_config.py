@@ -1,0 +1,107 @@
+"""The config that was saved inside a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoints.errors import CheckpointError
+from megatron.checkpoints.layout import Layout
+from megatron.model.spec import ModelSpec
+from megatron.neox_arguments import OWNER, ConfigError, NeoXArgs
+from megatron.neox_arguments.foreign_keys import UNIMPLEMENTED
+from megatron.neox_arguments.normalize import canonical_key
+from megatron.neox_arguments.yaml_files import parse_yaml, read_text
+
+__all__ = ["OURS_ALONE", "RESOLVED", "args_from", "is_ours", "read_saved_config"]
+
+# Keys that neither GPT-NeoX nor the official KERPLE code knows: one of them marks our own files.
+OURS_ALONE = frozenset(
+    {
+        "attention_engine",
+        "attention_pruning",
+        "kerple_constraint",
+        "kerple_bias_scale",
+        "kerple_share",
+        "kerple_legacy_bf16",
+    }
+)
+_MODEL_KEYS = {field.name for field in fields(ModelSpec)}
+_NEEDED_GROUPS = ("model", "tokenizer")
+# Our own checkpoints hold the user's YAML files and beside them what they came to.
+RESOLVED = "resolved.yml"
+
+
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether a saved config was written by this code."""
+    return not OURS_ALONE.isdisjoint(config)
+
+
+def read_saved_config(layout: Layout) -> dict[str, Any]:
+    """Flat canonical keys from `configs/*.yml` of the checkpoint (or of its run)."""
+    for folder in (layout.directory / "configs", layout.root / "configs"):
+        files = sorted([*folder.glob("*.yml"), *folder.glob("*.yaml")])
+        resolved = [path for path in files if path.name == RESOLVED and is_ours(_read(path))]
+        if files:
+            return _merge(resolved or files)
+    raise CheckpointError(
+        f"{layout.directory}: no configs/*.yml inside, so the model's shape is unknown; "
+        "give the config it was trained with (config=...)"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_yaml(read_text(path), str(path))
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: is not a mapping of keys to values")
+    return {canonical_key(str(key)): value for key, value in content.items()}
+
+
+def _merge(files: list[Path]) -> dict[str, Any]:
+    """GPT-NeoX saves the files of the command line; for the model they must agree."""
+    merged: dict[str, Any] = {}
+    origin: dict[str, Path] = {}
+    for path in files:
+        for key, value in _read(path).items():
+            if key in _MODEL_KEYS and key in merged and merged[key] != value:
+                raise CheckpointError(
+                    f"{key} is {merged[key]!r:.80} in {origin[key]} and {value!r:.80} in {path}: "
+                    "which one describes the model? Remove one, or give config=..."
+                )
+            merged[key] = value
+            origin[key] = path
+    return merged
+
+
+def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
+    """The validated config.
+
+    A saved config may hold keys about machines, data or logging that mean nothing here; the model
+    does not depend on them. Keys of features that would change the model are never dropped.
+    """
+    if isinstance(config, NeoXArgs):
+        return config
+    try:
+        return NeoXArgs.from_dict(config)
+    except ConfigError as first:
+        kept = {
+            key: value
+            for key, value in config.items()
+            if OWNER.get(key) in _NEEDED_GROUPS or key in UNIMPLEMENTED or key == "num_kv_heads"
+        }
+        try:
+            args = NeoXArgs.from_dict({**kept, "train_micro_batch_size_per_gpu": 1})
+        except ConfigError as error:
+            raise CheckpointError(f"{source}: its saved config cannot be used: {error}") from error
+        warnings.warn(
+            f"{source}: keys of the saved config other than the model's and the tokenizer's are "
+            f"ignored ({str(first).splitlines()[0]})",
+            stacklevel=2,
+        )
+        return args

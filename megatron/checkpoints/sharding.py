@@ -1,0 +1,140 @@
+"""Model-parallel shards to whole tensors and back, by canonical name.
+
+split along rows     word_embeddings, query_key_value, dense_h_to_4h, kernel parameters
+split along columns  attention.dense, dense_4h_to_h, T5's table
+either               final_linear (output_layer_parallelism)
+whole on every rank  norms, learned positions, biases after a row-parallel product
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoints.errors import CheckpointError
+from megatron.checkpoints.names import split_name
+from megatron.model.mlp import GATED
+from megatron.model.positional_embeddings import canonical_name
+from megatron.model.spec import ModelSpec
+
+__all__ = ["Sharding", "merge_shards", "split_weights"]
+
+_ROWS = ("word_embeddings.", "attention.query_key_value.", "mlp.dense_h_to_4h.")
+_COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+_SUMMED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
+_KERNEL = ("embedding.", "positions.")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one model's weights are cut.
+
+    `sums_parallel_biases`: GPT-NeoX adds the biases of both branches of a parallel residual on
+    every rank, before the sum over ranks, so that the bias in effect is the sum of the copies.
+    """
+
+    gated: bool = False
+    head: str = "column"
+    t5: bool = False
+    sums_parallel_biases: bool = False
+
+    @classmethod
+    def of(cls, spec: ModelSpec, *, neox: bool) -> Sharding:
+        """The cuts of a model; `neox` for files of GPT-NeoX or the official KERPLE code."""
+        return cls(
+            gated=spec.activation in GATED,
+            head=spec.output_layer_parallelism,
+            t5=canonical_name(spec.pos_emb) == "rpe",
+            sums_parallel_biases=neox and spec.gpt_j_residual,
+        )
+
+    def dim(self, name: str) -> int | None:
+        """The dimension along which a weight is cut; None: whole on every rank."""
+        _, rest = split_name(name)
+        if rest.startswith(_ROWS):
+            return 0
+        if rest in _COLUMNS:
+            return 1
+        if rest.startswith("final_linear."):
+            return 0 if self.head == "column" else 1
+        if rest.startswith(_KERNEL):
+            return 1 if self.t5 else 0
+        return None
+
+    def blocks(self, name: str) -> int:
+        """How many stacked parts are cut each on its own."""
+        return 2 if self.gated and ".mlp.dense_h_to_4h." in name else 1
+
+    def is_summed(self, name: str) -> bool:
+        return self.sums_parallel_biases and split_name(name)[1] in _SUMMED
+
+    def split(self, name: str, whole: Tensor, rank: int, size: int) -> Tensor:
+        """This rank's share of a whole tensor."""
+        if size == 1:
+            return whole
+        if self.is_summed(name):
+            return whole / size
+        dim = self.dim(name)
+        if dim is None:
+            return whole
+        blocks = self.blocks(name)
+        part = whole.shape[dim] // blocks
+        if part % size:
+            raise CheckpointError(
+                f"{name} {tuple(whole.shape)}: {part} cannot be split over {size} model-parallel "
+                "ranks; choose a size that divides it"
+            )
+        pieces = [block.chunk(size, dim)[rank] for block in whole.split(part, dim)]
+        return torch.cat(pieces, dim).contiguous()
+
+    def merge(self, name: str, shards: Sequence[Tensor]) -> Tensor:
+        """The whole tensor."""
+        if len(shards) == 1:
+            return shards[0]
+        if self.is_summed(name):
+            return torch.stack([shard.float() for shard in shards]).sum(0).to(shards[0].dtype)
+        dim = self.dim(name)
+        if dim is None:
+            return _agree(shards)
+        blocks = self.blocks(name)
+        parts = [shard.chunk(blocks, dim) for shard in shards]
+        return torch.cat([part[block] for block in range(blocks) for part in parts], dim)
+
+
+def _agree(shards: Sequence[Tensor]) -> Tensor:
+    """Copies that should be equal; rounding may have moved them apart: their mean."""
+    first = shards[0]
+    if all(torch.equal(first, other) for other in shards[1:]):
+        return first
+    return torch.stack([shard.float() for shard in shards]).mean(0).to(first.dtype)
+
+
+def merge_shards(shards: Sequence[Mapping[str, Tensor]], sharding: Sharding) -> dict[str, Tensor]:
+    """All model-parallel ranks' weights as whole tensors."""
+    names = list(shards[0])
+    problems = [
+        f"  {name} is missing on model-parallel rank {rank}"
+        for rank, shard in enumerate(shards)
+        for name in sorted({n for other in shards for n in other} - set(shard))
+    ]
+    problems += [
+        f"  {name}: shapes {[tuple(shard[name].shape) for shard in shards]} do not agree"
+        for name in names
+        if not problems and len({shard[name].shape for shard in shards}) > 1
+    ]
+    if problems:
+        raise CheckpointError("model-parallel shards do not fit together:\n" + "\n".join(problems))
+    return {name: sharding.merge(name, [shard[name] for shard in shards]) for name in names}
+
+
+def split_weights(
+    weights: Mapping[str, Tensor], sharding: Sharding, size: int
+) -> list[dict[str, Tensor]]:
+    """One mapping for each model-parallel rank."""
+    return [
+        {name: sharding.split(name, whole, rank, size) for name, whole in weights.items()}
+        for rank in range(size)
+    ]
