@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.input_positions import LearnedEmbedding, SinusoidalEmbedding
@@ -140,7 +141,7 @@ class DistanceKernel(TableEmbedding):
     def _values(self) -> dict[str, Tensor]:
         # In fp32 even where DeepSpeed has cast the module's parameters to bf16 or fp16.
         return {
-            name: self._constraint.value(_at_least_fp32(self.get_parameter(name)), spec)
+            name: self._constraint.value(_at_least_fp32(getattr(self, name)), spec)
             for name, spec in self.learnable.items()
         }
 
@@ -336,7 +337,7 @@ class T5Bias(TableEmbedding):
         buckets = t5_buckets(
             self.distances(length), self.options.rpe_num_buckets, self.options.rpe_max_distance
         )
-        values = _at_least_fp32(self.weight)[buckets].T
+        values = F.embedding(buckets, _at_least_fp32(self.weight)).T
         return Tables(bias=values * math.sqrt(self.options.head_dim))
 
 

@@ -1,0 +1,182 @@
+"""Rotary, sinusoidal and learned positions, against Hugging Face and against their definition."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig
+from transformers.models.gpt_neox.modeling_gpt_neox import (
+    GPTNeoXRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from megatron.model.positional_embeddings import (
+    PositionalEmbeddingError,
+    PositionOptions,
+    RotaryEmbedding,
+    build_positional_embedding,
+    rotary_frequencies,
+)
+
+OPTIONS = PositionOptions(num_heads=4, head_dim=32, hidden_size=128, max_position_embeddings=64)
+
+
+def rotary(**changes: object) -> RotaryEmbedding:
+    built = build_positional_embedding("rotary", replace(OPTIONS, **changes))
+    assert isinstance(built, RotaryEmbedding)
+    return built
+
+
+def hugging_face(length: int, rope: dict[str, object], q: torch.Tensor, k: torch.Tensor):
+    config = GPTNeoXConfig(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
+    )
+    positions = torch.arange(length)[None]
+    cos, sin = GPTNeoXRotaryEmbedding(config)(q, positions)
+    return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("options", "rope"),
+    [
+        ({}, {"partial_rotary_factor": 1.0}),
+        ({"rotary_pct": 0.25}, {"partial_rotary_factor": 0.25}),
+        ({"rotary_emb_base": 500.0}, {"rope_theta": 500.0, "partial_rotary_factor": 1.0}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 1.0},
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position": 64}},
+            {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+    ],
+    ids=["default", "pct", "base", "linear", "yarn"],
+)
+def test_rotation_equals_hugging_face_gpt_neox(options: dict, rope: dict) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 4, 300, 32).unbind(0)
+    expected = hugging_face(300, rope, q, k)
+    for mine, theirs in zip(rotary(**options)(q, k, 0, 0), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-4)
+
+
+def test_scores_depend_on_the_difference_of_positions_only() -> None:
+    embedding = rotary()
+    q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 4, 1, 32)
+
+    def score(m: int, n: int) -> torch.Tensor:
+        q_m, k_n = embedding(q, k, m, n)
+        return (q_m * k_n).sum(-1)
+
+    torch.testing.assert_close(score(9, 4), score(905, 900), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(score(9, 4), score(9, 5), atol=1e-2)
+
+
+def test_offsets_continue_where_a_cache_ended() -> None:
+    q, k = torch.randn(2, 1, 4, 50, 32).unbind(0)
+    whole_q, whole_k = rotary()(q, k, 0, 0)
+    embedding = rotary()
+    for at in range(40, 50):  # grows token by token, as in generation
+        one_q, one_k = embedding(q[:, :, at : at + 1], k[:, :, at : at + 1], at, at)
+        torch.testing.assert_close(one_q, whole_q[:, :, at : at + 1])
+        torch.testing.assert_close(one_k, whole_k[:, :, at : at + 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_keeps_fp32_angles_after_a_module_cast(dtype: torch.dtype) -> None:
+    q = torch.randn(1, 4, 2, 32, dtype=dtype)
+    cast = rotary().to(dtype)
+    turned, _ = cast(q, q, 4001, 0)
+    assert turned.dtype == dtype
+    exact, _ = rotary()(q.float(), q.float(), 4001, 0)
+    torch.testing.assert_close(turned, exact.to(dtype))
+
+
+def test_rotation_keeps_the_norm_and_yarn_scales_it() -> None:
+    q = torch.randn(1, 4, 60, 32)
+    torch.testing.assert_close(rotary()(q, q, 7, 0)[0].norm(dim=-1), q.norm(dim=-1))
+    yarn = rotary(rope_scaling={"type": "yarn", "factor": 4})
+    factor = 0.1 * math.log(4) + 1
+    torch.testing.assert_close(yarn(q, q, 7, 0)[0].norm(dim=-1), q.norm(dim=-1) * factor)
+
+
+def test_ntk_keeps_the_fastest_and_divides_the_slowest_frequency() -> None:
+    plain, _ = rotary_frequencies(32, 10000.0, None, 64)
+    ntk, factor = rotary_frequencies(32, 10000.0, {"type": "ntk", "factor": 8.0}, 64)
+    assert factor == 1.0
+    assert ntk[0] == plain[0]
+    assert ntk[-1].item() == pytest.approx(plain[-1].item() / 8, rel=1e-4)
+    assert (ntk[1:] < plain[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotary_pct": 0.1}, "rotary_pct: 0.1"),
+        ({"rotary_pct": 2.0}, "rotary_pct: 2.0"),
+        ({"rotary_pct": 0.0}, "rotary_pct: 0.0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "type 'dynamic'"),
+        ({"rope_scaling": {"type": "ntk"}}, "factor None"),
+        ({"rope_scaling": {"type": "ntk", "factor": 0.5}}, "factor 0.5"),
+        ({"rope_scaling": {"type": "ntk", "factor": "big"}}, "factor 'big'"),
+        ({"rope_scaling": {"type": "ntk", "faktor": 2}}, "unknown key 'faktor'"),
+    ],
+)
+def test_bad_rotary_options_name_the_key(changes: dict, message: str) -> None:
+    with pytest.raises(PositionalEmbeddingError, match=message):
+        rotary(**changes)
+
+
+def test_sinusoidal_is_sines_then_cosines_of_the_position() -> None:
+    embedding = build_positional_embedding("sinusoidal", OPTIONS)
+    added = embedding(torch.zeros(2, 30, 128), offset=1000)
+    for at, i in [(0, 0), (7, 3), (29, 63)]:
+        angle = (1000 + at) / 10000 ** (2 * i / 128)
+        assert added[1, at, i].item() == pytest.approx(math.sin(angle), abs=2e-4)
+        assert added[1, at, 64 + i].item() == pytest.approx(math.cos(angle), abs=2e-4)
+    assert not list(embedding.state_dict())
+
+
+def test_sinusoidal_keeps_fp32_angles_after_a_module_cast() -> None:
+    embedding = build_positional_embedding("sinusoidal", OPTIONS)
+    exact = embedding(torch.zeros(1, 500, 128))
+    cast = build_positional_embedding("sinusoidal", OPTIONS).bfloat16()
+    low = cast(torch.zeros(1, 500, 128, dtype=torch.bfloat16))
+    assert low.dtype == torch.bfloat16
+    assert (low.float() - exact).abs().max() < 0.005
+
+
+def test_sinusoidal_needs_an_even_width() -> None:
+    with pytest.raises(PositionalEmbeddingError, match="even hidden_size, got 127"):
+        build_positional_embedding("sinusoidal", replace(OPTIONS, hidden_size=127))
+
+
+def test_learned_adds_its_rows_and_trains_them() -> None:
+    embedding = build_positional_embedding("learned", OPTIONS)
+    assert {name: tuple(p.shape) for name, p in embedding.named_parameters()} == {
+        "weight": (64, 128)
+    }
+    assert embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    added = embedding(torch.ones(2, 4, 128), offset=60)
+    torch.testing.assert_close(added[1], 1 + embedding.weight[60:])
+    added.sum().backward()
+    assert embedding.weight.grad[:60].eq(0).all() and embedding.weight.grad[60:].eq(2).all()
+
+
+@pytest.mark.parametrize(("length", "offset"), [(65, 0), (1, 64), (5, 60)])
+def test_learned_past_its_table_says_what_to_do(length: int, offset: int) -> None:
+    embedding = build_positional_embedding("learned", OPTIONS)
+    with pytest.raises(PositionalEmbeddingError, match=r"64 positions .max_position_embeddings"):
+        embedding(torch.zeros(1, length, 128), offset=offset)
