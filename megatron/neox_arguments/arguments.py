@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from . import validation
@@ -33,6 +32,7 @@ from .merging import merge, parse_set, read_layer
 from .messages import describe_validation_error
 from .normalize import normalize, resolve_precision
 from .plain_data import copy_plain
+from .yaml_text import dump_yaml
 
 GROUPS: dict[str, type[Group]] = {
     "model": ModelArgs,
@@ -140,9 +140,7 @@ class NeoXArgs(Group):
 
     def to_yaml(self) -> str:
         """The resolved config as YAML, in the order of the groups."""
-        return yaml.safe_dump(
-            self.to_dict(), sort_keys=False, default_flow_style=None, allow_unicode=True, width=100
-        )
+        return dump_yaml(self.to_dict())
 
     def config_hash(self) -> str:
         """Short fingerprint of what the run computes: all but the launcher and logging groups."""

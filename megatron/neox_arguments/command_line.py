@@ -118,6 +118,7 @@ def build_script_parser(script_name: str) -> argparse.ArgumentParser:
     """Parser of train.py, evaluate.py and generate.py."""
     parser = argparse.ArgumentParser(
         prog=script_name,
+        allow_abbrev=False,
         description=f"{script_name} in this process (or in each of srun's or torchrun's). "
         f"`python deepy.py {script_name} ...` starts several.",
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import ConfigError
+from .groups import LauncherArgs
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
@@ -63,6 +64,16 @@ def discover_environment(
         )
     found.export(target)
     return found
+
+
+def environment_for(
+    launcher: LauncherArgs, local_rank: int | None = None
+) -> DistributedEnvironment:
+    """`discover_environment` with the config's address, and its port if one was chosen."""
+    chosen = launcher.master_port if launcher.master_port != DEFAULT_PORT else None
+    return discover_environment(
+        local_rank=local_rank, master_addr=launcher.master_addr, master_port=chosen
+    )
 
 
 def _discover(

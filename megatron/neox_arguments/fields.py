@@ -66,5 +66,10 @@ class Group(BaseModel):
     """Base of every config group and of every nested mapping: frozen, strict, no extra keys."""
 
     model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        validate_default=True,
     )

@@ -40,7 +40,7 @@ def parse_set(assignment: str, known: list[str]) -> Layer:
     if not isinstance(assignment, str) or "=" not in assignment:
         raise ConfigError(
             f"--set {assignment!s:.80}: expected key=value, e.g. --set train_iters=100 or "
-            "--set optimizer.params.lr=1e-4."
+            "--set optimizer.params.lr=1e-4. Files go before --set."
         )
     dotted, text = assignment.split("=", 1)
     source = f"--set {dotted.strip()[:80]}"

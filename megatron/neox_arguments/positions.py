@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from .errors import ConfigError
 from .groups import ModelArgs
@@ -83,44 +82,18 @@ def check_position_name(name: str) -> None:
     """ConfigError unless `name` is known, registered or importable as module:ClassName."""
     if known_position(name) is not None:
         return
-    if ":" in name:
-        _import_kernel(name)
-        return
-    registered = _registered_names()
-    if name in registered:
-        return
-    choices = sorted({*KNOWN_POSITIONS, *OFFICIAL_NAMES, *registered})
-    close = get_close_matches(name, choices, n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"Choose one of {', '.join(choices)}."
-    raise ConfigError(
-        f"pos_emb = {name!r:.80} is unknown. {hint} A class of your own is named "
-        "`module:ClassName`."
-    )
-
-
-def _registered_names() -> set[str]:
-    """Names that user code has registered; empty when the model package cannot be imported."""
     try:
-        module = importlib.import_module("megatron.model.positional_embeddings")
-    except ImportError:
-        return set()
-    names = set(module.POSITIONAL_EMBEDDINGS)
-    aliases = getattr(module, "ALIASES", {})
-    return names | set(aliases)
-
-
-def _import_kernel(name: str) -> None:
-    module_name, _, class_name = name.partition(":")
-    parts_are_names = all(part.isidentifier() for part in module_name.split("."))
-    if not parts_are_names or not class_name.isidentifier():
-        raise ConfigError(f"pos_emb = {name!r:.80}: expected module:ClassName.")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module runs here; whatever it raises is its fault
+        registry = importlib.import_module("megatron.model.positional_embeddings")
+    except ImportError as error:
         raise ConfigError(
-            f"pos_emb = {name!r:.80}: importing {module_name} failed with "
-            f"{type(error).__name__}: {error}. Run from the directory that holds the module, or "
-            "set PYTHONPATH."
+            f"pos_emb = {name!r:.80} is not one of {', '.join(KNOWN_POSITIONS)}, and the "
+            f"registry cannot be asked: {error}."
         ) from error
-    if not isinstance(getattr(module, class_name, None), type):
-        raise ConfigError(f"pos_emb = {name!r:.80}: {module_name} has no class {class_name}.")
+    try:
+        registry.positional_embedding_class(name)
+    except registry.UnknownPositionalEmbedding as error:
+        raise ConfigError(str(error)) from error
+    except Exception as error:  # a module of the user's runs here and may raise anything
+        raise ConfigError(
+            f"pos_emb = {name!r:.80}: importing it failed with {type(error).__name__}: {error}."
+        ) from error

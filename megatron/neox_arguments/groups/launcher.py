@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..fields import Group, Int, PositiveInt
+from ..fields import NO_EFFECT, Group, Int, PositiveInt
 
 
 class LauncherArgs(Group):
@@ -43,8 +43,12 @@ class LauncherArgs(Group):
     force_multi: bool = Field(False, description="Use the launcher even for one node.")
     no_ssh_check: bool = Field(False, description="Do not try ssh to the first host.")
     deepspeed_mpi: bool = Field(
-        False, description="Read rank and world size from MPI's variables."
+        False,
+        description="Accepted for old files: MPI's variables are recognised by themselves.",
+        json_schema_extra=NO_EFFECT,
     )
     deepspeed_slurm: bool = Field(
-        False, description="Read rank and world size from Slurm's variables."
+        False,
+        description="Accepted for old files: Slurm's variables are recognised by themselves.",
+        json_schema_extra=NO_EFFECT,
     )

@@ -1,0 +1,11 @@
+#!/usr/bin/env python
+"""Start train.py, evaluate.py or generate.py on one or many processes: see --help."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.neox_arguments.deepy import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""How large a config is, by arithmetic alone: parameters, memory, tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .arguments import NeoXArgs
+from .batch import data_parallel_size
+from .errors import ConfigError
+from .groups import ModelArgs
+from .groups.model import GATED_ACTIVATIONS
+from .positions import known_position
+
+KNOWN_VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "HFGPT2Tokenizer": 50257,
+    "CharLevelTokenizer": 512,
+}
+ASSUMED_VOCABULARY = 50257
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by part of the model; `assumptions` says what was guessed."""
+
+    embedding: int
+    positions: int
+    layers: int
+    final_norm: int
+    head: int
+    padded_vocab_size: int
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.embedding + self.positions + self.layers + self.final_norm + self.head
+
+
+def _norm_parameters(model: ModelArgs) -> int:
+    if model.norm == "scalenorm":
+        return 1
+    if model.norm == "rmsnorm":
+        return model.hidden_size
+    return model.hidden_size * (2 if model.use_bias_in_norms else 1)
+
+
+def _layer_parameters(model: ModelArgs) -> int:
+    hidden, ffn = model.hidden_size, model.ffn_size
+    attention = 4 * hidden * hidden
+    if model.use_bias_in_attn_linear:
+        attention += 4 * hidden
+    parts = 2 if model.activation in GATED_ACTIVATIONS else 1
+    mlp = (parts + 1) * hidden * ffn
+    if model.use_bias_in_mlp:
+        mlp += parts * ffn + hidden
+    norms = 1 if model.gpt_j_tied else 2
+    return attention + mlp + norms * _norm_parameters(model)
+
+
+def padded_vocabulary(args: NeoXArgs, vocab_size: int) -> int:
+    """The vocabulary rounded up so that every tensor-parallel rank gets a round share."""
+    multiple = args.model.make_vocab_size_divisible_by * args.parallel.model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def count_parameters(args: NeoXArgs, vocab_size: int | None = None) -> ParameterCount:
+    """Parameters of the model a config describes, without building it."""
+    model = args.model
+    assumptions = []
+    size = vocab_size or args.tokenizer.vocab_size
+    if size is None:
+        kind = args.tokenizer.tokenizer_type
+        size = KNOWN_VOCABULARIES.get(kind, ASSUMED_VOCABULARY)
+        if kind not in KNOWN_VOCABULARIES:
+            assumptions.append(f"vocabulary of {size} assumed ({kind} is not opened here)")
+    padded = padded_vocabulary(args, size)
+    position = known_position(model.pos_emb)
+    if position is None:
+        assumptions.append(f"parameters of pos_emb {model.pos_emb} not counted")
+    matrix = padded * model.hidden_size
+    return ParameterCount(
+        embedding=matrix,
+        positions=position.parameters(model) if position else 0,
+        layers=model.num_layers * _layer_parameters(model),
+        final_norm=_norm_parameters(model),
+        head=matrix if model.no_weight_tying else 0,
+        padded_vocab_size=padded,
+        assumptions=tuple(assumptions),
+    )
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per process. Activations are a rule of thumb; the rest is arithmetic."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All four."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
+    """Bytes that training takes on one process."""
+    share = -(-count_parameters(args).total // args.parallel.processes_per_replica)
+    copies = data_parallel_size(args.parallel, world_size)
+    stage = args.optimization.zero_stage
+    half = args.optimization.precision != "fp32"
+    # 16-bit training keeps an fp32 copy beside Adam's two moments.
+    states = share * (12 if half else 8)
+    return MemoryEstimate(
+        parameters=share * (2 if half else 4) // (copies if stage == 3 else 1),
+        gradients=share * (2 if half else 4) // (copies if stage >= 2 else 1),
+        optimizer=states // (copies if stage >= 1 else 1),
+        activations=_activation_bytes(args, world_size),
+    )
+
+
+def _activation_bytes(args: NeoXArgs, world_size: int) -> int:
+    """About 17 hidden-sized values per token and layer; the attention engines keep no L x L."""
+    model = args.model
+    try:
+        micro = args.batch_plan(world_size).micro_batch_size
+    except ConfigError:
+        micro = 1
+    width = 4 if args.optimization.precision == "fp32" else 2
+    tokens = micro * model.seq_length
+    layer = 17 * tokens * model.hidden_size * width // args.parallel.model_parallel_size
+    if model.attention_dropout > 0 or model.attention_engine == "naive":
+        heads = model.num_attention_heads // args.parallel.model_parallel_size
+        layer += 2 * micro * heads * model.seq_length**2 * width
+    layers = -(-model.num_layers // max(args.parallel.pipe_parallel_size, 1))
+    if args.optimization.checkpoint_activations:
+        return layers * tokens * model.hidden_size * width + layer
+    return layers * layer
