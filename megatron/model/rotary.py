@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -91,6 +92,22 @@ def rotary_frequencies(
     return scale(rotary_dim, base, factor, int(original))
 
 
+@lru_cache(maxsize=1)  # the layers of a model ask for the same tables one after the other
+def _cos_and_sin(
+    frequencies: tuple[float, ...], factor: float, length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of all angles, each [length, R], in fp32."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # may be made in evaluation, used in training
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        angles_LR = torch.outer(
+            positions, torch.tensor(frequencies, dtype=torch.float32, device=device)
+        ).repeat(1, 2)
+        return angles_LR.cos() * factor, angles_LR.sin() * factor
+
+
 @register("rotary")
 class RotaryEmbedding(PositionalEmbedding):
     """Su et al. 2021: dimension i pairs with i + R/2, turned by position * base^(-2i/R).
@@ -110,13 +127,14 @@ class RotaryEmbedding(PositionalEmbedding):
                 f"{self.rotary_dim} rotated dimensions; it must be an even number from "
                 f"{smallest} to {options.head_dim}."
             )
-        # Plain attributes: module.to(bf16) would cast buffers.
-        self._frequencies, self.attention_factor = rotary_frequencies(
+        frequencies, self.attention_factor = rotary_frequencies(
             self.rotary_dim,
             options.rotary_emb_base,
             options.rope_scaling,
             options.max_position_embeddings,
         )
+        # Plain attributes: module.to(bf16) would cast buffers.
+        self._frequencies = tuple(frequencies.tolist())
         self._cos_LR = self._sin_LR = torch.empty(0, self.rotary_dim)
 
     def forward(
@@ -137,8 +155,6 @@ class RotaryEmbedding(PositionalEmbedding):
     def _grow_tables(self, length: int, device: torch.device) -> None:
         if self._cos_LR.shape[0] >= length and self._cos_LR.device == device:
             return
-        with torch.inference_mode(False), torch.no_grad():  # reused later in training
-            positions = torch.arange(room_for(length), dtype=torch.float32, device=device)
-            angles = torch.outer(positions, self._frequencies.to(device)).repeat(1, 2)
-            self._cos_LR = angles.cos() * self.attention_factor
-            self._sin_LR = angles.sin() * self.attention_factor
+        self._cos_LR, self._sin_LR = _cos_and_sin(
+            self._frequencies, self.attention_factor, room_for(length), device
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -115,3 +116,12 @@ class TestCustomKernel:
         spec.loader.exec_module(module)
         module.main()
         assert "CPD" in capsys.readouterr().out
+
+    def test_the_code_in_the_docs_runs(self) -> None:
+        page = Path(__file__).parents[2] / "docs" / "positional_embeddings.md"
+        define, ask = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        names: dict[str, object] = {"__name__": "docs"}
+        exec(define, names)
+        names["kernel"] = build("rational")
+        exec(ask, names)
+        assert names["table"].shape == (12, 512)

@@ -94,6 +94,12 @@ def test_offsets_continue_where_a_cache_ended() -> None:
         torch.testing.assert_close(one_k, whole_k[:, :, at : at + 1])
 
 
+def test_the_layers_of_a_model_share_their_tables() -> None:
+    q, first, second = torch.randn(1, 4, 50, 32), rotary(), rotary()
+    assert torch.equal(first(q, q, 0, 0)[0], second(q, q, 0, 0)[0])
+    assert first._cos_LR.data_ptr() == second._cos_LR.data_ptr()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_keeps_fp32_angles_after_a_module_cast(dtype: torch.dtype) -> None:
     q = torch.randn(1, 4, 2, 32, dtype=dtype)
