@@ -64,8 +64,13 @@ class GPTModel(nn.Module):
         """Parameters on this rank."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
-        """Logits of the next token, [B, L, V]."""
+    def forward(
+        self, tokens_BL: Tensor, labels_BL: Tensor | None = None, *, cache: Cache | None = None
+    ) -> Tensor:
+        """Logits of the next token, [B, L, V]; with labels, their losses [B, L]."""
+        if labels_BL is not None:
+            chunk = None if torch.is_grad_enabled() else DEFAULT_LOSS_CHUNK
+            return self.token_losses(tokens_BL, labels_BL, chunk)
         logits = self.head(self.hidden_states(tokens_BL, cache))
         return full_logits(logits, self.head.vocab_tp)
 
@@ -80,16 +85,17 @@ class GPTModel(nn.Module):
         return self.sequential[-2](drop_tables(state))
 
     def token_losses(
-        self, tokens_BL: Tensor, labels_BL: Tensor, chunk: int = DEFAULT_LOSS_CHUNK
+        self, tokens_BL: Tensor, labels_BL: Tensor, chunk: int | None = DEFAULT_LOSS_CHUNK
     ) -> Tensor:
         """The loss of each label, fp32 [B, L].
 
         Logits exist for `chunk` tokens at a time only: at 16,384 tokens and 50,000 words all of
-        them would be 3.3 GB. With gradients, each chunk is recomputed in the backward pass.
+        them would be 3.3 GB. With gradients, each chunk is recomputed in the backward pass. None
+        takes all at once.
         """
         hidden = self.hidden_states(tokens_BL).flatten(0, 1)
         labels = labels_BL.flatten()
-        if hidden.shape[0] <= chunk:
+        if chunk is None or hidden.shape[0] <= chunk:
             return self._head_loss(hidden, labels).view_as(labels_BL)
         pieces = zip(hidden.split(chunk), labels.split(chunk), strict=True)
         if torch.is_grad_enabled():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +79,8 @@ def initialize_parallel(pipe_parallel_size: int, model_parallel_size: int) -> Pa
         num_mp=model_parallel_size,
         num_dp=world_size // (stages * model_parallel_size),
     )
-    grid = PipelineParallelGrid(topology=topology)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole grid
+        grid = PipelineParallelGrid(topology=topology)
     return ParallelState(
         tp=TensorParallel(
             group=grid.get_slice_parallel_group(),

@@ -1,0 +1,84 @@
+"""From a config to a DeepSpeed engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.model.gpt import GPTModel
+from megatron.model.pipeline import build_pipeline
+from megatron.model.spec import ModelSpec
+from megatron.mpu import ParallelState
+from megatron.training.optimizer import StepGuard, build_optimizer, parameter_groups
+from megatron.training.safe_files import SafeCheckpointEngine
+from megatron.training.schedule import Schedule, Scheduler
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+
+def build_schedule(args: NeoXArgs) -> Schedule:
+    """The learning rate over the run."""
+    optimization = args.optimization
+    steps = optimization.decay_iters
+    return Schedule(
+        peak=optimization.lr,
+        minimum=optimization.min_lr,
+        warmup_steps=int(optimization.warmup * steps),
+        decay_steps=steps,
+        style=optimization.lr_decay_style,
+    )
+
+
+def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
+    """The whole model, or this rank's pipeline stage."""
+    if args.parallel.pipe_parallel_size >= 1:
+        return build_pipeline(spec, parallel, args.parallel.pipe_partition_method)
+    return GPTModel(spec, parallel.tp)
+
+
+def build_engine(
+    args: NeoXArgs, module: nn.Module, parallel: ParallelState
+) -> tuple[Any, StepGuard]:
+    """DeepSpeed's engine around the module, with our optimizer, schedule and file format."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    options = args.optimization
+    optimizer, guard = build_optimizer(
+        options.optimizer.type,
+        parameter_groups(module.named_parameters(), options.weight_decay),
+        lr=options.lr,
+        betas=options.optimizer.params.betas,
+        eps=options.optimizer.params.eps,
+    )
+    pipelined = args.parallel.pipe_parallel_size >= 1
+    engine, _, _, _ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        lr_scheduler=Scheduler(optimizer, build_schedule(args)),
+        config=args.deepspeed_config(dist.get_world_size()),
+        mpu=None if pipelined else parallel.grid,
+        dist_init_required=False,
+    )
+    engine.checkpoint_engine = SafeCheckpointEngine()
+    _remember_gradient_norm(engine)
+    return engine, guard
+
+
+def _remember_gradient_norm(engine: Any) -> None:
+    """DeepSpeed's fp32 path without ZeRO computes the norm to clip by and throws it away."""
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    def clip() -> None:
+        norm = clip_grad_norm_(
+            parameters=engine.module.parameters(),
+            max_norm=engine.gradient_clipping(),
+            mpu=engine.mpu,
+        )
+        engine._global_grad_norm = float(norm) if torch.is_tensor(norm) else norm
+
+    engine.clip_fp32_gradients = clip

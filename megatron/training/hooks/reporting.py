@@ -1,0 +1,144 @@
+"""What a person sees while training, and what is recorded."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron.training.metrics import Sinks
+from megatron.training.trainer import Hook, StepReport, Trainer
+
+
+class RecordMetrics(Hook):
+    """One line of numbers every `interval` steps; losses of all steps are averaged into it."""
+
+    SPIKE_WINDOW = 100
+
+    def __init__(self, sinks: Sinks, interval: int, flops_per_token: float) -> None:
+        self.sinks, self.interval, self.flops_per_token = sinks, interval, flops_per_token
+        self._pending: list[StepReport] = []
+        self._recent: deque[float] = deque(maxlen=self.SPIKE_WINDOW)
+        self._skipped = 0
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        self._pending.append(report)
+        self._skipped += report.skipped
+        self._note_spike(trainer, report)
+        if report.step % self.interval == 0 or report.step == trainer.train_iters:
+            self._write()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if not self._pending:
+            return
+        reports, self._pending = self._pending, []
+        seconds = sum(r.seconds for r in reports)
+        speed = sum(r.tokens for r in reports) / max(seconds, 1e-9)
+        values: dict[str, Any] = {
+            "loss": sum(r.loss for r in reports) / len(reports),
+            "lr": reports[-1].lr,
+            "grad_norm": reports[-1].grad_norm,
+            "tokens_per_second": speed,
+            "model_tflops": speed * self.flops_per_token / 1e12,
+            "step_seconds": seconds / len(reports),
+            "memory_gb": _memory_gb(),
+            "skipped_steps": self._skipped,
+            "time": time.time(),
+        }
+        self.sinks.write(reports[-1].step, values)
+
+    def _note_spike(self, trainer: Trainer, report: StepReport) -> None:
+        """A loss far above its recent mean is worth a line."""
+        if len(self._recent) == self.SPIKE_WINDOW:
+            recent = torch.tensor(list(self._recent))
+            mean, deviation = float(recent.mean()), float(recent.std())
+            if report.loss > mean + max(6 * deviation, 0.5):
+                self.sinks.write(report.step, {"loss_spike": report.loss, "recent_loss": mean})
+                if trainer.is_main:
+                    tqdm.write(f"step {report.step}: loss spike {report.loss:.3f} (was {mean:.3f})")
+        self._recent.append(report.loss)
+
+
+def _memory_gb() -> float:
+    """Peak memory of this process: of the GPU if there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource
+
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
+
+
+class ShowProgress(Hook):
+    """A bar on a terminal, a line every `interval` steps elsewhere."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+        self._bar: tqdm[Any] | None = None
+        self._start_time = 0.0
+        self._start_step = 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._start_time, self._start_step = time.perf_counter(), trainer.step
+        if trainer.is_main and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=trainer.train_iters, initial=trainer.step, unit="step", dynamic_ncols=True
+            )
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        if self._bar is not None:
+            self._bar.update(1)
+            self._bar.set_postfix_str(
+                f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s"
+            )
+        elif trainer.is_main and (
+            report.step % self.interval == 0 or report.step == trainer.train_iters
+        ):
+            print(self._line(trainer, report), flush=True)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if trainer.is_main and trainer.stop_reason is not None:
+            print(f"stopped after step {trainer.step}: {trainer.stop_reason}", flush=True)
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self, trainer: Trainer, report: StepReport) -> str:
+        done = report.step - self._start_step
+        per_step = (time.perf_counter() - self._start_time) / max(done, 1)
+        left = per_step * (trainer.train_iters - report.step)
+        norm = f", grad norm {report.grad_norm:.3f}" if report.grad_norm is not None else ""
+        return (
+            f"step {report.step}/{trainer.train_iters}: loss {report.loss:.4f}, "
+            f"lr {report.lr:.2e}{norm}, {report.tokens_per_second:,.0f} tokens/s, "
+            f"{_duration(left)} left"
+        )
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+class CloseSinks(Hook):
+    """Last of all: flush what was recorded."""
+
+    def __init__(self, sinks: Sinks) -> None:
+        self.sinks = sinks
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.sinks.close()
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        self.sinks.close()

@@ -1,0 +1,100 @@
+"""manifest.json: what this run is, and when it ran."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron import __version__
+from megatron.training.checkpoint_store import write_text_atomically
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+PACKAGES = ("torch", "deepspeed", "numpy", "tokenizers", "transformers", "triton", "lm_eval")
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _data_identity(args: NeoXArgs) -> dict[str, Any]:
+    """Sizes and times of the index files: enough to notice that the data changed."""
+    prefixes = [args.data.data_path] if args.data.data_path else []
+    for group in (args.data.train_data_paths, args.data.valid_data_paths):
+        prefixes += list(group or [])
+    found = {}
+    for prefix in prefixes:
+        index = Path(f"{prefix}.idx")
+        if index.is_file():
+            found[str(prefix)] = {"idx_bytes": index.stat().st_size}
+    return found
+
+
+class Manifest:
+    """Written at every start and stop; the history of earlier starts is kept."""
+
+    def __init__(self, directory: Path, args: NeoXArgs, parameters: int, world_size: int) -> None:
+        self.path = directory / "manifest.json"
+        self.content: dict[str, Any] = {
+            "kerple_neox": __version__,
+            "config": args.to_dict(),
+            "config_hash": args.config_hash(),
+            "parameters": parameters,
+            "seed": args.runtime.seed,
+            "git_commit": _git("rev-parse", "HEAD"),
+            "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+            "python": platform.python_version(),
+            "packages": _versions(),
+            "command": sys.argv[:1],
+            "data": _data_identity(args),
+            "world_size": world_size,
+            "history": self._earlier_history(),
+        }
+
+    def started(self, step: int) -> None:
+        self.content["history"].append({"started": time.time(), "from_step": step})
+        self._write()
+
+    def stopped(self, step: int, reason: str) -> None:
+        self.content["history"][-1].update(
+            {"stopped": time.time(), "at_step": step, "reason": reason}
+        )
+        self._write()
+
+    def _earlier_history(self) -> list[dict[str, Any]]:
+        try:
+            return list(json.loads(self.path.read_text(encoding="utf-8"))["history"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(self.path, json.dumps(self.content, indent=1))

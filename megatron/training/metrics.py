@@ -1,0 +1,145 @@
+"""Where numbers go: JSON lines always, TensorBoard and wandb when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron.training.checkpoint_store import write_text_atomically
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+Values = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Takes the numbers of a step."""
+
+    def write(self, step: int, values: Values) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """metrics.jsonl: append-only while running; a resumed run first drops the lines it repeats."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._keep_until(path, start_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, values: Values) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    @staticmethod
+    def _keep_until(path: Path, step: int) -> None:
+        if not path.is_file():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) != len(lines):
+            write_text_atomically(path, "".join(kept))
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; a line cut short by a crash counts as never reached."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+    return float(step) if line.endswith("\n") else float("inf")
+
+
+def flatten(values: Values) -> dict[str, float]:
+    """Numbers by name; lists and nested groups get a name per element."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat.update(flatten({f"{name}/{key}": item for key, item in value.items()}))
+        elif isinstance(value, list):
+            flat.update(flatten({f"{name}/{i}": item for i, item in enumerate(value)}))
+        elif isinstance(value, int | float):
+            flat[name] = float(value)
+    return flat
+
+
+class TensorBoard:
+    """Event files for TensorBoard."""
+
+    def __init__(self, directory: str, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(directory, purge_step=start_step + 1 if start_step else None)
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in flatten(values).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A wandb run; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, args: NeoXArgs, directory: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                "use_wandb is true but wandb is not installed: "
+                "pip install -r requirements/requirements-wandb.txt, or set use_wandb: false"
+            ) from error
+        options = args.logging
+        self._run = wandb.init(
+            project=options.wandb_project,
+            group=options.wandb_group,
+            entity=options.wandb_team,
+            name=options.wandb_run_name,
+            dir=str(directory),
+            config=args.to_dict(),
+            resume="allow",
+            id=args.config_hash()[:16],
+        )
+
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(flatten(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Sinks:
+    """All sinks of a run as one; empty on ranks that do not log."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self._sinks = sinks
+
+    def write(self, step: int, values: Values) -> None:
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+def build_sinks(args: NeoXArgs, directory: Path | None, start_step: int, *, main: bool) -> Sinks:
+    """The sinks that the config asks for."""
+    sinks: list[Sink] = []
+    if main and directory is not None:
+        sinks.append(JsonLines(directory / "metrics.jsonl", start_step))
+    if main and args.logging.tensorboard_dir:
+        sinks.append(TensorBoard(args.logging.tensorboard_dir, start_step))
+    if main and args.logging.use_wandb:
+        sinks.append(WeightsAndBiases(args, directory or Path()))
+    return Sinks(sinks)

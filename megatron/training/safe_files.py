@@ -1,0 +1,77 @@
+"""A DeepSpeed checkpoint engine that executes nothing it reads and syncs what it writes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged or not safe to read."""
+
+
+def allowed_types() -> list[Any]:
+    """The only classes, beside tensors and plain containers, that DeepSpeed's files hold."""
+    import argparse
+
+    import numpy as np
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [
+        LossScaler,
+        DynamicLossScaler,
+        ZeroStageEnum,
+        fragment_address,
+        argparse.Namespace,
+        torch.Size,
+        np.dtype,
+        np.ndarray,
+        np.dtypes.UInt32DType,
+        np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+        (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # type: ignore[attr-defined]
+    ]
+
+
+def safe_load(path: str | Path, map_location: Any = "cpu") -> Any:
+    """torch.load that refuses anything but data."""
+    try:
+        with torch.serialization.safe_globals(allowed_types()):
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint file") from None
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(
+            f"{path}: refused, because it holds more than data ({reason}). "
+            "Only tensors, plain containers and DeepSpeed's own state are read."
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: damaged or not a checkpoint file ({error})") from error
+
+
+def synced_save(state: Any, path: str | Path) -> None:
+    """torch.save, then wait until the bytes are on the disk."""
+    with Path(path).open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class SafeCheckpointEngine(TorchCheckpointEngine):
+    """What DeepSpeed's engine uses for every file once training has started."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        synced_save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return safe_load(path, map_location)
+
+    def preserves_storage_sharing(self) -> bool:
+        return True

@@ -1,0 +1,105 @@
+"""The loop. Everything that is not training a step is a hook."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron.mpu import ParallelState
+from megatron.training.optimizer import StepGuard
+from megatron.training.stepper import MicroBatch, Stepper
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+
+@dataclass
+class StepReport:
+    """What is known after a step."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    seconds: float
+    tokens: int
+    skipped: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Hook:
+    """Something that happens around the steps. Called on every rank, in order."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        """After each optimizer step."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """After the last step, or when something asked to stop."""
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        """When training raised; the error goes on afterwards."""
+
+
+@dataclass
+class Trainer:
+    """State of a run that hooks may read: the engine, the step count, and why it should stop."""
+
+    args: NeoXArgs
+    stepper: Stepper
+    parallel: ParallelState
+    guard: StepGuard
+    is_main: bool
+    train_batches: Iterator[MicroBatch] | None
+    valid_batches: Iterator[MicroBatch] | None
+    test_batches: Iterator[MicroBatch] | None
+    tokens_per_step: int
+    train_iters: int
+    step: int = 0
+    stop_reason: str | None = None
+    exit_code: int = 0
+    hooks: Sequence[Hook] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Train to the last step or until a hook asks to stop; returns the exit code."""
+        try:
+            for hook in self.hooks:
+                hook.on_start(self)
+            while self.step < self.train_iters and self.stop_reason is None:
+                report = self._take_step()
+                for hook in self.hooks:
+                    hook.after_step(self, report)
+            for hook in self.hooks:
+                hook.on_end(self)
+        except BaseException as error:
+            for hook in self.hooks:
+                hook.on_failure(self, error)
+            raise
+        return self.exit_code
+
+    def ask_to_stop(self, reason: str, exit_code: int = 0) -> None:
+        """End the run after this step, once every hook has seen it."""
+        self.stop_reason, self.exit_code = reason, exit_code
+
+    def _take_step(self) -> StepReport:
+        assert self.train_batches is not None
+        start, refused = time.perf_counter(), self.guard.skipped
+        loss = float(self.stepper.train(self.train_batches))
+        self.step += 1
+        norm = self.stepper.engine.get_global_grad_norm()
+        return StepReport(
+            step=self.step,
+            loss=loss,
+            lr=float(self.stepper.engine.optimizer.param_groups[0]["lr"]),
+            grad_norm=None if norm is None else float(norm),
+            seconds=time.perf_counter() - start,
+            tokens=self.tokens_per_step,
+            skipped=self.guard.skipped > refused,
+        )
