@@ -64,9 +64,7 @@ def attention(
     call = _check(q, k, v, bias, weight, window, scale, dropout)
     chosen = choose_engine(call, engine)
     if chosen == "triton":
-        from megatron.model.kernels.triton_attention import triton_attention
-
-        return triton_attention(q, k, v, bias, weight, window=call.window, scale=call.scale)
+        return _run_triton(call, pruning)
     if chosen == "tiled":
         from megatron.model.kernels.tiled import tiled_attention
 
@@ -85,6 +83,17 @@ def attention(
         scale=call.scale,
         dropout=dropout,
         generator=generator,
+    )
+
+
+def _run_triton(call: Call, pruning: bool) -> Tensor:
+    from megatron.model.kernels.pruning import visible_keys
+    from megatron.model.kernels.triton_attention import triton_attention
+
+    q, k, v, bias, weight = call.q, call.k, call.v, call.bias, call.weight
+    visible = visible_keys(q, k, v, bias, weight, call.scale) if pruning else None
+    return triton_attention(
+        q, k, v, bias, weight, window=call.window, scale=call.scale, visible=visible
     )
 
 
@@ -107,13 +116,15 @@ def choose_engine(call: Call, engine: str = "auto") -> str:
 
 
 def _tiled_pays(call: Call) -> bool:
-    return False and call.q.shape[2] >= _TILED_MIN_QUERIES
+    return call.q.shape[2] >= _TILED_MIN_QUERIES
 
 
 def why_not_tiled(call: Call) -> str | None:
     """Why the tiled engine cannot run this call, with the fix; None if it can."""
     if call.q.device.type != "cpu":
         return f"it runs on CPU, the tensors are on {call.q.device}; use engine 'auto' or 'triton'"
+    if call.q.dtype == torch.float64:
+        return "it computes in fp32, the tensors are float64; use engine 'naive' or 'auto'"
     if call.dropout > 0.0:
         return (
             f"it has no attention dropout (dropout={call.dropout}); set attention_dropout to 0,"
@@ -127,21 +138,11 @@ def why_not_triton(call: Call) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not call.q.is_cuda and not interpreted:
         return f"it runs on GPU, the tensors are on {call.q.device}; use engine 'auto' or 'tiled'"
-    if call.dropout > 0.0:
-        return (
-            f"it has no attention dropout (dropout={call.dropout}); set attention_dropout to 0,"
-            " or use engine 'naive' or 'auto'"
-        )
     try:
-        from megatron.model.kernels import triton_attention as engine
+        from megatron.model.kernels.triton_attention import can_run
     except ImportError as error:
         return f"triton cannot be imported ({error}); install it, or use engine 'naive'"
-    if not engine.can_run(call.q, call.k, call.v, call.bias, call.weight):
-        return (
-            f"not for {call.q.dtype} with head dim {call.q.shape[-1]}: it takes bf16, fp16 or fp32"
-            " and head dims 32 to 256; use engine 'naive' or 'auto'"
-        )
-    return None
+    return can_run(call.q, call.k, call.v, call.bias, call.weight, call.dropout)
 
 
 def _check(

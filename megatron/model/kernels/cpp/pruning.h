@@ -1,0 +1,77 @@
+// Which blocks of keys cannot matter to a block of queries, by true bounds on the scores.
+
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "problem.h"
+
+namespace {
+
+struct Pruner {  // true bounds on the scores of every (block of queries, block of keys)
+  const Problem& p;
+  int64_t bh;
+  std::vector<float> q_norm, own_score, own_value, k_norm, v_norm;
+  bool active;
+
+  Pruner(const Problem& problem, int64_t pair)
+      : p(problem), bh(pair), active(problem.bias_after != nullptr) {
+    if (!active) return;
+    const int64_t q_blocks = ceil_div(p.q_len, R), k_blocks = ceil_div(p.k_len, C);
+    q_norm.assign(q_blocks, 0.0f);
+    own_score.assign(q_blocks, INFINITY);
+    own_value.assign(q_blocks, INFINITY);
+    k_norm.assign(k_blocks, 0.0f);
+    v_norm.assign(k_blocks, 0.0f);
+    measure_keys();
+    measure_queries();
+  }
+
+  static float norm(const float* x, int64_t n) { return std::sqrt(dot(x, x, n)); }
+
+  void measure_keys() {
+    for (int64_t j = 0; j < p.k_len; ++j) {
+      const float k = norm(row_of(p.k, bh, p.heads, j), p.dim);
+      const float v = norm(row_of(p.v, bh, p.heads, j), p.dim);
+      // Written so that a NaN stays: nothing is pruned against it.
+      k_norm[j / C] = k <= k_norm[j / C] ? k_norm[j / C] : k;
+      v_norm[j / C] = v <= v_norm[j / C] ? v_norm[j / C] : v;
+    }
+  }
+
+  void measure_queries() {
+    const float* bias = p.bias + bh % p.heads * p.table_row + p.k_len - 1;
+    const float* weight = p.weight ? p.weight + bh % p.heads * p.table_row + p.k_len - 1 : nullptr;
+    for (int64_t i = 0; i < p.q_len; ++i) {
+      const int64_t pos = i + p.k_len - p.q_len, b = i / R;
+      const float* q = row_of(p.q, bh, p.heads, i);
+      const float raw = dot(q, row_of(p.k, bh, p.heads, pos), p.dim) * p.scale;
+      const float score = (weight ? raw * *weight : raw) + *bias;
+      const float value = norm(row_of(p.v, bh, p.heads, pos), p.dim);
+      const float size = norm(q, p.dim) * std::fabs(p.scale);
+      q_norm[b] = size <= q_norm[b] ? q_norm[b] : size;
+      own_score[b] = score >= own_score[b] ? own_score[b] : score;
+      own_value[b] = value >= own_value[b] ? own_value[b] : value;
+    }
+  }
+
+  // No key of this block can move any output of these queries by more than rounding: each stays
+  // below epsilon / keys of what the query's own key contributes (see pruning.py).
+  bool negligible(int64_t q_block, int64_t k_block) const {
+    if (!active) return false;
+    const int64_t first_pos = q_block * R + p.k_len - p.q_len;
+    const int64_t nearest = first_pos - (k_block * C + C - 1);
+    if (nearest <= 0) return false;
+    const int64_t at = bh % p.heads * p.k_len + nearest;
+    const float weight = p.weight_after ? p.weight_after[at] : 1.0f;
+    const float product = weight * q_norm[q_block] * k_norm[k_block];
+    const float slack = 0.01f + 1e-5f * (product + std::fabs(own_score[q_block]));
+    // A key counts in the sum of the weights whatever its value. (NaN stays: not negligible.)
+    const float values = std::log2(v_norm[k_block] / own_value[q_block]);
+    const float most = p.bias_after[at] + product + (values < 0.0f ? 0.0f : values) + slack;
+    return most < own_score[q_block] - p.prune_log2;
+  }
+};
+
+}  // namespace

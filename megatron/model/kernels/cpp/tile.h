@@ -1,0 +1,135 @@
+// Vectors of floats, exp2, and the M x N-vector product that all of the attention is made of.
+
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16, MAX_N = 4;  // lanes of a vector; vectors of a tile: 6 x 4 of 32 registers
+#elif defined(__AVX__)
+constexpr int VL = 8, MAX_N = 2;  // 6 x 2 of 16 registers
+#elif defined(__aarch64__)
+constexpr int VL = 4, MAX_N = 4;
+#else
+constexpr int VL = 4, MAX_N = 2;
+#endif
+constexpr int M = 6;                // rows of a tile
+constexpr int PANEL = MAX_N * VL;   // columns of a tile
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int vi __attribute__((vector_size(VL * 4)));
+
+inline vf load(const float* p) {
+  vf x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+inline vf splat(float x) { return x - vf{}; }
+inline vf larger(vf a, vf b) { return a > b ? a : b; }
+#if defined(__AVX512F__)
+inline float sum(vf x) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x)); }
+inline float largest(vf x) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x)); }
+#else
+inline float sum(vf x) {
+  float total = 0.0f;
+  for (int i = 0; i < VL; ++i) total += x[i];
+  return total;
+}
+inline float largest(vf x) {
+  float top = x[0];
+  for (int i = 1; i < VL; ++i) top = x[i] > top ? x[i] : top;
+  return top;
+}
+#endif
+
+inline float dot(const float* a, const float* b, long n) {
+  vf total = {};
+  for (long i = 0; i < n; i += VL) total += load(a + i) * load(b + i);
+  return sum(total);
+}
+
+// 2^x to 1 ulp for x <= 100; 0 below 2^-100, which no float32 sum of ours can see, so that
+// products never become denormal (and slow).
+inline vf exp2v(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vf clamped = larger(x, splat(-100.0f));
+  const vf shifted = clamped + magic;
+  const vf f = clamped - (shifted - magic);
+  vf y = splat(0.00015345811f);
+  y = y * f + splat(0.0013399931f);
+  y = y * f + splat(0.0096184891f);
+  y = y * f + splat(0.055503286f);
+  y = y * f + splat(0.24022646f);
+  y = y * f + splat(0.69314718f);
+  y = y * f + splat(1.0f);
+  vi bits, exponent;
+  std::memcpy(&bits, &y, sizeof y);
+  std::memcpy(&exponent, &shifted, sizeof y);
+  bits += exponent << 23;  // the bits of magic shift out
+  std::memcpy(&y, &bits, sizeof y);
+  return x < splat(-100.0f) ? vf{} : y;
+}
+
+template <int ROWS, int N, class F>
+inline __attribute__((always_inline)) void each(F f) {
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) f(m, v);
+}
+
+// acc[m][v] += sum over k of left[m * left_row + k * left_k] * right[k * right_row + v * VL ...]
+template <int N>
+inline __attribute__((always_inline)) void multiply(vf (&acc)[M][N], const float* left,
+                                                    long left_row, long left_k,
+                                                    const float* right, long right_row, long k) {
+  for (long i = 0; i < k; ++i) {
+    vf b[N];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) b[v] = load(right + v * VL);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const vf a = splat(left[m * left_row]);
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) acc[m][v] += a * b[v];
+    }
+    left += left_k;
+    right += right_row;
+  }
+}
+
+// Calls f with the number of vectors, 1 .. MAX_N, as a compile-time constant.
+template <class F>
+inline void with_vectors(long n, F f) {
+  switch (n) {
+    case 1: f(std::integral_constant<int, 1>{}); break;
+    case 2: f(std::integral_constant<int, 2>{}); break;
+    case 3: if constexpr (MAX_N >= 3) f(std::integral_constant<int, 3>{}); break;
+    default: f(std::integral_constant<int, MAX_N>{});
+  }
+}
+
+// out[m][0 .. dim) += left * right, for M rows; right and out have rows of dim.
+inline void accumulate(const float* left, long left_row, long left_k, const float* right, long dim,
+                       long k, float* out) {
+  for (long d = 0; d < dim; d += PANEL) {
+    with_vectors((dim - d < PANEL ? dim - d : PANEL) / VL, [&](auto n) {
+      constexpr int N = decltype(n)::value;
+      vf acc[M][N];
+      each<M, N>([&](int m, int v) { acc[m][v] = load(out + m * dim + d + v * VL); });
+      multiply<N>(acc, left, left_row, left_k, right + d, dim, k);
+      each<M, N>([&](int m, int v) { store(out + m * dim + d + v * VL, acc[m][v]); });
+    });
+  }
+}
+
+}  // namespace
