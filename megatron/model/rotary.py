@@ -97,10 +97,8 @@ def _cos_and_sin(
     frequencies: tuple[float, ...], factor: float, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of all angles, each [length, R], in fp32."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # may be made in evaluation, used in training
+    # Tables that evaluation made must serve training too.
+    with torch.inference_mode(False), torch.no_grad():
         positions = torch.arange(length, dtype=torch.float32, device=device)
         angles_LR = torch.outer(
             positions, torch.tensor(frequencies, dtype=torch.float32, device=device)
@@ -112,7 +110,7 @@ def _cos_and_sin(
 class RotaryEmbedding(PositionalEmbedding):
     """Su et al. 2021: dimension i pairs with i + R/2, turned by position * base^(-2i/R).
 
-    Angles are fp32 whatever the model's precision: in bf16 they are off by radians (kerple.md 17).
+    Angles are fp32 whatever the model's precision: in bf16 they are off by radians.
     """
 
     kind = "rotation"

@@ -74,7 +74,7 @@ class TestFormulas:
         power.set_kernel_values_({"r1": torch.ones(12), "r2": torch.ones(12)})
         bias = power(16384).bias
         assert bias is not None and bias.dtype == torch.float32
-        assert len(bias[0].unique()) == 1025  # measured on the official code: kerple.md 6
+        assert len(bias[0].unique()) == 1025  # as measured on the official code
         log, exact = kernel("kerple_log", legacy_bf16=True), kernel("kerple_log")
         values = {"r1": torch.full((12,), 2.0), "r2": torch.full((12,), 1.0)}
         log.set_kernel_values_(values)
@@ -137,7 +137,7 @@ class TestFormulas:
         assert nope.kind == "none" and nope(9) == Tables(None, None)
 
 
-OFFICIAL_RANGES = {  # kerple.md 4: mind the a/p swap between log and power
+OFFICIAL_RANGES = {  # mind the swap of a and p between log and power
     "kerple_log": {"r1": 2, "r2": 1},
     "kerple_power": {"r1": 1, "r2": 2},
     "kerple_bias_wht": {"r1": 1, "r2": 2, "r3": 1, "r4": 2},
