@@ -41,6 +41,8 @@ class Cell:
     dagger: bool = False
     note: str = ""
     p_value: float | None = None
+    printed: str = ""
+    """The paper's own digits, used where its cell stands beside ours."""
 
     @property
     def present(self) -> bool:

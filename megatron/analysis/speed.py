@@ -46,7 +46,7 @@ def _table(
 ) -> Table:
     rounding = Rounding.THREE_DECIMALS
     entries = tuple(
-        Entry(cells[name], rounding, 3, Cell(paper[name]) if name in paper else None, 3)
+        Entry(cells[name], rounding, 3, Cell(paper[name]) if name in paper else None)
         for name in methods
     )
     columns = tuple(Column(method(name).column, method(name).group) for name in methods)

@@ -96,15 +96,14 @@ class Entry:
     rounding: Rounding
     decimals: int
     published: Cell | None = None
-    published_decimals: int = 1
 
     def text(self, plus_minus: str = " ± ", missing: str = "—") -> str:
         return cell_text(self.cell, self.rounding, self.decimals, plus_minus, missing)
 
-    def published_text(self, plus_minus: str = " ± ") -> str:
+    def published_text(self) -> str:
         if self.published is None:
             return ""
-        return cell_text(self.published, self.rounding, self.published_decimals, plus_minus)
+        return self.published.printed or cell_text(self.published, self.rounding, self.decimals)
 
 
 @dataclass(frozen=True)
@@ -173,15 +172,21 @@ def measured_cells(
         if not cell.present:
             return None
         if spec.mark_best:
-            rivals = [summary_cell(data, other, point).mean for other in spec.methods]
-            best = min(mean for mean in rivals if mean is not None)
-            cell = replace(cell, bold=cell.mean == best)
+            # Seeds differ more than methods do: a mean over fewer seeds is never called best.
+            rivals = [summary_cell(data, other, point) for other in spec.methods]
+            most = max(rival.seeds for rival in rivals)
+            best = min(mean for rival, mean in _with_means(rivals) if rival.seeds == most)
+            cell = replace(cell, bold=cell.seeds == most and cell.mean == best)
         if spec.mark_significance and name != REFERENCE_METHOD:
             test = compare_paired(values(data, REFERENCE_METHOD, point), values(data, name, point))
             cell = replace(cell, dagger=test.reference_is_better(), p_value=test.p_value)
         return cell
 
     return source
+
+
+def _with_means(cells: Iterable[Cell]) -> list[tuple[Cell, float]]:
+    return [(cell, cell.mean) for cell in cells if cell.mean is not None]
 
 
 def lay_out(
@@ -209,9 +214,6 @@ class _Placer:
         self._ours = self._collect(source)
         self._paper = self._collect(beside) if beside else {}
         self._decimals = {data.name: self._decimals_of(self._ours, data) for data in spec.data}
-        self._paper_decimals = {
-            data.name: self._decimals_of(self._paper, data) for data in spec.data
-        }
 
     def _collect(self, source: CellSource) -> dict[tuple[str, str, Point], Cell | None]:
         spec = self._spec
@@ -241,7 +243,6 @@ class _Placer:
             rounding,
             self._decimals[data.name],
             self._paper.get(key),
-            self._paper_decimals[data.name],
         )
 
 

@@ -333,5 +333,17 @@ def _select(suite: Suite, chosen: list[str]) -> Suite:
     wanted_sections = (section_names & set(chosen)) or {
         name for run in runs for name in run.sections
     }
-    sections = tuple(section for section in suite.sections if section.name in wanted_sections)
+    sections = tuple(
+        _narrowed(section, methods & set(chosen), data & set(chosen))
+        for section in suite.sections
+        if section.name in wanted_sections
+    )
     return replace(suite, sections=sections, runs=tuple(runs))
+
+
+def _narrowed(section: Section, methods: set[str], data: set[str]) -> Section:
+    """The section's tables with the chosen methods and data sets only."""
+    kept_methods = tuple(name for name in section.methods if not methods or name in methods)
+    kept_data = tuple(item for item in section.data if not data or item.name in data)
+    table = section.table and replace(section.table, methods=kept_methods, data=kept_data)
+    return replace(section, methods=kept_methods, data=kept_data, table=table)

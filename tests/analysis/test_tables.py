@@ -70,6 +70,15 @@ def test_best_is_bold_once_per_row() -> None:
     assert not entry(4096, "alibi").cell.bold
 
 
+def test_a_mean_over_fewer_seeds_is_never_best() -> None:
+    def with_a_gap(data: str, name: str, point: Point) -> Mapping[int, float]:
+        found = values(data, name, point)
+        return {1237: found[1237]} if name == "rpe" and found else found
+
+    row = lay_out(SPEC, measured_cells(SPEC, with_a_gap)).blocks[0].rows[0]
+    assert [item.cell.bold for item in row.entries] == [True, False, False]
+
+
 def test_dagger_only_where_log_is_significantly_better() -> None:
     assert entry(4096, "alibi").cell.dagger
     assert not entry(128, "rpe").cell.dagger  # significantly different, but better

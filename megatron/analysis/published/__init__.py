@@ -52,6 +52,7 @@ def published_cells() -> dict[CellKey, Cell]:
             bold=row["bold"] == "1",
             dagger=row["dagger"] == "1",
             note=row["note"],
+            printed=" ± ".join(part for part in (row["mean"], row["std"]) if part),
         )
     return cells
 
