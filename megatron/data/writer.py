@@ -53,6 +53,7 @@ class IndexedDatasetWriter:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._sizes = array("i")
         self._boundaries = array("q", [0])
+        self._open_tokens: int | None = None  # length so far of a document written in pieces
         self._temporary = temporary_name(bin_path(self.prefix))
         self._handle: BinaryIO | None = self._temporary.open("wb", buffering=1 << 20)
 
@@ -77,15 +78,30 @@ class IndexedDatasetWriter:
         self.add_packed(values.astype(self.dtype).tobytes(), [len(values)], end_documents=False)
 
     def end_document(self) -> None:
+        if self._open_tokens is not None:
+            size, self._open_tokens = self._open_tokens, None
+            self.add_packed(b"", [size], end_documents=False, written=True)
         self._boundaries.append(len(self._sizes))
 
+    def add_piece(self, data: bytes | memoryview) -> None:
+        """Tokens, packed in this file's dtype, of a document that ``end_document`` will end."""
+        if self._handle is None:
+            raise DataError(f"{self.prefix}: the writer is closed")
+        self._handle.write(data)
+        self._open_tokens = (self._open_tokens or 0) + len(data) // self.dtype.itemsize
+
     def add_packed(
-        self, data: bytes | memoryview, sizes: Sequence[int], *, end_documents: bool = True
+        self,
+        data: bytes | memoryview,
+        sizes: Sequence[int],
+        *,
+        end_documents: bool = True,
+        written: bool = False,
     ) -> None:
         """Several sequences already packed in this file's dtype, each normally a document."""
         if self._handle is None:
             raise DataError(f"{self.prefix}: the writer is closed")
-        if sum(sizes) * self.dtype.itemsize != len(data):
+        if not written and sum(sizes) * self.dtype.itemsize != len(data):
             raise DataError(f"{self.prefix}: {len(data)} bytes do not hold {sum(sizes)} tokens")
         if sizes and max(sizes) > MAX_SEQUENCE:
             raise DataError(

@@ -1,0 +1,218 @@
+"""Input cut into chunks of about a megabyte: the unit of work of one worker process.
+
+Nothing here grows with the size of the input: JSON lines are cut at line ends, small documents are
+grouped, and a document longer than a chunk is passed on in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from megatron.data.streams import TextFile, open_members
+
+__all__ = ["DOCUMENT_SPLITTERS", "Chunk", "Problem", "read_chunks"]
+
+CHUNK_BYTES = 1 << 20
+PIECE_BYTES = 8 << 20  # a document longer than this is tokenized in pieces
+MAX_LINE_BYTES = 256 << 20
+Splitter = Callable[[BinaryIO], Iterator[tuple[bytes, bool]]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A place in the input that could not be used, and why."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+@dataclass
+class Chunk:
+    """JSON lines, whole texts, or one piece of a long text.
+
+    ``ends_document`` matters for a piece only: whether it is the last one.
+    """
+
+    kind: Literal["lines", "texts", "piece"]
+    file: str
+    first_line: int = 1
+    parts: list[bytes] = field(default_factory=list)
+    ends_document: bool = True
+    problems: list[Problem] = field(default_factory=list)
+    consumed: int = 0  # bytes of the input files read so far, for the progress bar
+
+
+class _CountingFile:
+    """A file that knows how many bytes were read from it, seeks included."""
+
+    def __init__(self, handle: BinaryIO) -> None:
+        self._handle = handle
+        self.count = 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._handle.read(size)
+        self.count += len(data)
+        return data
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._handle, name)
+
+
+def read_chunks(files: Iterable[Path], splitter: str = "file") -> Iterator[Chunk]:
+    """Chunks of all files, in order. ``splitter`` names how plain text becomes documents."""
+    split = DOCUMENT_SPLITTERS[splitter]
+    finished = 0
+    for path in files:
+        with path.open("rb") as handle:
+            counting = _CountingFile(handle)
+            with open_members(path, counting) as members:  # type: ignore[arg-type]
+                for chunk in _grouped(_member_chunks(members, split)):
+                    chunk.consumed = finished + counting.count
+                    yield chunk
+            finished += path.stat().st_size
+
+
+def _member_chunks(members: Iterator[TextFile], split: Splitter) -> Iterator[Chunk]:
+    for member in members:
+        if member.is_json:
+            yield from _line_chunks(member)
+        else:
+            yield from _text_chunks(member, split)
+
+
+def _grouped(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """Join small neighbouring texts, so that a folder of tiny files is not slow."""
+    group: Chunk | None = None
+    size = 0
+    for chunk in chunks:
+        if group is not None and (chunk.kind != "texts" or size >= CHUNK_BYTES):
+            yield group
+            group = None
+        if chunk.kind != "texts":
+            yield chunk
+        elif group is None:
+            group, size = chunk, sum(map(len, chunk.parts))
+        else:
+            group.parts += chunk.parts
+            size += sum(map(len, chunk.parts))
+    if group is not None:
+        yield group
+
+
+def _line_chunks(member: TextFile) -> Iterator[Chunk]:
+    """Blocks of whole lines. A line too long to be one document is skipped and reported."""
+    rest: list[bytes] = []  # the beginning of a line whose end has not been read yet
+    line, held, skipping = 1, 0, False
+    while block := member.stream.read(CHUNK_BYTES):
+        cut = block.rfind(b"\n") + 1
+        if not cut:
+            held += len(block)
+            if held > MAX_LINE_BYTES:
+                rest, skipping = [], True
+            if not skipping:
+                rest.append(block)
+            continue
+        if skipping:
+            end = block.find(b"\n") + 1
+            problem = Problem(member.name, line, f"line longer than {MAX_LINE_BYTES >> 20} MB")
+            yield Chunk("lines", member.name, line, [], problems=[problem])
+            data, line, skipping = block[end:cut], line + 1, False
+        else:
+            data = b"".join([*rest, block[:cut]])
+        if data:
+            yield Chunk("lines", member.name, line, [data])
+            line += data.count(b"\n")
+        rest, held = ([block[cut:]], len(block) - cut) if cut < len(block) else ([], 0)
+    if skipping:
+        problem = Problem(member.name, line, f"line longer than {MAX_LINE_BYTES >> 20} MB")
+        yield Chunk("lines", member.name, line, [], problems=[problem])
+    elif rest:
+        yield Chunk("lines", member.name, line, [b"".join(rest)])
+
+
+def _text_chunks(member: TextFile, split: Splitter) -> Iterator[Chunk]:
+    in_pieces = False
+    for text, ends in split(member.stream):
+        if ends and not in_pieces:
+            yield Chunk("texts", member.name, parts=[text])
+        else:
+            yield Chunk("piece", member.name, parts=[text], ends_document=ends)
+        in_pieces = not ends
+
+
+def _whole_file(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """The file is one document; (bytes, whether the document ends here)."""
+    held = b""
+    while block := stream.read(PIECE_BYTES):
+        held += block
+        while len(held) > PIECE_BYTES:
+            cut = _safe_cut(held)
+            yield held[:cut], False
+            held = held[cut:]
+    yield held, True
+
+
+def _safe_cut(text: bytes) -> int:
+    """Before the last line end that follows a letter or digit: no tokenizer's word crosses it."""
+    position = len(text)
+    lowest = len(text) // 2
+    while (position := text.rfind(b"\n", lowest, position)) > lowest:
+        before = text[position - 1 : position]
+        if before.isalnum():
+            return position
+    cut = len(text) // 2
+    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # not inside a UTF-8 character
+        cut += 1
+    return cut
+
+
+def _every_line(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    yield from _split_before(stream, lambda line: True)
+
+
+def _wiki_pages(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """enwik8: one document for each page of the dump."""
+    yield from _split_before(stream, lambda line: line.strip() == b"<page>")
+
+
+def _wikitext_articles(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """WikiText: an article begins with its title, `` = Title = ``; sections have more signs."""
+
+    def is_title(line: bytes) -> bool:
+        return line.startswith(b" = ") and line.rstrip().endswith(b" =") and b" = = " not in line
+
+    yield from _split_before(stream, is_title)
+
+
+def _split_before(
+    stream: BinaryIO, starts: Callable[[bytes], bool]
+) -> Iterator[tuple[bytes, bool]]:
+    """Documents begin at lines that ``starts`` accepts; very long ones come in pieces."""
+    lines: list[bytes] = []
+    size = 0
+    while line := stream.readline(PIECE_BYTES):
+        if lines and starts(line):
+            yield b"".join(lines), True
+            lines, size = [], 0
+        elif size > PIECE_BYTES:
+            yield b"".join(lines), False
+            lines, size = [], 0
+        lines.append(line)
+        size += len(line)
+    if lines:
+        yield b"".join(lines), True
+
+
+DOCUMENT_SPLITTERS: dict[str, Splitter] = {
+    "file": _whole_file,
+    "line": _every_line,
+    "wiki_pages": _wiki_pages,
+    "wikitext_articles": _wikitext_articles,
+}

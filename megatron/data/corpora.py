@@ -1,0 +1,239 @@
+"""The corpora that prepare_data.py knows, in one table, and how each is brought to this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.data.atomic import atomic_writer
+from megatron.data.download import DownloadError, RemoteFile, download, file_sha256
+from megatron.data.errors import DataError
+
+__all__ = ["SOURCES", "Source", "fetch", "standard_library_files"]
+
+PILE = "https://the-eye.eu/public/AI/pile"
+COMPONENTS = "https://the-eye.eu/public/AI/pile_preliminary_components"
+COMPONENTS_2 = "https://mystic.the-eye.eu/public/AI/pile_preliminary_components"
+COMPONENTS_3 = "http://eaidata.bmk.sh/data"
+NOT_CORPUS_TEXT = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One corpus: what it is, where it lies, under which terms, and how it is read.
+
+    ``reader`` names a document splitter of megatron.data.chunks for its plain-text files (JSON
+    lines carry their own documents). ``collect`` replaces the download for corpora that come from
+    elsewhere.
+    """
+
+    name: str
+    description: str
+    licence: str
+    reader: str = "file"
+    files: tuple[RemoteFile, ...] = ()
+    collect: Callable[[Path], list[Path]] | None = None
+    small: bool = False  # byte-level tokens by default, as nothing else is at hand
+
+
+def standard_library_files() -> list[Path]:
+    """The running Python's library sources, sorted by module path; no tests, no installed packages.
+
+    Build records of this very interpreter (``_sysconfigdata``) are left out: they differ between
+    machines with the same Python.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        folders = relative.parts[:-1]
+        if NOT_CORPUS_TEXT.intersection(folders) or path.name.startswith("_sysconfigdata"):
+            continue
+        if any(folder.startswith("config-") for folder in folders):
+            continue
+        found.append((relative.as_posix(), path))
+    if not found:
+        raise DataError(f"{root}: this Python has no library sources; pass text with --input")
+    return [path for _, path in sorted(found)]
+
+
+def _standard_library(directory: Path) -> list[Path]:
+    return standard_library_files()
+
+
+DJANGO = "Django==5.2.8"
+DJANGO_SHA256 = "23254866a5bb9a2cfa6004e8b809ec6246eba4b58a7589bc2772f1bcc8456c7f"
+
+
+def _django_docs(directory: Path) -> list[Path]:
+    """English manual pages out of a source package that any Python package index serves."""
+    directory.mkdir(parents=True, exist_ok=True)
+    output = directory / "django_docs.jsonl"
+    archive = directory / "django-5.2.8.tar.gz"
+    if not (archive.is_file() and file_sha256(archive) == DJANGO_SHA256):
+        _pip_download(DJANGO, directory)
+        if not archive.is_file() or file_sha256(archive) != DJANGO_SHA256:
+            raise DownloadError(f"{archive}: pip did not bring the expected file")
+    with tarfile.open(archive) as members:
+        pages = sorted(
+            (m for m in members if m.isfile() and "/docs/" in m.name and m.name.endswith(".txt")),
+            key=lambda member: member.name,
+        )
+        with atomic_writer(output) as handle:
+            for page in pages:
+                stream = members.extractfile(page)
+                assert stream is not None
+                record = {"text": stream.read().decode("utf-8", "replace"), "path": page.name}
+                handle.write((json.dumps(record) + "\n").encode())
+    return [output]
+
+
+def _pip_download(requirement: str, directory: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--no-binary", ":all:", "--dest", str(directory), requirement]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        lines = finished.stderr.strip().splitlines() or ["no message"]
+        raise DownloadError(f"pip could not download {requirement}: {lines[-1]}")
+
+
+def _pile_shards(numbers: range) -> tuple[RemoteFile, ...]:
+    return tuple(
+        RemoteFile(f"{i:02}.jsonl.zst", (f"{PILE}/train/{i:02}.jsonl.zst",)) for i in numbers
+    )
+
+
+def _component(name: str, sha256: str, *bases: str) -> tuple[RemoteFile, ...]:
+    return (RemoteFile(name, tuple(f"{base}/{name}" for base in bases), sha256),)
+
+
+SOURCES: dict[str, Source] = {
+    source.name: source
+    for source in (
+        Source(
+            "openwebtext2",
+            "OpenWebText2, web pages linked from Reddit, as in the Pile (about 27 GB)",
+            "none stated for the pages; the collection is MIT",
+            files=_component(
+                "openwebtext2.jsonl.zst.tar",
+                "9043d1b93c35ff1a38a17e16c73c009d4617dcaab6da15adc0faf4779739a027",
+                COMPONENTS,
+                COMPONENTS_2,
+                COMPONENTS_3,
+            ),
+        ),
+        Source(
+            "github",
+            "GitHub, the Pile's code subset (about 106 GB)",
+            "each repository's own",
+            files=(
+                RemoteFile(
+                    "github.jsonl.zst.tar",
+                    (f"{COMPONENTS}/github.tar", f"{COMPONENTS_3}/github.tar"),
+                    "f7a66e8226baf075a42628d10d8eba234460da73b0ffd300736036db9be3b3c3",
+                ),
+            ),
+        ),
+        Source(
+            "arxiv",
+            "ArXiv, the Pile's LaTeX subset",
+            "each paper's own",
+            files=_component(
+                "arxiv.jsonl.zst",
+                "084b894f513986076a7d97e5c323c7fa8ebef1733f151a7fbdb139c19c07b571",
+                COMPONENTS_3,
+            ),
+        ),
+        Source(
+            "enwik8",
+            "the first 100 MB of an English Wikipedia dump, one document a page",
+            "CC BY-SA 3.0 and GFDL",
+            reader="wiki_pages",
+            files=(
+                RemoteFile(
+                    "enwik8.zip",
+                    (
+                        "https://mattmahoney.net/dc/enwik8.zip",
+                        "https://data.deepai.org/enwik8.zip",
+                    ),
+                    "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+                    36_445_475,
+                ),
+            ),
+        ),
+        Source(
+            "wikitext103",
+            "WikiText-103 (raw), good Wikipedia articles, one document an article",
+            "CC BY-SA 3.0",
+            reader="wikitext_articles",
+            files=(
+                RemoteFile(
+                    "wikitext-103-raw-v1.zip",
+                    (
+                        "https://wikitext.smerity.com/wikitext-103-raw-v1.zip",
+                        "https://s3.amazonaws.com/research.metamind.io/wikitext/"
+                        "wikitext-103-raw-v1.zip",
+                    ),
+                    "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
+                    191_984_949,
+                ),
+            ),
+        ),
+        Source(
+            "enron",
+            "Enron emails, as in the Pile",
+            "public record",
+            files=(
+                RemoteFile("enron_emails.jsonl.zst", (f"{COMPONENTS_3}/enron_emails.jsonl.zst",)),
+            ),
+        ),
+        Source(
+            "pile",
+            "the Pile, all 30 training shards",
+            "each part's own",
+            files=_pile_shards(range(30)),
+        ),
+        Source(
+            "pile_subset",
+            "the Pile's first training shard",
+            "each part's own",
+            files=_pile_shards(range(1)),
+        ),
+        Source(
+            "stdlib",
+            "source code of the running Python's standard library, no download",
+            "PSF",
+            collect=_standard_library,
+            small=True,
+        ),
+        Source(
+            "django_docs",
+            "English: the manual of Django 5.2.8 (6 MB), from its source package through pip",
+            "BSD-3-Clause",
+            collect=_django_docs,
+            small=True,
+        ),
+    )
+}
+
+
+def fetch(source: Source, directory: Path, *, progress: bool = True) -> list[Path]:
+    """Local files of a corpus; what can be done without its mirrors is in the error."""
+    try:
+        if source.collect is not None:
+            return source.collect(directory)
+        return [download(file, directory, progress=progress) for file in source.files]
+    except DownloadError as error:
+        raise DownloadError(
+            f"{source.name}: {error}\nThe mirror is gone or this machine is offline. If you have "
+            f"the text, pass it: prepare_data.py --input PATH {source.name} (jsonl, jsonl.zst, "
+            f"txt, an archive, or a folder of any). `stdlib` needs no network at all."
+        ) from error

@@ -1,0 +1,201 @@
+"""Downloads that resume where they were cut and are verified before they count.
+
+The bytes go to ``name.part``; beside it ``name.part.json`` keeps what identifies them (address,
+ETag, length), so that a resumed download never joins two different files. A finished file has
+``name.ok.json`` with its length and sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import logging
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron.data.atomic import publish, write_json
+from megatron.data.errors import DataError
+
+__all__ = ["DownloadError", "RemoteFile", "download", "file_sha256"]
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 30.0
+ATTEMPTS = 4
+PAUSE_SECONDS = 1.0
+BLOCK = 1 << 20
+USER_AGENT = "kerple-neox/1 (dataset download)"
+NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError)
+
+
+class DownloadError(DataError):
+    """A file could not be fetched, or is not the file it should be."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file, its mirrors in order of preference, and what is known to verify it."""
+
+    name: str
+    urls: tuple[str, ...]
+    sha256: str | None = None
+    size: int | None = None
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while block := handle.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def download(remote: RemoteFile, directory: Path, *, progress: bool = True) -> Path:
+    """The verified local copy of ``remote``; fetched, resumed or already there."""
+    target = directory / remote.name
+    if _is_verified(target, remote):
+        return target
+    directory.mkdir(parents=True, exist_ok=True)
+    failures = []
+    for url in remote.urls:
+        try:
+            part = _fetch(url, target, progress)
+            return _accept(part, target, remote, url)
+        except DownloadError as error:
+            failures.append(f"  {error}")
+            log.warning("%s", error)
+    raise DownloadError(f"{remote.name} could not be downloaded:\n" + "\n".join(failures))
+
+
+def _is_verified(target: Path, remote: RemoteFile) -> bool:
+    try:
+        note = json.loads(_beside(target, ".ok.json").read_text())
+        size = target.stat().st_size
+    except (OSError, ValueError):
+        return False
+    return bool(note.get("size") == size and remote.sha256 in (None, note.get("sha256")))
+
+
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(target.name + suffix)
+
+
+def _fetch(url: str, target: Path, progress: bool) -> Path:
+    """Bring ``target.part`` to full length, in several attempts if the connection breaks."""
+    if not url.startswith(("http://", "https://")):
+        raise DownloadError(f"{url}: only http and https are fetched")
+    part = _beside(target, ".part")
+    failures = 0
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            if _continue(url, target, progress):
+                return part
+            reason = "the connection was cut"
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                raise DownloadError(f"{url}: HTTP {error.code} {error.reason}") from error
+            reason = f"HTTP {error.code} {error.reason}"
+        except NETWORK_ERRORS as error:
+            reason = str(getattr(error, "reason", error)) or type(error).__name__
+        got_further = part.exists() and part.stat().st_size > before
+        failures = 0 if got_further else failures + 1
+        if failures >= ATTEMPTS or (failures and before == 0 and "refused" in reason):
+            raise DownloadError(f"{url}: {reason}")
+        time.sleep(PAUSE_SECONDS)
+
+
+def _continue(url: str, target: Path, progress: bool) -> bool:
+    """One request from where the partial file ends; True when the whole file is there."""
+    part, note_path = _beside(target, ".part"), _beside(target, ".part.json")
+    note = _read_note(note_path, url)
+    start = part.stat().st_size if part.exists() and note else 0
+    if note and note["total"] is not None and start == note["total"]:
+        return True
+    headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
+    if start:
+        headers["Range"] = f"bytes={start}-"
+        if note and note["identity"]:
+            headers["If-Range"] = note["identity"]
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310  # scheme checked
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:  # noqa: S310
+        start, total = _position(response, start)
+        identity = response.headers.get("ETag") or response.headers.get("Last-Modified")
+        write_json(note_path, {"url": url, "total": total, "identity": identity})
+        _copy(response, part, start, total, progress, target.name)
+    return total is None or part.stat().st_size == total
+
+
+def _read_note(path: Path, url: str) -> dict[str, Any] | None:
+    try:
+        note = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) and note.get("url") == url else None
+
+
+def _position(response: Any, wanted: int) -> tuple[int, int | None]:
+    """Where the server really starts, and the length of the whole file if it says so."""
+    length = response.headers.get("Content-Length")
+    if response.status == 206:
+        span, _, total = response.headers.get("Content-Range", "").partition("/")
+        first = span.removeprefix("bytes ").partition("-")[0]
+        if first != str(wanted):
+            raise DownloadError(f"{response.url}: answered another range than was asked for")
+        return wanted, int(total) if total.isdigit() else None
+    return 0, int(length) if length is not None else None
+
+
+def _copy(
+    response: Any, part: Path, start: int, total: int | None, progress: bool, name: str
+) -> None:
+    with (
+        part.open("r+b" if start else "wb") as handle,
+        tqdm(
+            total=total,
+            initial=start,
+            unit="B",
+            unit_scale=True,
+            desc=name,
+            disable=None if progress else True,
+        ) as bar,
+    ):
+        handle.truncate(start)
+        handle.seek(start)
+        while block := response.read(BLOCK):
+            handle.write(block)
+            bar.update(len(block))
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _accept(part: Path, target: Path, remote: RemoteFile, url: str) -> Path:
+    """Verify the finished file; one that is wrong is removed, so that it is not resumed."""
+    size = part.stat().st_size
+    digest = file_sha256(part)
+    problems: Sequence[str] = [
+        text
+        for text, wrong in (
+            (f"{size} bytes instead of {remote.size}", remote.size not in (None, size)),
+            (f"sha256 {digest} instead of {remote.sha256}", remote.sha256 not in (None, digest)),
+        )
+        if wrong
+    ]
+    note = _beside(target, ".part.json")
+    if problems:
+        part.unlink()
+        note.unlink(missing_ok=True)
+        raise DownloadError(f"{url}: not the expected file ({'; '.join(problems)}); removed")
+    publish(part, target)
+    note.unlink(missing_ok=True)
+    write_json(_beside(target, ".ok.json"), {"url": url, "size": size, "sha256": digest})
+    return target

