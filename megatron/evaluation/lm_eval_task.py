@@ -1,0 +1,120 @@
+"""Any task of lm-eval, run on our model inside evaluate.py."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from megatron.evaluation.errors import EvaluationError
+from megatron.evaluation.options import EvaluationOptions
+from megatron.evaluation.registry import Context, EvaluationTask
+from megatron.evaluation.tables import number, text_table
+
+__all__ = ["LMEvalTask", "lm_eval_task_names"]
+
+
+@lru_cache
+def _task_manager(include_path: str | None) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path)
+
+
+def lm_eval_task_names(include_path: str | None) -> list[str]:
+    """Every task, group and tag that lm-eval knows; none where it is not installed."""
+    if find_spec("lm_eval") is None:
+        return []
+    return list(_task_manager(include_path).all_tasks)
+
+
+class LMEvalTask(EvaluationTask):
+    """One task (or group) by lm-eval's name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # type: ignore[misc]  # one class, many names
+
+    def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
+        return {
+            "context_length": options.context_length or options.train_length,
+            "num_fewshot": options.num_fewshot,
+            "limit": options.limit,
+            "include_path": options.include_path,
+            "seed": options.seed,
+            "window": options.window,
+        }
+
+    def run(self, context: Context) -> dict[str, Any]:
+        from megatron.evaluation.losses import windowed
+
+        with windowed(
+            context.model, context.options.window, context.model.spec.sliding_window_width
+        ):
+            return {self.name: context.cells.get(self.name, lambda: self._evaluate(context))}
+
+    def _evaluate(self, context: Context) -> dict[str, Any]:
+        from lm_eval import simple_evaluate
+
+        from megatron.evaluation.lm_eval_adapter import KerpleNeoXLM
+
+        options = context.options
+        lm = KerpleNeoXLM(
+            context.model,
+            tokenizer=context.tokenizer(),
+            max_length=options.context_length or options.train_length,
+            batch_tokens=options.batch_tokens,
+            ranks=context.ranks,
+            seed=options.seed,
+        )
+        # Ranks whose caches differ would wait for each other's requests: one process only.
+        cache = context.request_cache if context.ranks.size == 1 else None
+        try:
+            found = simple_evaluate(
+                model=lm,
+                tasks=[self.name],
+                num_fewshot=options.num_fewshot,
+                limit=options.limit,
+                task_manager=_task_manager(options.include_path),
+                use_cache=str(cache) if cache else None,
+                random_seed=options.seed,
+                numpy_random_seed=options.seed,
+                torch_random_seed=options.seed,
+                fewshot_random_seed=options.seed,
+                log_samples=False,
+            )
+        except ValueError:
+            raise
+        except Exception as error:  # a broken or unreachable task must not end the other tasks
+            raise EvaluationError(f"lm-eval: {type(error).__name__}: {error}") from error
+        return context.ranks.broadcast(_plain(found) if found else None)
+
+    def table(self, results: dict[str, Any]) -> str:
+        rows = [
+            [task, str(scores["n-shot"]), name, number(value), number(scores["stderr"].get(name))]
+            for task, scores in results[self.name]["tasks"].items()
+            for name, value in scores["metrics"].items()
+        ]
+        return text_table(["task", "n-shot", "metric", "value", "stderr"], rows)
+
+
+def _plain(found: Any) -> dict[str, Any]:
+    """lm-eval's result as plain data: metrics and their errors by task."""
+    tasks: dict[str, Any] = {}
+    for task, scores in found["results"].items():
+        numbers = {
+            key.removesuffix(",none"): float(value)
+            for key, value in scores.items()
+            if isinstance(value, int | float) and "," in key
+        }
+        tasks[task] = {
+            "n-shot": found.get("n-shot", {}).get(task),
+            "samples": found.get("n-samples", {}).get(task, {}).get("effective"),
+            "version": found.get("versions", {}).get(task),
+            "metrics": {key: value for key, value in numbers.items() if "_stderr" not in key},
+            "stderr": {
+                key.replace("_stderr", ""): value
+                for key, value in numbers.items()
+                if "_stderr" in key
+            },
+        }
+    return {"tasks": tasks}

@@ -1,0 +1,134 @@
+"""The token sequences that are evaluated: how many a split holds, and the sequences themselves.
+
+A split that is too small never serves the same tokens twice: what it holds is used, and the caller
+is told when that is less than was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.data import DataError, IndexedDataset
+from megatron.data.gpt_dataset import SPLIT_NAMES, SampleDataset
+from megatron.data.index import split_bounds
+from megatron.data.windows import TokenWindows, build_eval_dataset, common_token_count
+from megatron.evaluation.errors import EvaluationError
+from megatron.evaluation.options import DataPlaces, Split
+
+__all__ = ["SequenceSet", "SplitTokens", "fixed_sequences", "fixed_tokens", "open_split"]
+
+
+@dataclass(frozen=True)
+class SplitTokens:
+    """The documents of one split in one token file."""
+
+    tokens: IndexedDataset
+    prefix: str
+    split: str
+    which: Split
+    first: int
+    last: int
+
+    @property
+    def predictable(self) -> int:
+        """Tokens that have one before them."""
+        return max(0, int(self.tokens.sizes[self.first : self.last].sum(dtype=np.int64)) - 1)
+
+    def stretch(self, count: int) -> Tensor:
+        """The first `count` + 1 tokens, documents end to end."""
+        windows = TokenWindows(self.tokens, self.first, self.last, count, count)
+        return torch.from_numpy(windows.window(0))
+
+
+class SequenceSet:
+    """Sequences of one length, [length + 1] tokens each: inputs, and labels shifted by one."""
+
+    def __init__(self, parts: Sequence[tuple[SampleDataset, int]], length: int) -> None:
+        self.length = length
+        self._places = [(data, i) for data, count in parts for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: int) -> Tensor:
+        data, i = self._places[number]
+        return torch.from_numpy(np.asarray(data[i]["text"], dtype=np.int64))
+
+
+def open_split(places: DataPlaces, which: Split) -> list[SplitTokens]:
+    """The token files of a split; empty documents ranges are an error that names the key."""
+    sources = places.sources(which)
+    if not sources:
+        raise EvaluationError(
+            f"no {which} data: set data_path (with split) or {which}_data_paths in the config"
+        )
+    opened = []
+    for prefix, split in sources:
+        tokens = IndexedDataset(prefix)
+        bounds = split_bounds(split, len(tokens))
+        place = SPLIT_NAMES.index(which)
+        first, last = bounds[place], bounds[place + 1]
+        if last <= first:
+            raise EvaluationError(
+                f'{prefix}: split "{split}" leaves no documents of {len(tokens)} for {which}; '
+                f"change split, or set {which}_data_paths"
+            )
+        opened.append(SplitTokens(tokens, prefix, split, which, first, last))
+    return opened
+
+
+def fixed_sequences(
+    files: Sequence[SplitTokens], length: int, count: int, *, seed: int, cache_dir: str | None
+) -> SequenceSet:
+    """The first `count` sequences in the official order, spread evenly over the files."""
+    parts: list[tuple[SampleDataset, int]] = []
+    for file, wanted in zip(files, _shares(count, len(files)), strict=True):
+        usable = min(wanted, file.predictable // length)
+        if not usable:
+            continue
+        dataset = build_eval_dataset(
+            file.prefix, file.split, file.which, length, usable, seed=seed, cache_dir=cache_dir
+        )
+        parts.append((dataset, usable))
+    return _checked(SequenceSet(parts, length), files)
+
+
+def fixed_tokens(
+    files: Sequence[SplitTokens], length: int, lengths: Sequence[int], count: int
+) -> SequenceSet:
+    """Windows of `length` over tokens that windows of all `lengths` cover exactly.
+
+    `count` limits the longest length; lengths longer than the split are left out of the comparison.
+    """
+    parts: list[tuple[SampleDataset, int]] = []
+    for file, wanted in zip(files, _shares(count, len(files)), strict=True):
+        fitting = [each for each in lengths if each <= file.predictable]
+        if length not in fitting or not wanted:
+            continue
+        try:
+            total = common_token_count(file.predictable, fitting, wanted * max(fitting))
+        except DataError as error:
+            raise EvaluationError(f"eval_protocol: fixed_tokens: {error}") from error
+        windows = TokenWindows(file.tokens, file.first, file.last, length, total)
+        parts.append((windows, len(windows)))
+    return _checked(SequenceSet(parts, length), files)
+
+
+def _shares(count: int, files: int) -> list[int]:
+    return [count // files + (i < count % files) for i in range(files)]
+
+
+def _checked(sequences: SequenceSet, files: Sequence[SplitTokens]) -> SequenceSet:
+    if not len(sequences):
+        largest = max(file.predictable for file in files)
+        raise EvaluationError(
+            f"the {files[0].which} split of {files[0].prefix} holds {largest} tokens to predict, "
+            f"too few for one sequence of {sequences.length}; use shorter eval_lengths, a larger "
+            "share in split, or more data"
+        )
+    return sequences

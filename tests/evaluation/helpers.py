@@ -1,0 +1,79 @@
+"""A tiny run directory with data, as training would leave it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from megatron.data import IndexedDatasetWriter
+from megatron.model import GPTModel, build_model
+from megatron.neox_arguments import NeoXArgs
+
+VOCAB = 512
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "max_position_embeddings": 16,
+    "pos_emb": "kerple_log",
+    "no_weight_tying": True,
+    "tokenizer_type": "CharLevelTokenizer",
+    "train_batch_size": 1,
+    "train_iters": 1,
+    "split": "0.5,0.3,0.2",
+    "attention_engine": "naive",
+    "eval_num_sequences": 5,
+}
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    return {**TINY, **changes}
+
+
+def sharpened(model: GPTModel, factor: float = 8.0) -> GPTModel:
+    """Larger weights: predictions of a fresh model are too even to tell mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(factor)
+    return model.eval()
+
+
+def write_checkpoint(root: Path, config: dict[str, Any], step: int = 10) -> GPTModel:
+    """A checkpoint of fresh weights in the layout of pipe_parallel_size 0."""
+    model = sharpened(build_model(NeoXArgs.from_dict(config), padded_vocab_size=VOCAB))
+    directory = root / f"global_step{step}"
+    (directory / "configs").mkdir(parents=True)
+    torch.save({"module": model.state_dict()}, directory / "mp_rank_00_model_states.pt")
+    (directory / "configs" / "resolved.yml").write_text(yaml.safe_dump(config), "utf-8")
+    (root / "latest").write_text(f"global_step{step}", "utf-8")
+    return model
+
+
+def write_data(prefix: Path, documents: int = 20, length: int = 90, seed: int = 0) -> Path:
+    """Documents of random bytes."""
+    random = np.random.RandomState(seed)
+    with IndexedDatasetWriter(prefix) as writer:
+        for _ in range(documents):
+            writer.add_document(random.randint(1, 256, size=length))
+    return prefix
+
+
+def write_run(root: Path, **changes: Any) -> tuple[NeoXArgs, GPTModel]:
+    """Data and a checkpoint; the config evaluates the checkpoint on the data."""
+    prefix = write_data(root / "toy_text_document")
+    config = tiny_config(data_path=str(prefix), load=str(root / "run"), **changes)
+    model = write_checkpoint(root / "run", config)
+    return NeoXArgs.from_dict(config), model
+
+
+def plain_losses(model: GPTModel, text: torch.Tensor) -> torch.Tensor:
+    """The loss of every token of one text from full logits: the independent computation."""
+    logits = model(text[None, :-1])[0].double()
+    picked = logits.gather(1, text[1:, None])[:, 0]
+    return (logits.logsumexp(-1) - picked).detach()
