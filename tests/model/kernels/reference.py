@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,6 +37,54 @@ def reference_attention(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value."""
+    """Largest difference over the largest expected value, or over 1: some gradients are zero."""
     difference = (actual.detach().double() - expected.detach().double()).abs().max()
-    return float(difference / expected.detach().double().abs().max().clamp(min=1e-30))
+    return float(difference / expected.detach().double().abs().max().clamp(min=1.0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drawn attention call: tensors that require gradients, and the window."""
+
+    tensors: tuple[Tensor | None, ...]
+    window: int | None
+
+    def output_and_gradients(self, attend: Callable[..., Tensor], seed: int = 1) -> list[Tensor]:
+        """The output, then the gradients of q, k, v and the tables for a drawn output gradient."""
+        wanted = [tensor for tensor in self.tensors if tensor is not None]
+        out = attend(*self.tensors, window=self.window)
+        generator = torch.Generator().manual_seed(seed)
+        grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        return [out, *torch.autograd.grad(out, wanted, grad.to(out.dtype))]
+
+
+def draw_case(
+    batch: int,
+    heads: int,
+    q_len: int,
+    k_len: int,
+    dim: int,
+    *,
+    window: int | None = None,
+    tables: str = "bias",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Case:
+    """Normal q, k, v; a log bias and a decaying weight, both three distances longer than needed."""
+    torch.manual_seed(seed)
+    q = torch.randn(batch, heads, q_len, dim).to(dtype).requires_grad_()
+    k = torch.randn(batch, heads, k_len, dim).to(dtype).requires_grad_()
+    v = torch.randn(batch, heads, k_len, dim).to(dtype).requires_grad_()
+    distance = torch.arange(k_len + 3)
+    bias = -2 * torch.rand(heads, 1) * torch.log1p(torch.rand(heads, 1) * distance)
+    weight = torch.exp(-torch.rand(heads, 1) * distance / k_len)
+    return Case(
+        (
+            q,
+            k,
+            v,
+            bias.requires_grad_() if "bias" in tables else None,
+            weight.requires_grad_() if "weight" in tables else None,
+        ),
+        window,
+    )

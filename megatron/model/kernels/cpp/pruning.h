@@ -28,15 +28,17 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
     measure_queries();
   }
 
+  // A NaN, once met, stays: nothing is pruned against it.
+  static float larger_or_nan(float so_far, float x) { return x > so_far || x != x ? x : so_far; }
+
   static float norm(const float* x, int64_t n) { return std::sqrt(dot(x, x, n)); }
 
   void measure_keys() {
     for (int64_t j = 0; j < p.k_len; ++j) {
       const float k = norm(row_of(p.k, bh, p.heads, j), p.dim);
       const float v = norm(row_of(p.v, bh, p.heads, j), p.dim);
-      // Written so that a NaN stays: nothing is pruned against it.
-      k_norm[j / C] = k <= k_norm[j / C] ? k_norm[j / C] : k;
-      v_norm[j / C] = v <= v_norm[j / C] ? v_norm[j / C] : v;
+      k_norm[j / C] = larger_or_nan(k_norm[j / C], k);
+      v_norm[j / C] = larger_or_nan(v_norm[j / C], v);
     }
   }
 
@@ -50,9 +52,9 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
       const float score = (weight ? raw * *weight : raw) + *bias;
       const float value = norm(row_of(p.v, bh, p.heads, pos), p.dim);
       const float size = norm(q, p.dim) * std::fabs(p.scale);
-      q_norm[b] = size <= q_norm[b] ? q_norm[b] : size;
-      own_score[b] = score >= own_score[b] ? own_score[b] : score;
-      own_value[b] = value >= own_value[b] ? own_value[b] : value;
+      q_norm[b] = larger_or_nan(q_norm[b], size);
+      own_score[b] = -larger_or_nan(-own_score[b], -score);
+      own_value[b] = -larger_or_nan(-own_value[b], -value);
     }
   }
 

@@ -34,7 +34,7 @@ inline vf load(const float* p) {
 }
 inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 inline vf splat(float x) { return x - vf{}; }
-inline vf larger(vf a, vf b) { return a > b ? a : b; }
+inline vf larger(vf a, vf b) { return a > b ? a : b; }  // b if either is NaN
 #if defined(__AVX512F__)
 inline float sum(vf x) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x)); }
 inline float largest(vf x) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x)); }
@@ -61,7 +61,7 @@ inline float dot(const float* a, const float* b, long n) {
 // products never become denormal (and slow).
 inline vf exp2v(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const vf clamped = larger(x, splat(-100.0f));
+  const vf clamped = larger(splat(-100.0f), x);  // this way round, NaN stays NaN
   const vf shifted = clamped + magic;
   const vf f = clamped - (shifted - magic);
   vf y = splat(0.00015345811f);
