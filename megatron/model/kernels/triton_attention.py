@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.model.kernels.errors import EngineError
-from megatron.model.kernels.triton_compat import interpreted, unavailable
+from megatron.model.kernels.triton_compat import device_of, interpreted, unavailable
 from megatron.model.kernels.triton_launch import (
     BackwardResult,
     Problem,
@@ -137,7 +137,7 @@ class _TritonAttention(torch.autograd.Function):
         precision = matmul_precision()
         problem = Problem(q, k, v, bias, weight, visible, window, scale, precision)
         launch, out, lse = forward_launch(problem)
-        with _device_of(q):
+        with device_of(q):
             launch.run()
         ctx.save_for_backward(q, k, v, bias, weight, visible, out, lse)
         ctx.window, ctx.scale, ctx.precision = window, scale, precision
@@ -156,7 +156,7 @@ class _TritonAttention(torch.autograd.Function):
             table_grads=(ctx.needs_input_grad[3], ctx.needs_input_grad[4]),
             processors=_processors(q.device),
         )
-        with _device_of(q):
+        with device_of(q):
             for launch in launches:
                 launch.run()
         dq = result.dq_shares.sum(0)[:, :, : q.shape[2]].mul_(ctx.scale).to(q.dtype)
@@ -165,10 +165,6 @@ class _TritonAttention(torch.autograd.Function):
         if dweight is not None:
             dweight.mul_(ctx.scale)
         return dq, result.dk, result.dv, dbias, dweight, None, None, None
-
-
-def _device_of(x: Tensor) -> Any:
-    return torch.cuda.device(x.device if x.is_cuda else -1)
 
 
 def _table_gradient(

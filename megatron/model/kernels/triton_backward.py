@@ -25,9 +25,11 @@ base-B .. base-1. The next query block has base' = base + B, so its marked sums 
 sums of this one: they wait in `carry`, and each step adds one complete row of B distances.
 """
 
+# Triton reads the signatures below; their run-time arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+
 from __future__ import annotations
 
-from typing import Any
 
 from megatron.model.kernels.triton_compat import jit, tl
 from megatron.model.kernels.triton_forward import load_rows, masked_scores, tile_mask
@@ -37,17 +39,17 @@ __all__ = ["attention_backward_kernel", "attention_delta_kernel"]
 
 @jit(do_not_specialize=["heads", "q_length"])
 def attention_delta_kernel(
-    out_ptr: Any,
-    grad_ptr: Any,
-    delta_ptr: Any,  # [batch * heads, q_length]
-    out_stride_b: Any,
-    out_stride_h: Any,
-    out_stride_l: Any,
-    grad_stride_b: Any,
-    grad_stride_h: Any,
-    grad_stride_l: Any,
-    heads: Any,
-    q_length: Any,
+    out_ptr,
+    grad_ptr,
+    delta_ptr,  # [batch * heads, q_length]
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    grad_stride_b,
+    grad_stride_h,
+    grad_stride_l,
+    heads,
+    q_length,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -68,7 +70,7 @@ def attention_delta_kernel(
 
 
 @jit()
-def diagonal_sums(tile: Any, BLOCK: tl.constexpr):
+def diagonal_sums(tile, BLOCK: tl.constexpr):
     """Sums over the diagonals of a square tile [key j, query i]: (i - j = c, i - j = c - BLOCK)."""
     j = tl.arange(0, BLOCK)[:, None]
     c = tl.arange(0, BLOCK)[None, :]
@@ -80,7 +82,7 @@ def diagonal_sums(tile: Any, BLOCK: tl.constexpr):
 
 
 @jit()
-def add_to_row(row_ptr: Any, start: Any, values: Any, BLOCK: tl.constexpr):
+def add_to_row(row_ptr, start, values, BLOCK: tl.constexpr):
     """row[start : start + BLOCK] += values, in memory that belongs to this program alone."""
     pointers = row_ptr + start + tl.arange(0, BLOCK)
     tl.store(pointers, tl.load(pointers, cache_modifier=".cg") + values)
@@ -88,10 +90,10 @@ def add_to_row(row_ptr: Any, start: Any, values: Any, BLOCK: tl.constexpr):
 
 @jit()
 def add_to_dq(
-    dq_base: Any,
-    m_start: Any,
-    ds: Any,
-    k: Any,
+    dq_base,
+    m_start,
+    ds,
+    k,
     BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -103,48 +105,49 @@ def add_to_dq(
     tile = dq_base + tl.cast(m_start, tl.int64) * HEAD_DIM
     pointers = tile + rows[:, None] * HEAD_DIM + dims[None, :]
     mask = tile_mask(rows, BLOCK, dims, HEAD_DIM, BLOCK_D)
+    share = tl.dot(ds, k, input_precision=PRECISION)
     sums = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
-    tl.store(pointers, tl.dot(ds, k, sums, input_precision=PRECISION), mask=mask)
+    tl.store(pointers, sums + share, mask=mask)
 
 
 @jit(do_not_specialize=["heads", "q_length", "k_length", "window", "scale", "exponent_scale"])
 def attention_backward_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    grad_ptr: Any,
-    bias_ptr: Any,  # [heads, table_stride], padded, divided by the scale; or None
-    weight_ptr: Any,  # [heads, table_stride], padded; or None
-    visible_ptr: Any,  # [heads] int32; or None
-    lse_ptr: Any,
-    delta_ptr: Any,
-    dq_ptr: Any,  # [splits, batch * heads, padded q_length, D] fp32, zero
-    dk_ptr: Any,  # [batch * heads, k_length, D]
-    dv_ptr: Any,
-    dbias_ptr: Any,  # [splits, batch * heads, table_stride] fp32, zero; or None
-    dweight_ptr: Any,
-    q_stride_b: Any,
-    q_stride_h: Any,
-    q_stride_l: Any,
-    k_stride_b: Any,
-    k_stride_h: Any,
-    k_stride_l: Any,
-    v_stride_b: Any,
-    v_stride_h: Any,
-    v_stride_l: Any,
-    grad_stride_b: Any,
-    grad_stride_h: Any,
-    grad_stride_l: Any,
-    dk_stride_b: Any,
-    dk_stride_h: Any,
-    dk_stride_l: Any,
-    table_stride: Any,
-    heads: Any,
-    q_length: Any,
-    k_length: Any,
-    window: Any,
-    scale: Any,
-    exponent_scale: Any,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    grad_ptr,
+    bias_ptr,  # [heads, table_stride], padded, divided by the scale; or None
+    weight_ptr,  # [heads, table_stride], padded; or None
+    visible_ptr,  # [heads] int32; or None
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,  # [splits, batch * heads, padded q_length, D] fp32, zero
+    dk_ptr,  # [batch * heads, k_length, D]
+    dv_ptr,
+    dbias_ptr,  # [splits, batch * heads, table_stride] fp32, zero; or None
+    dweight_ptr,
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    grad_stride_b,
+    grad_stride_h,
+    grad_stride_l,
+    dk_stride_b,
+    dk_stride_h,
+    dk_stride_l,
+    table_stride,
+    heads,
+    q_length,
+    k_length,
+    window,
+    scale,
+    exponent_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -191,7 +194,6 @@ def attention_backward_kernel(
     offset = k_length - q_length
     inner = tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_D)
-    relative = inner[None, :] - inner[:, None]  # query - key inside a tile
     for n_start in range(split * BLOCK, k_length, tl.num_programs(0) * BLOCK):
         k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK, HEAD_DIM, BLOCK_D)
         v = load_rows(v_base, n_start, k_length, v_stride_l, BLOCK, HEAD_DIM, BLOCK_D)
@@ -206,7 +208,7 @@ def attention_backward_kernel(
             base = offset + m_start - n_start  # distance between the two blocks
             q = load_rows(q_base, m_start, q_length, q_stride_l, BLOCK, HEAD_DIM, BLOCK_D)
             t, product = masked_scores(
-                k, tl.trans(q), base + relative, bias_row, weight_row, window,
+                k, tl.trans(q), (base + inner)[None, :], inner[:, None], bias_row, weight_row, window,
                 HAS_BIAS, HAS_WEIGHT, PRECISION,
             )  # fmt: skip
             queries = m_start + inner
@@ -229,7 +231,7 @@ def attention_backward_kernel(
                 add_to_row(dweight_row, base - BLOCK, weight_carry + far, BLOCK)
                 weight_carry = near
             if HAS_WEIGHT:
-                ds = ds * tl.load(weight_row + base + relative)
+                ds = ds * tl.load(weight_row + ((base + inner)[None, :] - inner[:, None]))
             ds = ds.to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
             add_to_dq(

@@ -1,6 +1,6 @@
 """Triton where it is installed, and harmless stand-ins where it is not.
 
-The kernel modules import `jit`, `tl` and `triton` from here, so that they can be imported (and
+The kernel modules import `jit` and `tl` from here, so that they can be imported (and
 read by tools that walk the package) on a machine without Triton. Nothing can be launched there:
 `unavailable()` says why.
 """
@@ -8,9 +8,23 @@ read by tools that walk the package) on a machine without Triton. Nothing can be
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["cdiv", "interpreted", "jit", "next_power_of_2", "tl", "triton", "unavailable"]
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Launch",
+    "cdiv",
+    "device_of",
+    "interpreted",
+    "jit",
+    "next_power_of_2",
+    "tl",
+    "triton",
+    "unavailable",
+]
 
 triton: Any = None
 tl: Any = None
@@ -42,6 +56,24 @@ def unavailable() -> str | None:
 def interpreted() -> bool:
     """True when kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
     return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: `kernel[grid](*arguments, **options)`."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.arguments, **self.options)
+
+
+def device_of(x: Tensor) -> Any:
+    """Context in which kernels run on x's GPU (Triton launches on the current one)."""
+    return torch.cuda.device(x.device if x.is_cuda else -1)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -12,9 +12,11 @@ keys beyond the end) and distances outside the window. A tile on the edge is mas
 that it loads, a tile inside pays nothing for masking. Without a bias the mask is computed.
 """
 
+# Triton reads the signatures below; their run-time arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+
 from __future__ import annotations
 
-from typing import Any
 
 from megatron.model.kernels.triton_compat import jit, tl
 
@@ -22,7 +24,7 @@ __all__ = ["attention_forward_kernel", "load_rows", "masked_scores", "tile_mask"
 
 
 @jit()
-def tile_mask(rows: Any, length: Any, dims: Any, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def tile_mask(rows, length, dims, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows inside the sequence and, where the head dimension is padded, real dimensions."""
     mask = rows[:, None] < length
     if HEAD_DIM != BLOCK_D:
@@ -32,10 +34,10 @@ def tile_mask(rows: Any, length: Any, dims: Any, HEAD_DIM: tl.constexpr, BLOCK_D
 
 @jit()
 def load_rows(
-    base: Any,
-    start: Any,
-    length: Any,
-    row_stride: Any,
+    base,
+    start,
+    length,
+    row_stride,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -52,12 +54,13 @@ def load_rows(
 
 @jit()
 def masked_scores(
-    a: Any,
-    b: Any,
-    distance: Any,
-    bias_row: Any,
-    weight_row: Any,
-    window: Any,
+    a,
+    b,
+    query,
+    key,
+    bias_row,
+    weight_row,
+    window,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -69,48 +72,49 @@ def masked_scores(
     """
     if HAS_WEIGHT:
         product = tl.dot(a, b, input_precision=PRECISION)
-        t = product * tl.load(weight_row + distance)
+        t = product * tl.load(weight_row + (query - key))
         if HAS_BIAS:
-            t += tl.load(bias_row + distance)
+            t += tl.load(bias_row + (query - key))
     else:
         if HAS_BIAS:
-            product = tl.dot(a, b, tl.load(bias_row + distance), input_precision=PRECISION)
+            product = tl.dot(a, b, tl.load(bias_row + (query - key)), input_precision=PRECISION)
         else:
             product = tl.dot(a, b, input_precision=PRECISION)
         t = product
     if not HAS_BIAS:
+        distance = query - key
         t = tl.where((distance >= 0) & (distance < window), t, float("-inf"))
     return t, product
 
 
 @jit(do_not_specialize=["heads", "q_length", "k_length", "window", "exponent_scale"])
 def attention_forward_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    v_ptr: Any,
-    bias_ptr: Any,  # [heads, table_stride], padded, divided by the scale; or None
-    weight_ptr: Any,  # [heads, table_stride], padded; or None
-    visible_ptr: Any,  # [heads] int32, distances worth visiting; or None
-    out_ptr: Any,
-    lse_ptr: Any,  # [batch * heads, q_length], base 2
-    q_stride_b: Any,
-    q_stride_h: Any,
-    q_stride_l: Any,
-    k_stride_b: Any,
-    k_stride_h: Any,
-    k_stride_l: Any,
-    v_stride_b: Any,
-    v_stride_h: Any,
-    v_stride_l: Any,
-    out_stride_b: Any,
-    out_stride_h: Any,
-    out_stride_l: Any,
-    table_stride: Any,
-    heads: Any,
-    q_length: Any,
-    k_length: Any,
-    window: Any,
-    exponent_scale: Any,  # c = scale * log2(e)
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bias_ptr,  # [heads, table_stride], padded, divided by the scale; or None
+    weight_ptr,  # [heads, table_stride], padded; or None
+    visible_ptr,  # [heads] int32, distances worth visiting; or None
+    out_ptr,
+    lse_ptr,  # [batch * heads, q_length], base 2
+    q_stride_b,
+    q_stride_h,
+    q_stride_l,
+    k_stride_b,
+    k_stride_h,
+    k_stride_l,
+    v_stride_b,
+    v_stride_h,
+    v_stride_l,
+    out_stride_b,
+    out_stride_h,
+    out_stride_l,
+    table_stride,
+    heads,
+    q_length,
+    k_length,
+    window,
+    exponent_scale,  # c = scale * log2(e)
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -145,7 +149,6 @@ def attention_forward_kernel(
     end = tl.minimum(position + BLOCK_M, k_length)
     offsets_m = tl.arange(0, BLOCK_M)
     offsets_n = tl.arange(0, BLOCK_N)
-    distance = position + offsets_m[:, None] - offsets_n[None, :]
 
     q = load_rows(q_base, m_start, q_length, q_stride_l, BLOCK_M, HEAD_DIM, BLOCK_D)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -154,7 +157,7 @@ def attention_forward_kernel(
     for n_start in tl.range(first, end, BLOCK_N):
         k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
         t, _ = masked_scores(
-            q, tl.trans(k), distance - n_start, bias_row, weight_row, window,
+            q, tl.trans(k), (position - n_start + offsets_m)[:, None], offsets_n[None, :], bias_row, weight_row, window,
             HAS_BIAS, HAS_WEIGHT, PRECISION,
         )  # fmt: skip
         new_largest = tl.maximum(largest, tl.max(t, 1))

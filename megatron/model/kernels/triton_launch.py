@@ -18,11 +18,10 @@ from megatron.model.kernels.triton_backward import (
     attention_backward_kernel,
     attention_delta_kernel,
 )
-from megatron.model.kernels.triton_compat import cdiv, next_power_of_2
+from megatron.model.kernels.triton_compat import Launch, cdiv, next_power_of_2
 from megatron.model.kernels.triton_forward import attention_forward_kernel
 
 __all__ = [
-    "Launch",
     "Problem",
     "Tiles",
     "backward_launches",
@@ -48,19 +47,6 @@ class Tiles:
     columns: int
     warps: int
     stages: int
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch: `kernel[grid](*arguments, **options)`."""
-
-    kernel: Any
-    grid: tuple[int, int]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.options)
 
 
 @dataclass(frozen=True)
@@ -190,6 +176,7 @@ def forward_launch(problem: Problem) -> tuple[Launch, Tensor, Tensor]:
         "PRECISION": problem.precision,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
+        "enable_fp_fusion": True,
     }
     grid = (cdiv(q_length, tiles.rows), batch * heads)
     return Launch(attention_forward_kernel, grid, arguments, options), out, lse
@@ -200,6 +187,7 @@ def _delta_launch(out: Tensor, grad_out: Tensor, block_d: int, delta: Tensor) ->
     rows = 2048 // block_d
     arguments = (out, grad_out, delta, *_strides(out), *_strides(grad_out), heads, q_length)
     options = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": rows, "num_warps": 4}
+    options["enable_fp_fusion"] = True
     return Launch(
         attention_delta_kernel, (cdiv(q_length, rows), batch * heads), arguments, options
     )
@@ -275,6 +263,7 @@ def backward_launches(
         "PRECISION": problem.precision,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
+        "enable_fp_fusion": True,
     }
     main = Launch(attention_backward_kernel, (splits, batch * heads), arguments, options)
     return [_delta_launch(out, grad_out, problem.block_d, delta), main], result
