@@ -150,12 +150,11 @@ def _read_mp_file(path: Path) -> dict[str, Tensor]:
 def strip_prefix(name: str, source: Path) -> str:
     """`[module.]sequential.3.x` -> `3.x`."""
     short = name.removeprefix("module.").removeprefix("sequential.")
-    short = short.removeprefix("tied_modules.embed.")
     index, _, rest = short.partition(".")
     if index.isdigit() and rest:
         return short
-    if name.startswith("tied_modules.embed."):
-        return f"0.{short}"
+    if index == "tied_modules":
+        return f"0.{rest.partition('.')[2]}"
     raise CheckpointError(f"{source}: {name!r:.100} is not `sequential.<index>.<name>`")
 
 
