@@ -90,7 +90,7 @@ def complete(
     stop_ids: Collection[int] = (),
     should_stop: ShouldStop | None = None,
     seed: int | None = None,
-    first_row: int = 0,
+    streams: Sequence[int] | None = None,
     use_cache: bool = True,
     vocab_size: int | None = None,
     keep_logits: bool = False,
@@ -98,11 +98,11 @@ def complete(
     """Completions of a batch of prompts.
 
     `should_stop` sees a row's new tokens after each step. `vocab_size` keeps the ids that only pad
-    the vocabulary from being chosen. Row i draws from a stream of its own, by `first_row` + i.
+    the vocabulary from being chosen. Row i draws from the random stream `streams[i]` (default i).
     """
     rows = _checked_prompts(prompts, max_new_tokens)
     state = _Batch(rows, max_new_tokens, model.device)
-    generators = row_generators(seed, len(rows), model.device, first_row)
+    generators = row_generators(seed, streams or range(len(rows)), model.device)
     cache = model.new_cache() if use_cache else None
     while state.alive:
         logits_BV = _next_logits(model, state, cache)

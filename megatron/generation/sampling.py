@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,14 +60,14 @@ def restrict(logits: Tensor, top_k: int = 0, top_p: float = 0.0) -> Tensor:
 
 
 def row_generators(
-    seed: int | None, rows: int, device: torch.device, first_row: int = 0
+    seed: int | None, streams: Sequence[int], device: torch.device
 ) -> list[torch.Generator | None]:
     """A stream of random numbers per row, so that a sample does not depend on its neighbours."""
     if seed is None:
-        return [None] * rows
+        return [None] * len(streams)
     generators: list[torch.Generator | None] = []
-    for row in range(first_row, first_row + rows):
+    for stream in streams:
         generator = torch.Generator(device=device)
-        generator.manual_seed((seed << 20) + row)
+        generator.manual_seed((seed << 20) + stream)
         generators.append(generator)
     return generators
