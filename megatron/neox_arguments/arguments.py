@@ -119,6 +119,13 @@ class NeoXArgs(Group):
         validation.check(args)
         return args
 
+    def __eq__(self, other: object) -> bool:
+        """The same values; which files they came from does not matter."""
+        return isinstance(other, NeoXArgs) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash(self.to_yaml())
+
     @property
     def sources(self) -> dict[str, str]:
         """File name -> YAML text as the user wrote it, to be kept beside checkpoints."""

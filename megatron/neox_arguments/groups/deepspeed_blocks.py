@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from ..fields import Fraction, Group, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-OptimizerType = Literal["adam", "adamw", "cpu_adam", "cpu_torch_adam"]
+OptimizerType = Literal["adam", "adamw", "cpu_adam", "cpu_torch_adam", "sgd"]
 
 
 def _lower(value: Any) -> Any:
@@ -35,7 +35,8 @@ class OptimizerBlock(Group):
     type: Annotated[OptimizerType, BeforeValidator(_lower)] = Field(
         "adam",
         description="adam and adamw (both decouple weight decay, as GPT-NeoX's fused Adam does), "
-        "cpu_adam (DeepSpeed's, for offloading) or cpu_torch_adam; upper or lower case.",
+        "cpu_adam, cpu_torch_adam (Adam without a fused kernel) or sgd (momentum is betas[0]); "
+        "upper or lower case.",
     )
     params: OptimizerParams = Field(OptimizerParams(), description="lr, betas, eps.")
 

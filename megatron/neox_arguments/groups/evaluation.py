@@ -12,6 +12,7 @@ from ..fields import (
     Group,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     PositiveIntList,
     TextList,
@@ -27,7 +28,8 @@ class EvaluationArgs(Group):
     eval_interval: PositiveInt = Field(1000, description="Validate every this many steps.")
     eval_iters: NonNegativeInt = Field(100, description="Batches per validation.")
     eval_tasks: TextList | None = Field(
-        None, description="What evaluate.py runs: extrapolation, positionwise, passkey, "
+        None,
+        description="What evaluate.py runs: extrapolation, positionwise, passkey, "
         "receptive_field, or names of lm-eval tasks.",
     )
     eval_results_prefix: str = Field(
@@ -53,6 +55,24 @@ class EvaluationArgs(Group):
     )
     eval_stride: PositiveInt | None = Field(
         None, description="Sliding-window perplexity: new tokens per window; null: no overlap."
+    )
+    eval_batch_tokens: PositiveInt | None = Field(
+        None, description="Tokens evaluated at a time; null means 16,384."
+    )
+    eval_limit: PositiveFloat | None = Field(
+        None, description="lm-eval: documents per task (or the share, below 1); null: all."
+    )
+    eval_include_path: str | None = Field(
+        None, description="lm-eval: directory of task definitions of your own."
+    )
+    num_fewshot: NonNegativeInt | None = Field(
+        None, description="lm-eval: examples in the prompt; null: the task's own number."
+    )
+    positionwise_buckets: Literal["log", "linear"] | None = Field(
+        None, description="Spacing of the buckets of position-wise loss; null means log."
+    )
+    positionwise_bucket_count: PositiveInt | None = Field(
+        None, description="Number of those buckets; null chooses."
     )
     passkey_lengths: PositiveIntList | None = Field(
         None, description="Prompt lengths of passkey retrieval; null means eval_lengths."

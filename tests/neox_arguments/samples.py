@@ -1,0 +1,14 @@
+"""Small configs for the tests of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "train_iters": 10,
+}

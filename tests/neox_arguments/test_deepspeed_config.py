@@ -1,0 +1,70 @@
+"""DeepSpeed's own config class must understand what we hand it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+from .samples import TINY
+
+
+def parsed(config: dict[str, Any]) -> Any:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    return DeepSpeedConfig(config)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_reads_what_we_mean(precision: str, stage: int) -> None:
+    args = NeoXArgs.from_dict(
+        {
+            **TINY,
+            "precision": precision,
+            "zero_optimization": {"stage": stage, "cpu_offload": False, "reduce_bucket_size": 5e7},
+            "gradient_accumulation_steps": 3,
+            "gradient_clipping": 0.5,
+            "fp32_allreduce": True,
+            "partition_activations": True,
+        }
+    )
+    config = parsed(args.deepspeed_config(1))
+    assert config.train_batch_size == 6
+    assert config.train_micro_batch_size_per_gpu == 2
+    assert config.gradient_accumulation_steps == 3
+    assert config.gradient_clipping == 0.5
+    assert config.zero_optimization_stage == stage
+    assert config.zero_config.reduce_bucket_size == 50_000_000
+    assert config.float16_config.enabled == (precision == "fp16")
+    assert config.bfloat16_config.enabled == (precision == "bf16")
+    assert config.activation_checkpointing_config.partition_activations
+    assert config.pipeline["pipe_partitioned"] is False
+    assert config.pipeline["grad_partitioned"] is False
+    assert str(config.communication_data_type) == "torch.float32"
+    assert config.optimizer_name is None
+
+
+def test_loss_scaling_reaches_deepspeed() -> None:
+    block = {"enabled": True, "initial_scale_power": 12, "hysteresis": 3, "min_loss_scale": 1}
+    config = parsed(NeoXArgs.from_dict({**TINY, "fp16": block}).deepspeed_config(1))
+    assert config.float16_config.initial_scale_power == 12
+    assert config.float16_config.hysteresis == 3
+
+
+def test_old_cpu_offload_becomes_offload_optimizer() -> None:
+    zero = {"stage": 2, "cpu_offload": True}
+    config = NeoXArgs.from_dict({**TINY, "zero_optimization": zero}).deepspeed_config(1)
+    assert config["zero_optimization"]["offload_optimizer"] == {"device": "cpu"}
+    assert "cpu_offload" not in config["zero_optimization"]
+
+
+def test_extra_arguments_pass_but_do_not_replace() -> None:
+    args = NeoXArgs.from_dict({**TINY, "deepspeed_extra_args": {"seed_layers": True}})
+    assert args.deepspeed_config(1)["seed_layers"] is True
+    with pytest.raises(ConfigError, match="train_batch_size"):
+        NeoXArgs.from_dict(
+            {**TINY, "deepspeed_extra_args": {"train_batch_size": 4}}
+        ).deepspeed_config(1)

@@ -1,0 +1,58 @@
+"""Counting parameters by arithmetic must agree with the model that is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.estimates import count_parameters, estimate_memory
+
+from .samples import TINY
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pos_emb": "learned"},
+        {"pos_emb": "kerple_log", "no_weight_tying": True},
+        {"pos_emb": "kerple_power", "kerple_share": "per_layer"},
+        {"pos_emb": "rpe", "norm": "rmsnorm"},
+        {"pos_emb": "alibi", "norm": "scalenorm", "gpt_j_residual": True},
+        {"pos_emb": "rotary", "gpt_j_residual": True, "gpt_j_tied": True},
+        {"pos_emb": "none", "activation": "swiglu", "use_bias_in_mlp": False},
+        {"pos_emb": "none", "use_bias_in_norms": False, "use_bias_in_attn_linear": False},
+        {"pos_emb": "kerple_log3", "intermediate_size": 48},
+        {"pos_emb": "kerple_bias_wht"},
+        {"pos_emb": "gauss_wht1"},
+        {"pos_emb": "gauss_wht2"},
+        {"pos_emb": "gauss_bias2"},
+        {"pos_emb": "gauss_bias3"},
+        {"pos_emb": "sandwich"},
+        {"pos_emb": "sinusoidal"},
+        {"pos_emb": "kerple_power_original"},
+    ],
+)
+def test_count_is_the_models(values: dict[str, Any]) -> None:
+    from megatron.model import build_model
+
+    args = NeoXArgs.from_dict({**TINY, "vocab_size": 100, **values})
+    count = count_parameters(args)
+    model = build_model(args, padded_vocab_size=count.padded_vocab_size)
+    unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    assert count.total == sum(unique.values())
+
+
+def test_zero_stages_save_what_they_split() -> None:
+    totals = []
+    for stage in range(4):
+        args = NeoXArgs.from_dict(
+            {**TINY, "precision": "bf16", "zero_optimization": {"stage": stage}}
+        )
+        totals.append(estimate_memory(args, 4))
+    assert totals[1].optimizer == totals[0].optimizer // 4
+    assert totals[1].gradients == totals[0].gradients
+    assert totals[2].gradients == totals[0].gradients // 4
+    assert totals[3].parameters == totals[0].parameters // 4
+    assert totals[0].total > totals[1].total > totals[2].total > totals[3].total

@@ -1,0 +1,101 @@
+"""Several files, --override and --set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yml"
+    path.write_text(
+        "{num-layers: 2, hidden-size: 32, num-attention-heads: 4, seq-length: 64, "
+        "seq-length-val: 2048, train-iters: 5, train_micro_batch_size_per_gpu: 1, pos-emb: alibi, "
+        "bf16: {enabled: true}, optimizer: {type: Adam, params: {lr: 0.1, eps: 1.0e-7}}}"
+    )
+    return path
+
+
+def other(base: Path, text: str) -> Path:
+    path = base.parent / "other.yml"
+    path.write_text(text)
+    return path
+
+
+def test_different_value_in_two_files_names_both(base: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        NeoXArgs.from_files([base, other(base, "seq_length_val: 16384")])
+    for fragment in ("seq_length_val", "2048", "16384", "base.yml", "other.yml", "--override"):
+        assert fragment in str(caught.value)
+
+
+def test_alias_conflicts_with_the_key_it_stands_for(base: Path) -> None:
+    with pytest.raises(ConfigError, match="checkpoint_factor"):
+        NeoXArgs.from_files(
+            [base, other(base, "{save-interval: 5}")],
+            overrides=[],
+            sets=["seed=1", "checkpoint_factor=5"],
+        ).replace(save_interval=6)
+
+
+def test_equal_values_in_two_files_are_fine(base: Path) -> None:
+    args = NeoXArgs.from_files([base, other(base, "{train_iters: 5, fp16: {type: bfloat16}}")])
+    assert args.optimization.train_iters == 5
+
+
+def test_same_key_twice_in_one_file(base: Path) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        NeoXArgs.from_files([base, other(base, "{save: a, save: b}")])
+    with pytest.raises(ConfigError, match="twice"):
+        NeoXArgs.from_files([base, other(base, "{data-path: a, data_path: b}")])
+
+
+def test_override_file_wins_and_mappings_merge(base: Path) -> None:
+    above = other(base, "{seq_length_val: 16384, optimizer: {params: {lr: 0.2}}}")
+    args = NeoXArgs.from_files([base], overrides=[above])
+    assert args.model.seq_length_val == 16384
+    assert args.optimization.lr == 0.2
+    assert args.optimization.optimizer.params.eps == 1e-7
+
+
+def test_set_wins_over_override(base: Path) -> None:
+    args = NeoXArgs.from_files(
+        [base],
+        overrides=[other(base, "seq_length_val: 16384")],
+        sets=["seq-length-val=128", "optimizer.params.lr=1e-4", "eval_lengths=[64, 128]", "load="],
+    )
+    assert args.model.seq_length_val == 128
+    assert args.optimization.lr == 1e-4
+    assert args.optimization.optimizer.type == "adam"
+    assert args.evaluation.eval_lengths == [64, 128]
+    assert args.checkpoint.load is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_set_precision_replaces_the_blocks_of_files(base: Path, precision: str) -> None:
+    args = NeoXArgs.from_files([base], sets=[f"precision={precision}"])
+    assert args.optimization.precision == precision
+    again = NeoXArgs.from_files([base], sets=[f"precision={precision}", "fp16.enabled=true"])
+    assert again.optimization.precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "fragment"),
+    [
+        ("train_iters", "key=value"),
+        ("=3", "empty"),
+        ("trainiters=3", "Did you mean train_iters"),
+        ("optimizer..lr=3", "empty"),
+        ("hidden_size.x=3", "hidden_size"),
+        ("train_iters=[", "YAML"),
+        ("train_iters=many", "train_iters"),
+        ("optimizer.params.learning=1", "optimizer.params.learning"),
+    ],
+)
+def test_wrong_set(base: Path, assignment: str, fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment):
+        NeoXArgs.from_files([base], sets=[assignment])

@@ -1,0 +1,100 @@
+"""Impossible combinations: the message has the keys, the values and a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+from .samples import TINY
+
+
+@pytest.mark.parametrize(
+    ("values", "fragments"),
+    [
+        ({"hidden_size": 30}, ["hidden_size = 30", "num_attention_heads = 4", "32"]),
+        ({"model_parallel_size": 3}, ["model_parallel_size = 3", "= 4", "2"]),
+        ({"model_parallel_size": 4, "intermediate_size": 65}, ["65", "intermediate_size 68"]),
+        ({"pos_emb": "learned", "seq_length": 64, "max_position_embeddings": 32},
+         ["seq_length = 64", "32", "learned"]),
+        ({"pos_emb": "learned", "seq_length_val": 64}, ["seq_length_val = 64", "kerple_log"]),
+        ({"pos_emb": "learned", "eval_lengths": [16, 64]}, ["eval_lengths", "64"]),
+        ({"pos_emb": "rotary", "rotary_pct": 0.1}, ["rotary_pct = 0.1"]),
+        ({"pos_emb": "alibi", "rope_scaling": {"type": "ntk", "factor": 2}}, ["rope_scaling"]),
+        ({"zero_optimization": {"stage": 2}, "pipe_parallel_size": 1},
+         ["stage = 2", "pipe_parallel_size = 1", "pipe_parallel_size: 0"]),
+        ({"zero_optimization": {"stage": 3}, "pipe_parallel_size": 2}, ["stage = 3"]),
+        ({"pipe_parallel_size": 3}, ["pipe_parallel_size = 3", "num_layers = 2"]),
+        ({"min_lr": 1.0}, ["min_lr = 1.0", "optimizer.params.lr"]),
+        ({"split": "a,b"}, ["split", "949,50,1"]),
+        ({"split": "0,0,0"}, ["split", "not all 0"]),
+        ({"split": "1,2,3,4"}, ["split"]),
+        ({"split": "-1,2"}, ["split"]),
+        ({"eval_lengths": []}, ["eval_lengths", "empty"]),
+        ({"train_data_paths": ["a", "b"], "train_data_weights": [1.0]},
+         ["train_data_weights", "1 numbers", "2"]),
+        ({"data_path": "a", "train_data_paths": ["b"]}, ["data_path", "train_data_paths"]),
+        ({"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True}, ["Keep one"]),
+        ({"include": "a", "exclude": "b"}, ["include", "exclude"]),
+        ({"include": "a", "num_gpus": 2}, ["num_gpus"]),
+        ({"gpt_j_tied": True}, ["gpt_j_residual"]),
+    ],
+)  # fmt: skip
+def test_impossible_combinations(values: dict[str, Any], fragments: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        NeoXArgs.from_dict({**TINY, **values})
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "alibi", "rpe", "rotary", "sinusoidal", "none"])
+def test_every_other_position_may_be_evaluated_at_any_length(pos_emb: str) -> None:
+    values = {"pos_emb": pos_emb, "seq_length_val": 16384, "eval_lengths": [32768]}
+    args = NeoXArgs.from_dict({**TINY, **values, "max_position_embeddings": 8})
+    assert args.model.validation_length == 16384
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "plan"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, 2, (8, 4, 1, 2)),
+        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2, (24, 4, 3, 2)),
+        ({"train_micro_batch_size_per_gpu": 4, "train_batch_size": 32}, 2, (32, 4, 4, 2)),
+        ({"train_batch_size": 32}, 4, (32, 8, 1, 4)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, (32, 4, 2, 4)),
+        ({"train_batch_size": 32, "model_parallel_size": 2, "pipe_parallel_size": 2}, 8,
+         (32, 16, 1, 2)),
+    ],
+)  # fmt: skip
+def test_batch_arithmetic(
+    values: dict[str, Any], world: int, plan: tuple[int, int, int, int]
+) -> None:
+    config = {key: value for key, value in TINY.items() if "batch" not in key}
+    found = NeoXArgs.from_dict({**config, **values}).batch_plan(world)
+    assert plan == (
+        found.train_batch_size,
+        found.micro_batch_size,
+        found.gradient_accumulation_steps,
+        found.data_parallel_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "fragments"),
+    [
+        ({"train_micro_batch_size_per_gpu": None}, 1, ["no batch size"]),
+        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, 1, ["30", "28"]),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 2}, 1, ["= 8", "= 4", "derived"]),
+        ({"model_parallel_size": 2}, 3, ["3 processes", "multiple of 2"]),
+    ],
+)
+def test_batch_arithmetic_explains(
+    values: dict[str, Any], world: int, fragments: list[str]
+) -> None:
+    args = NeoXArgs.from_dict({**TINY, **values})
+    with pytest.raises(ConfigError) as caught:
+        args.batch_plan(world)
+    for fragment in fragments:
+        assert fragment in str(caught.value)

@@ -1,0 +1,105 @@
+"""Every YAML in configs/ loads, in the combinations its comments promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.neox_arguments import KNOWN_KEYS, ConfigError, NeoXArgs
+from megatron.neox_arguments.estimates import count_parameters
+from megatron.neox_arguments.merging import read_layer
+
+from .conftest import REPOSITORY
+
+CONFIGS = REPOSITORY / "configs"
+SMALL = CONFIGS / "small_bf16.yml"
+LOCAL = CONFIGS / "local_setup.yml"
+METHODS = sorted(
+    path.stem for path in (CONFIGS / "kerple").glob("*.yml") if "length" not in path.stem
+)
+ALL = sorted(CONFIGS.rglob("*.yml"))
+
+
+def is_model(path: Path) -> bool:
+    return "num_layers" in read_layer(path, KNOWN_KEYS).values
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
+def test_every_file_loads_alone_or_on_top_of_the_small_model(path: Path) -> None:
+    if is_model(path):
+        args = NeoXArgs.from_files([path])
+    else:
+        args = NeoXArgs.from_files([SMALL], overrides=[path])
+    for key, value in read_layer(path, KNOWN_KEYS).values.items():
+        if not isinstance(value, dict) and key != "data_impl":
+            assert args.to_dict()[key] == value
+
+
+@pytest.mark.parametrize("name", ["local_setup", "slurm_local", "eleutherai_cluster"])
+@pytest.mark.parametrize("model", ["small_bf16", "XL"])
+def test_models_and_places_share_no_key(model: str, name: str) -> None:
+    NeoXArgs.from_files([CONFIGS / f"{model}.yml", CONFIGS / f"{name}.yml"])
+
+
+def test_small_is_the_papers_162m_model_and_recipe() -> None:
+    args = NeoXArgs.from_files([SMALL, LOCAL])
+    assert count_parameters(args).total == 162_322_968
+    plan = args.batch_plan(1)
+    assert (plan.train_batch_size, args.model.seq_length) == (32, 512)
+    optimization = args.optimization
+    assert (optimization.lr, optimization.optimizer.params.betas) == (6e-4, (0.9, 0.999))
+    assert (optimization.train_iters, optimization.lr_decay_style) == (50_000, "cosine")
+    assert (optimization.min_lr, optimization.warmup) == (0.0, 0.01)
+    assert (optimization.gradient_clipping, optimization.weight_decay) == (1.0, 0.0)
+    assert (optimization.precision, args.data.split) == ("bf16", "949,50,1")
+    assert (args.model.hidden_dropout, args.model.attention_dropout) == (0.0, 0.0)
+
+
+def test_xl_is_the_papers_1_3b_model_on_two_gpus() -> None:
+    args = NeoXArgs.from_files([CONFIGS / "XL.yml", LOCAL])
+    assert (args.model.num_layers, args.model.hidden_size) == (24, 2048)
+    assert (args.model.num_attention_heads, args.parallel.model_parallel_size) == (16, 2)
+    plan = args.batch_plan(2)
+    assert (plan.micro_batch_size, plan.gradient_accumulation_steps) == (16, 2)
+    assert plan.train_batch_size == 32
+    assert (args.optimization.lr, args.optimization.train_iters) == (2e-4, 150_000)
+    assert args.optimization.precision == "fp16"
+    assert 1.2e9 < count_parameters(args).layers < 1.35e9
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_after_override_changes_the_position_only(method: str) -> None:
+    base = NeoXArgs.from_files([SMALL, LOCAL])
+    args = NeoXArgs.from_files([SMALL], overrides=[CONFIGS / "kerple" / f"{method}.yml", LOCAL])
+    assert args == base.replace(pos_emb=method)
+
+
+def test_all_methods_of_the_paper_have_a_file() -> None:
+    paper = {
+        "kerple_log", "kerple_power", "alibi", "rpe", "rotary", "sinusoidal", "kerple_log3",
+        "kerple_bias_wht", "gauss_wht1", "gauss_wht2", "gauss_bias2", "gauss_bias3",
+    }  # fmt: skip
+    assert set(METHODS) == paper
+
+
+@pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 8192, 16384])
+def test_the_official_evaluation_is_expressible(length: int) -> None:
+    evaluation = CONFIGS / "kerple" / "eval"
+    ex_eval, override = evaluation / "ex_eval.yml", evaluation / f"length_{length}.yml"
+    args = NeoXArgs.from_files([SMALL, LOCAL], overrides=[ex_eval, override])
+    assert args.model.seq_length_val == length
+    assert args.optimization.train_iters == 0
+    assert args.evaluation.eval_iters == 320
+    assert args.batch_plan(1).train_batch_size == 1
+    if length != 2048:
+        with pytest.raises(ConfigError, match=r"seq_length_val.*ex_eval.*length_"):
+            NeoXArgs.from_files([ex_eval, override])
+
+
+def test_laptop_model_trains_the_same_batch_on_one_or_two_processes() -> None:
+    laptop = CONFIGS / "laptop"
+    args = NeoXArgs.from_files([laptop / "tiny.yml", laptop / "stdlib.yml"])
+    assert args.batch_plan(1).train_batch_size == args.batch_plan(2).train_batch_size == 32
+    assert args.tokenizer.tokenizer_type == "CharLevelTokenizer"
+    assert args.evaluation.eval_lengths == [128 * 2**n for n in range(6)]
