@@ -1,0 +1,215 @@
+"""extrapolation, positionwise and sliding against losses computed from full logits."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data import IndexedDataset, build_train_valid_test_datasets
+from megatron.evaluation.positionwise import bucket_edges
+from megatron.evaluation.runner import run_evaluation
+from megatron.evaluation.sliding import window_starts
+from megatron.neox_arguments import NeoXArgs
+from tests.evaluation.helpers import plain_losses, write_run
+
+LENGTHS = [8, 16, 32]
+
+
+def evaluated(args: NeoXArgs, name: str) -> dict[str, Any]:
+    assert run_evaluation(args.replace(eval_tasks=[name.split("_window")[0]])) == 0
+    assert args.checkpoint.load is not None
+    path = Path(args.checkpoint.load) / "results" / f"step10_{name}.json"
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return content
+
+
+def official_texts(args: NeoXArgs, length: int, count: int) -> dict[str, list[torch.Tensor]]:
+    """The samples that the official evaluation would see."""
+    assert args.data.data_path is not None
+    _, valid, test = build_train_valid_test_datasets(
+        args.data.data_path, args.data.split, (1, count, count), 16, length, 1234
+    )
+    assert valid is not None
+    assert test is not None
+    return {
+        "valid": [torch.from_numpy(valid[i]["text"]) for i in range(count)],
+        "test": [torch.from_numpy(test[i]["text"]) for i in range(count)],
+    }
+
+
+def valid_stream(args: NeoXArgs) -> torch.Tensor:
+    """All tokens of the valid documents (10 to 15 of 20), end to end."""
+    assert args.data.data_path is not None
+    data = IndexedDataset(args.data.data_path)
+    return torch.from_numpy(np.concatenate([data[i] for i in range(10, 16)]).astype(np.int64))
+
+
+def test_extrapolation_on_the_official_sequences(tmp_path: Path) -> None:
+    args, model = write_run(tmp_path, eval_lengths=LENGTHS)
+    content = evaluated(args, "extrapolation")
+    for length in LENGTHS:
+        for split, texts in official_texts(args, length, 5).items():
+            means = [float(plain_losses(model, text).mean()) for text in texts]
+            (entry,) = [e for e in content["results"][split] if e["length"] == length]
+            assert entry["loss"] == pytest.approx(statistics.fmean(means), rel=1e-5)
+            assert entry["ppl"] == pytest.approx(math.exp(statistics.fmean(means)), rel=1e-4)
+            assert entry["stderr"] == pytest.approx(statistics.stdev(means) / 5**0.5, rel=1e-3)
+            assert (entry["tokens"], entry["sequences"]) == (5 * length, 5)
+
+
+def test_result_file_says_what_was_measured(tmp_path: Path) -> None:
+    args, model = write_run(tmp_path, eval_lengths=[8])
+    content = evaluated(args, "extrapolation")
+    assert content["format"] == 1
+    assert content["task"] == "extrapolation"
+    assert content["checkpoint"].endswith("run/global_step10")
+    assert content["iteration"] == 10
+    assert content["pos_emb"] == "kerple_log"
+    assert content["protocol"] == "fixed_sequences"
+    assert content["train_length"] == 16
+    assert content["seed"] == 1234
+    assert content["parameters"] == sum(p.numel() for p in model.parameters())
+    assert len(content["config_hash"]) == 16
+
+
+def test_fixed_tokens_scores_the_very_same_tokens(tmp_path: Path) -> None:
+    args, model = write_run(
+        tmp_path, eval_lengths=LENGTHS, eval_protocol="fixed_tokens", eval_num_sequences=3
+    )
+    content = evaluated(args, "extrapolation")
+    stream = valid_stream(args)
+    assert [entry["tokens"] for entry in content["results"]["valid"]] == [96, 96, 96]
+    for entry in content["results"]["valid"]:
+        length = entry["length"]
+        texts = [stream[start : start + length + 1] for start in range(0, 96, length)]
+        expected = torch.stack([plain_losses(model, text) for text in texts]).mean()
+        assert entry["loss"] == pytest.approx(float(expected), rel=1e-5)
+        assert entry["sequences"] == 96 // length
+
+
+def test_default_lengths_are_multiples_of_the_training_length(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path)
+    content = evaluated(args, "extrapolation")
+    measured = [entry["length"] for entry in content["results"]["valid"]]
+    assert measured == [16, 32, 64, 128, 256, 512]
+
+
+def test_a_split_that_is_too_small_says_so_and_serves_no_token_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[200, 1000])
+    content = evaluated(args, "extrapolation")
+    # 540 valid tokens hold two sequences of 200; five were asked for
+    assert [(e["length"], e["sequences"]) for e in content["results"]["valid"]] == [(200, 2)]
+    assert {(e["split"], e["length"]) for e in content["errors"]} == {
+        ("valid", 1000),
+        ("test", 1000),
+    }
+    said = capsys.readouterr().out
+    assert "the split holds 2 sequences of this length, not 5" in said
+    assert "not measured: valid 1000" in said
+
+
+def test_learned_positions_fail_beyond_their_table_and_the_rest_runs(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path, pos_emb="learned")
+    content = evaluated(args, "extrapolation")
+    assert [entry["length"] for entry in content["results"]["valid"]] == [16]
+    beyond = {e["length"]: e["error"] for e in content["errors"] if e["split"] == "valid"}
+    assert list(beyond) == [32, 64, 128, 256, 512]
+    assert all("learned has vectors for 16 positions" in error for error in beyond.values())
+
+
+def test_positionwise_buckets_average_the_position_losses(tmp_path: Path) -> None:
+    args, model = write_run(tmp_path, eval_lengths=[32])
+    entry = evaluated(args, "positionwise")["results"]["valid"]
+    texts = official_texts(args, 32, 5)["valid"]
+    by_position = torch.stack([plain_losses(model, text) for text in texts]).mean(0)
+    assert (entry["length"], entry["window"], entry["sequences"]) == (32, None, 5)
+    edges = [(bucket["start"], bucket["end"]) for bucket in entry["buckets"]]
+    assert edges == [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)]
+    for bucket in entry["buckets"]:
+        expected = float(by_position[bucket["start"] : bucket["end"]].mean())
+        assert bucket["loss"] == pytest.approx(expected, rel=1e-5)
+        assert bucket["tokens"] == 5 * (bucket["end"] - bucket["start"])
+
+
+def test_positionwise_with_a_window_is_the_windowed_model(tmp_path: Path) -> None:
+    args, model = write_run(tmp_path, eval_lengths=[32])
+    plain = evaluated(args, "positionwise")
+    windowed = evaluated(args.replace(eval_window=4), "positionwise_window4")
+    texts = official_texts(args, 32, 5)["valid"]
+    model.set_window(4)
+    by_position = torch.stack([plain_losses(model, text) for text in texts]).mean(0)
+    entry = windowed["results"]["valid"]
+    assert entry["window"] == 4
+    for bucket in entry["buckets"]:
+        expected = float(by_position[bucket["start"] : bucket["end"]].mean())
+        assert bucket["loss"] == pytest.approx(expected, rel=1e-5)
+    first, last = entry["buckets"][0], entry["buckets"][-1]
+    unlimited = plain["results"]["valid"]["buckets"]
+    assert first["loss"] == pytest.approx(unlimited[0]["loss"], rel=1e-6)
+    assert last["loss"] != pytest.approx(unlimited[-1]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 64, 100])
+@pytest.mark.parametrize(("kind", "count"), [("log", None), ("log", 5), ("linear", 4)])
+def test_buckets_cover_every_position_once(length: int, kind: Any, count: int | None) -> None:
+    edges = bucket_edges(length, kind, count)
+    assert edges[0] == 0
+    assert edges[-1] == length
+    assert all(start < end for start, end in zip(edges, edges[1:], strict=False))
+
+
+def test_sliding_scores_every_token_once_with_the_most_context(tmp_path: Path) -> None:
+    args, model = write_run(tmp_path, eval_lengths=[8, 24], eval_stride=5)
+    content = evaluated(args, "sliding")
+    stream = valid_stream(args)
+    total = 5 * 16  # eval_num_sequences x seq_length
+    for entry in content["results"]["valid"]:
+        length = entry["length"]
+        losses = torch.full((total,), torch.nan, dtype=torch.float64)
+        losses[:length] = plain_losses(model, stream[: length + 1])
+        done = length
+        while done < total:
+            end = min(done + 5, total)
+            losses[done:end] = plain_losses(model, stream[end - length : end + 1])[done - end :]
+            done = end
+        assert entry["tokens"] == total
+        assert entry["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("total", "length", "stride"), [(10, 4, 2), (11, 4, 3), (4, 4, 1)])
+def test_window_starts(total: int, length: int, stride: int) -> None:
+    seen: list[int] = []
+    for start, scored in window_starts(total, length, stride):
+        assert start >= 0
+        seen += range(start + length - scored, start + length)
+    assert seen == list(range(total))
+
+
+def test_a_stride_longer_than_the_window_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[8], eval_stride=9, eval_tasks=["sliding"])
+    assert run_evaluation(args) == 1
+    assert "eval_stride = 9 is longer than the window of 8" in capsys.readouterr().err
+
+
+def test_data_of_another_tokenizer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.data import IndexedDatasetWriter
+
+    args, _ = write_run(tmp_path, eval_lengths=[8], eval_tasks=["extrapolation"])
+    with IndexedDatasetWriter(tmp_path / "other") as writer:
+        for _ in range(20):
+            writer.add_document([600] * 50)
+    assert run_evaluation(args.replace(data_path=str(tmp_path / "other"))) == 1
+    assert "the data holds token 600, the model has 512" in capsys.readouterr().err
