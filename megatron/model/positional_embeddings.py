@@ -167,7 +167,12 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 def _sharded_parameter(values: Tensor, partition_dim: int) -> nn.Parameter:
     parameter = nn.Parameter(values.contiguous())
-    flags = {"model_parallel": True, "tensor_model_parallel": True, "partition_dim": partition_dim}
+    flags = {
+        "is_kernel_parameter": True,  # never weight-decayed
+        "model_parallel": True,
+        "tensor_model_parallel": True,
+        "partition_dim": partition_dim,
+    }
     for flag, value in flags.items():
         setattr(parameter, flag, value)
     return parameter
@@ -175,9 +180,7 @@ def _sharded_parameter(values: Tensor, partition_dim: int) -> nn.Parameter:
 
 def _head_parameter(raw: Tensor, spec: Bounded) -> nn.Parameter:
     parameter = _sharded_parameter(raw, partition_dim=0)
-    flags = {"is_kernel_parameter": True, "kernel_bounds": (spec.minimum, spec.maximum)}
-    for flag, value in flags.items():
-        setattr(parameter, flag, value)
+    parameter.kernel_bounds = (spec.minimum, spec.maximum)  # type: ignore[attr-defined]
     return parameter
 
 

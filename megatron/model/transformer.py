@@ -48,16 +48,20 @@ class PositionTables(nn.Module):
 
     def forward(self, hidden: Tensor, offset: int = 0) -> State:
         tables = self.embedding(offset + hidden.shape[1])
-        if self.pipelined and self.training:
-            tables = Tables(_with_gradient(tables.bias), _with_gradient(tables.weight))
+        if self.pipelined:
+            tables = Tables(_sendable(tables.bias), _sendable(tables.weight))
         return pack(hidden, tables)
 
 
-def _with_gradient(table: Tensor | None) -> Tensor | None:
-    """DeepSpeed's pipeline sends a gradient back for every float activation: have a place for it."""
-    if table is None or table.requires_grad:
-        return table
-    return table.detach().requires_grad_()
+def _sendable(table: Tensor | None) -> Tensor | None:
+    """What DeepSpeed's pipeline can send: contiguous, with a place for the gradient it gets back.
+
+    It sends a gradient for every float activation, also for tables that nobody learns.
+    """
+    if table is None:
+        return None
+    table = table.contiguous()
+    return table if table.requires_grad else table.detach().requires_grad_()
 
 
 class TransformerLayer(nn.Module):

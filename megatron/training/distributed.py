@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,9 +48,9 @@ def _without_compiled_collectives() -> None:
 
     That takes a minute and a compiler; gloo does the same work without either.
     """
-    from deepspeed.comm import torch as torch_backend
-
-    torch_backend.build_shm_op = lambda: None
+    # By name: `deepspeed.comm.torch` as an attribute is PyTorch itself.
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
 
 
 def set_seeds(seed: int, parallel: ParallelState) -> None:

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,6 +13,7 @@ from megatron.model.gpt import GPTModel
 from megatron.model.pipeline import build_pipeline
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
+from megatron.training.clipping import clip_gradients
 from megatron.training.optimizer import StepGuard, build_optimizer, parameter_groups
 from megatron.training.safe_files import SafeCheckpointEngine
 from megatron.training.schedule import Schedule, Scheduler
@@ -65,20 +65,19 @@ def build_engine(
         dist_init_required=False,
     )
     engine.checkpoint_engine = SafeCheckpointEngine()
-    _remember_gradient_norm(engine)
+    _clip_by_whole_norm(engine, parallel)
     return engine, guard
 
 
-def _remember_gradient_norm(engine: Any) -> None:
-    """DeepSpeed's fp32 path without ZeRO computes the norm to clip by and throws it away."""
-    from deepspeed.runtime.utils import clip_grad_norm_
+def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
+    """Replace DeepSpeed's fp32 clipping (see clipping.py) and remember the norm it forgets."""
 
     def clip() -> None:
-        norm = clip_grad_norm_(
-            parameters=engine.module.parameters(),
-            max_norm=engine.gradient_clipping(),
-            mpu=engine.mpu,
+        engine._global_grad_norm = clip_gradients(
+            engine.module.parameters(),
+            engine.gradient_clipping(),
+            tp_rank=parallel.tp.rank,
+            replica=parallel.grid.get_model_parallel_group(),
         )
-        engine._global_grad_norm = float(norm) if torch.is_tensor(norm) else norm
 
     engine.clip_fp32_gradients = clip

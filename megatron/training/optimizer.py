@@ -9,19 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-DECAYED, PLAIN, KERNEL = "decayed", "plain", "kernel"
+DECAYED, PLAIN = "decayed", "plain"
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Matrices are decayed; biases, norms and kernel parameters never are."""
-    members: dict[str, list[nn.Parameter]] = {DECAYED: [], PLAIN: [], KERNEL: []}
+    """Matrices are decayed; biases, norms and kernel parameters never are.
+
+    Two groups, never more: ZeRO takes the norm of each group over all pipeline stages, so every
+    stage must have the same ones, and only the first has a kernel.
+    """
+    members: dict[str, list[nn.Parameter]] = {DECAYED: [], PLAIN: []}
     for _, parameter in named_parameters:
-        if getattr(parameter, "is_kernel_parameter", False):
-            members[KERNEL].append(parameter)
-        else:
-            members[DECAYED if parameter.dim() >= 2 else PLAIN].append(parameter)
+        kernel = getattr(parameter, "is_kernel_parameter", False)
+        members[DECAYED if parameter.dim() >= 2 and not kernel else PLAIN].append(parameter)
     return [
         {
             "params": parameters,

@@ -10,19 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.analysis.kernels import effective_length
-from megatron.model.positional_embeddings import PositionalEmbedding, TableEmbedding, Tables
+from megatron.model.positional_embeddings import TableEmbedding, Tables
 from megatron.mpu import TensorParallel
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, StepReport, Trainer
 
 
-def kernel_modules(module: nn.Module) -> list[PositionalEmbedding]:
-    """The positional embeddings on this rank that learn something."""
+def kernel_modules(module: nn.Module) -> list[TableEmbedding]:
+    """The tables on this rank that learn something."""
     return [
         part
         for part in module.modules()
-        if isinstance(part, PositionalEmbedding)
-        and any(getattr(p, "is_kernel_parameter", False) for p in part.parameters())
+        if isinstance(part, TableEmbedding) and next(part.parameters(), None) is not None
     ]
 
 
@@ -77,9 +76,9 @@ class RecordKernels(Hook):
             self.sinks.write(trainer.step, line)
 
     def _effective_lengths(
-        self, kernel: PositionalEmbedding, tp: TensorParallel
+        self, kernel: TableEmbedding, tp: TensorParallel
     ) -> list[int | None] | None:
-        if not isinstance(kernel, TableEmbedding) or "bias" not in kernel.table_names:
+        if "bias" not in kernel.table_names:
             return None
         tables: Tables = kernel(20_481)
         assert tables.bias is not None
