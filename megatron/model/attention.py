@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.model.cache import LayerCache
@@ -55,8 +56,7 @@ class SelfAttention(nn.Module):
         tp: TensorParallel = SERIAL,
     ) -> None:
         super().__init__()
-        heads = tp.slice_of(num_heads, "num_attention_heads")
-        self.num_local_heads = heads.stop - heads.start
+        tp.slice_of(num_heads, "num_attention_heads")  # whole heads only
         self.head_dim = hidden_size // num_heads
         self.dropout, self.window = dropout, window
         self.engine, self.pruning = engine, pruning
@@ -80,11 +80,12 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x_BLh: Tensor, tables: Tables, cache: LayerCache | None = None) -> Tensor:
-        batch, length, _ = x_BLh.shape
-        qkv = self.query_key_value(x_BLh).view(
-            batch, length, self.num_local_heads, 3 * self.head_dim
+        q_BHLD, k_BHLD, v_BHLD = rearrange(
+            self.query_key_value(x_BLh),
+            "b l (h three d) -> three b h l d",
+            three=3,
+            d=self.head_dim,
         )
-        q_BHLD, k_BHLD, v_BHLD = (part.transpose(1, 2) for part in qkv.chunk(3, dim=-1))
         if self.rotary is not None:
             offset = cache.length if cache is not None else 0
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset)
@@ -103,4 +104,4 @@ class SelfAttention(nn.Module):
             pruning=self.pruning,
             generator=_dropout_generator(x_BLh.device, self.tp) if dropout else None,
         )
-        return self.dense(out_BHLD.transpose(1, 2).reshape(batch, length, -1))
+        return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))

@@ -1,0 +1,81 @@
+# Every target sets up what it needs in .venv and is quick when nothing changed.
+#
+#   make demo        train four models, evaluate them to 32x their training length, write a page
+#   make test        the tests
+#   make test-full   the tests, with the slow ones
+#   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
+#   make lint        ruff and mypy
+#   make bench       attention, data, evaluation and step benchmarks
+#   make install     the runtime only
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_FLAGS ?= --quiet --disable-pip-version-check
+REQUIREMENTS := $(wildcard requirements/*.txt)
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help install install-dev demo test test-full test-slurm lint format bench docs clean
+
+help:
+	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: $$($(PYTHON) --version 2>&1) is too old: KERPLE-NeoX needs Python 3.10 or newer."; \
+	  echo "       Install one and run: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "error: $(PYTHON) -m venv failed; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@touch $@
+
+$(VENV)/.runtime: $(VENV)/.created requirements/requirements.txt setup.py pyproject.toml
+	@echo "Installing the runtime into $(VENV) (the first time takes some minutes) ..."
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements/requirements.txt \
+	  && $(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e . || { \
+	  echo "error: pip failed (see above). Check the network and the free disk space, then run make again:"; \
+	  echo "       it continues where it stopped. To start afresh: make clean."; exit 1; }
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime $(REQUIREMENTS)
+	@echo "Installing test and lint tools into $(VENV) ..."
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements/requirements-dev.txt || { \
+	  echo "error: pip failed (see above). Check the network and the free disk space, then run make again."; exit 1; }
+	@touch $@
+
+install: $(VENV)/.runtime
+	@echo "Ready: $(BIN)/python deepy.py --help"
+
+install-dev: $(VENV)/.dev
+
+demo: $(VENV)/.runtime
+	@$(BIN)/python tools/reproduce.py run --suite demo
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not slow and not slurm" -n 2 --dist loadscope -q
+
+test-full: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not slurm" -n 2 --dist loadscope -q
+
+test-slurm: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m slurm -q tests/reproduce
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	@$(BIN)/python tools/benchmark.py attention
+	@$(BIN)/python tools/benchmark.py step
+	@$(BIN)/python tools/benchmark.py data
+	@$(BIN)/python tools/benchmark.py evaluate
+
+docs: $(VENV)/.dev
+	@$(BIN)/python tools/generate_config_docs.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
