@@ -88,7 +88,7 @@ def _read_result(path: Path, results: RunResults) -> None:
         if task == "extrapolation":
             _add_extrapolation(content["results"], results)
             results.parameters = content.get("parameters")
-        elif task == "positionwise":
+        elif task.startswith("positionwise"):  # also positionwise_windowed
             _add_positionwise(content["results"], results)
     except (OSError, ValueError, KeyError, TypeError) as error:
         results.problems.append(f"{path}: {type(error).__name__}: {error}")

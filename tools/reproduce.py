@@ -1,0 +1,14 @@
+#!/usr/bin/env python
+"""Repeat the paper: tools/reproduce.py {plan,run,submit,status,report} --suite SUITE."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.reproduce.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
