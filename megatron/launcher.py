@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, encode_config
-from megatron.neox_arguments.environment import DEFAULT_PORT, LOOPBACK, expand_hostlist
+from megatron.neox_arguments.environment import LOOPBACK, expand_hostlist, free_port
 from megatron.neox_arguments.groups import LauncherArgs
 
 DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -161,7 +160,8 @@ def _plan_single_node(script: str, args: NeoXArgs, environ: dict[str, str]) -> L
     filtered = bool(launcher.include or launcher.exclude or other_accelerator)
     if processes == 1 and not filtered:
         return LaunchPlan(script, args, 1, None, extra)
-    arguments = ["--no_local_rank", "--log_level", "error"]
+    # Below critical, DeepSpeed prints the whole command, config and all, when a process fails.
+    arguments = ["--no_local_rank", "--log_level", "critical"]
     arguments += ["--master_addr", LOOPBACK, "--master_port", str(_single_node_port(launcher))]
     if on_cpu or launcher.num_gpus is not None:
         arguments += ["--num_gpus", str(processes)]
@@ -181,14 +181,7 @@ def _single_node_port(launcher: LauncherArgs) -> int:
     """The config's port if it chose one; else the default, or a free one if that is busy."""
     if "master_port" in launcher.model_fields_set:
         return launcher.master_port
-    for port in (DEFAULT_PORT, 0):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    return DEFAULT_PORT
+    return free_port()
 
 
 def _filters(launcher: LauncherArgs) -> list[str]:

@@ -31,7 +31,10 @@ def run_runner(arguments: Sequence[str]) -> int:
     try:
         runner.main(list(arguments))
     except SystemExit as ending:
-        return ending.code if isinstance(ending.code, int) else 1
+        code = ending.code if isinstance(ending.code, int) else 1
+        if code:
+            print(f"error: a process of the job ended with status {code}.", file=sys.stderr)
+        return code
     except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         print(f"error: DeepSpeed's runner: {error}", file=sys.stderr)
         return 1

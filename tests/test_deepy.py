@@ -76,6 +76,17 @@ def test_two_processes_meet_over_gloo_and_the_exit_code_comes_back(toy: Path) ->
     assert result.returncode == 7
 
 
+def test_srun_tasks_find_each_other_without_a_launcher(toy: Path) -> None:
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NODELIST": "node7"}
+    tasks = []
+    for rank in ("0", "1"):
+        task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}
+        command = [sys.executable, toy / "toy.py", toy / "toy.yml", "--set", "seed=0"]
+        tasks.append(subprocess.Popen(command, env={**environment(), **job, **task}))
+    assert [task.wait(timeout=120) for task in tasks] == [0, 0]
+    assert [(toy / f"rank{rank}").read_text() for rank in (0, 1)] == ["3.0 9,1, 0"] * 2
+
+
 def test_one_process_is_the_script_itself(toy: Path) -> None:
     body = "(out / 'one').write_text(f'{place.source} {args.logging.wandb_group}'); sys.exit(5)"
     (toy / "toy.py").write_text(TOY.replace("{body}", body))
@@ -84,9 +95,7 @@ def test_one_process_is_the_script_itself(toy: Path) -> None:
 
 
 def test_terminating_deepy_ends_all_processes(toy: Path) -> None:
-    body = (
-        "import os\n(out / f'pid{place.rank}').write_text(str(os.getpid()))\ntime.sleep(100)\n"
-    )
+    body = "import os\n(out / f'pid{place.rank}').write_text(str(os.getpid()))\ntime.sleep(100)\n"
     (toy / "toy.py").write_text(TOY.replace("{body}", body))
     command = [sys.executable, REPOSITORY / "deepy.py", toy / "toy.py", toy / "toy.yml"]
     job = subprocess.Popen([*command, "--set", "num_gpus=2"], env=environment())

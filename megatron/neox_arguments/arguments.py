@@ -47,9 +47,7 @@ GROUPS: dict[str, type[Group]] = {
     "launcher": LauncherArgs,
     "runtime": RuntimeArgs,
 }
-OWNER: dict[str, str] = {
-    key: name for name, group in GROUPS.items() for key in group.model_fields
-}
+OWNER: dict[str, str] = {key: name for name, group in GROUPS.items() for key in group.model_fields}
 """Every YAML key -> its group."""
 KNOWN_KEYS: list[str] = list(OWNER)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -110,7 +111,20 @@ def _discover(
             master_port=port or DEFAULT_PORT,
             source="mpi",
         )
-    return DistributedEnvironment(0, 0, 1, addr or LOOPBACK, port or DEFAULT_PORT, "single")
+    # Nobody else needs to know this port, and another run may hold the default one.
+    return DistributedEnvironment(0, 0, 1, addr or LOOPBACK, port or free_port(), "single")
+
+
+def free_port() -> int:
+    """The default port, or a free one if that is busy."""
+    for port in (DEFAULT_PORT, 0):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    return DEFAULT_PORT
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:

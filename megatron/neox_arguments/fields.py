@@ -44,9 +44,7 @@ def _text_to_list(value: Any) -> Any:
 Int = Annotated[
     int, BeforeValidator(_whole_float_to_int), Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)
 ]
-PositiveInt = Annotated[
-    int, BeforeValidator(_whole_float_to_int), Field(gt=0, le=LARGEST_INTEGER)
-]
+PositiveInt = Annotated[int, BeforeValidator(_whole_float_to_int), Field(gt=0, le=LARGEST_INTEGER)]
 NonNegativeInt = Annotated[
     int, BeforeValidator(_whole_float_to_int), Field(ge=0, le=LARGEST_INTEGER)
 ]

@@ -13,7 +13,7 @@ from .errors import ConfigError
 
 ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",
-    "wandb_name": "wandb_run_name",
+    "gas": "gradient_accumulation_steps",
 }
 """Old name -> today's name; the value keeps its meaning."""
 
@@ -219,7 +219,6 @@ DERIVED: dict[str, str] = {
     "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
     "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
     "batch_size": "train_micro_batch_size_per_gpu",
-    "gas": "gradient_accumulation_steps",
     "clip_grad": "gradient_clipping",
     "hysteresis": "fp16.hysteresis",
     "loss_scale": "fp16.loss_scale",

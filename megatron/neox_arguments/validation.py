@@ -146,8 +146,7 @@ def _check_schedule(args: NeoXArgs) -> None:
         )
     if optimization.override_lr_scheduler and optimization.use_checkpoint_lr_scheduler:
         raise ConfigError(
-            "override_lr_scheduler and use_checkpoint_lr_scheduler contradict each other. "
-            "Keep one."
+            "override_lr_scheduler and use_checkpoint_lr_scheduler contradict each other. Keep one."
         )
     if any(beta >= 1 for beta in optimization.optimizer.params.betas):
         raise ConfigError(

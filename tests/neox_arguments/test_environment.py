@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 import pytest
 
 from megatron.neox_arguments import ConfigError, discover_environment
@@ -22,6 +25,13 @@ def test_nothing_set_is_one_process() -> None:
     found = discover_environment(environ)
     assert (found.rank, found.world_size, found.source) == (0, 1, "single")
     assert environ["RANK"] == "0" and environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_second_single_process_finds_another_port() -> None:
+    with socket.socket() as busy:
+        with contextlib.suppress(OSError):  # somebody else holds it, which serves as well
+            busy.bind(("127.0.0.1", 29500))
+        assert discover_environment({}).master_port != 29500
 
 
 def test_launcher_variables_win_over_slurm() -> None:

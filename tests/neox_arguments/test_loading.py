@@ -22,7 +22,7 @@ OFFICIAL_STYLE = """
    "optimizer": { "type": "Adam",
                   "params": { "lr": 0.0006, "betas": [0.9, 0.999], "eps": 1.0e-8, } },
    "zero_optimization": { "stage": 0, "overlap_comm": True, "cpu_offload": False },
-   "train_micro_batch_size_per_gpu": 1,
+   "train_micro_batch_size_per_gpu": 1, "gas": 3,
    "fp16": { "enabled": True, "type": "bfloat16", # set bf16
              "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1 },
    "train-iters": 0,
@@ -50,6 +50,7 @@ def test_official_kerple_file_loads_with_its_meaning(tmp_path: Path) -> None:
     assert args.checkpoint.checkpoint_factor == 10000
     assert args.model.seq_length_val == 2048
     assert args.model.pos_emb == "kerple_power_ap_"
+    assert args.batch_plan(1).train_batch_size == 3
     assert args.sources == {"ex_eval.yml": OFFICIAL_STYLE}
 
 

@@ -92,8 +92,8 @@ def test_any_bytes(tmp_path: Path, data: bytes) -> None:
 YAML_PIECES = [
     "{", "}", "[", "]", ":", ": ", ", ", "\n", "  ", "- ", "&a ", "*a", "!!int ", "!!float ",
     "!!set ", "!!omap ", "!!timestamp ", "!!null ", "? ", "| ", "> ", "'", '"', "\\", "#", "<<",
-    "=",     "0x", "1:2", "1e5", "._", ".inf", "seed", "optimizer", "fp16", "%YAML 9.9", "---", "...",
-    "\t",     "!!bool x", "!!merge ", "~", "\x00", "\ufeff", "\U0001f600",
+    "=", "0x", "1:2", "1e5", "._", ".inf", "seed", "optimizer", "fp16", "%YAML 9.9", "---",
+    "...", "\t", "!!bool x", "!!merge ", "~", "\x00", "\ufeff", "\U0001f600",
 ]  # fmt: skip
 
 

@@ -22,9 +22,7 @@ class CheckpointArgs(Group):
     checkpoint_scale: Literal["linear", "log"] = Field(
         "linear", description="Spacing of checkpoints."
     )
-    extra_save_iters: PositiveIntList | None = Field(
-        None, description="More steps to save at."
-    )
+    extra_save_iters: PositiveIntList | None = Field(None, description="More steps to save at.")
     keep_last_n_checkpoints: PositiveInt | None = Field(
         None, description="Delete older checkpoints; null keeps all."
     )

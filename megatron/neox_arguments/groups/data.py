@@ -18,9 +18,7 @@ class DataArgs(Group):
     train_data_paths: TextList | None = Field(
         None, description="Prefixes of training datasets to blend; instead of data_path."
     )
-    valid_data_paths: TextList | None = Field(
-        None, description="Prefixes of validation datasets."
-    )
+    valid_data_paths: TextList | None = Field(None, description="Prefixes of validation datasets.")
     test_data_paths: TextList | None = Field(None, description="Prefixes of test datasets.")
     train_data_weights: WeightList | None = Field(
         None, description="Share of each training dataset; null means equal shares."

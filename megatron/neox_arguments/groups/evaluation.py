@@ -85,8 +85,8 @@ class EvaluationArgs(Group):
 class GenerationArgs(Group):
     """Sampling text."""
 
-    text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = (
-        Field(None, description="unconditional, input-file or interactive.")
+    text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = Field(
+        None, description="unconditional, input-file or interactive."
     )
     temperature: NonNegativeFloat = Field(0.0, description="0 takes the most likely token.")
     top_p: Fraction = Field(0.0, description="Nucleus sampling; 0 is off.")

@@ -36,9 +36,7 @@ class LoggingArgs(Group):
     log_optimizer_states: bool = Field(
         False, description="Log the norms of the optimizer's moments."
     )
-    log_grad_pct_zeros: bool = Field(
-        False, description="Log the share of zeros in each gradient."
-    )
+    log_grad_pct_zeros: bool = Field(False, description="Log the share of zeros in each gradient.")
     flops_profiler: dict[str, Any] | None = Field(
         None, description="DeepSpeed's flops_profiler block, passed on."
     )

@@ -100,9 +100,7 @@ class OptimizationArgs(Group):
     checkpoint_activations: bool = Field(
         False, description="Recompute layers in the backward pass instead of keeping them."
     )
-    checkpoint_num_layers: PositiveInt = Field(
-        1, description="Layers per recomputed block."
-    )
+    checkpoint_num_layers: PositiveInt = Field(1, description="Layers per recomputed block.")
     partition_activations: bool = Field(
         False, description="Split kept activations over tensor-parallel processes."
     )
