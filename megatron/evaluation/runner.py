@@ -82,7 +82,7 @@ class Evaluation:
     def _find_task(self, name: str) -> EvaluationTask:
         if name in TASKS:
             return TASKS[name]
-        known = lm_eval_task_names(self.options.include_path)
+        known = lm_eval_task_names(name, self.options.include_path)
         if name in known:
             return LMEvalTask(name)
         close = nearest(name, [*TASKS, *known])

@@ -55,12 +55,12 @@ def write_checkpoint(root: Path, config: dict[str, Any], step: int = 10) -> GPTM
     return model
 
 
-def write_data(prefix: Path, documents: int = 20, length: int = 90, seed: int = 0) -> Path:
-    """Documents of random bytes."""
-    random = np.random.RandomState(seed)
+def write_data(prefix: Path, documents: int = 20, length: int = 90, vocabulary: int = 256) -> Path:
+    """Documents of random tokens."""
+    random = np.random.RandomState(0)
     with IndexedDatasetWriter(prefix) as writer:
         for _ in range(documents):
-            writer.add_document(random.randint(1, 256, size=length))
+            writer.add_document(random.randint(1, vocabulary, size=length))
     return prefix
 
 

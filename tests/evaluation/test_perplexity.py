@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_buckets_cover_every_position_once(length: int, kind: Any, count: int | 
     edges = bucket_edges(length, kind, count)
     assert edges[0] == 0
     assert edges[-1] == length
-    assert all(start < end for start, end in zip(edges, edges[1:], strict=False))
+    assert all(start < end for start, end in pairwise(edges))
 
 
 def test_sliding_scores_every_token_once_with_the_most_context(tmp_path: Path) -> None:

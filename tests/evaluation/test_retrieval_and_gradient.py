@@ -151,9 +151,7 @@ def test_gradient_norms_agree_with_finite_differences() -> None:
     model = sharpened(GPTModel(spec)).double()
     tokens = torch.tensor([3, 1, 4, 1, 5])
     expected = finite_difference_norms(model, tokens)
-    torch.testing.assert_close(
-        input_gradient_norms(model, tokens), expected, rtol=1e-3, atol=1e-6
-    )
+    torch.testing.assert_close(input_gradient_norms(model, tokens), expected, rtol=1e-3, atol=1e-6)
 
 
 def test_receptive_field_counts_tokens_from_the_end(tmp_path: Path) -> None:
