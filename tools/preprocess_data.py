@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="jsonl, jsonl.zst/.gz/.xz/.bz2, txt, tar, zip, or folders; also a comma-separated list",
+        help="jsonl, jsonl.zst/.gz/.xz/.bz2, txt, tar, zip, folders; or a comma-separated list",
     )
     source.add_argument(
         "--jsonl-keys",

