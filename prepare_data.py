@@ -14,7 +14,7 @@ from megatron.data.chunks import DOCUMENT_SPLITTERS
 from megatron.data.corpora import SOURCES
 from megatron.data.errors import DataError
 from megatron.data.prepare import PrepareRequest, prepare_corpus, print_problems, report
-from megatron.data.preprocess import PreprocessOptions, available_cores
+from megatron.data.preprocess import PreprocessOptions, available_cores, terminated_like_interrupted
 from megatron.tokenizer import TOKENIZERS, TokenizerError
 
 
@@ -95,11 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
     )
     try:
-        for name in args.names:
-            prefix, outcome = prepare_corpus(name, request)
-            print(report(name, prefix, outcome))
-            if outcome is not None:
-                print_problems(outcome)
+        with terminated_like_interrupted():
+            for name in args.names:
+                prefix, outcome = prepare_corpus(name, request)
+                print(report(name, prefix, outcome))
+                if outcome is not None:
+                    print_problems(outcome)
     except (DataError, TokenizerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

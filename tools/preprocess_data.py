@@ -14,7 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.data.chunks import DOCUMENT_SPLITTERS
 from megatron.data.errors import DataError
 from megatron.data.prepare import print_problems
-from megatron.data.preprocess import PreprocessOptions, available_cores, preprocess
+from megatron.data.preprocess import (
+    PreprocessOptions,
+    available_cores,
+    preprocess,
+    terminated_like_interrupted,
+)
 from megatron.tokenizer import TOKENIZERS, TokenizerError, build_tokenizer
 
 
@@ -86,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = build_tokenizer(
             args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file
         )
-        outcome = preprocess(_paths(args.input), args.output_prefix, tokenizer, options)
+        with terminated_like_interrupted():
+            outcome = preprocess(_paths(args.input), args.output_prefix, tokenizer, options)
     except (DataError, TokenizerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

