@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         "An output that is up to date is not rebuilt.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="+", metavar="NAME", help="corpora to prepare, see below")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="corpora to prepare, see below")
     parser.add_argument(
         "-d",
         "--data-dir",
@@ -73,7 +73,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_intermixed_args(argv)
+    if not args.names:
+        args.names, args.input = _name_after_inputs(args.input)
+    if not args.names:
+        parser.error("give the NAME of a corpus, for example: prepare_data.py stdlib")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if args.input and len(args.names) > 1:
         print("error: --input takes one NAME; prepare the others separately", file=sys.stderr)
@@ -108,6 +113,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; nothing unfinished was left behind", file=sys.stderr)
         return 130
     return 0
+
+
+def _name_after_inputs(inputs: list[Path]) -> tuple[list[str], list[Path]]:
+    """In ``--input PATH... NAME`` the list of paths has swallowed the name: give it back."""
+    if len(inputs) < 2:
+        return [], inputs
+    last = str(inputs[-1])
+    if inputs[-1].exists() and last not in SOURCES:
+        return [], inputs
+    return [last], inputs[:-1]
 
 
 if __name__ == "__main__":

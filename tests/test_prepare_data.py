@@ -158,14 +158,18 @@ def test_help_lists_every_corpus(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         prepare_data.main(["--help"])
     text = capsys.readouterr().out
-    for name in [
-        "openwebtext2",
-        "github",
-        "arxiv",
-        "enwik8",
-        "wikitext103",
-        "pile",
-        "pile_subset",
-        "stdlib",
-    ]:
+    required = {"openwebtext2", "github", "arxiv", "enwik8", "wikitext103", "pile", "pile_subset"}
+    for name in {*required, "stdlib", *SOURCES}:
         assert name in text and SOURCES[name].licence
+
+
+def test_the_name_may_follow_the_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = corpus(tmp_path)
+    assert prepare(tmp_path, "--input", source, "novels") == 0
+    assert prepare(tmp_path, "--input", source / "a.txt", source / "b.jsonl", "arxiv") == 0
+    assert len(IndexedDataset(tmp_path / "data" / "arxiv" / "arxiv_text_document")) == 2
+    for arguments in ([], ["--input", source], ["--input", source / "a.txt", source / "b.jsonl"]):
+        with pytest.raises(SystemExit) as stopped:
+            prepare(tmp_path, *arguments)
+        assert stopped.value.code == 2
+        assert "NAME" in capsys.readouterr().err

@@ -168,7 +168,7 @@ def build_train_valid_test_datasets(
     mmap_warmup: bool = False,
     vocab_size: int | None = None,
 ) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
-    """The three datasets of one token file; None where the split leaves no documents.
+    """The three datasets of one token file; None where the split leaves nothing to serve.
 
     Training samples have ``seq_length`` tokens, validation and test samples ``seq_length_val``.
     """
@@ -177,8 +177,9 @@ def build_train_valid_test_datasets(
     lengths = (seq_length, seq_length_val or seq_length, seq_length_val or seq_length)
     datasets: list[Any] = []
     for i, name in enumerate(SPLIT_NAMES):
-        if bounds[i + 1] <= bounds[i]:
-            datasets.append(None)
+        amount = int(tokens.sizes[bounds[i] : bounds[i + 1]].sum(dtype=np.int64))
+        if bounds[i + 1] <= bounds[i] or (num_samples[i] == 0 and amount <= lengths[i]):
+            datasets.append(None)  # no documents, or none asked for and none possible
             continue
         datasets.append(
             build_split_dataset(

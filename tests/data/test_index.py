@@ -13,6 +13,7 @@ from megatron.data import DataError, IndexedDatasetWriter, build_train_valid_tes
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index import build_sample_index, number_of_epochs, parse_split, split_bounds
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.windows import build_eval_dataset
 
 
 @pytest.mark.parametrize(
@@ -122,14 +123,21 @@ def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
             train[item]
 
 
-@pytest.mark.parametrize(
-    ("length", "samples", "reason"), [(0, 1, "length"), (5, -1, "negative"), (500, 0, "fewer than")]
-)
+@pytest.mark.parametrize(("length", "samples", "reason"), [(0, 1, "length"), (5, -1, "negative")])
 def test_impossible_requests_are_refused(
     tmp_path: Path, length: int, samples: int, reason: str
 ) -> None:
     with pytest.raises(DataError, match=reason):
         build_train_valid_test_datasets(make(tmp_path), "1", (samples, 0, 0), length)
+
+
+def test_a_split_too_short_for_one_sample(tmp_path: Path) -> None:
+    train, valid, _ = build_train_valid_test_datasets(make(tmp_path), "39,1", (5, 0, 0), 7, 50)
+    assert train is not None and valid is None  # nothing was asked of it
+    _, valid, _ = build_train_valid_test_datasets(make(tmp_path), "39,1", (5, 3, 0), 7, 50)
+    assert valid is not None and len(valid) >= 3  # several epochs of the one document
+    with pytest.raises(DataError, match="fewer than one sample"):
+        build_eval_dataset(make(tmp_path), "39,1", "valid", 50)
 
 
 def test_documents_without_tokens_are_refused(tmp_path: Path) -> None:
