@@ -27,7 +27,9 @@ class Launcher:
 
     def command(self, script: str, config: Path, run: Run, arguments: Sequence[str]) -> list[str]:
         if self.srun:
-            start = ["srun", f"--ntasks={run.gpus}", "--kill-on-bad-exit=1", *self.container]
+            # The first rank that has saved must not end the others; a lost rank ends them soon.
+            waits = ["--kill-on-bad-exit=0", "--wait=60"]
+            start = ["srun", f"--ntasks={run.gpus}", *waits, *self.container]
             return [*start, self.python, "-u", script, str(config), *arguments]
         # Several runs on one machine must not share the port of their process groups.
         port = ["--set", f"master_port={_free_port()}"]
