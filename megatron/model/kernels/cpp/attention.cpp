@@ -17,6 +17,7 @@ extern "C" void attention_forward(Problem* problem) {
   int64_t tiles = 0, visited = 0;
 #pragma omp parallel num_threads(p.threads) reduction(+ : tiles, visited)
   {
+    const NoDenormals guard;
     ForwardScratch scratch(p);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < tasks; ++task)
@@ -33,6 +34,7 @@ extern "C" void attention_backward(Problem* problem) {
   const int64_t tasks = p.batch * p.heads * p.parts;
 #pragma omp parallel num_threads(p.threads)
   {
+    const NoDenormals guard;
     BackwardScratch scratch(p);
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < tasks; ++task) {

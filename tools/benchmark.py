@@ -1,0 +1,48 @@
+"""Speed and memory, measured: `python tools/benchmark.py {attention,step,data,evaluate} --help`.
+
+Each benchmark prints its measurements beside the project's targets and can write them as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+BENCHMARKS = {
+    "attention": "attention engines against torch's own, dense paths and FlexAttention",
+    "step": "one optimizer step of the 162M model per positional embedding",
+    "data": "index building, preprocessing, loading",
+    "evaluate": "evaluation throughput",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    listing = "\n".join(f"  {name:<11}{text}" for name, text in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="benchmark.py",
+        description=f"{__doc__.splitlines()[0]}\n\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("benchmark", choices=BENCHMARKS, metavar="benchmark")
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="see `benchmark.py NAME --help`")
+    chosen = parser.parse_args(argv)
+    module_name = f"tools.benchmarks.{chosen.benchmark}"
+    if importlib.util.find_spec(module_name) is None:
+        parser.error(f"benchmark {chosen.benchmark!r} is not part of this installation")
+    module = importlib.import_module(module_name)
+    own_parser = argparse.ArgumentParser(
+        prog=f"benchmark.py {chosen.benchmark}", description=module.__doc__
+    )
+    module.add_arguments(own_parser)
+    status: int = module.run(own_parser.parse_args(chosen.options))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The benchmarks behind tools/benchmark.py; each module has `add_arguments` and `run`."""

@@ -1,0 +1,219 @@
+"""Attention engines against torch's own, dense paths and FlexAttention, interleaved, medians."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.model.kernels.compiled import load_library
+from megatron.model.kernels.tiled import tiled_forward_with_count
+from tools.benchmarks.contenders import (
+    Contender,
+    Inputs,
+    dense_forward,
+    flex_forward,
+    sdpa_causal,
+    sdpa_dense_bias,
+    tiled,
+)
+from tools.benchmarks.peak_memory import measure_forward
+from tools.benchmarks.timing import Target, Timings, interleave, render_table
+
+HEADS, DIM = 12, 64
+TRAINING_SIZES = ((512, 4), (1024, 2), (2048, 1), (4096, 1))  # length, batch
+BIAS_KERNELS = (
+    "kerple_log",
+    "kerple_power",
+    "kerple_log3",
+    "gauss_bias2",
+    "gauss_bias3",
+    "alibi",
+    "rpe",
+    "sandwich",
+)
+WEIGHT_KERNELS = ("gauss_wht1", "gauss_wht2", "kerple_bias_wht")
+LONG = 16_384
+LONGEST = 65_536
+GIB = 2**30
+
+
+@dataclass
+class Report:
+    """What was printed, for `--json`."""
+
+    tables: dict[str, list[list[str]]] = field(default_factory=dict)
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    targets: list[Target] = field(default_factory=list)
+
+    def add(self, title: str, rows: list[list[str]]) -> None:
+        self.tables[title] = rows
+        print(f"\n{title}\n\n{render_table(rows)}", flush=True)
+
+    def keep(self, name: str, timings: Timings) -> None:
+        self.seconds[name] = {key: list(value) for key, value in timings.rounds.items()}
+
+    def target(self, name: str, value: float, at_most: float) -> None:
+        self.targets.append(Target(name, value, at_most))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help="short lengths and few repeats")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out")
+    parser.add_argument("--json", type=Path, help="also write everything measured to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.repeats < 1 or args.threads < 1:
+        raise SystemExit("benchmark.py attention: --repeats and --threads must be at least 1")
+    torch.set_num_threads(args.threads)
+    if args.quick:
+        args.repeats = min(args.repeats, 3)
+    report = Report()
+    print(describe(args))
+    for part in args.parts:
+        PARTS[part](args, report)
+    print("\nTargets\n\n" + "\n".join(map(str, report.targets)))
+    if args.json:
+        content = {
+            "setting": describe(args),
+            "tables": report.tables,
+            "seconds": report.seconds,
+            "targets": [{**asdict(t), "holds": t.holds} for t in report.targets],
+        }
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
+    return 0 if all(target.holds for target in report.targets) else 1
+
+
+def describe(args: argparse.Namespace) -> str:
+    backend = "PyTorch" if load_library() is None else "compiled C++"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return (
+        f"{args.threads} threads, {platform.machine()} {capability}, torch {torch.__version__},"
+        f" fp32, {HEADS} heads of {DIM}, tiled: {backend}; GPU: not measured"
+    )
+
+
+def _ms(timings: Timings, name: str, base: str = "(c)") -> str:
+    return f"{timings.median(name) * 1e3:.1f} ({timings.ratio(name, base):.2f})"
+
+
+def measure_training(args: argparse.Namespace, report: Report) -> None:
+    """Forward and backward against (a), (b) and (c)."""
+    rows = [["length (batch)", "(a) dense", "(b) SDPA, bias", "(c) SDPA, none", "tiled, log"]]
+    for length, batch in TRAINING_SIZES[: 2 if args.quick else None]:
+        inputs = Inputs(batch, HEADS, length, DIM, train=True)
+        contenders: dict[str, Contender] = {
+            "(c)": sdpa_causal(inputs),
+            "tiled": tiled(inputs, "kerple_log"),
+            "(b)": sdpa_dense_bias(inputs),
+            "(a)": dense_forward(inputs),
+        }
+        few = 1 if length > 2048 else 3
+        timings = interleave(contenders, args.repeats, slow={"(a)": few, "(b)": few})
+        report.keep(f"training {length}", timings)
+        rows.append([f"{length} ({batch})", *(_ms(timings, n) for n in ("(a)", "(b)", "(c)"))])
+        rows[-1].append(_ms(timings, "tiled"))
+        report.target(f"forward+backward at {length}: over (c)", timings.ratio("tiled", "(c)"), 1.1)
+        if length == 2048:
+            dense = timings.ratio("tiled", "(a)")
+            report.target(f"forward+backward at {length}: over (a)", dense, 0.18)
+    report.add("Forward+backward, ms (times (c))", rows)
+
+
+def measure_kernels(args: argparse.Namespace, report: Report) -> None:
+    """All positional embeddings that are tables, at one length, without pruning."""
+    length, batch = (512, 1) if args.quick else (1024, 2)
+    inputs = Inputs(batch, HEADS, length, DIM, train=True)
+    names = (*BIAS_KERNELS, *WEIGHT_KERNELS)
+    contenders = {name: tiled(inputs, name, pruning=False) for name in names}
+    timings = interleave(contenders, 3 * args.repeats)
+    report.keep(f"kernels {length}", timings)
+    rows = [["positional embedding", "tables", "ms (times log)"]]
+    for name in names:
+        tables = "bias" if name in BIAS_KERNELS else "weight, or both"
+        rows.append([name, tables, _ms(timings, name, "kerple_log")])
+    report.add(f"Forward+backward at {length} (batch {batch}) by kernel, no pruning", rows)
+    over_log = [timings.ratio(name, "kerple_log") for name in BIAS_KERNELS]
+    report.target("bias kernels: slowest over fastest", max(over_log) / min(over_log), 1.05)
+    weighted = max(timings.ratio(name, "kerple_log") for name in WEIGHT_KERNELS)
+    report.target("weight kernels: slowest over log", weighted, 1.30)
+
+
+def measure_forward_pass(args: argparse.Namespace, report: Report) -> None:
+    """Forward only, with FlexAttention where it runs."""
+    rows = [["length (batch)", "(c) SDPA, none", "tiled, log", "(d) FlexAttention, log"]]
+    for length in (1024,) if args.quick else (1024, 4096):
+        inputs = Inputs(1, HEADS, length, DIM, train=False)
+        contenders = {"(c)": sdpa_causal(inputs), "tiled": tiled(inputs, "kerple_log")}
+        flex = None if args.no_flex or args.quick else _flex_or_none(inputs)
+        if flex is not None:
+            contenders["(d)"] = flex
+        timings = interleave(contenders, args.repeats)
+        report.keep(f"forward {length}", timings)
+        beside = _ms(timings, "(d)") if flex is not None else "not run"
+        rows.append([f"{length} (1)", _ms(timings, "(c)"), _ms(timings, "tiled"), beside])
+    report.add("Forward, ms (times (c))", rows)
+
+
+def _flex_or_none(inputs: Inputs) -> Contender | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return flex_forward(inputs)
+    except Exception as error:  # torch.compile fails in many ways where there is no compiler
+        print(f"(d) FlexAttention does not run here: {str(error).splitlines()[0]}")
+        return None
+
+
+def measure_long(args: argparse.Namespace, report: Report) -> None:
+    """Forward at a long length: no pruning to be had (log), pruning (ALiBi, power), memory."""
+    length = 4096 if args.quick else LONG
+    inputs = Inputs(1, HEADS, length, DIM, train=False)
+    names = ("kerple_log", "alibi", "kerple_power")
+    contenders: dict[str, Contender] = {"(c)": sdpa_causal(inputs)}
+    contenders |= {name: tiled(inputs, name) for name in names}
+    timings = interleave(contenders, min(5, args.repeats))
+    report.keep(f"long {length}", timings)
+    rows = [["", "ms (times (c))", "tiles visited"], ["(c) SDPA, none", _ms(timings, "(c)"), ""]]
+    for name in names:
+        with torch.no_grad():
+            bias = inputs.kernel(name)(length).bias
+        _, count = tiled_forward_with_count(inputs.q, inputs.k, inputs.v, bias)
+        rows.append([f"tiled, {name}", _ms(timings, name), f"{count.share:.0%}"])
+    report.add(f"Forward at {length}, batch 1, with pruning", rows)
+    for name, bound in zip(names, (1.2, 0.45, 0.7), strict=True):
+        report.target(f"forward at {length}, {name}: over (c)", timings.ratio(name, "(c)"), bound)
+    memory = measure_forward(length, HEADS, DIM, args.threads)
+    above = memory["above_inputs"] / GIB
+    report.target(f"forward at {length}: GB above the inputs", above * GIB / 1e9, 1.0)
+
+
+def measure_longest(args: argparse.Namespace, report: Report) -> None:
+    """Forward at a length where one dense score matrix would be 17 GB a head."""
+    length = 8192 if args.quick else LONGEST
+    memory = measure_forward(length, HEADS, DIM, args.threads)
+    rows = [["length", "seconds", "GB above the inputs", "GB at peak"]]
+    sizes = [f"{memory[key] / 1e9:.2f}" for key in ("above_inputs", "peak")]
+    rows.append([str(length), f"{memory['seconds']:.1f}", *sizes])
+    report.add("Forward, batch 1, log bias, in a process of its own", rows)
+    report.target(f"forward at {length}: GB at peak", memory["peak"] / 1e9, 24.0)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Report], Any]] = {
+    "training": measure_training,
+    "kernels": measure_kernels,
+    "forward": measure_forward_pass,
+    "long": measure_long,
+    "longest": measure_longest,
+}

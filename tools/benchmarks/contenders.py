@@ -1,0 +1,144 @@
+"""What the attention engines are measured against, and how each is called.
+
+A contender is a function without arguments that does all of the work: the table from the kernel's
+parameters, the attention, and (for training) the gradients of q, k, v and the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.model.kernels import attention
+from megatron.model.position_base import PositionalEmbedding
+from megatron.model.positional_embeddings import PositionOptions, build_positional_embedding
+
+__all__ = ["Inputs", "dense_forward", "flex_forward", "sdpa_causal", "sdpa_dense_bias", "tiled"]
+
+Contender = Callable[[], Tensor]
+
+
+class Inputs:
+    """Random q, k, v of one size, [batch, heads, length, head_dim], and an output gradient."""
+
+    def __init__(self, batch: int, heads: int, length: int, dim: int, *, train: bool) -> None:
+        torch.manual_seed(0)
+        shape = (batch, heads, length, dim)
+        self.q, self.k, self.v = (torch.randn(shape, requires_grad=train) for _ in range(3))
+        self.grad = torch.randn(shape) if train else None
+        self.heads, self.length, self.dim = heads, length, dim
+
+    def kernel(self, name: str, seed: int = 1234) -> PositionalEmbedding:
+        options = PositionOptions(
+            num_heads=self.heads,
+            head_dim=self.dim,
+            hidden_size=self.heads * self.dim,
+            max_position_embeddings=self.length,
+            seed=seed,
+        )
+        return build_positional_embedding(name, options)
+
+    def finish(self, out: Tensor, kernel: PositionalEmbedding | None = None) -> Tensor:
+        """The backward pass, if this is training, and no trace of it for the next round."""
+        if self.grad is not None:
+            out.backward(self.grad)
+            parameters = [] if kernel is None else list(kernel.parameters())
+            for tensor in (self.q, self.k, self.v, *parameters):
+                tensor.grad = None
+        return out
+
+
+def tiled(
+    inputs: Inputs, name: str, *, pruning: bool = True, engine: str = "tiled", seed: int = 1234
+) -> Contender:
+    """Ours: the table of a positional embedding, then the engine."""
+    kernel = inputs.kernel(name, seed)
+
+    def run() -> Tensor:
+        with torch.set_grad_enabled(inputs.grad is not None):
+            tables = kernel(inputs.length)
+            out = attention(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                tables.bias,
+                tables.weight,
+                engine=engine,
+                pruning=pruning,
+            )
+            return inputs.finish(out, kernel)
+
+    return run
+
+
+def sdpa_causal(inputs: Inputs) -> Contender:
+    """(c) torch's attention with no positional information: the line to reach."""
+
+    def run() -> Tensor:
+        with torch.set_grad_enabled(inputs.grad is not None):
+            out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True)
+            return inputs.finish(out)
+
+    return run
+
+
+def _dense_log_bias(kernel: PositionalEmbedding, length: int) -> Tensor:
+    """The log kernel on every pair of positions, [heads, length, length]."""
+    values = kernel.kernel_values()
+    position = torch.arange(length, dtype=torch.float32)
+    distance = (position[:, None] - position[None, :]).abs()
+    r1, r2 = values["r1"][:, None, None], values["r2"][:, None, None]
+    return -r1 * torch.log1p(r2 * distance)
+
+
+def dense_forward(inputs: Inputs) -> Contender:
+    """(a) the dense path of the official code: scores, bias, mask and softmax as full matrices."""
+    kernel = inputs.kernel("kerple_log")
+    hidden = torch.ones(inputs.length, inputs.length, dtype=torch.bool).triu(1)
+
+    def run() -> Tensor:
+        scores = inputs.q @ inputs.k.transpose(-2, -1) / math.sqrt(inputs.dim)
+        scores = scores + _dense_log_bias(kernel, inputs.length)
+        probs = torch.softmax(scores.masked_fill(hidden, -10000.0), dim=-1)
+        return inputs.finish(probs @ inputs.v, kernel)
+
+    return run
+
+
+def sdpa_dense_bias(inputs: Inputs) -> Contender:
+    """(b) torch's attention with the learned bias as a dense mask."""
+    kernel = inputs.kernel("kerple_log")
+    hidden = torch.ones(inputs.length, inputs.length, dtype=torch.bool).triu(1)
+
+    def run() -> Tensor:
+        bias = _dense_log_bias(kernel, inputs.length).masked_fill(hidden, -math.inf)
+        out = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, attn_mask=bias[None])
+        return inputs.finish(out, kernel)
+
+    return run
+
+
+def flex_forward(inputs: Inputs) -> Contender:
+    """(d) FlexAttention, compiled; raises where torch.compile cannot work."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length = inputs.length
+    with torch.no_grad():
+        table = inputs.kernel("kerple_log")(length).bias
+
+    def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + table[h, torch.clamp(i - j, min=0)]
+
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
+    compiled = torch.compile(flex_attention)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return compiled(inputs.q, inputs.k, inputs.v, score_mod=add_bias, block_mask=mask)
+
+    run()
+    return run

@@ -1,0 +1,55 @@
+"""Peak memory of one forward pass above its inputs, in a process of its own.
+
+`python -m tools.benchmarks.peak_memory LENGTH HEADS DIM THREADS` prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["measure_forward"]
+
+
+def measure_forward(length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
+    """Seconds, bytes above the inputs and peak bytes of a tiled forward with a log bias."""
+    arguments = [str(value) for value in (length, heads, dim, threads)]
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.benchmarks.peak_memory", *arguments],
+        cwd=Path(__file__).resolve().parent.parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    measured: dict[str, Any] = json.loads(result.stdout)
+    return measured
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def _main(length: int, heads: int, dim: int, threads: int) -> None:
+    import torch
+
+    from tools.benchmarks.contenders import Inputs, tiled
+
+    torch.set_num_threads(threads)
+    tiled(Inputs(1, heads, 256, dim, train=False), "kerple_log")()  # loads what there is to load
+    run = tiled(Inputs(1, heads, length, dim, train=False), "kerple_log")
+    before = _resident_bytes()
+    start = time.perf_counter()
+    out = run()
+    seconds = time.perf_counter() - start
+    assert out.isfinite().all()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "above_inputs": peak - before, "peak": peak}))
+
+
+if __name__ == "__main__":
+    _main(*map(int, sys.argv[1:]))
