@@ -12,6 +12,7 @@ from megatron.data.blend import (
     samples_per_dataset,
     weights_by_num_documents,
 )
+from megatron.data.cache import default_cache_dir
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import (
     SPLIT_NAMES,
@@ -146,4 +147,5 @@ def _blend(
                 vocab_size=vocab_size,
             )
         )
-    return BlendedDataset(parts, weights, num_samples)
+    directory = Path(cache_dir) if cache_dir is not None else default_cache_dir(tokens[0].prefix)
+    return BlendedDataset(parts, weights, num_samples, cache_dir=directory.expanduser())

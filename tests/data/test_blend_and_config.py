@@ -113,6 +113,16 @@ def test_cache_dir_from_config(tmp_path: Path) -> None:
     assert not (tmp_path / "index_cache").exists()
 
 
+def test_the_blend_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [corpus(tmp_path, 1), corpus(tmp_path, 2)]
+    data = settings_of(train_data_paths=paths, train_data_weights=[3, 1])
+    first, _, _ = build(data)
+    monkeypatch.setattr("megatron.data.blend.blending_order", lambda *_: pytest.fail("rebuilt"))
+    again, _, _ = build(data)
+    for item in range(60):
+        np.testing.assert_array_equal(first[item]["text"], again[item]["text"])
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
