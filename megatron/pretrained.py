@@ -95,9 +95,13 @@ def load_pretrained(
     model = PretrainedModel.from_checkpoint(checkpoint)
     if dtype is None:
         dtype = checkpoint.weights["0.word_embeddings.weight"].dtype
+    kernels = [
+        (positions, {name: value.clone() for name, value in positions.state_dict().items()})
+        for positions in model.positional_embeddings()
+    ]
     model.to(device=device, dtype=dtype)
-    for positions in model.positional_embeddings():  # kernels stay exact in any precision
-        positions.float()
+    for positions, exact in kernels:  # whatever the precision, the kernel is not rounded
+        positions.float().load_state_dict(exact)
     return model.eval()
 
 

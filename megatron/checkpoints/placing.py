@@ -37,8 +37,8 @@ def load_weights(
 
     `module` is a GPTModel or a DeepSpeed PipelineModule of our layers, before DeepSpeed's engine
     takes it; for a pipeline give `spec` and `tp`. The checkpoint's model-parallel size does not
-    matter. With `vocab_size` (the tokenizer's), paddings of the vocabulary may differ: rows beyond
-    it that the checkpoint lacks keep their initial values.
+    matter. With `vocab_size` (the tokenizer's), paddings of the vocabulary may differ: rows of
+    padding that the checkpoint lacks become zero.
     """
     if isinstance(module, GPTModel):
         spec, tp = module.spec, module.tp

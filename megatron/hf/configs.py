@@ -12,6 +12,7 @@ from megatron.checkpoints.errors import CheckpointError
 from megatron.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.hf.modeling_kerple import ACTIVATIONS, GATED
 from megatron.hf.positions_kerple import TABLES
+from megatron.model.mlp import default_intermediate_size
 from megatron.model.positional_embeddings import canonical_name
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
@@ -121,6 +122,9 @@ def args_from_hf(config: PretrainedConfig, source: Path) -> NeoXArgs:
             f"{source / 'config.json'}: model_type {config.model_type!r} is not one that can be "
             "converted; there are kerple_neox and gpt_neox"
         )
+    usual = default_intermediate_size(values["hidden_size"], values["activation"])
+    if values["intermediate_size"] == usual:
+        del values["intermediate_size"]
     return NeoXArgs.from_dict(values)
 
 

@@ -54,7 +54,7 @@ def _usage(ours: bool, tokenizer_problem: str | None) -> str:
     ]
     if tokenizer_problem is None:
         lines += [
-            'tokenizer = AutoTokenizer.from_pretrained("PATH")',
+            f'tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})',
             'inputs = tokenizer("Once upon a time", return_tensors="pt")',
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
         ]

@@ -80,23 +80,23 @@ class Attention(nn.Module):
         self.dense = nn.Linear(size, size, bias=bias)
 
     def forward(
-        self, x: Tensor, scores: Scores, dense: tuple[Tensor, Tensor | None] | None,
-        rotary: tuple[Tensor, Tensor] | None, past_key_values: Any, output_attentions: bool,
+        self, x: Tensor, bias: Tensor | None, weight: Tensor | None, cos: Tensor | None,
+        sin: Tensor | None, scores: Scores, past_key_values: Any, output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         batch, length, size = x.shape
         heads, head_dim = self.config.num_attention_heads, self.config.head_dim
         qkv = self.query_key_value(x).view(batch, length, heads, 3 * head_dim).transpose(1, 2)
         q, k, v = qkv.chunk(3, dim=-1)
-        if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         eager = output_attentions or self.config._attn_implementation == "eager"
         run = partial(
             attend, dropout=self.config.attention_dropout if self.training else 0.0, eager=eager
         )
-        if dense is not None:
-            out, probabilities = run(q, k, v, *dense)
+        if bias is not None:
+            out, probabilities = run(q, k, v, bias, weight)
         else:
             rows = max(1, LARGEST_SCORES // (batch * heads * scores.keys))
             blocks = [
@@ -139,15 +139,15 @@ class Layer(nn.Module):
         self.parallel, self.dropout = config.use_parallel_residual, config.hidden_dropout
 
     def forward(
-        self, x: Tensor, scores: Scores, dense: tuple[Tensor, Tensor | None] | None,
-        rotary: tuple[Tensor, Tensor] | None, past_key_values: Any, output_attentions: bool,
+        self, x: Tensor, bias: Tensor | None, weight: Tensor | None, cos: Tensor | None,
+        sin: Tensor | None, scores: Scores, past_key_values: Any, output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if self.positions is not None:
             scores = scores.with_tables(self.positions(scores.keys, x.device))
-            dense = scores.dense() if fits_at_once(x, scores) else None
+            bias, weight = scores.dense() if fits_at_once(x, scores) else (None, None)
         normed = self.input_layernorm(x)
         attended, probabilities = self.attention(
-            normed, scores, dense, rotary, past_key_values, output_attentions
+            normed, bias, weight, cos, sin, scores, past_key_values, output_attentions
         )
         attended = F.dropout(attended, self.dropout, self.training)
         if not self.parallel:
@@ -235,11 +235,10 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             self._with_positions(x, position_ids), self.config.hidden_dropout, self.training
         )
         scores = self._scores(x, past, past_key_values, attention_mask)
-        dense = scores.dense() if fits_at_once(x, scores) and self._shares_tables else None
-        rotary = (
-            rotary_angles(self.config, position_ids) if self.config.pos_emb == "rotary" else None
-        )
-
+        at_once = fits_at_once(x, scores) and self._shares_tables
+        bias, weight = scores.dense() if at_once else (None, None)
+        rotates = self.config.pos_emb == "rotary"
+        cos, sin = rotary_angles(self.config, position_ids) if rotates else (None, None)
         want_attentions = bool(
             self.config.output_attentions if output_attentions is None else output_attentions
         )
@@ -248,7 +247,8 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         hidden_states: list[Any] = [x]
         attentions: list[Any] = []
         for layer in self.layers:
-            inputs = (x, scores, dense, rotary, past_key_values, want_attentions)
+            # each tensor an argument of its own, so that checkpoints carry gradients through all
+            inputs = (x, bias, weight, cos, sin, scores, past_key_values, want_attentions)
             if checkpointing:
                 checkpoint: Any = self._gradient_checkpointing_func
                 x, probabilities = checkpoint(layer.__call__, *inputs)

@@ -59,7 +59,7 @@ def attend(
     scale = q.shape[-1] ** -0.5
     if not eager and weight is None:  # a factor on the scores cannot be written as a mask
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias.to(q.dtype), dropout_p=dropout, scale=scale
+            q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale
         )
         return out, None
     scores = (q @ k.transpose(-2, -1) * scale).float()

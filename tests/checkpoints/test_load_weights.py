@@ -1,0 +1,100 @@
+"""`load_weights`: training starts from any checkpoint, under any parallel layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.checkpoints import CheckpointError, load_weights, read_checkpoint
+from megatron.checkpoints.sharding import Sharding, merge_shards
+from megatron.model.gpt import GPTModel
+from megatron.model.spec import ModelSpec
+from megatron.mpu import TensorParallel
+from tests.checkpoints.small_models import logits_of, random_model, saved_model, small_args, tokens
+from tests.conftest import FIXTURES
+
+POWER = FIXTURES / "official_kerple_power_mp2"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_every_model_parallel_rank_gets_its_share(size: int) -> None:
+    checkpoint = read_checkpoint(POWER)
+    spec = ModelSpec.from_args(checkpoint.args, 126)  # 128 words do not split over 3 or 6 ranks
+    shards = []
+    for rank in range(size):
+        model = GPTModel(spec, TensorParallel(rank=rank, size=size))
+        load_weights(model, POWER, vocab_size=100)
+        shards.append(
+            {n.removeprefix("sequential."): p.detach() for n, p in model.named_parameters()}
+        )
+    merged = merge_shards(shards, Sharding.of(spec, neox=False))
+    for name, tensor in merged.items():
+        expected = checkpoint.weights[name]
+        assert torch.equal(tensor, expected[: tensor.shape[0]]), name
+
+
+class Stage(nn.Module):
+    """Some layers under the names that DeepSpeed's PipelineModule gives them."""
+
+    def __init__(self, model: GPTModel, indices: list[int]) -> None:
+        super().__init__()
+        for index in indices:
+            self.add_module(str(index), model.sequential[index])
+
+
+def test_a_pipeline_stage_takes_only_its_layers(tmp_path: Path) -> None:
+    source = saved_model(tmp_path, pos_emb="kerple_log", no_weight_tying=True)
+    args = small_args(pos_emb="kerple_log", no_weight_tying=True)
+    target = random_model(args, seed=9)
+    spec = target.spec
+    for indices in ([0, 1, 2], [3, 5, 6]):
+        load_weights(Stage(target, indices), tmp_path, spec=spec)
+    assert torch.equal(logits_of(target, tokens()), logits_of(source, tokens()))
+
+
+def test_a_tied_stage_finds_the_embedding(tmp_path: Path) -> None:
+    source = saved_model(tmp_path, pos_emb="none")
+    stage = nn.Module()
+    other = random_model(small_args(pos_emb="none"), seed=4)
+    stage.tied_modules = nn.ModuleDict({"embedding": other.embedding})
+    load_weights(stage, tmp_path, spec=source.spec)
+    loaded = stage.tied_modules["embedding"].word_embeddings.weight
+    assert torch.equal(loaded, source.embedding.word_embeddings.weight)
+
+
+def test_one_kernel_can_start_all_layers_of_a_per_layer_model(tmp_path: Path) -> None:
+    source = saved_model(tmp_path, pos_emb="kerple_log")
+    target = random_model(small_args(pos_emb="kerple_log", kerple_share="per_layer"), 4)
+    load_weights(target, tmp_path)
+    assert torch.equal(logits_of(target, tokens()), logits_of(source, tokens()))
+
+
+@pytest.mark.parametrize("constraint", ["project", "softplus"])
+def test_another_constraint_keeps_the_kernel(tmp_path: Path, constraint: str) -> None:
+    source = saved_model(tmp_path, pos_emb="kerple_power")
+    target = random_model(small_args(pos_emb="kerple_power", kerple_constraint=constraint), 4)
+    load_weights(target, tmp_path)
+    expected = source.positional_tables(64).bias
+    torch.testing.assert_close(target.positional_tables(64).bias, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_smaller_padding_of_the_vocabulary_needs_the_real_size(tmp_path: Path) -> None:
+    saved_model(tmp_path, pos_emb="none")
+    spec = ModelSpec.from_args(small_args(pos_emb="none"), 48)
+    with pytest.raises(CheckpointError, match=r"\(64, 32\) in the checkpoint, \(48, 32\)"):
+        load_weights(GPTModel(spec), tmp_path)
+    with pytest.raises(CheckpointError, match=r"\(64, 32\) in the checkpoint, \(48, 32\)"):
+        load_weights(GPTModel(spec), tmp_path, vocab_size=60)
+    load_weights(GPTModel(spec), tmp_path, vocab_size=40)
+
+
+def test_another_positional_embedding_is_named(tmp_path: Path) -> None:
+    saved_model(tmp_path, pos_emb="kerple_log")
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(random_model(small_args(pos_emb="rpe")), tmp_path)
+    assert "pos_emb 'kerple_log' there, 'rpe' here" in str(caught.value)
+    assert "1.embedding.weight (32, 4): missing in the checkpoint" in str(caught.value)
+    assert "1.embedding.r2 (4,): not in the model" in str(caught.value)

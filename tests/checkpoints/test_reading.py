@@ -1,0 +1,197 @@
+"""Bad checkpoints are refused with all that is wrong; odd ones are read as what they are."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron
+from megatron.checkpoints import CheckpointError, find_layout, read_checkpoint
+from megatron.checkpoints.safe_load import load_file
+from tests.checkpoints.small_models import logits_of, saved_model, small_args, tokens
+from tests.conftest import FIXTURES
+
+LOG = FIXTURES / "official_kerple_log"
+POWER = FIXTURES / "official_kerple_power_mp2"
+
+
+class Trap:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, victim: Path) -> None:
+        self.victim = victim
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        import os
+
+        return os.mkdir, (str(self.victim),)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    saved_model(tmp_path / "run")
+    victim = tmp_path / "was_here"
+    path = tmp_path / "run" / "global_step5" / "mp_rank_00_model_states.pt"
+    torch.save({"module": {}, "extra": Trap(victim)}, path)
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt: refused.*mkdir"):
+        megatron.load_pretrained(tmp_path / "run")
+    assert not victim.exists()
+
+
+def test_official_training_states_are_read_without_running_anything() -> None:
+    state = load_file(LOG / "global_step7" / "mp_rank_00_model_states.pt", training_state=True)
+    assert state["iteration"] == 7
+    with pytest.raises(CheckpointError, match="refused"):
+        load_file(LOG / "global_step7" / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
+def test_damaged_files_are_named(tmp_path: Path, content: bytes | None) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(LOG, run)
+    path = run / "global_step7" / "layer_02-model_00-model_states.pt"
+    path.write_bytes(path.read_bytes()[:3000] if content is None else content)
+    with pytest.raises(CheckpointError, match=r"layer_02-model_00-model_states\.pt"):
+        megatron.load_pretrained(run)
+
+
+def test_missing_shards_are_all_listed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(POWER, run)
+    for layer in (3, 6):
+        (run / "global_step7" / f"layer_{layer:02d}-model_01-model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"incomplete, missing layer_03-.*, layer_06-"):
+        megatron.load_pretrained(run)
+
+
+def test_all_misfits_are_in_one_error(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(LOG, run)
+    config = run / "global_step7" / "configs" / "model.yml"
+    text = config.read_text().replace('"hidden-size": 48', '"hidden-size": 96')
+    config.write_text(text.replace('"num-layers": 3', '"num-layers": 2'))
+    with pytest.raises(CheckpointError) as caught:
+        megatron.load_pretrained(run)
+    message = str(caught.value)
+    assert "0.word_embeddings.weight: (128, 48) in the checkpoint, (128, 96) in the" in message
+    assert "2.mlp.dense_h_to_4h.bias: (192,) in the checkpoint, (384,) in the model" in message
+    assert "6.final_linear.weight (128, 96): missing in the checkpoint" in message
+    assert "7.final_linear.weight (128, 48): not in the model" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("global_step99", "names 'global_step99', which is not there .*global_step7"),
+        ("../elsewhere", "which is not there"),
+        ("", "which is not there"),
+    ],
+)
+def test_latest_that_points_nowhere(tmp_path: Path, content: str, complaint: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(LOG, run)
+    (run / "latest").write_text(content)
+    with pytest.raises(CheckpointError, match=complaint):
+        megatron.load_pretrained(run)
+
+
+def test_without_latest_the_newest_step_is_taken(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(LOG, run)
+    (run / "latest").unlink()
+    (run / "global_step7").rename(run / "global_step12")
+    assert find_layout(run).step_in_name == 12
+
+
+@pytest.mark.parametrize("make", ["missing", "file", "empty"])
+def test_paths_that_hold_no_checkpoint(tmp_path: Path, make: str) -> None:
+    path = tmp_path / "place"
+    if make == "file":
+        path.write_text("")
+    elif make == "empty":
+        path.mkdir()
+    with pytest.raises(CheckpointError, match=str(path)):
+        megatron.load_pretrained(path)
+
+
+def test_a_checkpoint_without_its_config_needs_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(POWER, run)
+    shutil.rmtree(run / "global_step7" / "configs")
+    with pytest.raises(CheckpointError, match="config="):
+        megatron.load_pretrained(run)
+    config = read_checkpoint(POWER).args
+    loaded = megatron.load_pretrained(run, config=config)
+    assert torch.equal(
+        logits_of(loaded, tokens()), logits_of(megatron.load_pretrained(POWER), tokens())
+    )
+
+
+def test_config_files_that_disagree_about_the_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(LOG, run)
+    configs = run / "global_step7" / "configs"
+    (configs / "other.yml").write_text("num-layers: 4\nseq-length-val: 512\n")
+    with pytest.raises(CheckpointError, match=r"num_layers is 3 in .*model.yml and 4 in .*other"):
+        megatron.load_pretrained(run)
+    (configs / "other.yml").write_text("seq-length-val: 512\nsave-interval: 10\n")
+    assert megatron.load_pretrained(run).config.model.seq_length_val == 512
+
+
+def test_keys_about_other_machines_do_not_stop_loading(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(LOG, run)
+    extra = run / "global_step7" / "configs" / "cluster.yml"
+    extra.write_text("some-cluster-key: 3\n")
+    with pytest.warns(UserWarning, match="some-cluster-key|some_cluster_key"):
+        megatron.load_pretrained(run)
+    extra.write_text("use-mup: true\nsome-cluster-key: 3\n")
+    with pytest.raises(CheckpointError, match="use_mup"):
+        megatron.load_pretrained(run)
+
+
+def test_kernels_that_pipeline_stages_trained_apart_stay_apart(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(LOG, run)
+    path = run / "global_step7" / "layer_04-model_00-model_states.pt"
+    layer = torch.load(path, weights_only=True)
+    layer["attention.rpe.bias_p"] += 0.5
+    torch.save(layer, path)
+    loaded = megatron.load_pretrained(run)
+    original = megatron.load_pretrained(LOG)
+    assert loaded.config.model.kerple_share == "per_layer"
+    first, last = (loaded.layers[i].positions for i in (0, 2))
+    assert first is not None
+    assert last is not None
+    shared = original.positional_tables(20).bias
+    assert torch.equal(first(20).bias, shared)
+    assert not torch.equal(last(20).bias, shared)
+    assert not torch.allclose(logits_of(loaded, tokens()), logits_of(original, tokens()))
+
+
+def test_official_letters_are_not_swapped() -> None:
+    """The official log kernel is -bias_p log(1 + bias_a d); the power one -bias_a d^bias_p."""
+    layer = torch.load(
+        LOG / "global_step7" / "layer_02-model_00-model_states.pt", weights_only=True
+    )
+    p, a = (layer[f"attention.rpe.bias_{x}"].reshape(-1, 1).clamp(min=0.01) for x in "pa")
+    d = torch.arange(300.0)
+    bias = megatron.load_pretrained(LOG).positional_tables(300).bias
+    torch.testing.assert_close(bias, -p * torch.log(1 + a * d))
+    shards = [
+        torch.load(
+            POWER / "global_step7" / f"layer_02-model_0{r}-model_states.pt", weights_only=True
+        )
+        for r in range(2)
+    ]
+    p, a = (torch.cat([s[f"attention.rpe.bias_{x}"] for s in shards]).reshape(-1, 1) for x in "pa")
+    bias = megatron.load_pretrained(POWER).positional_tables(300).bias
+    torch.testing.assert_close(bias, -a.clamp(min=0.01) * d ** p.clamp(0.01, 2))
+
+
+def test_the_padded_vocabulary_comes_from_the_weights() -> None:
+    checkpoint = read_checkpoint(LOG)
+    assert checkpoint.padded_vocab_size == 128
+    assert small_args().tokenizer.tokenizer_type == "CharLevelTokenizer"  # 512 ids by itself

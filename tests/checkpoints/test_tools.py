@@ -1,0 +1,118 @@
+"""The two command line tools."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megatron
+from megatron.checkpoints import read_checkpoint
+from tests.checkpoints.small_models import assert_equal_weights, logits_of, saved_model
+from tests.conftest import FIXTURES, REPOSITORY
+
+convert: Any = runpy.run_path(str(REPOSITORY / "tools" / "convert_checkpoint.py"))["main"]
+inspect: Any = runpy.run_path(str(REPOSITORY / "tools" / "inspect_checkpoint.py"))["main"]
+POWER = FIXTURES / "official_kerple_power_mp2"
+LOG = FIXTURES / "official_kerple_log"
+
+
+def test_any_to_any_keeps_the_official_logits(tmp_path: Path) -> None:
+    steps = [
+        (POWER, "a", ["--to", "hf"]),
+        (tmp_path / "a", "b", ["--to", "native", "--mp", "2", "--pp", "2"]),
+        (tmp_path / "b", "c", ["--to", "neox", "--mp", "1"]),
+        (tmp_path / "c", "d", ["--to", "native"]),
+        (tmp_path / "d", "e", ["--to", "hf"]),
+    ]
+    expected = np.load(POWER / "expected.npz")
+    for source, name, options in steps:
+        assert convert([str(source), str(tmp_path / name), *options]) == 0
+        model = megatron.load_pretrained(tmp_path / name)
+        logits = logits_of(model, torch.from_numpy(expected["tokens"]))
+        np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4, rtol=0)
+        assert model.iteration == 7
+        assert_equal_weights(read_checkpoint(POWER), read_checkpoint(tmp_path / name))
+
+
+def test_a_failed_conversion_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convert([str(POWER), str(tmp_path / "out"), "--to", "native", "--mp", "5"]) == 1
+    assert "5" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_destination_is_never_overwritten_by_accident(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "precious").write_text("")
+    assert convert([str(LOG), str(target), "--to", "native"]) == 1
+    assert "exists" in capsys.readouterr().err
+    assert (target / "precious").exists()
+    assert convert([str(LOG), str(target), "--to", "native", "--overwrite"]) == 0
+    assert not (target / "precious").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_precision_of_the_output(tmp_path: Path) -> None:
+    for to in ("native", "hf", "neox"):
+        assert convert([str(LOG), str(tmp_path / to), "--to", to, "--dtype", "bf16"]) == 0
+        weights = read_checkpoint(tmp_path / to).weights
+        assert weights["2.attention.dense.weight"].dtype == torch.bfloat16
+        assert weights["1.embedding.r1"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("option", [["--mp", "2"], ["--pp", "1"]])
+def test_hugging_face_folders_are_not_split(tmp_path: Path, option: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        convert([str(LOG), str(tmp_path / "out"), "--to", "hf", *option])
+
+
+def test_inspection_shows_kernels_and_effective_lengths(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert inspect([str(LOG), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    facts = report["checkpoint"]
+    assert (facts["kind"], facts["iteration"], facts["kernel_parameters"]) == ("kerple", 7, 12)
+    assert facts["parameters"] == sum(np.prod(w["shape"]) for w in report["weights"])
+    (kernel,) = report["kernels"]
+    model = megatron.load_pretrained(LOG)
+    bias = model.positional_tables(20481).bias
+    assert bias is not None
+    for head, length in enumerate(kernel["effective_lengths"]):
+        beyond = (bias[head] < -2).nonzero().flatten()
+        assert length == (int(beyond[0]) if len(beyond) else None)
+    assert inspect([str(LOG)]) == 0
+    text = capsys.readouterr().out
+    assert "effective length" in text
+    assert "2.attention.query_key_value.weight" in text
+
+
+def test_comparison_finds_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved_model(tmp_path / "a", pos_emb="kerple_log")
+    assert convert([str(tmp_path / "a"), str(tmp_path / "b"), "--to", "native"]) == 0
+    path = tmp_path / "b" / "global_step5" / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    state["module"]["sequential.2.attention.dense.bias"][3] += 0.25
+    torch.save(state, path)
+    capsys.readouterr()
+    assert inspect([str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    (difference,) = json.loads(capsys.readouterr().out)["differences"]
+    assert difference["name"] == "2.attention.dense.bias"
+    assert difference["size"] == pytest.approx(0.25)
+    assert inspect([str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("none")
+
+
+def test_errors_are_one_line_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect(["nowhere"]) == 1
+    assert capsys.readouterr().err == "error: nowhere: no such checkpoint directory\n"
