@@ -22,15 +22,20 @@ from megatron.data.gpt_dataset import (
     build_train_valid_test_datasets,
 )
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.manifest import check_tokenizer
+from megatron.tokenizer import Tokenizer
 
-__all__ = ["DataSettings", "build_datasets", "sample_counts"]
+__all__ = ["DataSettings", "build_datasets", "check_tokenizers", "sample_counts"]
 
 
 class DataSettings(Protocol):
     """The config fields used here; ``train_data_paths`` and the like are read by name."""
 
-    data_path: Any
-    split: str
+    @property
+    def data_path(self) -> Any: ...
+
+    @property
+    def split(self) -> str: ...
 
 
 def sample_counts(
@@ -43,6 +48,13 @@ def sample_counts(
         evaluations * eval_iters * global_batch,
         eval_iters * global_batch,
     )
+
+
+def check_tokenizers(data: DataSettings, tokenizer: Tokenizer) -> None:
+    """Refuse any of the config's datasets that says it was made with another tokenizer."""
+    paths = [path for name in SPLIT_NAMES for path in _paths(data, name)]
+    for path in [data.data_path] if data.data_path else paths:
+        check_tokenizer(path, tokenizer)
 
 
 def build_datasets(

@@ -13,6 +13,7 @@ import tarfile
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import zstandard
 
 from megatron.data import DataError, IndexedDataset
 from megatron.data import chunks as chunks_module
+from megatron.data.config import check_tokenizers
 from megatron.data.manifest import check_tokenizer, read_manifest
 from megatron.data.preprocess import Outcome, PreprocessOptions, preprocess
 from megatron.tokenizer import build_tokenizer
@@ -256,6 +258,11 @@ def test_the_manifest_knows_the_tokenizer(tmp_path: Path) -> None:
     gpt2 = build_tokenizer("GPT2BPETokenizer", vocab_file=Path(gpt3.__file__).parent / "data")
     with pytest.raises(DataError, match="prepared with CharLevelTokenizer"):
         check_tokenizer(prefix, gpt2)
+    for data in ({"data_path": prefix}, {"data_path": None, "valid_data_paths": [str(prefix)]}):
+        settings = SimpleNamespace(split="1", **data)
+        check_tokenizers(settings, BYTES)
+        with pytest.raises(DataError, match="prepared with CharLevelTokenizer"):
+            check_tokenizers(settings, gpt2)
     with prefix.with_suffix(".bin").open("ab") as handle:
         handle.write(b"\0\0")
     assert read_manifest(prefix) is None  # it describes files that are no longer these
