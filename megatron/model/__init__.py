@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["GPTModel", "ModelSpec", "build_model"]
 
 
-def build_model(
-    args: NeoXArgs, *, padded_vocab_size: int, tp: TensorParallel = SERIAL
-) -> GPTModel:
+def build_model(args: NeoXArgs, *, padded_vocab_size: int, tp: TensorParallel = SERIAL) -> GPTModel:
     """The model that a config describes, freshly initialised, without a pipeline."""
     return GPTModel(ModelSpec.from_args(args, padded_vocab_size), tp)

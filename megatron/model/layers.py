@@ -1,11 +1,11 @@
 """The model as a list of layers, at GPT-NeoX's indices.
 
-    0          Embedding                 tokens -> hidden
-    1          PositionTables            the kernel's owner; a plain function where there is none
-    2 .. L+1   TransformerLayer
-    L+2        drop_tables               a function
-    L+3        FinalNorm
-    L+4        head
+0          Embedding                 tokens -> hidden
+1          PositionTables            the kernel's owner; a plain function where there is none
+2 .. L+1   TransformerLayer
+L+2        drop_tables               a function
+L+3        FinalNorm
+L+4        head
 """
 
 from __future__ import annotations

@@ -55,8 +55,6 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of each target, fp32, of shape `targets.shape`."""
     if tp.size == 1:
-        flat = F.cross_entropy(
-            logits.float().flatten(0, -2), targets.flatten(), reduction="none"
-        )
+        flat = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
         return flat.view_as(targets)
     return _VocabParallelCrossEntropy.apply(logits, targets, tp)

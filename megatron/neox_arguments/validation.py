@@ -24,6 +24,28 @@ def check(args: NeoXArgs) -> None:
     _check_blends(args)
     _check_evaluation(args)
     _check_launcher(args)
+    _check_not_implemented(args)
+
+
+NOT_IMPLEMENTED = {
+    "no_save_optim": "optimizer states are always saved; --to hf exports weights alone",
+    "use_checkpoint_lr_scheduler": "the schedule always comes from the config, its step from the "
+    "checkpoint",
+    "checkpoint_validation_with_forward_pass": "checkpoints are verified by checksums instead",
+    "wandb_init_all_ranks": "rank 0 logs for all",
+    "log_grad_norm": "the norm of all gradients is always logged as grad_norm",
+    "log_param_norm": "per-parameter norms are not logged",
+    "log_optimizer_states": "optimizer states are not logged",
+    "log_grad_pct_zeros": "the share of zero gradients is not logged",
+}
+
+
+def _check_not_implemented(args: NeoXArgs) -> None:
+    """Keys of GPT-NeoX that mean something only when true."""
+    flat = args.to_dict()
+    for key, reason in NOT_IMPLEMENTED.items():
+        if flat.get(key):
+            raise ConfigError(f"{key} = true is not implemented here: {reason}. Remove it.")
 
 
 def _divisors_near(number: int, wanted: int) -> int:

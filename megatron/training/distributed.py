@@ -19,13 +19,21 @@ if TYPE_CHECKING:
 
 
 def start_distributed(args: NeoXArgs) -> ParallelState:
-    """Join the other ranks (found by the launcher's, Slurm's or no variables) and lay the grid."""
+    """Join the other ranks and lay the grid."""
+    join_job(args)
+    return initialize_parallel(args.parallel.pipe_parallel_size, args.parallel.model_parallel_size)
+
+
+def join_job(args: NeoXArgs) -> None:
+    """Join the other ranks, found by the launcher's, Slurm's or no variables; once."""
+    if dist.is_initialized():
+        return
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    from megatron.neox_arguments import discover_environment
+    from megatron.neox_arguments.environment import environment_for
 
-    environment = discover_environment()
+    environment = environment_for(args.launcher)
     os.environ["LOCAL_RANK"] = str(environment.local_rank)
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
@@ -33,14 +41,12 @@ def start_distributed(args: NeoXArgs) -> ParallelState:
         accelerator.set_device(environment.local_rank)
     if on_cpu:
         _without_compiled_collectives()
-    if not dist.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend="gloo" if on_cpu else args.parallel.distributed_backend,
-            auto_mpi_discovery=False,
-            verbose=False,
-            timeout=timedelta(minutes=args.runtime.distributed_timeout_minutes),
-        )
-    return initialize_parallel(args.parallel.pipe_parallel_size, args.parallel.model_parallel_size)
+    deepspeed.init_distributed(
+        dist_backend="gloo" if on_cpu else args.parallel.distributed_backend,
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(minutes=args.runtime.distributed_timeout_minutes),
+    )
 
 
 def _without_compiled_collectives() -> None:

@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron.training.distributed import join_job
+from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
+EXIT_USER_ERROR = 2
+
 
 def run_and_report(args: NeoXArgs) -> int:
-    """Train; 0 when finished, 2 for mistakes in config, data or checkpoints."""
+    """Train; 0 when finished, 2 for mistakes in config, data or checkpoints.
+
+    The other codes are those of `hooks.stopping` and `liveness`; docs/reliability.md lists all.
+    """
+    heartbeat, finished = None, False
     try:
+        join_job(args)
+        heartbeat = start_heartbeat(args.runtime.distributed_timeout_minutes)
         code = train(args)
+        finished = True
     except ValueError as error:
         # Config, data, tokenizer, checkpoint and engine errors are all ValueErrors of ours.
         if not type(error).__module__.startswith("megatron."):
             raise
         rank = dist.get_rank() if dist.is_initialized() else 0
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-        return 2
+        return EXIT_USER_ERROR
+    except RuntimeError as error:
+        if not explain(heartbeat, error):
+            raise
+        sys.stdout.flush()
+        os._exit(EXIT_PEER_LOST)  # what is left of the process group would wait for the dead
+    finally:
+        if heartbeat is not None:
+            heartbeat.stop(finished=finished)
     if dist.is_initialized():  # after an error, peers may be gone: leave without a farewell
         dist.destroy_process_group()
     return code

@@ -100,6 +100,7 @@ class WeightsAndBiases:
                 "pip install -r requirements/requirements-wandb.txt, or set use_wandb: false"
             ) from error
         options = args.logging
+        os.environ.setdefault("WANDB_BASE_URL", options.wandb_host)
         self._run = wandb.init(
             project=options.wandb_project,
             group=options.wandb_group,

@@ -29,11 +29,10 @@ class Schedule:
     style: str
 
     def __call__(self, step: int) -> float:
-        if self.warmup_steps and step <= self.warmup_steps:
-            return self.peak * step / self.warmup_steps
-        if self.style == "constant":
-            return self.peak
-        if step > self.decay_steps:
+        """The rate of the step that follows `step` steps."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if step >= self.decay_steps and self.style != "constant":
             return self.minimum
         span = max(self.decay_steps - self.warmup_steps, 1)
         left = DECAYS[self.style]((step - self.warmup_steps) / span)
@@ -50,12 +49,12 @@ class Scheduler:
         self._apply()
 
     def step(self, *_: Any, **__: Any) -> None:
-        """Count one optimizer step. The rate is the one that the next step will use."""
+        """Count one optimizer step and set the rate of the next."""
         self.steps += 1
         self._apply()
 
     def get_lr(self) -> list[float]:
-        return [self.schedule(self.steps + 1)]
+        return [self.schedule(self.steps)]
 
     get_last_lr = get_lr
 
@@ -67,6 +66,6 @@ class Scheduler:
         self._apply()
 
     def _apply(self) -> None:
-        rate = self.schedule(self.steps + 1)
+        rate = self.schedule(self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate

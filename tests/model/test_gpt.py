@@ -1,0 +1,156 @@
+"""The decoder: its size, its variants, and that its shortcuts do not change its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model import GPTModel, ModelSpec
+from megatron.model.mlp import default_intermediate_size
+from megatron.model.transformer import TransformerLayer
+from megatron.neox_arguments import NeoXArgs
+from tests.conftest import REPOSITORY
+
+SPEC = ModelSpec(
+    padded_vocab_size=96,
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    pos_emb="kerple_log",
+)
+
+
+def tokens(batch: int = 2, length: int = 40, seed: int = 0) -> Tensor:
+    return torch.randint(96, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: GPTModel, text: Tensor, chunk: int | None) -> dict[str, Tensor]:
+    model.zero_grad()
+    model.token_losses(text[:, :-1], text[:, 1:], chunk).mean().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_papers_model_has_the_papers_size() -> None:
+    args = NeoXArgs.from_files([REPOSITORY / "configs" / "small_bf16.yml"])
+    model = GPTModel(ModelSpec.from_args(args, padded_vocab_size=50304))
+    assert model.num_parameters() == 162_322_968
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation": "geglu"},
+        {"activation": "swiglu", "norm": "rmsnorm"},
+        {"activation": "relu", "norm": "scalenorm"},
+        {"activation": "mish", "use_bias_in_mlp": False, "use_bias_in_attn_linear": False},
+        {"gpt_j_residual": True},
+        {"gpt_j_residual": True, "gpt_j_tied": True},
+        {"no_weight_tying": True, "output_layer_parallelism": "row"},
+        {"init_method": "small_init", "output_layer_init_method": "wang_init"},
+        {"kerple_share": "per_layer"},
+        {"sliding_window_width": 8},
+        {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    ],
+    ids=str,
+)
+def test_every_variant_learns_with_all_its_parameters(change: dict[str, object]) -> None:
+    model = GPTModel(replace(SPEC, **change))
+    found = gradients(model, tokens(), None)
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    assert all(bool(torch.isfinite(g).all()) and float(g.abs().sum()) > 0 for g in found.values())
+
+
+def test_fused_gelu_is_the_tanh_approximation() -> None:
+    assert replace(SPEC, bias_gelu_fusion=True).activation_name == "gelu_tanh"
+    assert SPEC.activation_name == "gelu"
+
+
+def test_gated_layers_keep_the_parameter_count_near_ungated() -> None:
+    assert default_intermediate_size(768, "gelu") == 3072
+    assert default_intermediate_size(768, "swiglu") == 2048
+
+
+def test_chunked_loss_equals_the_whole() -> None:
+    model, text = GPTModel(SPEC), tokens(length=71)
+    with torch.no_grad():
+        whole = model.token_losses(text[:, :-1], text[:, 1:], None)
+        pieces = model.token_losses(text[:, :-1], text[:, 1:], 13)
+    torch.testing.assert_close(pieces, whole)
+    expected = gradients(model, text, None)
+    for name, gradient in gradients(model, text, 13).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("layers_per_block", [1, 2, 3])
+def test_activation_checkpointing_changes_no_gradient(layers_per_block: int) -> None:
+    spec = replace(SPEC, num_layers=3, hidden_dropout=0.2, attention_dropout=0.2)
+    text = tokens()
+    torch.manual_seed(5)
+    expected = gradients(GPTModel(spec), text, None)
+    recomputing = replace(spec, checkpoint_activations=True, checkpoint_num_layers=layers_per_block)
+    torch.manual_seed(5)
+    for name, gradient in gradients(GPTModel(recomputing), text, None).items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def test_the_kernel_is_shared_or_each_layers_own() -> None:
+    shared = [n for n, p in GPTModel(SPEC).named_parameters() if n.endswith(".r1")]
+    own = GPTModel(replace(SPEC, kerple_share="per_layer"))
+    assert shared == ["sequential.1.embedding.r1"]
+    first, second = (p for n, p in own.named_parameters() if n.endswith(".r1"))
+    assert not torch.equal(first, second)
+
+
+def test_a_window_hides_what_is_farther() -> None:
+    model, text = GPTModel(SPEC).eval(), tokens(batch=1)
+    changed = text.clone()
+    changed[0, 0] = (changed[0, 0] + 1) % 96
+    with torch.no_grad():
+        assert not torch.equal(model(text)[0, -1], model(changed)[0, -1])
+        model.set_window(8)  # two layers see 15 tokens back
+        torch.testing.assert_close(model(text)[0, -1], model(changed)[0, -1])
+        model.set_window(None)
+        assert not torch.equal(model(text)[0, -1], model(changed)[0, -1])
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    model = GPTModel(replace(SPEC, hidden_dropout=0.5, attention_dropout=0.5)).eval()
+    text = tokens()
+    with torch.no_grad():
+        assert torch.equal(model(text), model(text))
+        model.train()
+        assert not torch.equal(model(text), model(text))
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_does() -> None:
+    torch.manual_seed(1)
+    first = GPTModel(SPEC).state_dict()
+    torch.manual_seed(2)
+    second = GPTModel(SPEC).state_dict()
+    other = GPTModel(replace(SPEC, seed=7)).state_dict()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    assert not torch.equal(
+        first["sequential.0.word_embeddings.weight"], other["sequential.0.word_embeddings.weight"]
+    )
+
+
+def test_layers_are_typed_at_neox_indices() -> None:
+    model = GPTModel(SPEC)
+    kinds = [type(layer).__name__ for layer in model.sequential]
+    assert kinds[0] == "Embedding" and kinds[1] == "PositionTables"
+    assert all(isinstance(model.sequential[2 + i], TransformerLayer) for i in range(2))
+    assert kinds[5] == "FinalNorm" and len(kinds) == 7
+
+
+def test_unknown_names_are_listed_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="norm 'batchnorm' is unknown; choose one of layernorm"):
+        GPTModel(replace(SPEC, norm="batchnorm"))
+    with pytest.raises(ValueError, match="activation 'gulu' is unknown"):
+        GPTModel(replace(SPEC, activation="gulu"))
+    with pytest.raises(ValueError, match="init_method 'zeros' is unknown"):
+        GPTModel(replace(SPEC, init_method="zeros"))

@@ -1,0 +1,87 @@
+"""Run in two processes by test_tensor_parallel.py: split models against whole ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.model import GPTModel, ModelSpec
+from megatron.mpu import SERIAL, TensorParallel, vocab_parallel_cross_entropy
+
+SPEC = ModelSpec(
+    padded_vocab_size=96,
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    pos_emb="kerple_log",
+    no_weight_tying=True,
+)
+VARIANTS = {
+    "column head": SPEC,
+    "row head": replace(SPEC, output_layer_parallelism="row"),
+    "tied": replace(SPEC, no_weight_tying=False),
+    "gated": replace(SPEC, activation="geglu"),
+    "parallel residual": replace(SPEC, gpt_j_residual=True, norm="rmsnorm"),
+    "two tables": replace(SPEC, pos_emb="kerple_bias_wht"),
+    "buckets": replace(SPEC, pos_emb="rpe"),
+    "slopes": replace(SPEC, pos_emb="alibi", num_attention_heads=2),
+    "rotary": replace(SPEC, pos_emb="rotary"),
+}
+
+
+def differences(spec: ModelSpec, tp: TensorParallel) -> dict[str, float]:
+    """How far logits, losses and gradients of the split model are from the whole one's."""
+    text = torch.randint(96, (2, 33), generator=torch.Generator().manual_seed(0))
+    whole, split = GPTModel(spec), GPTModel(spec, tp)
+    with torch.no_grad():
+        logits = float((whole(text) - split(text)).abs().max())
+    losses = []
+    for model in (whole, split):
+        loss = model(text[:, :-1], text[:, 1:])
+        loss.mean().backward()
+        losses.append(loss.detach())
+    replicated = "sequential.2.input_layernorm." + ("scale" if spec.norm == "rmsnorm" else "weight")
+    gradients = [dict(model.named_parameters())[replicated].grad for model in (whole, split)]
+    assert gradients[0] is not None and gradients[1] is not None
+    return {
+        "logits": logits,
+        "losses": float((losses[0] - losses[1]).abs().max()),
+        "gradient": float((gradients[0] - gradients[1]).abs().max()),
+    }
+
+
+def cross_entropy_difference(tp: TensorParallel) -> float:
+    """Loss and gradient against torch's, with logits far from zero."""
+    generator = torch.Generator().manual_seed(3)
+    full = 40 * torch.randn(5, 7, 96, generator=generator)
+    targets = torch.randint(96, (5, 7), generator=generator)
+    share = tp.slice_of(96, "vocabulary")
+    reference = full.clone().requires_grad_()
+    expected = vocab_parallel_cross_entropy(reference, targets, SERIAL)
+    expected.square().sum().backward()
+    local = full[..., share].clone().requires_grad_()
+    found = vocab_parallel_cross_entropy(local, targets, tp)
+    found.square().sum().backward()
+    assert reference.grad is not None and local.grad is not None
+    gap = (reference.grad[..., share] - local.grad).abs().max()
+    return max(float((expected - found).abs().max()), float(gap))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    tp = TensorParallel(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    found: dict[str, object] = {name: differences(spec, tp) for name, spec in VARIANTS.items()}
+    found["cross entropy"] = cross_entropy_difference(tp)
+    if tp.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
