@@ -6,7 +6,12 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron.evaluation.losses import mean_and_error, sequence_losses, windowed
+from megatron.evaluation.losses import (
+    mean_and_error,
+    perplexity,
+    sequence_losses,
+    windowed,
+)
 from megatron.evaluation.options import EvaluationOptions, Split
 from megatron.evaluation.registry import Context, EvaluationTask, task
 from megatron.evaluation.sequences import (
@@ -78,7 +83,11 @@ class Extrapolation(EvaluationTask):
         return f"{self.name}_windowed" if options.window else self.name
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        return {**data_parameters(options), "lengths": options.lengths}
+        return {
+            **data_parameters(options),
+            "lengths": options.lengths,
+            "char_level_ppl": options.char_level_ppl,
+        }
 
     def run(self, context: Context) -> dict[str, Any]:
         options = context.options
@@ -130,4 +139,20 @@ def _measure(context: Context, files: Any, split: Split, length: int) -> dict[st
         batch_tokens=options.batch_tokens,
         label=f"extrapolation {split} {length}",
     )
-    return {"length": length, **mean_and_error(losses)}
+    entry: dict[str, Any] = {"length": length, **mean_and_error(losses)}
+    if options.char_level_ppl:
+        entry |= _per_character(context, sequences, entry)
+    return entry
+
+
+def _per_character(
+    context: Context, sequences: SequenceSet, entry: dict[str, Any]
+) -> dict[str, Any]:
+    """The same loss shared out over characters, which makes tokenizers comparable."""
+    tokenizer = context.tokenizer()
+    texts = (tokenizer.detokenize(sequences[i][1:].tolist()) for i in range(len(sequences)))
+    characters = sum(map(len, texts))
+    return {
+        "characters": characters,
+        "char_ppl": perplexity(entry["loss"] * entry["tokens"] / characters),
+    }

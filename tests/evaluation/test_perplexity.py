@@ -18,6 +18,7 @@ from megatron.evaluation.positionwise import bucket_edges
 from megatron.evaluation.runner import run_evaluation
 from megatron.evaluation.sliding import window_starts
 from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import build_tokenizer
 from tests.evaluation.helpers import plain_losses, write_run
 
 LENGTHS = [8, 16, 32]
@@ -63,6 +64,16 @@ def test_extrapolation_on_the_official_sequences(tmp_path: Path) -> None:
             assert entry["ppl"] == pytest.approx(math.exp(statistics.fmean(means)), rel=1e-4)
             assert entry["stderr"] == pytest.approx(statistics.stdev(means) / 5**0.5, rel=1e-3)
             assert (entry["tokens"], entry["sequences"]) == (5 * length, 5)
+
+
+def test_perplexity_per_character(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[16], char_level_ppl=True)
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    texts = official_texts(args, 16, 5)["valid"]
+    characters = sum(len(tokenizer.detokenize(text[1:].tolist())) for text in texts)
+    (entry,) = evaluated(args, "extrapolation")["results"]["valid"]
+    assert entry["characters"] == characters < entry["tokens"]  # some bytes are no characters
+    assert math.log(entry["char_ppl"]) == pytest.approx(entry["loss"] * 80 / characters)
 
 
 def test_result_file_says_what_was_measured(tmp_path: Path) -> None:
