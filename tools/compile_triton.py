@@ -30,24 +30,25 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.model.kernels.triton_compat import Launch, triton, unavailable
-from megatron.model.kernels.triton_launch import (
-    Problem,
-    backward_launches,
-    forward_launch,
-)
+from megatron.model.kernels import triton_softmax
+from megatron.model.kernels.triton_compat import Launch, interpreted, triton, unavailable
+from megatron.model.kernels.triton_launch import Problem, backward_launches, forward_launch
 
 # What one block may use, in bytes (CUDA C++ programming guide, "maximum amount of shared memory
 # per thread block": 163 KB for 8.0, 227 KB for 9.0).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# which tables there are (bias, weight), and whether they are learned
 TABLES = {
-    "none": (False, False),
-    "bias": (True, False),
-    "weight": (False, True),
-    "both": (True, True),
+    "none": (False, False, False),
+    "bias": (True, False, True),
+    "weight": (False, True, True),
+    "both": (True, True, True),
+    "fixed-bias": (True, False, False),
+    "fixed-both": (True, True, False),
 }
 DIMS = (32, 64, 80, 96, 128, 160, 192, 256)
+ARCHITECTURES = tuple(SHARED_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,6 @@ class Configuration:
     dtype: str
     tables: str
     arch: int
-    precision: str = "tf32x3"
     pruned: bool = False
 
 
@@ -72,25 +72,29 @@ class Report:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    atomics: int
 
     @property
     def fits(self) -> bool:
-        return self.spill_bytes == 0 and self.shared_bytes <= SHARED_LIMIT[self.configuration.arch]
+        limit = SHARED_LIMIT[self.configuration.arch]
+        return self.spill_bytes == 0 and self.shared_bytes <= limit and self.atomics == 0
 
     def row(self) -> tuple[str, ...]:
         c, o = self.configuration, self.options
-        block = f"{o.get('BLOCK_M', o.get('BLOCK'))}x{o.get('BLOCK_N', o.get('BLOCK', '-'))}"
-        dtype = f"{c.dtype}/{c.precision}" if c.dtype == "fp32" else c.dtype
+        rows = o.get("BLOCK_M") or o.get("QUERIES") or o.get("ROWS") or 1
+        columns = o.get("BLOCK_N") or o.get("KEYS") or o.get("DISTANCES") or o.get("BLOCK") or "-"
+        block = f"{rows}x{columns}"
         return (
-            f"sm_{c.arch}", self.kernel, str(c.head_dim), dtype, c.tables, block,
+            f"sm_{c.arch}", self.kernel, str(c.head_dim), c.dtype, c.tables, block,
             str(o.get("num_warps", 4)), str(o.get("num_stages", "-")), str(self.registers),
-            str(self.spill_bytes), f"{self.shared_bytes / 1024:.1f}", "yes" if self.fits else "NO",
+            str(self.spill_bytes), f"{self.shared_bytes / 1024:.1f}", str(self.atomics),
+            "yes" if self.fits else "NO",
         )  # fmt: skip
 
 
 HEADER = (
     "arch", "kernel", "D", "dtype", "tables", "block", "warps", "stages", "registers",
-    "spill B", "shared KB", "fits",
+    "spill B", "shared KB", "atomics", "fits",
 )  # fmt: skip
 
 
@@ -131,31 +135,58 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
         torch.zeros(1, length, heads, configuration.head_dim, dtype=dtype).transpose(1, 2)
         for _ in range(4)
     )
-    has_bias, has_weight = TABLES[configuration.tables]
+    has_bias, has_weight, learned = TABLES[configuration.tables]
     table = torch.zeros(heads, length)
     problem = Problem(
         q, k, v,
         table if has_bias else None,
         table if has_weight else None,
         torch.full((heads,), length, dtype=torch.int32) if configuration.pruned else None,
-        length, 0.125, configuration.precision,
+        length, 0.125,
     )  # fmt: skip
     forward, out, lse = forward_launch(problem)
     backward, _ = backward_launches(
-        problem, out, lse, grad, table_grads=(has_bias, has_weight), processors=108
+        problem, out, lse, grad, table_grads=(learned, learned), processors=108
     )
     return [forward, *backward]
+
+
+def softmax_launches(configuration: Configuration) -> list[Launch]:
+    """The fused softmax's launch records; it does not depend on the head dimension."""
+    heads, length = 2, 160
+    scores, grad = (torch.zeros(1, heads, length, length, dtype=DTYPES[configuration.dtype]),) * 2
+    has_bias, has_weight, learned = TABLES[configuration.tables]
+    bias, weight = (torch.zeros(heads, length) if has else None for has in (has_bias, has_weight))
+    settings = (0.125, length, 0)
+    forward, probs = triton_softmax.forward_launch(scores, bias, weight, *settings)
+    backward, _, delta = triton_softmax.backward_launch(probs, grad, weight, *settings)
+    launches = [forward, backward]
+    if learned:
+        kept = scores if has_weight else None
+        launches.append(
+            triton_softmax.table_launch(probs, grad, kept, delta, has_bias, *settings)[0]
+        )
+    return launches
+
+
+LAUNCHES = {"attention": attention_launches, "softmax": softmax_launches}
+
+
+def reports_of(configuration: Configuration, kernels: str = "attention") -> list[Report]:
+    """Compile all kernels of one configuration."""
+    return [compile_launch(launch, configuration) for launch in LAUNCHES[kernels](configuration)]
 
 
 def compile_launch(launch: Launch, configuration: Configuration) -> Report:
     """Compile one launch record and ask ptxas what it needs."""
     with absent_gpu(configuration.arch):
         compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
-    registers, spills = assemble(compiled.asm["ptx"], configuration.arch)
+    ptx = compiled.asm["ptx"]
+    registers, spills = assemble(ptx, configuration.arch)
+    atomics = len(re.findall(r"^\s*(?:@\S+\s+)?(?:atom|red)\.", ptx, re.MULTILINE))
     name = launch.kernel.fn.__name__.removesuffix("_kernel").removeprefix("attention_")
-    return Report(
-        configuration, name, launch.options, registers, spills, int(compiled.metadata.shared)
-    )
+    shared = int(compiled.metadata.shared)
+    return Report(configuration, name, launch.options, registers, spills, shared, atomics)
 
 
 def _ptxas(arch: int) -> list[str]:
@@ -189,11 +220,14 @@ def assemble(ptx: str, arch: int) -> tuple[int, int]:
 def configurations(
     dims: Iterable[int], dtypes: Iterable[str], tables: Iterable[str], archs: Iterable[int]
 ) -> Iterator[Configuration]:
-    """The matrix: fp32 in both of its precisions, the pruned walk with the bias tables."""
+    """The matrix; the walk with pruning is the one that needs more registers."""
     for arch, dtype, dim, table in itertools.product(archs, dtypes, dims, tables):
-        precisions = ("tf32x3", "tf32") if dtype == "fp32" else ("tf32x3",)
-        for precision in precisions:
-            yield Configuration(dim, dtype, table, arch, precision, pruned=table != "none")
+        if dtype != "fp32" or dim <= 128:
+            yield Configuration(dim, dtype, table, arch, pruned=table != "none")
+
+
+def all_configurations() -> list[Configuration]:
+    return list(configurations(DIMS, DTYPES, TABLES, ARCHITECTURES))
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
@@ -210,8 +244,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument(
-        "--arch", type=int, nargs="+", choices=SHARED_LIMIT, default=list(SHARED_LIMIT)
+        "--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES)
     )
+    parser.add_argument("--kernels", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
     return parser.parse_args(argv)
 
 
@@ -220,12 +255,17 @@ def main(argv: list[str] | None = None) -> int:
     if (reason := unavailable()) is not None:
         print(reason, file=sys.stderr)
         return 2
-    reports = []
-    for configuration in configurations(
-        arguments.dims, arguments.dtypes, arguments.tables, arguments.arch
-    ):
-        for launch in attention_launches(configuration):
-            reports.append(compile_launch(launch, configuration))
+    if interpreted():
+        print("unset TRITON_INTERPRET: the interpreter does not compile", file=sys.stderr)
+        return 2
+    reports: list[Report] = []
+    for kernels in arguments.kernels:
+        # the softmax knows no head dimension and no matrix product
+        dims = arguments.dims if kernels == "attention" else arguments.dims[:1]
+        for configuration in configurations(
+            dims, arguments.dtypes, arguments.tables, arguments.arch
+        ):
+            reports += reports_of(configuration, kernels)
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     print_table([HEADER, *(report.row() for report in reports)])

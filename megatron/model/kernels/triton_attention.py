@@ -21,13 +21,14 @@ from megatron.model.kernels.triton_launch import (
     Problem,
     backward_launches,
     forward_launch,
-    matmul_precision,
 )
 
 __all__ = ["can_run", "triton_attention"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
+# above this the fp32 backward does not fit in registers
+_MAX_HEAD_DIM_FP32 = 128
 # rows are loaded 16 elements at a time, from addresses that are multiples of 16 bytes
 _ALIGNMENT = 16
 # stands in for the number of multiprocessors in the interpreter: enough to split small problems
@@ -51,9 +52,11 @@ def can_run(
     if any(x.device != q.device for x in tensors):
         return f"its tensors must be on one device, got {sorted({str(x.device) for x in tensors})}"
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in _DTYPES:
-        return f"it takes bf16, fp16 or fp32, the same for q, k and v; got {q.dtype}, {k.dtype}, {v.dtype}"
-    if q.shape[-1] > _MAX_HEAD_DIM:
-        return f"head dim {q.shape[-1]} is above {_MAX_HEAD_DIM}"
+        found = f"{q.dtype}, {k.dtype}, {v.dtype}"
+        return f"it takes bf16, fp16 or fp32, the same for q, k and v; got {found}"
+    limit = _MAX_HEAD_DIM_FP32 if q.dtype == torch.float32 else _MAX_HEAD_DIM
+    if q.shape[-1] > limit:
+        return f"head dim {q.shape[-1]} is above {limit}, its limit for {q.dtype}"
     if interpreted():
         if q.dtype == torch.bfloat16:
             return "Triton's interpreter cannot multiply bf16; use fp16 or fp32 there"
@@ -134,20 +137,19 @@ class _TritonAttention(torch.autograd.Function):
         q, k, v = aligned(q), aligned(k), aligned(v)
         if visible is not None:
             visible = visible.to(device=q.device, dtype=torch.int32).contiguous()
-        precision = matmul_precision()
-        problem = Problem(q, k, v, bias, weight, visible, window, scale, precision)
+        problem = Problem(q, k, v, bias, weight, visible, window, scale)
         launch, out, lse = forward_launch(problem)
         with device_of(q):
             launch.run()
         ctx.save_for_backward(q, k, v, bias, weight, visible, out, lse)
-        ctx.window, ctx.scale, ctx.precision = window, scale, precision
+        ctx.window, ctx.scale = window, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, weight, visible, out, lse = ctx.saved_tensors
-        problem = Problem(q, k, v, bias, weight, visible, ctx.window, ctx.scale, ctx.precision)
+        problem = Problem(q, k, v, bias, weight, visible, ctx.window, ctx.scale)
         launches, result = backward_launches(
             problem,
             out,
@@ -159,7 +161,7 @@ class _TritonAttention(torch.autograd.Function):
         with device_of(q):
             for launch in launches:
                 launch.run()
-        dq = result.dq_shares.sum(0)[:, :, : q.shape[2]].mul_(ctx.scale).to(q.dtype)
+        dq = result.dq_shares.sum(0).mul_(ctx.scale).to(q.dtype)
         dbias = _table_gradient(result.dbias_shares, result, bias, k.shape[2])
         dweight = _table_gradient(result.dweight_shares, result, weight, k.shape[2])
         if dweight is not None:
@@ -174,5 +176,5 @@ def _table_gradient(
     if shares is None or table is None:
         return None
     grad = torch.zeros_like(table)
-    grad[:, :length] = shares.sum((0, 1))[:, result.pad : result.pad + length]
+    grad[:, :length] = shares.sum((0, 1, 3))[:, result.pad : result.pad + length]
     return grad

@@ -12,7 +12,7 @@ compiler may prefetch across its iterations. Between two key blocks the same add
 there stands a barrier. No other program ever touches them.
 
 The gradient of a table. d = position of the query - position of the key, so an entry collects a
-diagonal. Tiles are square (B x B), and rolling row j of dS^T left by j turns diagonals to columns:
+diagonal. In a square of B keys and B queries, rolling row j left by j turns diagonals to columns:
 
       i  0 1 2 3            column c   0 1 2 3
     j 0  a b c d              j 0      a b c d         dS^T[j, i] = element of key j, query i
@@ -22,14 +22,14 @@ diagonal. Tiles are square (B x B), and rolling row j of dS^T left by j turns di
 
 Column sums of the unmarked part belong to distances base .. base+B-1, those of the marked part to
 base-B .. base-1. The next query block has base' = base + B, so its marked sums join the unmarked
-sums of this one: they wait in `carry`, and each step adds one complete row of B distances.
+sums of this one: they wait in `carry`, and each step adds one complete row of B distances. A tile
+holds more keys than queries: it is a stack of such squares (`SQUARES`), each with sums of its own.
 """
 
 # Triton reads the signatures below; their run-time arguments have no Python types.
 # mypy: disable-error-code="no-untyped-def, name-defined"
 
 from __future__ import annotations
-
 
 from megatron.model.kernels.triton_compat import jit, tl
 from megatron.model.kernels.triton_forward import load_rows, masked_scores, tile_mask
@@ -41,13 +41,14 @@ __all__ = ["attention_backward_kernel", "attention_delta_kernel"]
 def attention_delta_kernel(
     out_ptr,
     grad_ptr,
-    delta_ptr,  # [batch * heads, q_length]
+    delta_ptr,  # [batch * heads, lse_stride], 0 past the end
     out_stride_b,
     out_stride_h,
     out_stride_l,
     grad_stride_b,
     grad_stride_h,
     grad_stride_l,
+    lse_stride,
     heads,
     q_length,
     HEAD_DIM: tl.constexpr,
@@ -65,26 +66,30 @@ def attention_delta_kernel(
     grad = load_rows(grad_base, m_start, q_length, grad_stride_l, BLOCK_M, HEAD_DIM, BLOCK_D)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     rows = m_start + tl.arange(0, BLOCK_M)
-    delta_row = delta_ptr + batch_head.to(tl.int64) * q_length
-    tl.store(delta_row + rows, delta, mask=rows < q_length)
+    tl.store(delta_ptr + batch_head.to(tl.int64) * lse_stride + rows, delta)
 
 
 @jit()
-def diagonal_sums(tile, BLOCK: tl.constexpr):
-    """Sums over the diagonals of a square tile [key j, query i]: (i - j = c, i - j = c - BLOCK)."""
-    j = tl.arange(0, BLOCK)[:, None]
-    c = tl.arange(0, BLOCK)[None, :]
-    rolled = tl.gather(tile, (j + c) & (BLOCK - 1), 1)
-    wrapped = j + c >= BLOCK
-    near = tl.sum(tl.where(wrapped, 0.0, rolled), 0)
-    far = tl.sum(tl.where(wrapped, rolled, 0.0), 0)
-    return near, far
+def diagonal_sums(tile, KEYS: tl.constexpr, QUERIES: tl.constexpr):
+    """Sums over the diagonals of each square of a tile [key j, query i], as [squares, QUERIES].
+
+    The first result has i - j = c in column c, the second i - j = c - QUERIES.
+    """
+    SQUARES: tl.constexpr = KEYS // QUERIES
+    j = tl.arange(0, KEYS)[:, None] & (QUERIES - 1)
+    c = tl.arange(0, QUERIES)[None, :]
+    rolled = tl.gather(tile, (j + c) & (QUERIES - 1), 1)
+    wrapped = j + c >= QUERIES
+    near = tl.reshape(tl.where(wrapped, 0.0, rolled), (SQUARES, QUERIES, QUERIES))
+    far = tl.reshape(tl.where(wrapped, rolled, 0.0), (SQUARES, QUERIES, QUERIES))
+    return tl.sum(near, 1), tl.sum(far, 1)
 
 
 @jit()
-def add_to_row(row_ptr, start, values, BLOCK: tl.constexpr):
-    """row[start : start + BLOCK] += values, in memory that belongs to this program alone."""
-    pointers = row_ptr + start + tl.arange(0, BLOCK)
+def add_to_rows(rows_ptr, start, values, row_stride, SQUARES: tl.constexpr, QUERIES: tl.constexpr):
+    """rows[s, start - s * QUERIES :][:QUERIES] += values[s], rows that this program alone uses."""
+    s = tl.arange(0, SQUARES)[:, None]
+    pointers = rows_ptr + start + s * (row_stride - QUERIES) + tl.arange(0, QUERIES)[None, :]
     tl.store(pointers, tl.load(pointers, cache_modifier=".cg") + values)
 
 
@@ -92,22 +97,22 @@ def add_to_row(row_ptr, start, values, BLOCK: tl.constexpr):
 def add_to_dq(
     dq_base,
     m_start,
+    q_length,
     ds,
     k,
-    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """This program's share of dQ for one query block; its rows are padded to whole blocks."""
-    rows = tl.arange(0, BLOCK)
+    """This program's share of dQ for one query block."""
+    rows = tl.arange(0, QUERIES)
     dims = tl.arange(0, BLOCK_D)
     tile = dq_base + tl.cast(m_start, tl.int64) * HEAD_DIM
     pointers = tile + rows[:, None] * HEAD_DIM + dims[None, :]
-    mask = tile_mask(rows, BLOCK, dims, HEAD_DIM, BLOCK_D)
-    share = tl.dot(ds, k, input_precision=PRECISION)
+    mask = tile_mask(m_start + rows, q_length, dims, HEAD_DIM, BLOCK_D)
     sums = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
-    tl.store(pointers, sums + share, mask=mask)
+    tl.store(pointers, tl.dot(ds, k, sums, input_precision=PRECISION), mask=mask)
 
 
 @jit(do_not_specialize=["heads", "q_length", "k_length", "window", "scale", "exponent_scale"])
@@ -121,10 +126,10 @@ def attention_backward_kernel(
     visible_ptr,  # [heads] int32; or None
     lse_ptr,
     delta_ptr,
-    dq_ptr,  # [splits, batch * heads, padded q_length, D] fp32, zero
+    dq_ptr,  # [splits, batch * heads, q_length, D] fp32, zero
     dk_ptr,  # [batch * heads, k_length, D]
     dv_ptr,
-    dbias_ptr,  # [splits, batch * heads, table_stride] fp32, zero; or None
+    dbias_ptr,  # [splits, batch * heads, squares, table_stride] fp32, zero; or None
     dweight_ptr,
     q_stride_b,
     q_stride_h,
@@ -141,6 +146,7 @@ def attention_backward_kernel(
     dk_stride_b,
     dk_stride_h,
     dk_stride_l,
+    lse_stride,
     table_stride,
     heads,
     q_length,
@@ -150,7 +156,8 @@ def attention_backward_kernel(
     exponent_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    QUERIES: tl.constexpr,
     TABLE_PAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -160,6 +167,7 @@ def attention_backward_kernel(
     PRECISION: tl.constexpr,
 ):
     """dK, dV of every `splits`-th key block of one head, and this program's share of the rest."""
+    SQUARES: tl.constexpr = KEYS // QUERIES
     split = tl.program_id(0)
     batch_head = tl.program_id(1)
     batch = (batch_head // heads).to(tl.int64)
@@ -172,9 +180,9 @@ def attention_backward_kernel(
     grad_base = grad_ptr + batch * grad_stride_b + head * grad_stride_h
     dk_base = dk_ptr + batch * dk_stride_b + head * dk_stride_h
     dv_base = dv_ptr + batch * dk_stride_b + head * dk_stride_h
-    dq_base = dq_ptr + share * (tl.cdiv(q_length, BLOCK) * BLOCK) * HEAD_DIM
-    lse_row = lse_ptr + batch_head.to(tl.int64) * q_length
-    delta_row = delta_ptr + batch_head.to(tl.int64) * q_length
+    dq_base = dq_ptr + share * q_length * HEAD_DIM
+    lse_row = lse_ptr + batch_head.to(tl.int64) * lse_stride
+    delta_row = delta_ptr + batch_head.to(tl.int64) * lse_stride
     bias_row = bias_ptr
     weight_row = weight_ptr
     if HAS_BIAS:
@@ -184,68 +192,70 @@ def attention_backward_kernel(
     dbias_row = dbias_ptr
     dweight_row = dweight_ptr
     if BIAS_GRAD:
-        dbias_row = dbias_ptr + share * table_stride + TABLE_PAD
+        dbias_row = dbias_ptr + share * SQUARES * table_stride + TABLE_PAD
     if WEIGHT_GRAD:
-        dweight_row = dweight_ptr + share * table_stride + TABLE_PAD
+        dweight_row = dweight_ptr + share * SQUARES * table_stride + TABLE_PAD
     reach = window
     if HAS_VISIBLE:
         reach = tl.minimum(reach, tl.load(visible_ptr + head))
 
     offset = k_length - q_length
-    inner = tl.arange(0, BLOCK)
+    keys = tl.arange(0, KEYS)
+    queries = tl.arange(0, QUERIES)
     dims = tl.arange(0, BLOCK_D)
-    for n_start in range(split * BLOCK, k_length, tl.num_programs(0) * BLOCK):
-        k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK, HEAD_DIM, BLOCK_D)
-        v = load_rows(v_base, n_start, k_length, v_stride_l, BLOCK, HEAD_DIM, BLOCK_D)
-        dk = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-        dv = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-        bias_carry = tl.zeros([BLOCK], tl.float32)
-        weight_carry = tl.zeros([BLOCK], tl.float32)
-        first = tl.maximum(n_start - offset, 0) // BLOCK * BLOCK
+    for n_start in range(split * KEYS, k_length, tl.num_programs(0) * KEYS):
+        k = load_rows(k_base, n_start, k_length, k_stride_l, KEYS, HEAD_DIM, BLOCK_D)
+        v = load_rows(v_base, n_start, k_length, v_stride_l, KEYS, HEAD_DIM, BLOCK_D)
+        dk = tl.zeros([KEYS, BLOCK_D], tl.float32)
+        dv = tl.zeros([KEYS, BLOCK_D], tl.float32)
+        bias_carry = tl.zeros([SQUARES, QUERIES], tl.float32)
+        weight_carry = tl.zeros([SQUARES, QUERIES], tl.float32)
+        first = tl.maximum(n_start - offset, 0) // QUERIES * QUERIES
         # one past the last query that the last key of the block can reach
-        end = tl.minimum(n_start + BLOCK - 1 + reach - offset, q_length)
-        for m_start in range(first, end, BLOCK):
+        end = tl.minimum(n_start + KEYS - 1 + reach - offset, q_length)
+        for m_start in range(first, end, QUERIES):
             base = offset + m_start - n_start  # distance between the two blocks
-            q = load_rows(q_base, m_start, q_length, q_stride_l, BLOCK, HEAD_DIM, BLOCK_D)
+            q = load_rows(q_base, m_start, q_length, q_stride_l, QUERIES, HEAD_DIM, BLOCK_D)
             t, product = masked_scores(
-                k, tl.trans(q), (base + inner)[None, :], inner[:, None], bias_row, weight_row, window,
-                HAS_BIAS, HAS_WEIGHT, PRECISION,
+                k, tl.trans(q), (base + queries)[None, :], keys[:, None], bias_row, weight_row,
+                window, HAS_BIAS, HAS_WEIGHT, PRECISION,
             )  # fmt: skip
-            queries = m_start + inner
-            # rows past the end: +inf makes their probabilities exactly 0
-            lse = tl.load(lse_row + queries, mask=queries < q_length, other=float("inf"))
-            delta = tl.load(delta_row + queries, mask=queries < q_length, other=0.0)
+            lse = tl.load(lse_row + m_start + queries)
+            delta = tl.load(delta_row + m_start + queries)
             p = tl.math.exp2(t * exponent_scale - lse[None, :])
             grad = load_rows(
-                grad_base, m_start, q_length, grad_stride_l, BLOCK, HEAD_DIM, BLOCK_D
+                grad_base, m_start, q_length, grad_stride_l, QUERIES, HEAD_DIM, BLOCK_D
             )
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             ds = p * (dp - delta[None, :])
             if BIAS_GRAD:
-                near, far = diagonal_sums(ds, BLOCK)
-                add_to_row(dbias_row, base - BLOCK, bias_carry + far, BLOCK)
+                near, far = diagonal_sums(ds, KEYS, QUERIES)
+                far += bias_carry
+                add_to_rows(dbias_row, base - QUERIES, far, table_stride, SQUARES, QUERIES)
                 bias_carry = near
             if WEIGHT_GRAD:
-                near, far = diagonal_sums(ds * product, BLOCK)
-                add_to_row(dweight_row, base - BLOCK, weight_carry + far, BLOCK)
+                near, far = diagonal_sums(ds * product, KEYS, QUERIES)
+                far += weight_carry
+                add_to_rows(dweight_row, base - QUERIES, far, table_stride, SQUARES, QUERIES)
                 weight_carry = near
             if HAS_WEIGHT:
-                ds = ds * tl.load(weight_row + ((base + inner)[None, :] - inner[:, None]))
+                ds = ds * tl.load(weight_row + ((base + queries)[None, :] - keys[:, None]))
             ds = ds.to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
             add_to_dq(
-                dq_base, m_start, tl.trans(ds), k, BLOCK, HEAD_DIM, BLOCK_D, PRECISION
+                dq_base, m_start, q_length, tl.trans(ds), k, QUERIES, HEAD_DIM, BLOCK_D, PRECISION
             )
         # the unmarked sums of the last query block that was visited
-        last = offset + tl.maximum(tl.cdiv(end - first, BLOCK) - 1, 0) * BLOCK + first - n_start
+        steps = tl.maximum(tl.cdiv(end - first, QUERIES), 1)
+        last = offset + first + (steps - 1) * QUERIES - n_start
         if BIAS_GRAD:
-            add_to_row(dbias_row, last, bias_carry, BLOCK)
+            add_to_rows(dbias_row, last, bias_carry, table_stride, SQUARES, QUERIES)
         if WEIGHT_GRAD:
-            add_to_row(dweight_row, last, weight_carry, BLOCK)
+            add_to_rows(dweight_row, last, weight_carry, table_stride, SQUARES, QUERIES)
         tile = tl.cast(n_start, tl.int64) * dk_stride_l
-        pointers = inner[:, None] * dk_stride_l + dims[None, :]
-        mask = tile_mask(n_start + inner, k_length, dims, HEAD_DIM, BLOCK_D)
+        pointers = keys[:, None] * dk_stride_l + dims[None, :]
+        mask = tile_mask(n_start + keys, k_length, dims, HEAD_DIM, BLOCK_D)
         tl.store(dk_base + tile + pointers, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
         tl.store(dv_base + tile + pointers, dv.to(dv_ptr.dtype.element_ty), mask=mask)
         # the next key block adds to the same rows of dQ and of the tables, from other threads

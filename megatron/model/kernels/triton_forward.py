@@ -17,7 +17,6 @@ that it loads, a tile inside pays nothing for masking. Without a bias the mask i
 
 from __future__ import annotations
 
-
 from megatron.model.kernels.triton_compat import jit, tl
 
 __all__ = ["attention_forward_kernel", "load_rows", "masked_scores", "tile_mask"]
@@ -68,7 +67,7 @@ def masked_scores(
     """t of one tile (see the top of the file), and the plain products for the weight's gradient.
 
     `a` [rows, D] and `b` [D, columns] are queries and keys, or keys and queries transposed;
-    `distance` has the tile's shape.
+    `query` - `key` is the distance, in the tile's shape when broadcast.
     """
     if HAS_WEIGHT:
         product = tl.dot(a, b, input_precision=PRECISION)
@@ -96,7 +95,7 @@ def attention_forward_kernel(
     weight_ptr,  # [heads, table_stride], padded; or None
     visible_ptr,  # [heads] int32, distances worth visiting; or None
     out_ptr,
-    lse_ptr,  # [batch * heads, q_length], base 2
+    lse_ptr,  # [batch * heads, lse_stride], base 2, +inf past the end
     q_stride_b,
     q_stride_h,
     q_stride_l,
@@ -109,6 +108,7 @@ def attention_forward_kernel(
     out_stride_b,
     out_stride_h,
     out_stride_l,
+    lse_stride,
     table_stride,
     heads,
     q_length,
@@ -157,8 +157,8 @@ def attention_forward_kernel(
     for n_start in tl.range(first, end, BLOCK_N):
         k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
         t, _ = masked_scores(
-            q, tl.trans(k), (position - n_start + offsets_m)[:, None], offsets_n[None, :], bias_row, weight_row, window,
-            HAS_BIAS, HAS_WEIGHT, PRECISION,
+            q, tl.trans(k), (position - n_start + offsets_m)[:, None], offsets_n[None, :],
+            bias_row, weight_row, window, HAS_BIAS, HAS_WEIGHT, PRECISION,
         )  # fmt: skip
         new_largest = tl.maximum(largest, tl.max(t, 1))
         # a row that has not seen a visible key yet: any finite reference does, the sum stays 0
@@ -178,5 +178,6 @@ def attention_forward_kernel(
     out_pointers = out_tile + offsets_m[:, None] * out_stride_l + dims[None, :]
     mask = tile_mask(rows, q_length, dims, HEAD_DIM, BLOCK_D)
     tl.store(out_pointers, acc.to(out_ptr.dtype.element_ty), mask=mask)
-    lse = largest * exponent_scale + tl.math.log2(total)
-    tl.store(lse_ptr + batch_head.to(tl.int64) * q_length + rows, lse, mask=rows < q_length)
+    # rows past the end get +inf: their probabilities are then exactly 0 in the backward
+    lse = tl.where(rows < q_length, largest * exponent_scale + tl.math.log2(total), float("inf"))
+    tl.store(lse_ptr + batch_head.to(tl.int64) * lse_stride + rows, lse)

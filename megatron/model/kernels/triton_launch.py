@@ -8,8 +8,7 @@ checked is what runs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ __all__ = [
     "backward_tiles",
     "forward_launch",
     "forward_tiles",
-    "matmul_precision",
     "split_count",
 ]
 
@@ -37,6 +35,15 @@ _PROGRAMS_PER_SM = 2
 # The dQ workspace may grow to this many times the size of dQ in fp32, or to this many bytes.
 _MAX_SPLITS_FREE = 4
 _MAX_WORKSPACE_BYTES = 1 << 30
+
+
+# lse and delta have rows padded to whole tiles, so that the backward loads them without a mask:
+# the rows of every tile below divide this number, and those of a forward tile are the larger ones
+_LSE_ROWS = 128
+
+
+# fp32 products as three TF32 products on the tensor cores: close to fp32. No effect on bf16, fp16.
+_FP32_PRODUCTS = "tf32x3"
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,6 @@ class Problem:
     visible: Tensor | None  # [H] int32: distances worth visiting per head
     window: int
     scale: float
-    precision: str = field(default="tf32x3")
 
     @property
     def head_dim(self) -> int:
@@ -72,43 +78,67 @@ class Problem:
         return max(32, next_power_of_2(self.head_dim))
 
 
-def matmul_precision() -> str:
-    """How fp32 products are computed: near fp32 accuracy, unless PyTorch was told to be faster."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
-
-
-def forward_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
-    """Chosen so that no configuration spills registers; tools/compile_triton.py shows them."""
-    if dtype == torch.float32:
-        return {
-            32: Tiles(64, 32, 4, 2),
-            64: Tiles(64, 32, 4, 2),
-            128: Tiles(64, 32, 8, 2),
-            256: Tiles(32, 32, 8, 2),
-        }[block_d]
-    return {
-        32: Tiles(128, 64, 4, 3),
-        64: Tiles(128, 64, 4, 3),
-        128: Tiles(128, 64, 8, 3),
+# Keyed by (half precision, a weight table) and by the padded head dimension. Chosen so that no
+# configuration spills registers on sm_80 or sm_90: `python tools/compile_triton.py` shows them.
+# (fp32 at 256 has no tile that does not: `can_run` refuses it.)
+_FORWARD: dict[tuple[bool, bool], dict[int, Tiles]] = {
+    (True, False): {
+        32: Tiles(128, 64, 8, 3),
+        64: Tiles(128, 64, 8, 3),
+        128: Tiles(64, 64, 8, 3),
         256: Tiles(64, 32, 8, 2),
-    }[block_d]
-
-
-def backward_tiles(block_d: int, dtype: torch.dtype) -> Tiles:
-    """Square tiles: the table gradient rolls the rows of a tile (see triton_backward)."""
-    if dtype == torch.float32:
-        return {
-            32: Tiles(32, 32, 4, 1),
-            64: Tiles(32, 32, 4, 1),
-            128: Tiles(32, 32, 8, 1),
-            256: Tiles(16, 16, 4, 1),
-        }[block_d]
-    return {
-        32: Tiles(64, 64, 4, 2),
-        64: Tiles(64, 64, 4, 2),
+    },
+    (True, True): {
+        32: Tiles(128, 64, 8, 2),
+        64: Tiles(128, 64, 8, 2),
         128: Tiles(64, 64, 8, 2),
-        256: Tiles(32, 32, 8, 1),
-    }[block_d]
+        256: Tiles(64, 32, 8, 2),
+    },
+    (False, False): {
+        32: Tiles(64, 32, 8, 2),
+        64: Tiles(64, 32, 8, 2),
+        128: Tiles(32, 16, 8, 1),
+    },
+    (False, True): {
+        32: Tiles(64, 32, 8, 2),
+        64: Tiles(64, 32, 8, 2),
+        128: Tiles(32, 16, 8, 1),
+    },
+}
+# More keys than queries in a tile: dQ goes through memory once per tile, so wide is cheap.
+_BACKWARD: dict[tuple[bool, bool], dict[int, Tiles]] = {
+    (True, False): {
+        32: Tiles(32, 64, 8, 2),
+        64: Tiles(32, 64, 8, 2),
+        128: Tiles(16, 64, 8, 2),
+        256: Tiles(16, 32, 8, 1),
+    },
+    (True, True): {
+        32: Tiles(16, 64, 8, 2),
+        64: Tiles(16, 64, 8, 2),
+        128: Tiles(16, 32, 8, 2),
+        256: Tiles(16, 16, 4, 1),
+    },
+    (False, False): {
+        32: Tiles(16, 32, 8, 1),
+        64: Tiles(16, 32, 8, 1),
+        128: Tiles(16, 16, 8, 1),
+    },
+    (False, True): {
+        32: Tiles(16, 32, 8, 1),
+        64: Tiles(16, 32, 8, 1),
+        128: Tiles(16, 16, 8, 1),
+    },
+}
+
+
+def forward_tiles(block_d: int, dtype: torch.dtype, weighted: bool) -> Tiles:
+    return _FORWARD[dtype != torch.float32, weighted][block_d]
+
+
+def backward_tiles(block_d: int, dtype: torch.dtype, weighted: bool) -> Tiles:
+    """The keys of a tile are a whole number of times its queries (see triton_backward)."""
+    return _BACKWARD[dtype != torch.float32, weighted][block_d]
 
 
 def split_count(heads_and_batch: int, key_blocks: int, dq_bytes: int, processors: int) -> int:
@@ -151,17 +181,17 @@ def forward_launch(problem: Problem) -> tuple[Launch, Tensor, Tensor]:
     """The forward kernel's launch, and the tensors it will fill: out [B, H, Lq, D] and lse."""
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_length, head_dim = q.shape
-    tiles = forward_tiles(problem.block_d, q.dtype)
+    tiles = forward_tiles(problem.block_d, q.dtype, problem.weight is not None)
     # [B, L, H, D] in memory: merging the heads afterwards is then a view
     out = q.new_empty(batch, q_length, heads, head_dim).transpose(1, 2)
-    lse = q.new_empty(batch * heads, q_length, dtype=torch.float32)
+    lse = q.new_empty(batch * heads, cdiv(q_length, _LSE_ROWS) * _LSE_ROWS, dtype=torch.float32)
     # distances of a visited tile go from -(rows + columns) to k_length + rows
     pad = tiles.rows + tiles.columns
     bias, weight = _tables(problem, pad)
     arguments = (
         q, k, v, bias, weight, problem.visible, out, lse,
         *_strides(q), *_strides(k), *_strides(v), *_strides(out),
-        _table_stride(bias, weight), heads, q_length, k.shape[2], problem.window,
+        lse.stride(0), _table_stride(bias, weight), heads, q_length, k.shape[2], problem.window,
         problem.scale * math.log2(math.e),
     )  # fmt: skip
     options = {
@@ -173,7 +203,7 @@ def forward_launch(problem: Problem) -> tuple[Launch, Tensor, Tensor]:
         "HAS_BIAS": bias is not None,
         "HAS_WEIGHT": weight is not None,
         "HAS_VISIBLE": problem.visible is not None,
-        "PRECISION": problem.precision,
+        "PRECISION": _FP32_PRODUCTS,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         "enable_fp_fusion": True,
@@ -185,22 +215,22 @@ def forward_launch(problem: Problem) -> tuple[Launch, Tensor, Tensor]:
 def _delta_launch(out: Tensor, grad_out: Tensor, block_d: int, delta: Tensor) -> Launch:
     batch, heads, q_length, head_dim = out.shape
     rows = 2048 // block_d
-    arguments = (out, grad_out, delta, *_strides(out), *_strides(grad_out), heads, q_length)
+    strides = (*_strides(out), *_strides(grad_out), delta.stride(0))
+    arguments = (out, grad_out, delta, *strides, heads, q_length)
     options = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": rows, "num_warps": 4}
     options["enable_fp_fusion"] = True
-    return Launch(
-        attention_delta_kernel, (cdiv(q_length, rows), batch * heads), arguments, options
-    )
+    grid = (delta.shape[1] // rows, batch * heads)
+    return Launch(attention_delta_kernel, grid, arguments, options)
 
 
 @dataclass(frozen=True)
 class BackwardResult:
     """What the backward kernels fill; the shares still have to be summed (`gradients`)."""
 
-    dq_shares: Tensor  # [splits, B, H, padded Lq, D] fp32
+    dq_shares: Tensor  # [splits, B, H, Lq, D] fp32
     dk: Tensor
     dv: Tensor
-    dbias_shares: Tensor | None  # [splits, B, H, width] fp32
+    dbias_shares: Tensor | None  # [splits, B, H, squares, width] fp32
     dweight_shares: Tensor | None
     pad: int
 
@@ -218,24 +248,22 @@ def backward_launches(
     q, k, v = problem.q, problem.k, problem.v
     batch, heads, q_length, head_dim = q.shape
     k_length = k.shape[2]
-    tiles = backward_tiles(problem.block_d, q.dtype)
-    block = tiles.rows
-    pad = 2 * block
+    tiles = backward_tiles(problem.block_d, q.dtype, problem.weight is not None)
+    squares = tiles.columns // tiles.rows
+    # a step adds to distances from -(columns + rows) on
+    pad = tiles.columns + 2 * tiles.rows
     bias, weight = _tables(problem, pad)
-    padded_rows = cdiv(q_length, block) * block
-    dq_bytes = batch * heads * padded_rows * head_dim * 4
-    key_blocks = cdiv(k_length, block)
+    dq_bytes = batch * heads * q_length * head_dim * 4
+    key_blocks = cdiv(k_length, tiles.columns)
     splits = split_count(batch * heads, key_blocks, dq_bytes, processors)
 
     def share(table: Tensor | None, wanted: bool) -> Tensor | None:
         if table is None or not wanted:
             return None
-        return table.new_zeros(splits, batch, heads, table.shape[1])
+        return table.new_zeros(splits, batch, heads, squares, table.shape[1])
 
     result = BackwardResult(
-        dq_shares=q.new_zeros(
-            splits, batch, heads, padded_rows, head_dim, dtype=torch.float32
-        ),
+        dq_shares=q.new_zeros(splits, *q.shape, dtype=torch.float32),
         dk=k.new_empty(batch, k_length, heads, head_dim).transpose(1, 2),
         dv=v.new_empty(batch, k_length, heads, head_dim).transpose(1, 2),
         dbias_shares=share(bias, table_grads[0]),
@@ -247,20 +275,21 @@ def backward_launches(
         q, k, v, grad_out, bias, weight, problem.visible, lse, delta,
         result.dq_shares, result.dk, result.dv, result.dbias_shares, result.dweight_shares,
         *_strides(q), *_strides(k), *_strides(v), *_strides(grad_out), *_strides(result.dk),
-        _table_stride(bias, weight), heads, q_length, k_length, problem.window,
+        lse.stride(0), _table_stride(bias, weight), heads, q_length, k_length, problem.window,
         problem.scale, problem.scale * math.log2(math.e),
     )  # fmt: skip
     options = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": problem.block_d,
-        "BLOCK": block,
+        "KEYS": tiles.columns,
+        "QUERIES": tiles.rows,
         "TABLE_PAD": pad,
         "HAS_BIAS": bias is not None,
         "HAS_WEIGHT": weight is not None,
         "HAS_VISIBLE": problem.visible is not None,
         "BIAS_GRAD": result.dbias_shares is not None,
         "WEIGHT_GRAD": result.dweight_shares is not None,
-        "PRECISION": problem.precision,
+        "PRECISION": _FP32_PRODUCTS,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         "enable_fp_fusion": True,
