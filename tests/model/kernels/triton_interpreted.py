@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.model.kernels import attention
 from megatron.model.kernels import triton_attention as engine
 from megatron.model.kernels.errors import EngineError
 from megatron.model.kernels.triton_attention import can_run, triton_attention
@@ -166,6 +167,16 @@ def test_output_and_every_gradient_match_the_dense_formula(case: Case) -> None:
 )
 def test_half_precision_rounds_but_agrees(case: Case) -> None:
     check(case, tolerance=4e-3)
+
+
+@pytest.mark.parametrize("pruning", [False, True])
+def test_the_attention_function_gives_the_numbers_of_the_naive_engine(pruning: bool) -> None:
+    inputs = steep(Case(40, 60, 32, weight=True))
+    found, expected = (
+        outputs_and_gradients(attention, inputs, window=50, engine=name, pruning=pruning)
+        for name in ("triton", "naive")
+    )
+    assert_same(found, expected, 2e-5)
 
 
 def test_scale_is_applied_to_scores_and_gradients() -> None:
