@@ -19,7 +19,7 @@ __all__ = ["ENGINES", "attention", "choose_engine"]
 ENGINES = ("auto", "naive", "tiled", "triton")
 
 # Below this many queries dense scores are small and one pass over them is the fastest.
-_TILED_MIN_QUERIES = 16
+_TILED_MIN_QUERIES = 8
 
 
 @dataclass(frozen=True)

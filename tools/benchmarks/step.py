@@ -1,0 +1,112 @@
+"""One optimizer step of the 162M model per positional embedding, interleaved, medians.
+
+The models share all weights but the kernels' own parameters, so that they fit in memory together
+and differ in nothing else. A step is forward, loss, backward, clipping and fused AdamW, in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.gpt import GPTModel
+from megatron.model.spec import ModelSpec
+from tools.benchmarks.timing import Target, interleave, render_table
+
+EMBEDDINGS = ("kerple_log", "kerple_power", "alibi", "rpe", "none")
+PADDED_VOCABULARY = 50_304
+SPREAD_AT_MOST = 1.03
+POSITION_LAYER = "sequential.1."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--embeddings", nargs="+", default=list(EMBEDDINGS))
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--vocabulary", type=int, default=PADDED_VOCABULARY, help="padded size")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    models = build_models(args)
+    parameters = {id(p): p for model in models.values() for p in model.parameters()}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-4, weight_decay=0.0, fused=True)
+    tokens = torch.randint(args.vocabulary, (args.batch, args.length + 1))
+    steps: dict[str, Callable[[], object]] = {
+        name: _step(model, optimizer, tokens) for name, model in models.items()
+    }
+    timings = interleave(steps, args.repeats)
+    base = args.embeddings[-1]
+    ratios = {name: timings.ratio(name, base) for name in steps}
+    rows = [["positional embedding", "seconds per step", f"times {base}"]]
+    rows += [[name, f"{timings.median(name):.3f}", f"{ratios[name]:.3f}"] for name in steps]
+    count = models[args.embeddings[0]].num_parameters()
+    print(
+        f"{count:,} parameters, length {args.length}, batch {args.batch}, fp32,"
+        f" {args.threads} threads; GPU: not measured\n"
+    )
+    print(render_table(rows))
+    spread = Target(
+        "slowest over fastest", max(ratios.values()) / min(ratios.values()), SPREAD_AT_MOST
+    )
+    print(f"\n{spread}")
+    if args.json:
+        content = {"seconds": timings.rounds, "spread": spread.value, "holds": spread.holds}
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
+    return 0 if spread.holds else 1
+
+
+def build_models(args: argparse.Namespace) -> dict[str, GPTModel]:
+    """One model per positional embedding, all with the first one's weights."""
+    models: dict[str, GPTModel] = {}
+    for name in args.embeddings:
+        spec = ModelSpec(
+            padded_vocab_size=args.vocabulary,
+            num_layers=args.layers,
+            hidden_size=args.hidden,
+            num_attention_heads=args.heads,
+            max_position_embeddings=args.length,
+            pos_emb=name,
+            no_weight_tying=True,
+        )
+        model = GPTModel(spec)
+        if models:
+            share_parameters(next(iter(models.values())), model)
+        models[name] = model
+    return models
+
+
+def share_parameters(source: nn.Module, target: nn.Module) -> None:
+    """Gives the target the source's own parameters wherever both have one of that name."""
+    wanted = {name for name, _ in target.named_parameters()}
+    for name, parameter in source.named_parameters():
+        if name in wanted and not name.startswith(POSITION_LAYER):
+            owner, _, leaf = name.rpartition(".")
+            setattr(target.get_submodule(owner), leaf, parameter)
+
+
+def _step(
+    model: GPTModel, optimizer: torch.optim.Optimizer, tokens: Tensor
+) -> Callable[[], object]:
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step() -> None:
+        model.train()
+        model(inputs, labels).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
