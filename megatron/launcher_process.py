@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_script(arguments: Sequence[str]) -> int:
@@ -20,11 +20,11 @@ def run_script(arguments: Sequence[str]) -> int:
 
 
 def run_runner(arguments: Sequence[str]) -> int:
-    """DeepSpeed's runner in this process; its child gets our signals and we wait for it."""
+    """DeepSpeed's runner in this process; the ranks get our signals and we wait for them."""
     from deepspeed.launcher import runner
 
     def forward(number: int, frame: FrameType | None) -> None:
-        _signal_children(number)
+        _signal_ranks(number)
 
     for number in FORWARDED:
         signal.signal(number, forward)
@@ -41,11 +41,17 @@ def run_runner(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _signal_children(number: int) -> None:
+def _signal_ranks(number: int) -> None:
+    """Pass a signal to the processes of the job.
+
+    Not to DeepSpeed's launcher between us and them: on SIGTERM it gives each rank 30 seconds and
+    then kills it, and its exit code hides theirs. It ends by itself when they have ended.
+    """
     import psutil
 
     for child in psutil.Process().children():
         try:
-            child.send_signal(number)
+            for process in child.children() or [child]:
+                process.send_signal(number)
         except psutil.NoSuchProcess:
             continue

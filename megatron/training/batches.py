@@ -46,14 +46,11 @@ def build_streams(
     )
     evaluations_done = start_step // evaluation.eval_interval
     starts = (start_step, evaluations_done * evaluation.eval_iters, 0)
-    accumulations = (plan.gradient_accumulation_steps, 1, 1)
     streams = [
-        None if dataset is None or len(dataset) == 0 else _stream(
-            dataset, start, accumulation, plan, parallel, args, eod, wrap=i > 0
-        )
-        for i, (dataset, start, accumulation) in enumerate(
-            zip(datasets, starts, accumulations, strict=True)
-        )
+        None
+        if dataset is None or len(dataset) == 0
+        else _stream(dataset, start, plan, parallel, args, eod, wrap=i > 0)
+        for i, (dataset, start) in enumerate(zip(datasets, starts, strict=True))
     ]
     return streams[0], streams[1], streams[2]
 
@@ -61,7 +58,6 @@ def build_streams(
 def _stream(
     dataset: Any,
     start: int,
-    accumulation: int,
     plan: BatchPlan,
     parallel: ParallelState,
     args: NeoXArgs,
@@ -69,14 +65,13 @@ def _stream(
     *,
     wrap: bool,
 ) -> Iterator[MicroBatch]:
-    global_batch = plan.micro_batch_size * accumulation * parallel.dp_size
     sampler = ResumableBatchSampler(
         total_samples=len(dataset),
-        consumed_samples=start * global_batch,
+        consumed_samples=start * plan.train_batch_size,
         micro_batch_size=plan.micro_batch_size,
         dp_rank=parallel.dp_rank,
         dp_size=parallel.dp_size,
-        grad_accum=accumulation,
+        grad_accum=plan.gradient_accumulation_steps,
         at_end="wrap" if wrap else "error",
     )
     loader = build_data_loader(
@@ -85,6 +80,9 @@ def _stream(
         num_workers=args.data.num_workers if not wrap else 0,
         pin_memory=torch.cuda.is_available(),
     )
+    # Else every start would draw a seed from the stream that dropout uses, and a resumed run
+    # would not continue it.
+    loader.generator = torch.Generator().manual_seed(args.runtime.seed)
     return _micro_batches(loader, eod, args.data.eod_mask_loss)
 
 

@@ -1,8 +1,8 @@
 """Where checkpoints live: complete or invisible.
 
-    save/.incomplete/global_step20/...    written and synced here by all ranks,
-    save/global_step20/                   renamed when complete, with checksums.json inside,
-    save/latest                           replaced last.
+save/.incomplete/global_step20/...    written and synced here by all ranks,
+save/global_step20/                   renamed when complete, with checksums.json inside,
+save/latest                           replaced last.
 """
 
 from __future__ import annotations
@@ -97,11 +97,12 @@ class CheckpointStore:
         write_text_atomically(staged / CHECKSUMS, json.dumps(sums, indent=1))
         for directory in {p.parent for p in files}:
             sync_directory(directory)
-        if final.exists():
-            shutil.rmtree(final)
+        replaced = self._set_aside(step) if final.exists() else None
         staged.rename(final)
         sync_directory(self.directory)
         write_text_atomically(self.directory / "latest", tag_of(step))
+        if replaced is not None:
+            shutil.rmtree(replaced, ignore_errors=True)
         return final
 
     def discard(self, step: int) -> None:
@@ -109,17 +110,30 @@ class CheckpointStore:
         shutil.rmtree(self.staging / tag_of(step), ignore_errors=True)
 
     def prune(self, keep: int | None) -> list[int]:
-        """Delete all but the newest `keep` checkpoints; returns the steps deleted."""
+        """Delete all but `keep` checkpoints, never the one `latest` names; returns their steps."""
         if not keep:
             return []
-        doomed = self.steps()[:-keep]
+        newest = self.newest()
+        others = [step for step in self.steps() if step != newest]
+        doomed = others[: max(len(others) + 1 - keep, 0)]
         for step in doomed:
-            # Renamed first: a deletion cut short leaves nothing that looks like a checkpoint.
-            trash = self.directory / f".deleted_{tag_of(step)}"
-            shutil.rmtree(trash, ignore_errors=True)
-            self.path(step).rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            shutil.rmtree(self._set_aside(step), ignore_errors=True)
         return doomed
+
+    def clean(self) -> None:
+        """Remove what a killed run left half-written or half-deleted."""
+        shutil.rmtree(self.staging, ignore_errors=True)
+        for leftover in self.directory.glob(".deleted_global_step*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in self.directory.glob(".*.tmp*"):
+            leftover.unlink(missing_ok=True)
+
+    def _set_aside(self, step: int) -> Path:
+        """Rename before deleting: a deletion cut short leaves nothing like a checkpoint."""
+        trash = self.directory / f".deleted_{tag_of(step)}"
+        shutil.rmtree(trash, ignore_errors=True)
+        self.path(step).rename(trash)
+        return trash
 
     def verify(self, step: int) -> None:
         """Compare every file with its checksum; the error names the damage and what is left."""

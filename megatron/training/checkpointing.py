@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.mpu import ParallelState
 from megatron.training.checkpoint_store import CheckpointStore, tag_of
 from megatron.training.rng import rng_state, set_rng_state
-from megatron.training.safe_files import CheckpointError, safe_load, synced_save
+from megatron.training.safe_files import (
+    CheckpointError,
+    SafeCheckpointEngine,
+    safe_load,
+)
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -26,13 +30,19 @@ class Resumed:
     consumed_samples: int
 
 
-def _failed_anywhere(error: BaseException | None) -> bool:
-    """Whether any rank failed; all ranks must ask."""
-    flag = torch.tensor([0.0 if error is None else 1.0])
-    if dist.get_backend() == "nccl":
-        flag = flag.cuda()
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+def together(action: Callable[[], object], doing: str, advice: str) -> None:
+    """Run `action` on every rank; if it fails on some, all raise the same error, and none waits."""
+    problem: str | None = None
+    cause: Exception | None = None
+    try:
+        action()
+    except (OSError, RuntimeError, CheckpointError) as error:
+        problem, cause = f"{type(error).__name__}: {error}", error
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    if failed:
+        raise CheckpointError(f"{doing} failed ({'; '.join(failed)}). {advice}") from cause
 
 
 def save_checkpoint(
@@ -40,24 +50,22 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoint `step` on all ranks; it becomes visible only when it is complete."""
     main = dist.get_rank() == 0
-    if main:
-        store.prepare(step)
-    dist.barrier()
-    error: Exception | None = None
+    doing = f"writing checkpoint {tag_of(step)} to {store.directory}"
+    advice = (
+        "Earlier checkpoints are untouched: free disk space or set `save` to another directory, "
+        "then resume."
+    )
     try:
-        _write_share(engine, store, args, step, consumed_samples)
-    except (OSError, RuntimeError) as caught:
-        error = caught
-    if _failed_anywhere(error):
+        together(lambda: store.prepare(step) if main else None, doing, advice)
+        together(
+            lambda: _write_share(engine, store, args, step, consumed_samples), doing, advice
+        )
+        together(lambda: store.commit(step) if main else None, doing, advice)
+    except CheckpointError:
         if main:
             store.discard(step)
-        raise CheckpointError(
-            f"checkpoint {tag_of(step)} could not be written to {store.directory} "
-            f"({error or 'another rank failed'}). Earlier checkpoints are untouched; "
-            "free disk space or set `save` to another directory, then resume."
-        ) from error
-    if main:
-        store.commit(step)
+        raise
+    if main:  # only now that the newer one is complete
         store.prune(args.checkpoint.keep_last_n_checkpoints)
     dist.barrier()
     return store.path(step)
@@ -69,12 +77,15 @@ def _write_share(
     """This rank's files: DeepSpeed's, the random states, and (on rank 0) the config."""
     staging, tag = store.staging, tag_of(step)
     client_state = {"iteration": step, "consumed_samples": consumed_samples}
+    files: SafeCheckpointEngine = engine.checkpoint_engine
+    files.begin()
     engine.save_checkpoint(str(staging), tag=tag, client_state=client_state, save_latest=False)
     rank = dist.get_rank()
     if not args.checkpoint.no_save_rng:
-        synced_save(rng_state(), staging / tag / f"rng_rank_{rank:05d}.pt")
+        files.save(rng_state(), str(staging / tag / f"rng_rank_{rank:05d}.pt"))
     if rank == 0:
         _write_configs(staging / tag / "configs", args)
+    files.finish()
 
 
 def _write_configs(directory: Path, args: NeoXArgs) -> None:
@@ -129,11 +140,18 @@ def _verify_together(store: CheckpointStore, step: int) -> None:
     if dist.get_rank() == 0:
         try:
             store.verify(step)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             message = [str(error)]
     dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise CheckpointError(message[0])
+
+
+def clean_up(store: CheckpointStore) -> None:
+    """Remove what a killed run left half-written or half-deleted; before the first step."""
+    if dist.get_rank() == 0:
+        store.clean()
+    dist.barrier()
 
 
 def _load_rng(path: Path) -> None:

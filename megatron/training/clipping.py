@@ -1,12 +1,26 @@
-"""Gradient clipping by the norm of the whole model, whatever its layout."""
+"""Gradient clipping by the norm of the whole model, whatever its layout, and refused steps.
+
+A step whose gradient is not finite anywhere changes nothing anywhere. ZeRO's optimizers and
+DeepSpeed's BF16_Optimizer do this themselves: they know the norm over all ranks before they touch a
+weight, and set `overflow`. Two of DeepSpeed's paths need help, given here:
+
+- fp32 without ZeRO has no wrapper at all, and `clip_fp32_gradients` counts, on every pipeline stage
+  but the first, only the slices of tensor-parallel layers: `own_whole_step` replaces it.
+- fp16 and bf16 without ZeRO (FP16_UnfusedOptimizer) take the norm of bare gradients, which do
+  not say whether they are slices: `mark_gradients` tells them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+MARKS = ("model_parallel", "tensor_model_parallel", "ds_pipe_replicated")
 
 
 def _counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
@@ -20,39 +34,73 @@ def _counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
     return tp_rank == 0 or bool(getattr(parameter, "model_parallel", False))
 
 
-def clip_gradients(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    *,
-    tp_rank: int,
-    replica: dist.ProcessGroup | None,
+def whole_norm(
+    parameters: Iterable[nn.Parameter], *, tp_rank: int, replica: dist.ProcessGroup | None
 ) -> float:
-    """Scale the gradients so that their norm over all ranks of `replica` is at most `max_norm`.
-
-    DeepSpeed's own fp32 clipping counts, on every pipeline stage but the first, only the slices of
-    tensor-parallel layers: the stages of one model would be clipped by different norms.
-    """
-    with_gradient = [p for p in parameters if p.grad is not None]
-    norm = _norm([p for p in with_gradient if _counts_here(p, tp_rank)], replica)
-    if norm > max_norm:
-        torch._foreach_mul_([p.grad for p in with_gradient], max_norm / (norm + 1e-6))
-    elif not norm < float("inf"):
-        for parameter in with_gradient:  # the step will be refused; make that certain everywhere
-            assert parameter.grad is not None
-            parameter.grad.fill_(float("nan"))
-    return norm
-
-
-def _norm(parameters: list[nn.Parameter], replica: dist.ProcessGroup | None) -> float:
-    gradients = [p.grad.float() for p in parameters if p.grad is not None]
+    """The norm of the gradient over all ranks of `replica`: the same number on each of them."""
+    gradients = [
+        p.grad.float() for p in parameters if p.grad is not None and _counts_here(p, tp_rank)
+    ]
+    square = torch.zeros(())
     if gradients:
         square = torch.stack(list(torch._foreach_norm(gradients))).square().sum()
-    else:
-        square = torch.zeros(())
     square = _on_collective_device(square)
     if dist.is_initialized():
         dist.all_reduce(square, group=replica)
     return float(square.sqrt())
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`; 0 leaves them."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if max_norm > 0 and norm > max_norm:
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+
+
+def own_whole_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float,
+    tp_rank: int,
+    replica: dist.ProcessGroup | None,
+) -> None:
+    """Make `optimizer.step` clip by the whole norm, or refuse if that is not finite.
+
+    The two attributes it sets are those that DeepSpeed's engine looks for after a step.
+    """
+    target: Any = optimizer
+    apply = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = whole_norm(parameters, tp_rank=tp_rank, replica=replica)
+        target._global_grad_norm = norm
+        target.overflow = not math.isfinite(norm)
+        if target.overflow:
+            return None
+        clip_gradients(parameters, norm, max_norm)
+        return apply(*args, **kwargs)
+
+    target.overflow = False
+    target.step = step
+
+
+def mark_gradients(wrapper: Any) -> None:
+    """Let FP16_UnfusedOptimizer's norm see which gradients are slices, and undo the loss scale."""
+    apply = wrapper.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        for parameter in (p for group in wrapper.fp16_groups for p in group):
+            if parameter.grad is not None:
+                for mark in MARKS:
+                    setattr(parameter.grad, mark, getattr(parameter, mark, False))
+        scale = wrapper.loss_scale_config.cur_scale
+        result = apply(*args, **kwargs)
+        wrapper._global_grad_norm = float(wrapper._global_grad_norm) / scale
+        return result
+
+    wrapper._global_grad_norm = 0.0
+    wrapper.step = step
 
 
 def _on_collective_device(value: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from megatron.model.gpt import GPTModel
 from megatron.model.pipeline import build_pipeline
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
-from megatron.training.clipping import clip_gradients
-from megatron.training.optimizer import StepGuard, build_optimizer, parameter_groups
+from megatron.training.clipping import mark_gradients, own_whole_step
+from megatron.training.optimizer import build_optimizer, parameter_groups
 from megatron.training.safe_files import SafeCheckpointEngine
 from megatron.training.schedule import Schedule, Scheduler
 
@@ -42,13 +42,11 @@ def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn
     return GPTModel(spec, parallel.tp)
 
 
-def build_engine(
-    args: NeoXArgs, module: nn.Module, parallel: ParallelState
-) -> tuple[Any, StepGuard]:
+def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> Any:
     """DeepSpeed's engine around the module, with our optimizer, schedule and file format."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     options = args.optimization
-    optimizer, guard = build_optimizer(
+    optimizer = build_optimizer(
         options.optimizer.type,
         parameter_groups(module.named_parameters(), options.weight_decay),
         lr=options.lr,
@@ -65,19 +63,26 @@ def build_engine(
         dist_init_required=False,
     )
     engine.checkpoint_engine = SafeCheckpointEngine()
+    # DeepSpeed puts a program beside each ZeRO checkpoint; tools/convert_checkpoint.py does more.
+    engine._copy_recovery_script = lambda save_path: None
     _clip_by_whole_norm(engine, parallel)
-    return engine, guard
+    return engine
 
 
 def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
-    """Replace DeepSpeed's fp32 clipping (see clipping.py) and remember the norm it forgets."""
+    """Mend the two of DeepSpeed's paths that clip by a part of the norm (see clipping.py)."""
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
-    def clip() -> None:
-        engine._global_grad_norm = clip_gradients(
-            engine.module.parameters(),
-            engine.gradient_clipping(),
+    if engine.optimizer is engine.basic_optimizer:
+        own_whole_step(
+            engine.optimizer,
+            max_norm=engine.gradient_clipping(),
             tp_rank=parallel.tp.rank,
             replica=parallel.grid.get_model_parallel_group(),
         )
-
-    engine.clip_fp32_gradients = clip
+        engine.clip_fp32_gradients = lambda: None
+    elif isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        mark_gradients(engine.optimizer)
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    if hasattr(scaler, "raise_error_at_min_scale"):
+        scaler.raise_error_at_min_scale = False  # StopWhenDiverged ends the run, with a code

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron.training.anomaly import NonFiniteError
 from megatron.training.distributed import join_job
+from megatron.training.hooks.stopping import EXIT_DIVERGED
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
 
@@ -36,6 +38,9 @@ def run_and_report(args: NeoXArgs) -> int:
         rank = dist.get_rank() if dist.is_initialized() else 0
         print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+    except NonFiniteError as error:
+        print(f"error (rank {dist.get_rank()}): {error}", file=sys.stderr, flush=True)
+        return EXIT_DIVERGED
     except RuntimeError as error:
         if not explain(heartbeat, error):
             raise

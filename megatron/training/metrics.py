@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -29,15 +30,21 @@ class JsonLines:
     def __init__(self, path: Path, start_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._keep_until(path, start_step)
-        self._file = path.open("a", encoding="utf-8")
+        # Unbuffered: a line that found no space must not be tried again later, in the middle.
+        self._file = path.open("ab", buffering=0)
+        self._complained = False
 
     def write(self, step: int, values: Values) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write((json.dumps({"step": step, **values}) + "\n").encode())
+        except OSError as error:  # a full disk: the next checkpoint decides, not a line of numbers
+            if not self._complained:
+                print(f"warning: {self._file.name} cannot be written: {error}", flush=True)
+            self._complained = True
 
     def close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with contextlib.suppress(OSError):
+            os.fsync(self._file.fileno())
         self._file.close()
 
     @staticmethod

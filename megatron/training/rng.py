@@ -11,7 +11,8 @@ import torch
 
 def rng_state() -> dict[str, Any]:
     """The state of every stream of random numbers in this process."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    legacy: Any = np.random.get_state()
+    name, keys, position, has_gauss, gauss = legacy
     version, internal, next_gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),

@@ -13,7 +13,7 @@ from megatron.mpu import ParallelState
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams
 from megatron.training.checkpoint_store import CheckpointStore
-from megatron.training.checkpointing import Resumed, find_checkpoint, resume
+from megatron.training.checkpointing import Resumed, clean_up, find_checkpoint, resume
 from megatron.training.distributed import set_seeds, start_distributed
 from megatron.training.engine import build_engine, build_module
 from megatron.training.hooks.kernels import ProjectKernels, RecordKernels
@@ -23,7 +23,6 @@ from megatron.training.hooks.stopping import StopAtInterval, StopOnSignal, StopW
 from megatron.training.hooks.validation import Validate
 from megatron.training.manifest import Manifest
 from megatron.training.metrics import Sinks, build_sinks
-from megatron.training.optimizer import StepGuard
 from megatron.training.safe_files import CheckpointError
 from megatron.training.stepper import build_stepper
 from megatron.training.trainer import Hook, StepReport, Trainer
@@ -91,7 +90,10 @@ def train(args: NeoXArgs) -> int:
     plan = args.batch_plan(dist.get_world_size())
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
     module = build_module(args, spec, parallel)
-    engine, guard = build_engine(args, module, parallel)
+    engine = build_engine(args, module, parallel)
+    directory = _directory(args)
+    if directory is not None:
+        clean_up(CheckpointStore(directory))
     resumed = _resume_if_possible(args, engine, parallel)
     streams = build_streams(
         args,
@@ -101,8 +103,8 @@ def train(args: NeoXArgs) -> int:
         vocab_size=vocabulary.padded_size,
         start_step=resumed.step,
     )
-    trainer = _trainer(args, plan, parallel, engine, guard, resumed.step, streams)
-    sinks = build_sinks(args, _directory(args), resumed.step, main=trainer.is_main)
+    trainer = _trainer(args, plan, parallel, engine, resumed.step, streams)
+    sinks = build_sinks(args, directory, resumed.step, main=trainer.is_main)
     trainer.hooks = build_hooks(args, trainer, plan, sinks, spec)
     if trainer.is_main:
         print(_opening_line(args, trainer, engine), flush=True)
@@ -139,7 +141,6 @@ def _trainer(
     plan: BatchPlan,
     parallel: ParallelState,
     engine: Any,
-    guard: StepGuard,
     step: int,
     streams: Any,
 ) -> Trainer:
@@ -149,13 +150,12 @@ def _trainer(
         args=args,
         stepper=build_stepper(engine, parallel, pipelined=pipelined),
         parallel=parallel,
-        guard=guard,
         is_main=dist.get_rank() == 0,
         train_batches=train_batches,
         valid_batches=valid_batches if args.evaluation.do_valid is not False else None,
         test_batches=test_batches if args.evaluation.do_test is not False else None,
         tokens_per_step=plan.train_batch_size * args.model.seq_length,
-        train_iters=args.optimization.train_iters or 0,
+        train_iters=0 if args.evaluation.do_train is False else args.optimization.train_iters or 0,
         step=step,
     )
 
@@ -165,7 +165,8 @@ def build_hooks(
 ) -> list[Hook]:
     """The hooks in the order in which they run after a step."""
     log_interval = args.logging.log_interval
-    hooks: list[Hook] = [StopOnSignal(), StopWhenDiverged(args.optimization.max_consecutive_nonfinite)]
+    bad_steps = args.optimization.max_consecutive_nonfinite
+    hooks: list[Hook] = [StopOnSignal(), StopWhenDiverged(bad_steps)]
     if args.model.kerple_constraint == "project":
         hooks.append(ProjectKernels())
     if args.runtime.detect_anomaly:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,41 @@ def synced_save(state: Any, path: str | Path) -> None:
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):
-    """What DeepSpeed's engine uses for every file once training has started."""
+    """What DeepSpeed's engine uses for every file once training has started.
+
+    A write that fails (a full disk) is remembered instead of raised: DeepSpeed's ranks meet in
+    barriers between their files, and a rank that left would keep the others waiting.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._failure: Exception | None = None
+
+    def begin(self) -> None:
+        """Before DeepSpeed saves."""
+        self._failure = None
+
+    def finish(self) -> None:
+        """After DeepSpeed saved: raise what went wrong meanwhile."""
+        if self._failure is not None:
+            raise self._failure
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self._attempt(lambda: os.makedirs(path, exist_ok=exist_ok))  # noqa: PTH103
 
     def save(self, state_dict: Any, path: str) -> None:
-        synced_save(state_dict, path)
+        self._attempt(lambda: synced_save(state_dict, path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return safe_load(path, map_location)
 
     def preserves_storage_sharing(self) -> bool:
         return True
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            write()
+        except (OSError, RuntimeError) as error:
+            self._failure = error

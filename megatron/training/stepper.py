@@ -24,7 +24,7 @@ class Stepper(Protocol):
         """Take one optimizer step; the mean loss over micro-batches and replicas."""
 
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
-        """The mean loss of `count` micro-batches per replica, over all replicas."""
+        """The mean loss of `count` whole batches: the same samples under every layout."""
 
 
 class PlainStepper:
@@ -48,10 +48,11 @@ class PlainStepper:
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
         self.engine.eval()
         total = torch.zeros((), device=self.engine.device)
+        micro_batches = count * self.engine.gradient_accumulation_steps()
         with torch.no_grad():
-            for _ in range(count):
+            for _ in range(micro_batches):
                 total += self._loss(next(batches)).float()
-        return self._mean_over_replicas(total / max(count, 1))
+        return self._mean_over_replicas(total / max(micro_batches, 1))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         tokens, (labels, mask) = batch
@@ -85,7 +86,7 @@ class PipelineStepper:
         self._evaluated = True
         total = torch.zeros((), device=self.engine.device)
         for _ in range(count):
-            loss = self.engine.eval_batch(batches, num_micro_batches=1)
+            loss = self.engine.eval_batch(batches)
             total += loss.detach().float().mean()
         return total / max(count, 1)
 

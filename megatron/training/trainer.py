@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.mpu import ParallelState
-from megatron.training.optimizer import StepGuard
 from megatron.training.stepper import MicroBatch, Stepper
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ class StepReport:
     seconds: float
     tokens: int
     skipped: bool
+    loss_scale: float | None = None  # fp16 with dynamic scaling
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +55,6 @@ class Trainer:
     args: NeoXArgs
     stepper: Stepper
     parallel: ParallelState
-    guard: StepGuard
     is_main: bool
     train_batches: Iterator[MicroBatch] | None
     valid_batches: Iterator[MicroBatch] | None
@@ -90,16 +89,26 @@ class Trainer:
 
     def _take_step(self) -> StepReport:
         assert self.train_batches is not None
-        start, refused = time.perf_counter(), self.guard.skipped
+        rate = float(self.stepper.engine.optimizer.param_groups[0]["lr"])
+        start = time.perf_counter()
         loss = float(self.stepper.train(self.train_batches))
         self.step += 1
-        norm = self.stepper.engine.get_global_grad_norm()
+        engine = self.stepper.engine
+        norm = engine.get_global_grad_norm()
         return StepReport(
             step=self.step,
             loss=loss,
-            lr=float(self.stepper.engine.optimizer.param_groups[0]["lr"]),
+            lr=rate,
             grad_norm=None if norm is None else float(norm),
             seconds=time.perf_counter() - start,
             tokens=self.tokens_per_step,
-            skipped=self.guard.skipped > refused,
+            skipped=bool(getattr(engine.optimizer, "overflow", False)),
+            loss_scale=_dynamic_loss_scale(engine),
         )
+
+
+def _dynamic_loss_scale(engine: Any) -> float | None:
+    """The scale that fp16 gradients are multiplied with, if it is searched for."""
+    if not engine.fp16_enabled() or not engine.dynamic_loss_scale():
+        return None
+    return float(engine.optimizer.loss_scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.training.checkpoint_store import CheckpointStore
 from megatron.training.checkpointing import save_checkpoint
-from megatron.training.hooks.stopping import EXIT_DIVERGED
+from megatron.training.hooks.stopping import EXIT_DIVERGED, is_bad_step
 from megatron.training.trainer import Hook, StepReport, Trainer
 
 
@@ -29,7 +29,7 @@ class SaveCheckpoints(Hook):
         self.saved_step = trainer.step
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        if self._is_due(report.step):
+        if self._is_due(report.step) and not is_bad_step(trainer, report):
             self._save(trainer)
 
     def on_end(self, trainer: Trainer) -> None:

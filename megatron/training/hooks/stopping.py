@@ -35,10 +35,8 @@ class StopOnSignal(Hook):
             code = 130 if number == signal.SIGINT else EXIT_REQUEUE
             trainer.ask_to_stop(f"received {name}", exit_code=code)
 
-    def on_end(self, trainer: Trainer) -> None:
-        for number in self.SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The handlers stay: a launcher that sees one rank leave with 75 sends SIGTERM to the others,
+    # which may still be writing their last lines.
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received:
@@ -66,7 +64,7 @@ class StopWhenDiverged(Hook):
         self.total = 0
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        bad = report.skipped or not math.isfinite(report.loss)
+        bad = is_bad_step(trainer, report)
         self.in_a_row = self.in_a_row + 1 if bad else 0
         self.total += bad
         if bad and trainer.is_main:
@@ -79,6 +77,19 @@ class StopWhenDiverged(Hook):
             trainer.ask_to_stop(
                 f"{self.in_a_row} steps in a row were not finite", exit_code=EXIT_DIVERGED
             )
+
+
+def is_bad_step(trainer: Trainer, report: StepReport) -> bool:
+    """A step that counts towards giving up.
+
+    With fp16 a skipped step is how the loss scale is found: it counts once the scale has reached
+    its minimum. (DeepSpeed's own answer there is an exception without a checkpoint's name.)
+    """
+    if not math.isfinite(report.loss):
+        return True
+    if report.loss_scale is None or trainer.args.optimization.fp16 is None:
+        return report.skipped
+    return report.skipped and report.loss_scale <= trainer.args.optimization.fp16.min_loss_scale
 
 
 class StopAtInterval(Hook):

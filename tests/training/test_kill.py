@@ -1,0 +1,140 @@
+"""kill -9 at any moment: the run continues to the same end."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.checkpoint_store import CheckpointStore
+from tests.training.cases import write_data
+from tests.training.runs import (
+    final_valid_loss,
+    finish,
+    losses,
+    run,
+    run_config,
+    start_run,
+    wait_for,
+)
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    run(_config(data, directory / "run"), directory)
+    return directory / "run"
+
+
+def _config(data: str, save: Path) -> dict[str, Any]:
+    return run_config(data, save, train_iters=STEPS, checkpoint_factor=1)
+
+
+def _kill_until_done(data: str, directory: Path, kills: int, seed: int) -> None:
+    """Kill the run `kills` times at random moments after its first own step, then let it end."""
+    save = directory / "run"
+    generator = random.Random(seed)
+    for _ in range(kills):
+        before = len(losses(save)) if (save / "metrics.jsonl").exists() else 0
+        job = start_run(_config(data, save), directory)
+        deadline = time.monotonic() + 120
+        while not (save / "metrics.jsonl").exists() or len(losses(save)) <= before:
+            assert job[0].poll() is None, job[0].communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        time.sleep(generator.uniform(0.0, 0.2))
+        job[0].send_signal(signal.SIGKILL)
+        finish(job)
+        CheckpointStore(save).verify(CheckpointStore(save).newest() or 0)
+    output = run(_config(data, save), directory)
+    assert "resuming after step" in output
+
+
+def _same_end(directory: Path, uninterrupted: Path) -> None:
+    assert losses(directory / "run") == losses(uninterrupted)
+    assert final_valid_loss(directory / "run") == final_valid_loss(uninterrupted)
+    history = json.loads((directory / "run" / "manifest.json").read_text())["history"]
+    assert history[-1]["reason"] == "finished"
+
+
+def test_killed_runs_continue_to_the_same_end(
+    data: str, uninterrupted: Path, tmp_path: Path
+) -> None:
+    _kill_until_done(data, tmp_path, kills=2, seed=7)
+    _same_end(tmp_path, uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_kills(data: str, uninterrupted: Path, tmp_path: Path) -> None:
+    _kill_until_done(data, tmp_path, kills=20, seed=11)
+    _same_end(tmp_path, uninterrupted)
+
+
+@pytest.fixture(params=["limit", "tmpfs"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A directory, and how to make its file system full for a running process."""
+    place = tmp_path / "small"
+    place.mkdir()
+    if request.param == "limit":
+
+        def fill(pid: int) -> None:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, 4096))
+
+        yield place, fill
+        return
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+
+    def fill_up(pid: int) -> None:
+        with (place / "ballast").open("wb") as file:
+            try:
+                while True:
+                    file.write(b"0" * 4096)
+                    file.flush()
+            except OSError:
+                return
+
+    yield place, fill_up
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_full_disk_loses_nothing(
+    data: str, uninterrupted: Path, small_disk: Any, tmp_path: Path
+) -> None:
+    place, fill = small_disk
+    save = place / "run"
+    job = start_run(_config(data, save), tmp_path)
+    wait_for(save / "latest", job)
+    fill(job[0].pid)
+    codes, outputs = finish(job)
+    assert codes == [2], outputs[0]
+    assert "error (rank 0): writing checkpoint global_step" in outputs[0]
+    assert "Earlier checkpoints are untouched" in outputs[0]
+    assert "Traceback" not in outputs[0]
+    newest = CheckpointStore(save).newest()
+    assert newest is not None
+    CheckpointStore(save).verify(newest)
+    (place / "ballast").unlink(missing_ok=True)
+    run(_config(data, save), tmp_path)
+    whole = losses(uninterrupted)
+    resumed = losses(save)
+    assert {step: whole[step] for step in resumed} == resumed
+    assert resumed[STEPS] == whole[STEPS]

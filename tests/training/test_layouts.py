@@ -1,0 +1,126 @@
+"""Every layout trains the same model: dp, mp, pp and ZeRO 0-3 against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoints import read_checkpoint
+from tests.training.cases import layout, precision, run_cases, tiny_config, write_data
+
+STEPS = 4
+ONE = {
+    "zero1": layout(zero=1),
+    "zero2": layout(zero=2),
+    "zero3": layout(zero=3),
+    "pp1": layout(pp=1),
+}
+TWO = {
+    "dp2": layout(),
+    "dp2_zero1": layout(zero=1),
+    "dp2_zero2": layout(zero=2),
+    "dp2_zero3": layout(zero=3),
+    "mp2": layout(mp=2),
+    "mp2_zero1": layout(mp=2, zero=1),
+    "pp2": layout(pp=2),
+    "pp2_zero1": layout(pp=2, zero=1),
+}
+POSITIONS: dict[str, dict[str, Any]] = {
+    "kerple_log": {},
+    "rpe": {"pos_emb": "rpe"},
+    "alibi": {"pos_emb": "alibi"},
+    "rotary": {"pos_emb": "rotary"},
+    "learned": {"pos_emb": "learned"},
+    "tied": {"no_weight_tying": False},
+    "two_tables": {"pos_emb": "kerple_bias_wht"},
+    "per_layer": {"kerple_share": "per_layer"},
+    "row_head": {"output_layer_parallelism": "row"},
+}
+FULL = ("kerple_log", "rpe")
+SOME = ("mp2", "pp2")
+PRECISIONS = ("fp32", "bf16")
+# Relative. bf16 keeps 8 bits: sums in another order differ in the last of them.
+TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
+
+
+def _table() -> list[tuple[str, str, str, int]]:
+    """(positions, precision, layout, processes) of every case beside the references."""
+    rows = []
+    for position in POSITIONS:
+        for name in PRECISIONS if position in FULL else PRECISIONS[:1]:
+            if position in FULL:
+                rows += [(position, name, one, 1) for one in ONE]
+            rows += [(position, name, two, 2) for two in (TWO if position in FULL else SOME)]
+    return rows
+
+
+TABLE = _table()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("layouts")
+    data = write_data(directory)
+    cases: dict[int, dict[str, Any]] = {1: {}, 2: {}}
+    references = {(position, name, "one", 1) for position, name, _, _ in TABLE}
+    for position, name, arrangement, processes in [*sorted(references), *TABLE]:
+        place = {"one": layout(), **ONE, **TWO}[arrangement]
+        key = f"{position}-{name}-{arrangement}"
+        cases[processes][key] = {
+            "config": tiny_config(data, **POSITIONS[position], **precision(name), **place),
+            "steps": STEPS,
+            "save": str(directory / key) if name == "fp32" else None,
+            "validate": True,
+        }
+    found = run_cases(cases[1], directory, 1) | run_cases(cases[2], directory, 2)
+    return {**found, "directory": directory}
+
+
+@pytest.mark.parametrize(("position", "name", "arrangement", "processes"), TABLE)
+def test_same_training_as_one_process(
+    results: dict[str, Any], position: str, name: str, arrangement: str, processes: int
+) -> None:
+    reference = results[f"{position}-{name}-one"]
+    result = results[f"{position}-{name}-{arrangement}"]
+    close = {"rel": TOLERANCE[name], "abs": 0.0}
+    assert result["losses"] == pytest.approx(reference["losses"], **close)
+    assert result["valid_loss"] == pytest.approx(reference["valid_loss"], **close)
+    assert result["grad_norms"] == pytest.approx(reference["grad_norms"], **close)
+    assert result["losses"][-1] < result["losses"][0], "nothing was learned"
+
+
+@pytest.mark.parametrize(("position", "name", "arrangement", "processes"), TABLE)
+def test_same_kernel_updates_and_equal_replicas(
+    results: dict[str, Any], position: str, name: str, arrangement: str, processes: int
+) -> None:
+    reference = results[f"{position}-{name}-one"]
+    result = results[f"{position}-{name}-{arrangement}"]
+    assert result["replicas_agree"]
+    if position in ("alibi", "rotary", "learned"):
+        assert result["kernels"] == {}
+        return
+    first_stage = result["kernels"].keys()  # with a kernel per layer, a stage has its own layers
+    assert first_stage
+    for parameter in first_stage:
+        before = torch.tensor(reference["kernels_before"][parameter])
+        expected = torch.tensor(reference["kernels"][parameter]) - before
+        update = torch.tensor(result["kernels"][parameter]) - before
+        assert expected.norm() > 0, "the kernel did not learn"
+        assert (update - expected).norm() / expected.norm() < 5 * TOLERANCE[name]
+
+
+@pytest.mark.parametrize(
+    ("position", "arrangement"), [(row[0], row[2]) for row in TABLE if row[1] == "fp32"]
+)
+def test_same_checkpoint_after_gathering(
+    results: dict[str, Any], position: str, arrangement: str
+) -> None:
+    root: Path = results["directory"]
+    reference = read_checkpoint(root / f"{position}-fp32-one").weights
+    weights = read_checkpoint(root / f"{position}-fp32-{arrangement}").weights
+    assert weights.keys() == reference.keys()
+    for name, expected in reference.items():
+        torch.testing.assert_close(weights[name].float(), expected.float(), rtol=1e-4, atol=1e-6)

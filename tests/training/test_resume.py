@@ -1,0 +1,79 @@
+"""Resume is exact: 2N steps, or N, a checkpoint, a new engine, and N more, are the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.training.cases import ADAM, DROPOUT, layout, run_cases, tiny_config, write_data
+
+HALF = 3
+ONE = {
+    "zero0": layout(),
+    "zero1": layout(zero=1),
+    "zero2": layout(zero=2),
+    "zero3": layout(zero=3),
+    "pp1": layout(pp=1),
+    "recomputed": {**layout(), "checkpoint_activations": True},
+}
+TWO = {
+    "dp2": layout(),
+    "dp2_zero1": layout(zero=1),
+    "dp2_zero2": layout(zero=2),
+    "dp2_zero3": layout(zero=3),
+    "mp2": layout(mp=2),
+    "mp2_zero1": layout(mp=2, zero=1),
+    "mp2_zero2": layout(mp=2, zero=2),
+    "pp2": layout(pp=2),
+    "pp2_zero1": layout(pp=2, zero=1),
+    "pp2_recomputed": {**layout(pp=2), "checkpoint_activations": True},
+}
+TABLE = [(name, 1) for name in ONE] + [(name, 2) for name in TWO]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("resume")
+    data = write_data(directory)
+    cases: dict[int, dict[str, Any]] = {1: {}, 2: {}}
+    for name, processes in TABLE:
+        # train_batch_size 4 with micro-batches of 1: accumulation is on; so is dropout.
+        config = tiny_config(
+            data,
+            optimizer=ADAM,
+            weight_decay=0.1,
+            lr_decay_style="cosine",
+            warmup=0.2,
+            **DROPOUT,
+            **{**ONE, **TWO}[name],
+        )
+        saved = str(directory / name)
+        cases[processes] |= {
+            f"{name}-whole": {"config": config, "steps": 2 * HALF},
+            f"{name}-first": {"config": config, "steps": HALF, "save": saved},
+            f"{name}-second": {"config": config, "steps": HALF, "resume": saved},
+        }
+    return run_cases(cases[1], directory, 1) | run_cases(cases[2], directory, 2)
+
+
+@pytest.mark.parametrize(("name", "processes"), TABLE)
+def test_resumed_run_is_the_same_to_the_bit(
+    results: dict[str, Any], name: str, processes: int
+) -> None:
+    whole, first, second = (results[f"{name}-{part}"] for part in ("whole", "first", "second"))
+    assert first["losses"] + second["losses"] == whole["losses"]
+    assert second["fingerprints"] == whole["fingerprints"]
+    assert second["kernels"] == whole["kernels"]
+    assert first["fingerprints"] != whole["fingerprints"]
+    assert all(int(rank["count"]) > 0 for rank in whole["fingerprints"])
+
+
+def test_dropout_was_on(results: dict[str, Any]) -> None:
+    """Else the test above would not have tested the random states."""
+    first = results["zero0-first"]["fingerprints"][0]["rng"]
+    assert first != results["zero0-whole"]["fingerprints"][0]["rng"]
+
+
+def test_recomputed_activations_change_nothing(results: dict[str, Any]) -> None:
+    assert results["recomputed-whole"]["losses"] == results["zero0-whole"]["losses"]

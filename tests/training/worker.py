@@ -1,0 +1,249 @@
+"""Run in one or two processes by the tests beside it: train a few steps in each case given.
+
+Usage: worker.py OUTPUT CASES.json. A case is {"config": flat config, "steps": n, "resume":
+directory or null, "save": directory or null}. Rank 0 writes, per case, what the tests compare.
+"poison" lists steps at which the last rank gets a gradient that is not finite, in one parameter;
+"full_disk_on" names a rank whose checkpoint files cannot be written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+
+from megatron.model.spec import ModelSpec
+from megatron.mpu import ParallelState, initialize_parallel
+from megatron.neox_arguments import NeoXArgs
+from megatron.training import safe_files
+from megatron.training.batches import build_streams
+from megatron.training.checkpoint_store import CheckpointStore
+from megatron.training.checkpointing import find_checkpoint, resume, save_checkpoint
+from megatron.training.distributed import set_seeds, start_distributed
+from megatron.training.engine import build_engine, build_module
+from megatron.training.hooks.kernels import all_heads, gathered, kernel_modules
+from megatron.training.rng import rng_state
+from megatron.training.run import find_vocabulary
+from megatron.training.safe_files import CheckpointError
+from megatron.training.stepper import build_stepper
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    args = NeoXArgs.from_dict(case["config"])
+    parallel = initialize_parallel(
+        args.parallel.pipe_parallel_size, args.parallel.model_parallel_size
+    )
+    vocabulary = find_vocabulary(args)
+    set_seeds(args.runtime.seed, parallel)
+    spec = ModelSpec.from_args(args, vocabulary.padded_size)
+    engine = build_engine(args, build_module(args, spec, parallel), parallel)
+    start = 0
+    if case.get("resume"):
+        store = CheckpointStore(Path(case["resume"]))
+        found = find_checkpoint(store, args.checkpoint.iteration)
+        assert found is not None
+        start = resume(engine, store, args, found, parallel).step
+    kernels_before = kernel_values(engine, parallel.tp)
+    plan = args.batch_plan(dist.get_world_size())
+    train, valid, _ = build_streams(
+        args,
+        plan,
+        parallel,
+        eod=vocabulary.eod,
+        vocab_size=vocabulary.padded_size,
+        start_step=start,
+    )
+    stepper = build_stepper(engine, parallel, pipelined=args.parallel.pipe_parallel_size >= 1)
+    assert train is not None and valid is not None
+    losses, norms, skipped, unchanged = [], [], [], []
+    poison = Poison(engine, case.get("poison", []))
+    before = state_of(engine)
+    for step in range(case["steps"]):
+        poison.at(step)
+        losses.append(float(stepper.train(train)))
+        norms.append(float(engine.get_global_grad_norm()))
+        skipped.append(everywhere(bool(getattr(engine.optimizer, "overflow", False))))
+        after = state_of(engine)
+        unchanged.append(everywhere(before == after))
+        before = after
+    end = start + case["steps"]
+    save_error = None
+    if case.get("save"):
+        store = CheckpointStore(Path(case["save"]))
+        save_error = save(engine, store, args, end, plan.train_batch_size, case)
+    result = {
+        "losses": losses,
+        "grad_norms": norms,
+        "skipped": skipped,
+        "unchanged": unchanged,
+        "save_errors": everywhere(save_error),
+        "loss_scale": getattr(engine.optimizer, "loss_scale", None),
+        "fingerprints": everywhere(fingerprint(engine)),
+        "kernels_before": kernels_before,
+        "kernels": kernel_values(engine, parallel.tp),
+        "replicas_agree": replicas_agree(engine, parallel),
+    }
+    if case.get("validate"):
+        result["valid_loss"] = float(stepper.evaluate(valid, args.evaluation.eval_iters))
+    return result
+
+
+class Poison:
+    """Puts infinity into the gradient of one small parameter of the last rank."""
+
+    def __init__(self, engine: Any, steps: list[int]) -> None:
+        self.steps, self.active = steps, False
+        if steps and dist.get_rank() == dist.get_world_size() - 1:
+            small = [
+                p for p in engine.module.parameters() if len(getattr(p, "ds_shape", p.shape)) == 1
+            ]
+            small[-1].register_hook(self._spoil)
+
+    def at(self, step: int) -> None:
+        self.active = step in self.steps
+
+    def _spoil(self, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradient, float("inf")) if self.active else gradient
+
+
+def save(
+    engine: Any,
+    store: CheckpointStore,
+    args: NeoXArgs,
+    step: int,
+    batch: int,
+    case: dict[str, Any],
+) -> str | None:
+    """Save, on a disk that may be full for one rank; the error's text."""
+    real = safe_files.synced_save
+    if case.get("full_disk_on") == dist.get_rank():
+        safe_files.synced_save = no_space
+    try:
+        save_checkpoint(engine, store, args, step, step * batch)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        safe_files.synced_save = real
+    return None
+
+
+def no_space(state: Any, path: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def state_of(engine: Any) -> str:
+    """Weights, masters and moments of this rank as one digest."""
+    parts = fingerprint(engine)
+    return digest([parts["weights"], parts["masters"], parts["moments"]])
+
+
+@torch.no_grad()
+def kernel_values(engine: Any, tp: Any) -> dict[str, list[float]]:
+    """All heads' raw parameters in fp32, from the first stage that holds a kernel."""
+    found: dict[str, list[float]] = {}
+    for number, kernel in enumerate(kernel_modules(engine.module)):
+        for name, parameter in kernel.named_parameters():
+            values = all_heads(master(engine, parameter), tp, dim=parameter.dim() - 1)
+            found[f"{number}.{name}"] = values.flatten().tolist()
+    return found
+
+
+def master(engine: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The fp32 value that the optimizer works on."""
+    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+        value = safe_get_full_fp32_param(parameter)
+        assert value is not None
+        return value.view(getattr(parameter, "ds_shape", parameter.shape))
+    wrapper = engine.optimizer
+    for low, high in zip(
+        getattr(wrapper, "fp16_groups", []), getattr(wrapper, "fp32_groups", []), strict=True
+    ):
+        for candidate, value in zip(low, high, strict=True):
+            if candidate is parameter:
+                return value.detach()
+    return parameter.detach().float()
+
+
+@torch.no_grad()
+def replicas_agree(engine: Any, parallel: ParallelState) -> bool:
+    """Whether the kernel's parameters are the same bits on every data-parallel rank."""
+    own = []
+    for kernel in kernel_modules(engine.module):
+        with gathered(engine, kernel):
+            own += [digest(p.detach().float()) for p in kernel.parameters()]
+    copies: list[Any] = [None] * parallel.dp_size
+    dist.all_gather_object(copies, own, group=parallel.dp_group)
+    return all(everywhere(all(copy == own for copy in copies)))
+
+
+def digest(value: Any) -> str:
+    """A name for the exact bits of a nested value."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().reshape(-1).contiguous()
+        content = value.view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        return hashlib.sha256(content + str(value.dtype).encode()).hexdigest()
+    if isinstance(value, dict):
+        return digest([[str(key), digest(item)] for key, item in value.items()])
+    if isinstance(value, list | tuple):
+        return hashlib.sha256("".join(map(digest, value)).encode()).hexdigest()
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def fingerprint(engine: Any) -> dict[str, str]:
+    """This rank's weights, optimizer, schedule and random states, to the bit."""
+    basic = engine.basic_optimizer
+    moments = [dict(state) for state in basic.state.values()]
+    names = (
+        "fp32_partitioned_groups_flat",  # ZeRO 3
+        "single_partition_of_fp32_groups",  # ZeRO 1 and 2
+        "fp32_groups_flat_partition",  # BF16_Optimizer
+        "fp32_groups",  # fp16 and bf16 without ZeRO
+    )
+    masters = [getattr(engine.optimizer, name, None) for name in names]
+    return {
+        "weights": digest(
+            [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()]
+        ),
+        "masters": digest(masters),
+        "moments": digest(moments),
+        "count": str(len(moments)),
+        "schedule": digest(engine.lr_scheduler.state_dict()),
+        "lr": digest([group["lr"] for group in basic.param_groups]),
+        "rng": digest(rng_state()),
+    }
+
+
+def everywhere(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def main() -> None:
+    output, cases = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+    start_distributed(NeoXArgs.from_dict(next(iter(cases.values()))["config"]))
+    results = {}
+    for name, case in cases.items():
+        print("case", name, flush=True)
+        try:
+            results[name] = run_case(case)
+        except Exception as error:
+            raise RuntimeError(f"case {name} failed") from error
+        dist.barrier()
+    if dist.get_rank() == 0:
+        output.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
