@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron.tokenizer import Tokenizer
@@ -62,7 +62,9 @@ def _byte_level(size: int) -> LibraryTokenizer:
     vocabulary |= {f"<|unused{i}|>": i for i in range(256, size)}
     library = LibraryTokenizer(models.BPE(vocabulary, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
+    # ids that are no byte say nothing
+    nothing = decoders.Replace(Regex(r"<\|unused\d+\|>"), "")
+    library.decoder = decoders.Sequence([nothing, decoders.ByteLevel()])
     library.add_special_tokens([BYTE_LEVEL_MARK])
     return library
 

@@ -218,3 +218,10 @@ def test_other_folders_are_refused(tmp_path: Path, content: dict[str, Any], comp
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=complaint):
         read_checkpoint(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 511), max_size=20))
+def test_the_exported_byte_tokenizer_says_what_ours_says(ids: list[int]) -> None:
+    assert BYTES_LIBRARY is not None
+    assert BYTES_LIBRARY.decode(ids, skip_special_tokens=True) == BYTES.detokenize(ids)
