@@ -123,8 +123,8 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
             finish_axes(
                 axes,
                 title=method(name).label,
-                xlabel="distance |m − n| (tokens)",
-                ylabel="heads with effective length ≤ distance",
+                xlabel="distance d = |m − n| (tokens)",
+                ylabel="heads (effective length ≤ d)",
             )
             axes.legend(loc="upper left")
     return figure

@@ -83,8 +83,8 @@ def _chapter_html(chapter: Chapter) -> str:
         parts.append(_findings_html(chapter.findings))
     tables = [f'<div class="scroll">{to_html(table)}</div>' for table in chapter.tables]
     tables += [
-        f'<details><summary>{html.escape(table.key)}: other split</summary><div class="scroll">'
-        f"{to_html(table)}</div></details>"
+        f"<details><summary>The same on another split ({html.escape(table.key)})</summary>"
+        f'<div class="scroll">{to_html(table)}</div></details>'
         for table in chapter.folded
     ]
     plots = [_figure_html(plot) for plot in chapter.figures]

@@ -160,7 +160,8 @@ def _result_table(spec: TableSpec, results: ResultSet, split: str, *, first: boo
 
 _LENGTH_CAPTION = (
     "Mean over seeds, shaded by one standard deviation; logarithmic axes. The dotted line marks "
-    "the training length. Lower rows zoom in on the methods that do not explode."
+    "the training length. The lower row, where there is one, zooms in "
+    "on the methods that do not explode (linear axis)."
 )
 _POSITION_CAPTION = (
     "Perplexity of the tokens at each position of long sequences, mean over seeds. If a model used "

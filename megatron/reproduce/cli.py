@@ -202,23 +202,29 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megatron.reproduce.local import LocalOptions, run_suite
+    from megatron.reproduce.run_files import record_command
 
     if options.jobs < 1:
         raise ReproduceError(f"-j {options.jobs}: at least one run at a time")
     suite, root = _suite(options), _place(options.runs)
     chosen = LocalOptions(options.jobs, options.retry_failed, options.restart_changed)
+    started = time.monotonic()
     code = run_suite(suite, root, chosen)
+    record_command(root / suite.name, _command_line(), time.monotonic() - started, code)
     if not options.no_report and code in (0, 1):
         _write_report(suite, root, None)
     return code
+
+
+def _command_line() -> str:
+    return shlex.join(["python", "tools/reproduce.py", *sys.argv[1:]])
 
 
 def _write_report(suite: Suite, root: Path, out: Path | None) -> None:
     from megatron.reproduce.console import print_tables
     from megatron.reproduce.reporting import make_report
 
-    command = shlex.join(["python", "tools/reproduce.py", *sys.argv[1:]])
-    files = make_report(suite, root, out, command)
+    files = make_report(suite, root, out, _command_line())
     print_tables([table for table in files.tables if not table.key.endswith("_test")], sys.stdout)
     print(f"\nReport: {files.html}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -19,7 +20,12 @@ from megatron.analysis.report import (
     write_report,
 )
 from megatron.analysis.results import ResultSet
-from megatron.reproduce.run_files import done_steps, expected_steps, step_seconds
+from megatron.reproduce.run_files import (
+    done_steps,
+    expected_steps,
+    read_history,
+    step_seconds,
+)
 from megatron.reproduce.suite import Run, Section, Suite
 
 __all__ = ["collect_results", "machine_name", "make_report"]
@@ -99,6 +105,11 @@ def _facts(suite: Suite, root: Path, missing: int, command: str) -> list[tuple[s
     spent = _time_spent(suite, root)
     if spent:
         facts.append(("Time", spent))
+    history = read_history(root / suite.name)
+    if history:
+        wall = sum(float(entry.get("seconds", 0)) for entry in history)
+        facts.append(("Wall clock", f"{_hours(wall)} in {len(history)} call(s) of `run`"))
+        command = str(history[-1].get("command", command))
     if command:
         facts.insert(0, ("Command", command))
     return facts
@@ -123,8 +134,6 @@ def _hours(seconds: float) -> str:
 
 def machine_name() -> str:
     """Processor, cores and GPUs; no host name, reports are published."""
-    import os
-
     cores = f"{os.cpu_count() or 1} cores of {_processor()}"
     if shutil.which("nvidia-smi") is None:
         return f"{cores}, no GPU"

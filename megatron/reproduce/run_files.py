@@ -155,3 +155,26 @@ def mark_done(directory: Path, step: str, value: str, seconds: float) -> None:
 def step_seconds(directory: Path, step: str) -> float | None:
     value = _read_json(directory / ".done" / f"{step}.json").get("seconds")
     return float(value) if value is not None else None
+
+
+def record_command(suite_directory: Path, command: str, seconds: float, exit_code: int) -> None:
+    """Append to the suite's history, from which the report quotes command and wall-clock time."""
+    suite_directory.mkdir(parents=True, exist_ok=True)
+    entry = {"command": command, "seconds": round(seconds, 1), "exit_code": exit_code}
+    entry["ended"] = int(time.time())
+    with (suite_directory / "history.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def read_history(suite_directory: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (suite_directory / "history.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    entries = []
+    for line in lines:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries

@@ -11,6 +11,7 @@ import pytest
 from megatron.analysis.claims import Verdict, check_claims
 from megatron.analysis.tables import DataSet
 from megatron.reproduce.reporting import collect_results, make_report
+from megatron.reproduce.run_files import record_command
 from megatron.reproduce.suite import Suite, load_suite
 from tests.reproduce.synthetic import write_run
 
@@ -44,6 +45,14 @@ def test_page_names_command_machine_and_missing_runs(report: tuple[Suite, Path, 
     assert "cores of" in page
     assert "14 of 18 finished" in page
     assert "<code>tiny.stdlib.rotary.1237</code>" in page
+
+
+def test_the_report_quotes_the_run_that_made_it(tmp_path: Path) -> None:
+    suite = load_suite("smoke", ["two_processes"], runs_root=tmp_path)
+    record_command(tmp_path / "smoke", "python tools/reproduce.py run --suite smoke -j 3", 7200, 0)
+    text = make_report(suite, tmp_path, command="report").markdown.read_text(encoding="utf-8")
+    assert "- Command: python tools/reproduce.py run --suite smoke -j 3" in text
+    assert "- Wall clock: 2.0 h in 1 call(s)" in text
 
 
 def test_a_missing_seed_is_not_filled_in(report: tuple[Suite, Path, Path]) -> None:
