@@ -64,12 +64,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jsonl-key", default="text", help="the JSON key that holds the text (default: text)"
     )
+    _add_switches(parser)
+    return parser
+
+
+def _add_switches(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=available_cores(), help="processes")
     parser.add_argument("--ftfy", action="store_true", help="repair broken encodings with ftfy")
     parser.add_argument("--strict", action="store_true", help="a broken line is an error")
     parser.add_argument("--force", action="store_true", help="rebuild an output that is up to date")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bars")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

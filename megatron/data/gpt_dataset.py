@@ -122,24 +122,9 @@ def build_split_dataset(
             f"{tokens.prefix}: the {name} documents ({first} to {last - 1}) hold no tokens; "
             "change the split or use more data"
         )
-
-    def build() -> Arrays:
-        index = build_sample_index(tokens.sizes, first, last, length, num_samples, seed)
-        return {"documents": index.documents, "ends": index.ends, "order": index.order}
-
-    key = {
-        "format": INDEX_FORMAT,
-        "sizes": tokens.sizes_digest(),
-        "documents": [first, last],
-        "length": length,
-        "epochs": number_of_epochs(amount, length, num_samples),
-        "seed": seed,
-    }
+    epochs = number_of_epochs(amount, length, num_samples)
     directory = Path(cache_dir) if cache_dir is not None else default_cache_dir(tokens.prefix)
-    arrays = cached_arrays(
-        key, build, directory=directory.expanduser(), name=f"{tokens.prefix.name}_{name}"
-    )
-    index = SampleIndex(**arrays)
+    index = _cached_index(tokens, first, last, length, epochs, seed, directory, name)
     if not len(index.order):
         raise DataError(
             f"{tokens.prefix}: the {name} documents hold only {amount} tokens, fewer than one "
@@ -154,6 +139,34 @@ def build_split_dataset(
         num_documents=last - first,
         vocab_size=vocab_size,
     )
+
+
+def _cached_index(
+    tokens: IndexedDataset,
+    first: int,
+    last: int,
+    length: int,
+    epochs: int,
+    seed: int,
+    directory: Path,
+    name: str,
+) -> SampleIndex:
+    """The sample index, from the cache if it is there; the key holds all that it depends on."""
+
+    def build() -> Arrays:
+        index = build_sample_index(tokens.sizes, first, last, length, epochs, seed)
+        return {"documents": index.documents, "ends": index.ends, "order": index.order}
+
+    key = {
+        "format": INDEX_FORMAT,
+        "sizes": tokens.sizes_digest(),
+        "documents": [first, last],
+        "length": length,
+        "epochs": epochs,
+        "seed": seed,
+    }
+    name = f"{tokens.prefix.name}_{name}"
+    return SampleIndex(**cached_arrays(key, build, directory=directory.expanduser(), name=name))
 
 
 def build_train_valid_test_datasets(

@@ -73,13 +73,12 @@ def number_of_epochs(tokens_per_epoch: int, length: int, num_samples: int) -> in
 
 
 def build_sample_index(
-    sizes: npt.NDArray[np.int32], first: int, last: int, length: int, num_samples: int, seed: int
+    sizes: npt.NDArray[np.int32], first: int, last: int, length: int, epochs: int, seed: int
 ) -> SampleIndex:
-    """Index of documents ``first`` to ``last`` (exclusive) for at least ``num_samples`` samples."""
+    """Index of ``epochs`` passes over documents ``first`` to ``last`` (exclusive)."""
     tokens = int(sizes[first:last].sum(dtype=np.int64))
     if tokens == 0:
         raise DataError(f"documents {first} to {last - 1} hold no tokens")
-    epochs = number_of_epochs(tokens, length, num_samples)
     if last > INT32_DOCUMENTS:
         raise DataError(f"{last} documents; at most 2^31-1 can be indexed")
     generator = np.random.RandomState(seed)

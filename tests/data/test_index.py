@@ -73,11 +73,11 @@ def test_samples_are_windows_of_the_shuffled_stream(
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for document in documents:
             writer.add_document(document)
-    index = build_sample_index(np.array(sizes, np.int32), 0, len(sizes), length, samples, seed)
+    epochs = number_of_epochs(sum(sizes), length, samples)
+    index = build_sample_index(np.array(sizes, np.int32), 0, len(sizes), length, epochs, seed)
     dataset = GPTDataset(IndexedDataset(prefix), index, length, num_samples=samples)
 
     generator = np.random.RandomState(seed)
-    epochs = number_of_epochs(sum(sizes), length, samples)
     order = np.array(list(range(len(sizes))) * epochs, np.int32)
     generator.shuffle(order)
     stream = np.concatenate([documents[d] for d in order])
