@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron.evaluation.errors import EvaluationError
+from megatron.evaluation.extrapolation import window_suffix
+from megatron.evaluation.losses import windowed
 from megatron.evaluation.options import EvaluationOptions
 from megatron.evaluation.registry import Context, EvaluationTask
 from megatron.evaluation.tables import number, text_table
@@ -49,6 +52,9 @@ class LMEvalTask(EvaluationTask):
     def __init__(self, name: str) -> None:
         self.name = name  # type: ignore[misc]  # one class, many names
 
+    def file_name(self, options: EvaluationOptions) -> str:
+        return f"{self.name}{window_suffix(options)}"
+
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {
             "context_length": options.context_length or options.train_length,
@@ -60,8 +66,6 @@ class LMEvalTask(EvaluationTask):
         }
 
     def run(self, context: Context) -> dict[str, Any]:
-        from megatron.evaluation.losses import windowed
-
         with windowed(
             context.model, context.options.window, context.model.spec.sliding_window_width
         ):
@@ -117,7 +121,7 @@ def _plain(found: Any) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     for task, scores in found["results"].items():
         numbers = {
-            key.removesuffix(",none"): float(value)
+            key.removesuffix(",none"): float(value) if math.isfinite(value) else None
             for key, value in scores.items()
             if isinstance(value, int | float) and "," in key
         }

@@ -35,7 +35,9 @@ def join_ranks(args: NeoXArgs, local_rank: int | None = None) -> tuple[Ranks, st
 
 def pick_device(local_rank: int = 0) -> str:
     """This process's accelerator if the machine has any (and DS_ACCELERATOR does not forbid it)."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available():
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would search, and say so
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
     kind = torch.accelerator.current_accelerator()
     count = max(1, torch.accelerator.device_count())
