@@ -45,11 +45,15 @@ def sync_directory(path: Path) -> None:
 def write_text_atomically(path: Path, text: str) -> None:
     """The old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

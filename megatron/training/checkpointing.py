@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.training.checkpoint_store import CheckpointStore, tag_of
+from megatron.training.distributed import set_seeds
+from megatron.training.portable import check_layout, is_portable, load_portable, write_layout
 from megatron.training.rng import rng_state, set_rng_state
 from megatron.training.safe_files import (
     CheckpointError,
@@ -84,12 +87,13 @@ def _write_share(
     if not args.checkpoint.no_save_rng:
         files.save(rng_state(), str(staging / tag / f"rng_rank_{rank:05d}.pt"))
     if rank == 0:
-        _write_configs(staging / tag / "configs", args)
+        write_configs(staging / tag / "configs", args)
+        write_layout(staging / tag, args)
     files.finish()
 
 
-def _write_configs(directory: Path, args: NeoXArgs) -> None:
-    directory.mkdir(exist_ok=True)
+def write_configs(directory: Path, args: NeoXArgs) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     for name, text in args.sources.items():
         (directory / Path(name).name).write_text(text, encoding="utf-8")
     (directory / "resolved.yml").write_text(args.to_yaml(), encoding="utf-8")
@@ -119,19 +123,28 @@ def resume(
     _verify_together(store, step)
     options = args.checkpoint
     fresh = options.finetune
-    _, client_state = engine.load_checkpoint(
-        str(store.directory),
-        tag=tag_of(step),
-        load_optimizer_states=not (options.no_load_optim or fresh),
-        load_lr_scheduler_states=not (args.optimization.override_lr_scheduler or fresh),
-    )
-    if client_state is None:
+    optimizer = not (options.no_load_optim or fresh)
+    schedule = not (args.optimization.override_lr_scheduler or fresh)
+    if is_portable(store.path(step)):
+        spec = ModelSpec.from_args(args, 0)
+        progress = load_portable(
+            engine, store.path(step), spec, parallel.tp, optimizer=optimizer, schedule=schedule
+        )
+    else:
+        check_layout(store.path(step), args)
+        _, progress = engine.load_checkpoint(
+            str(store.directory),
+            tag=tag_of(step),
+            load_optimizer_states=optimizer,
+            load_lr_scheduler_states=schedule,
+        )
+    if progress is None:
         raise CheckpointError(f"{store.path(step)}: DeepSpeed found no model state in it")
     if fresh:
         return Resumed(0, 0)
     if not options.no_load_rng:
-        _load_rng(store.path(step) / f"rng_rank_{dist.get_rank():05d}.pt")
-    return Resumed(int(client_state["iteration"]), int(client_state["consumed_samples"]))
+        _load_rng(store.path(step), args.runtime.seed + step, parallel)
+    return Resumed(int(progress["iteration"]), int(progress["consumed_samples"]))
 
 
 def _verify_together(store: CheckpointStore, step: int) -> None:
@@ -154,7 +167,10 @@ def clean_up(store: CheckpointStore) -> None:
     dist.barrier()
 
 
-def _load_rng(path: Path) -> None:
-    """Missing files mean that the number of ranks changed: the fresh seeds stay."""
+def _load_rng(directory: Path, fresh_seed: int, parallel: ParallelState) -> None:
+    """Continue the random streams; under another number of ranks, start new ones."""
+    path = directory / f"rng_rank_{dist.get_rank():05d}.pt"
     if path.is_file():
         set_rng_state(safe_load(path))
+    else:
+        set_seeds(fresh_seed, parallel)

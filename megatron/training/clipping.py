@@ -6,8 +6,8 @@ weight, and set `overflow`. Two of DeepSpeed's paths need help, given here:
 
 - fp32 without ZeRO has no wrapper at all, and `clip_fp32_gradients` counts, on every pipeline stage
   but the first, only the slices of tensor-parallel layers: `own_whole_step` replaces it.
-- fp16 and bf16 without ZeRO (FP16_UnfusedOptimizer) take the norm of bare gradients, which do
-  not say whether they are slices: `mark_gradients` tells them.
+- bf16 without ZeRO (FP16_UnfusedOptimizer) takes the norm of bare gradients, which do not say
+  whether they are slices: `mark_gradients` tells it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ def _counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
 def whole_norm(
     parameters: Iterable[nn.Parameter], *, tp_rank: int, replica: dist.ProcessGroup | None
 ) -> float:
-    """The norm of the gradient over all ranks of `replica`: the same number on each of them."""
-    gradients = [
-        p.grad.float() for p in parameters if p.grad is not None and _counts_here(p, tp_rank)
-    ]
+    """The norm of the gradient over all ranks of `replica`: the same number on each of them.
+
+    Copies that do not count must still be finite: infinity in one makes the norm infinite.
+    """
+    present = [p for p in parameters if p.grad is not None]
     square = torch.zeros(())
-    if gradients:
-        square = torch.stack(list(torch._foreach_norm(gradients))).square().sum()
+    if present:
+        gradients = [p.grad.float() for p in present if p.grad is not None]
+        squares = torch.stack(list(torch._foreach_norm(gradients))).square()
+        counted = torch.tensor([_counts_here(p, tp_rank) for p in present], device=squares.device)
+        square = torch.where(counted | ~torch.isfinite(squares), squares, 0.0).sum()
     square = _on_collective_device(square)
     if dist.is_initialized():
         dist.all_reduce(square, group=replica)
@@ -86,7 +90,7 @@ def own_whole_step(
 
 
 def mark_gradients(wrapper: Any) -> None:
-    """Let FP16_UnfusedOptimizer's norm see which gradients are slices, and undo the loss scale."""
+    """Let FP16_UnfusedOptimizer's norm see which gradients are slices."""
     apply = wrapper.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -94,12 +98,8 @@ def mark_gradients(wrapper: Any) -> None:
             if parameter.grad is not None:
                 for mark in MARKS:
                     setattr(parameter.grad, mark, getattr(parameter, mark, False))
-        scale = wrapper.loss_scale_config.cur_scale
-        result = apply(*args, **kwargs)
-        wrapper._global_grad_norm = float(wrapper._global_grad_norm) / scale
-        return result
+        return apply(*args, **kwargs)
 
-    wrapper._global_grad_norm = 0.0
     wrapper.step = step
 
 

@@ -41,6 +41,8 @@ def join_job(args: NeoXArgs) -> None:
         accelerator.set_device(environment.local_rank)
     if on_cpu:
         _without_compiled_collectives()
+        # DeepSpeed asks for fp16 instructions; PyTorch computes fp16 without them, only slower.
+        accelerator.is_fp16_supported = lambda: True
     deepspeed.init_distributed(
         dist_backend="gloo" if on_cpu else args.parallel.distributed_backend,
         auto_mpi_discovery=False,

@@ -58,7 +58,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
         model=module,
         optimizer=optimizer,
         lr_scheduler=Scheduler(optimizer, build_schedule(args)),
-        config=args.deepspeed_config(dist.get_world_size()),
+        config=_deepspeed_config(args),
         mpu=None if pipelined else parallel.grid,
         dist_init_required=False,
     )
@@ -67,6 +67,18 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
     engine._copy_recovery_script = lambda save_path: None
     _clip_by_whole_norm(engine, parallel)
     return engine
+
+
+def _deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
+    """DeepSpeed's config; fp16 without ZeRO becomes ZeRO stage 1, which computes the same.
+
+    DeepSpeed 0.19 without ZeRO divides fp16 gradients by a loss scale that it never multiplied the
+    loss with: Adam hides most of that, underflow and clipping do not.
+    """
+    config = args.deepspeed_config(dist.get_world_size())
+    if args.optimization.precision == "fp16" and args.optimization.zero_stage == 0:
+        config["zero_optimization"]["stage"] = 1
+    return config
 
 
 def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:

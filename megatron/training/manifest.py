@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import subprocess
@@ -46,16 +47,36 @@ def _versions() -> dict[str, str]:
 
 
 def _data_identity(args: NeoXArgs) -> dict[str, Any]:
-    """Sizes and times of the index files: enough to notice that the data changed."""
-    prefixes = [args.data.data_path] if args.data.data_path else []
-    for group in (args.data.train_data_paths, args.data.valid_data_paths):
+    """Of every data file: its size, and a hash of the whole index and of samples of the tokens."""
+    data = args.data
+    prefixes = [data.data_path] if data.data_path else []
+    for group in (data.train_data_paths, data.valid_data_paths, data.test_data_paths):
         prefixes += list(group or [])
-    found = {}
-    for prefix in prefixes:
-        index = Path(f"{prefix}.idx")
-        if index.is_file():
-            found[str(prefix)] = {"idx_bytes": index.stat().st_size}
+    found: dict[str, Any] = {}
+    for prefix in dict.fromkeys(map(str, prefixes)):
+        index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        if index.is_file() and tokens.is_file():
+            found[prefix] = {
+                "idx_bytes": index.stat().st_size,
+                "idx_sha256": _sha256(index, None),
+                "bin_bytes": tokens.stat().st_size,
+                "bin_sample_sha256": _sha256(tokens, 64),
+            }
     return found
+
+
+def _sha256(path: Path, blocks: int | None) -> str:
+    """Of the whole file, or of `blocks` blocks of 64 KiB spread over it: the Pile takes hours."""
+    size, block = path.stat().st_size, 1 << 16
+    starts = list(range(0, size, block))
+    if blocks is not None and len(starts) > blocks:
+        starts = [starts[i * (len(starts) - 1) // (blocks - 1)] for i in range(blocks)]
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for start in starts:
+            file.seek(start)
+            digest.update(file.read(block))
+    return digest.hexdigest()
 
 
 class Manifest:

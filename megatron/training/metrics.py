@@ -27,9 +27,10 @@ class Sink(Protocol):
 class JsonLines:
     """metrics.jsonl: append-only while running; a resumed run first drops the lines it repeats."""
 
-    def __init__(self, path: Path, start_step: int) -> None:
+    def __init__(self, path: Path, start_step: int, *, finished: bool = False) -> None:
+        """`finished`: the run has taken all its steps and will only evaluate once more."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._keep_until(path, start_step)
+        self._keep(path, start_step, finished)
         # Unbuffered: a line that found no space must not be tried again later, in the middle.
         self._file = path.open("ab", buffering=0)
         self._complained = False
@@ -48,22 +49,24 @@ class JsonLines:
         self._file.close()
 
     @staticmethod
-    def _keep_until(path: Path, step: int) -> None:
+    def _keep(path: Path, step: int, finished: bool) -> None:
         if not path.is_file():
             return
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) <= step]
+        kept = [line for line in lines if not _is_repeated(line, step, finished)]
         if len(kept) != len(lines):
             write_text_atomically(path, "".join(kept))
 
 
-def _step_of(line: str) -> float:
-    """The step of a line; a line cut short by a crash counts as never reached."""
+def _is_repeated(line: str, step: int, finished: bool) -> bool:
+    """Whether a run that goes on after `step` writes this line again; so are lines cut short."""
     try:
-        step = json.loads(line)["step"]
+        values = json.loads(line)
+        own = int(values["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
-    return float(step) if line.endswith("\n") else float("inf")
+        return True
+    evaluated = "valid_loss" in values or "test_loss" in values
+    return own > step or not line.endswith("\n") or (finished and own == step and evaluated)
 
 
 def flatten(values: Values) -> dict[str, float]:
@@ -145,7 +148,8 @@ def build_sinks(args: NeoXArgs, directory: Path | None, start_step: int, *, main
     """The sinks that the config asks for."""
     sinks: list[Sink] = []
     if main and directory is not None:
-        sinks.append(JsonLines(directory / "metrics.jsonl", start_step))
+        finished = start_step >= (args.optimization.train_iters or 0)
+        sinks.append(JsonLines(directory / "metrics.jsonl", start_step, finished=finished))
     if main and args.logging.tensorboard_dir:
         sinks.append(TensorBoard(args.logging.tensorboard_dir, start_step))
     if main and args.logging.use_wandb:

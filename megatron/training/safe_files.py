@@ -59,10 +59,16 @@ def safe_load(path: str | Path, map_location: Any = "cpu") -> Any:
 
 def synced_save(state: Any, path: str | Path) -> None:
     """torch.save, then wait until the bytes are on the disk."""
-    with Path(path).open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with Path(path).open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:
+        # torch.save loses its place when a write fails, and reports that instead of the reason.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 class SafeCheckpointEngine(TorchCheckpointEngine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,10 +79,17 @@ class Trainer:
             for hook in self.hooks:
                 hook.on_end(self)
         except BaseException as error:
-            for hook in self.hooks:
-                hook.on_failure(self, error)
+            self._tell_hooks(error)
             raise
         return self.exit_code
+
+    def _tell_hooks(self, error: BaseException) -> None:
+        """The error that ends the run is the one to report, not what goes wrong because of it."""
+        for hook in self.hooks:
+            try:
+                hook.on_failure(self, error)
+            except Exception as second:
+                print(f"warning: {type(hook).__name__}: {second}", file=sys.stderr, flush=True)
 
     def ask_to_stop(self, reason: str, exit_code: int = 0) -> None:
         """End the run after this step, once every hook has seen it."""

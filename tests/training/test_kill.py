@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,9 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         pytest.skip("mounting a tmpfs needs root")
 
     def fill_up(pid: int) -> None:
-        with (place / "ballast").open("wb") as file:
-            try:
-                while True:
-                    file.write(b"0" * 4096)
-                    file.flush()
-            except OSError:
-                return
+        with (place / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"0" * 4096)
 
     yield place, fill_up
     subprocess.run(["umount", "-l", str(place)], check=True)

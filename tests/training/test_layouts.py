@@ -44,6 +44,9 @@ SOME = ("mp2", "pp2")
 PRECISIONS = ("fp32", "bf16")
 # Relative. bf16 keeps 8 bits: sums in another order differ in the last of them.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
+# The kernel's gradient is a sum of many terms that nearly cancel. A gradient that misses a rank, a
+# stage or a head is off by half or more.
+KERNEL_TOLERANCE = {"fp32": 1e-4, "bf16": 0.25}
 
 
 def _table() -> list[tuple[str, str, str, int]]:
@@ -109,7 +112,7 @@ def test_same_kernel_updates_and_equal_replicas(
         expected = torch.tensor(reference["kernels"][parameter]) - before
         update = torch.tensor(result["kernels"][parameter]) - before
         assert expected.norm() > 0, "the kernel did not learn"
-        assert (update - expected).norm() / expected.norm() < 5 * TOLERANCE[name]
+        assert (update - expected).norm() / expected.norm() < KERNEL_TOLERANCE[name]
 
 
 @pytest.mark.parametrize(

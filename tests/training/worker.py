@@ -3,7 +3,8 @@
 Usage: worker.py OUTPUT CASES.json. A case is {"config": flat config, "steps": n, "resume":
 directory or null, "save": directory or null}. Rank 0 writes, per case, what the tests compare.
 "poison" lists steps at which the last rank gets a gradient that is not finite, in one parameter;
-"full_disk_on" names a rank whose checkpoint files cannot be written.
+"export" asks for a portable checkpoint; "full_disk_on" names a rank whose checkpoint files
+cannot be written.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training import safe_files
 from megatron.training.batches import build_streams
 from megatron.training.checkpoint_store import CheckpointStore
-from megatron.training.checkpointing import find_checkpoint, resume, save_checkpoint
+from megatron.training.checkpointing import Resumed, find_checkpoint, resume, save_checkpoint
 from megatron.training.distributed import set_seeds, start_distributed
 from megatron.training.engine import build_engine, build_module
 from megatron.training.hooks.kernels import all_heads, gathered, kernel_modules
+from megatron.training.reshard import write_portable
 from megatron.training.rng import rng_state
 from megatron.training.run import find_vocabulary
 from megatron.training.safe_files import CheckpointError
@@ -81,6 +83,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("save"):
         store = CheckpointStore(Path(case["save"]))
         save_error = save(engine, store, args, end, plan.train_batch_size, case)
+    if case.get("export"):
+        at = Resumed(end, end * plan.train_batch_size)
+        write_portable(engine, CheckpointStore(Path(case["export"])), args, at, parallel)
     result = {
         "losses": losses,
         "grad_norms": norms,
@@ -107,7 +112,9 @@ class Poison:
             small = [
                 p for p in engine.module.parameters() if len(getattr(p, "ds_shape", p.shape)) == 1
             ]
-            small[-1].register_hook(self._spoil)
+            # Of whole copies, only those of the first tensor-parallel rank are in DeepSpeed's norm.
+            slices = [p for p in small if getattr(p, "model_parallel", False)]
+            (slices or small)[-1].register_hook(self._spoil)
 
     def at(self, step: int) -> None:
         self.active = step in self.steps

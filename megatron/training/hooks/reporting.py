@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron.training.metrics import Sinks
@@ -46,13 +48,22 @@ class RecordMetrics(Hook):
             "lr": reports[-1].lr,
             "grad_norm": reports[-1].grad_norm,
             "tokens_per_second": speed,
-            "model_tflops": speed * self.flops_per_token / 1e12,
+            **self._utilisation(speed),
             "step_seconds": seconds / len(reports),
             "memory_gb": _memory_gb(),
             "skipped_steps": self._skipped,
             "time": time.time(),
         }
         self.sinks.write(reports[-1].step, values)
+
+    def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
+        """Model FLOPs of all ranks, and their share of what the devices could do, if known."""
+        flops = tokens_per_second * self.flops_per_token
+        values = {"model_tflops": flops / 1e12}
+        peak = peak_flops()
+        if peak is not None:
+            values["mfu"] = flops / (peak * dist.get_world_size())
+        return values
 
     def _note_spike(self, trainer: Trainer, report: StepReport) -> None:
         """A loss far above its recent mean is worth a line."""
@@ -64,6 +75,33 @@ class RecordMetrics(Hook):
                 if trainer.is_main:
                     tqdm.write(f"step {report.step}: loss spike {report.loss:.3f} (was {mean:.3f})")
         self._recent.append(report.loss)
+
+
+# Dense bf16 FLOP/s by device name, from the makers' data sheets.
+PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "MI300X": 1307e12,
+    "MI250X": 383e12,
+}
+
+
+def peak_flops(device: str | None = None) -> float | None:
+    """What the device could do at most; None for devices that are not in the table (CPUs)."""
+    if device is None:
+        if not torch.cuda.is_available():
+            return None
+        device = torch.cuda.get_device_name()
+    matches = [name for name in PEAK_FLOPS if re.search(rf"\b{re.escape(name)}\b", device)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
 def _memory_gb() -> float:

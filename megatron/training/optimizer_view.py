@@ -1,0 +1,179 @@
+"""The optimizer's numbers by parameter, however DeepSpeed keeps them.
+
+Four ways to keep fp32 weights and Adam's moments (W: a weight, the bars: data-parallel ranks):
+
+    plain       the parameters themselves                     fp32 without ZeRO
+    copies      one fp32 tensor beside each parameter         fp16, bf16 without ZeRO
+    contiguous  |W1 W2 W|3 W4 ..|  one vector, cut anywhere   BF16_Optimizer, ZeRO 1 and 2
+    piecewise   |W1 W2..|W1 W2..|  every parameter cut        ZeRO 3
+
+`read` gives whole tensors (of this tensor-parallel rank), `write` takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+States = dict[str, Tensor]
+WEIGHT = "fp32"  # beside the optimizer's own names: exp_avg, exp_avg_sq, step, ...
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@dataclass
+class Group:
+    """Parameters whose fp32 numbers lie in one tensor `master`, whole or this rank's part of it."""
+
+    parameters: list[nn.Parameter]
+    master: Tensor
+    process_group: Any = None
+    offsets: list[int] = field(default_factory=list)
+    piecewise: bool = False
+
+    def gather(self, part: Tensor) -> list[Tensor]:
+        """Whole tensors from the ranks' parts."""
+        if self.process_group is None:
+            return [part.detach().view(_shape(self.parameters[0]))]
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.process_group))]
+        dist.all_gather(parts, part.detach().contiguous(), group=self.process_group)
+        if self.piecewise:
+            return [
+                torch.cat([p[start : start + length] for p in parts])[: _numel(w)].view(_shape(w))
+                for w, start, length in self._pieces(len(parts))
+            ]
+        flat = torch.cat(parts)
+        return [
+            flat[start : start + _numel(w)].view(_shape(w))
+            for w, start in zip(self.parameters, self.offsets, strict=True)
+        ]
+
+    def scatter(self, wholes: list[Tensor]) -> Tensor:
+        """This rank's part of whole tensors."""
+        if self.process_group is None:
+            return wholes[0].reshape(self.master.shape)
+        size, rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
+        result = torch.zeros_like(self.master)
+        if self.piecewise:
+            for (_, start, length), whole in zip(self._pieces(size), wholes, strict=True):
+                own = whole.reshape(-1)[rank * length : (rank + 1) * length]
+                result[start : start + own.numel()] = own
+            return result
+        flat = torch.zeros(self.master.numel() * size, dtype=result.dtype)
+        for whole, start in zip(wholes, self.offsets, strict=True):
+            flat[start : start + whole.numel()] = whole.reshape(-1)
+        part = self.master.numel()
+        return result.copy_(flat[rank * part : (rank + 1) * part])
+
+    def _pieces(self, size: int) -> Iterator[tuple[nn.Parameter, int, int]]:
+        start = 0
+        for parameter in self.parameters:
+            length = -(-_numel(parameter) // size)
+            yield parameter, start, length
+            start += length
+
+
+def _running(parameters: Iterable[nn.Parameter]) -> list[int]:
+    offsets, position = [], 0
+    for parameter in parameters:
+        offsets.append(position)
+        position += _numel(parameter)
+    return offsets
+
+
+def groups_of(engine: Any) -> list[Group]:
+    """How this engine's optimizer keeps its numbers."""
+    wrapper = engine.optimizer
+    if wrapper is engine.basic_optimizer:
+        return [Group([p], p) for group in wrapper.param_groups for p in group["params"]]
+    if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # ZeRO 3
+        return [
+            Group(list(parameters), master, wrapper.dp_process_group, piecewise=True)
+            for parameters, master in zip(
+                wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True
+            )
+        ]
+    if hasattr(wrapper, "single_partition_of_fp32_groups"):  # ZeRO 1 and 2
+        offsets = getattr(wrapper, "round_robin_bit16_offsets", None)
+        return [
+            Group(
+                list(parameters),
+                wrapper.single_partition_of_fp32_groups[i],
+                wrapper.real_dp_process_group[i],
+                list(offsets[i]) if offsets else _running(parameters),
+            )
+            for i, parameters in enumerate(wrapper.round_robin_bit16_groups)
+        ]
+    if hasattr(wrapper, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        return [
+            Group(
+                list(parameters),
+                wrapper.fp32_groups_flat_partition[i],
+                wrapper.real_dp_process_group[i],
+                _running(parameters),
+            )
+            for i, parameters in enumerate(wrapper.bf16_groups)
+        ]
+    return [
+        Group([low], high)
+        for lows, highs in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+        for low, high in zip(lows, highs, strict=True)
+    ]
+
+
+@torch.no_grad()
+def read(engine: Any) -> Iterator[tuple[nn.Parameter, States]]:
+    """Each parameter of this rank's stage with its fp32 weight and the optimizer's states."""
+    for group in groups_of(engine):
+        state = engine.basic_optimizer.state.get(group.master, {})
+        columns: dict[str, list[Tensor]] = {WEIGHT: group.gather(group.master)}
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel() == group.master.numel() > 1:
+                columns[key] = group.gather(value)
+            else:  # the step count; one for all
+                scalar = torch.as_tensor(value, dtype=torch.float32).reshape(())
+                columns[key] = [scalar] * len(group.parameters)
+        for number, parameter in enumerate(group.parameters):
+            yield parameter, {key: column[number].clone() for key, column in columns.items()}
+
+
+@torch.no_grad()
+def write(engine: Any, states: dict[nn.Parameter, States]) -> None:
+    """Set every parameter's fp32 weight and states, then the weights the model computes with."""
+    for group in groups_of(engine):
+        columns = [states[parameter] for parameter in group.parameters]
+        group.master.data.copy_(group.scatter([column[WEIGHT] for column in columns]))
+        own = engine.basic_optimizer.state[group.master]
+        for key in columns[0].keys() - {WEIGHT}:
+            values = [column[key] for column in columns]
+            is_scalar = values[0].dim() == 0
+            own[key] = values[0].clone() if is_scalar else group.scatter(values)
+    _refresh_weights(engine)
+
+
+def _refresh_weights(engine: Any) -> None:
+    """Copy the fp32 weights into those of the model."""
+    wrapper = engine.optimizer
+    if wrapper is engine.basic_optimizer:
+        return
+    if hasattr(wrapper, "update_lp_params"):
+        wrapper.update_lp_params()
+    elif hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        for number in range(len(wrapper.fp16_groups)):
+            wrapper._reassign_or_swap_out_partitioned_parameters(number)
+        if wrapper.persistent_parameters:
+            wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+    else:
+        for group in groups_of(engine):
+            group.parameters[0].data.copy_(group.master.data)

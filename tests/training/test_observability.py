@@ -1,0 +1,148 @@
+"""Metrics that survive restarts without duplicates, TensorBoard, wandb, the manifest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.hooks.reporting import peak_flops
+from megatron.training.manifest import _sha256
+from megatron.training.metrics import JsonLines, flatten
+from tests.training.cases import write_data
+from tests.training.runs import losses, run, run_config
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """6 steps, then to 10, then once more although it is finished; all sinks on."""
+    directory = tmp_path_factory.mktemp("observed")
+    config = run_config(
+        write_data(directory),
+        directory / "run",
+        train_iters=10,
+        log_interval=2,
+        eval_interval=5,
+        tensorboard_dir=str(directory / "tensorboard"),
+        use_wandb=True,
+        wandb_project="tests",
+        exit_interval=6,
+    )
+    run(config, directory)
+    run(config, directory)
+    run(config, directory)
+    return directory, config
+
+
+def _lines(directory: Path) -> list[dict[str, Any]]:
+    text = (directory / "run" / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_every_number_once(restarted: tuple[Path, dict[str, Any]]) -> None:
+    directory, _ = restarted
+    lines = _lines(directory)
+    assert sorted(losses(directory / "run")) == [2, 4, 6, 8, 10]
+    for kind, steps in {
+        "valid_loss": [5, 10],
+        "test_loss": [10],
+        "kernel": [0, 2, 4, 6, 8, 10],
+        "effective_length": [0, 2, 4, 6, 8, 10],
+    }.items():
+        assert [line["step"] for line in lines if kind in line] == steps, kind
+
+
+def test_what_a_line_holds(restarted: tuple[Path, dict[str, Any]]) -> None:
+    lines = _lines(restarted[0])
+    train = next(line for line in lines if "loss" in line)
+    for name in (
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "model_tflops",
+        "step_seconds",
+        "memory_gb",
+        "time",
+    ):
+        assert train[name] > 0, name
+    assert train["skipped_steps"] == 0
+    assert "mfu" not in train, "no peak is known for a CPU"
+    kernel = next(line["kernel"] for line in lines if "kernel" in line)
+    assert {name: len(heads) for name, heads in kernel.items()} == {"r1": 4, "r2": 4}
+    assert len(next(line["effective_length"] for line in lines if "effective_length" in line)) == 4
+
+
+def test_tensorboard_has_the_same_numbers(restarted: tuple[Path, dict[str, Any]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory, _ = restarted
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    found = {event.step: event.value for event in events.Scalars("loss")}
+    assert found == pytest.approx(losses(directory / "run"))
+    assert len(events.Scalars("kernel/r1/3")) == 6
+
+
+def test_wandb_is_one_run_kept_offline(restarted: tuple[Path, dict[str, Any]]) -> None:
+    runs = sorted((restarted[0] / "run" / "wandb").glob("offline-run-*"))
+    identities = {path.name.rsplit("-", 1)[1] for path in runs}
+    assert len(runs) >= 2 and len(identities) == 1
+
+
+def test_the_manifest(restarted: tuple[Path, dict[str, Any]]) -> None:
+    directory, config = restarted
+    manifest = json.loads((directory / "run" / "manifest.json").read_text())
+    assert manifest["config"]["num_layers"] == 2
+    assert manifest["seed"] == 1234 and manifest["world_size"] == 1
+    assert {"torch", "deepspeed"} <= manifest["packages"].keys()
+    data = manifest["data"][config["data_path"]]
+    assert len(data["idx_sha256"]) == len(data["bin_sample_sha256"]) == 64
+    history = manifest["history"]
+    assert [(entry["from_step"], entry["at_step"]) for entry in history] == [
+        (0, 6),
+        (6, 10),
+        (10, 10),
+    ]
+    assert [entry["reason"] for entry in history] == [
+        "exit_interval 6 reached",
+        "finished",
+        "finished",
+    ]
+
+
+def test_lines_cut_short_or_ahead_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 1}\n{"st')
+    sink = JsonLines(file, 2)
+    sink.write(3, {"loss": 1.5})
+    sink.close()
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"step": 1, "loss": 3},
+        {"step": 2, "loss": 2},
+        {"step": 3, "loss": 1.5},
+    ]
+
+
+def test_changed_data_changes_the_hash(tmp_path: Path) -> None:
+    file = tmp_path / "data.bin"
+    content = bytearray(b"x" * (1 << 23))
+    file.write_bytes(content)
+    whole, sample = _sha256(file, None), _sha256(file, 4)
+    content[-1] = 0
+    file.write_bytes(content)
+    assert _sha256(file, None) != whole and _sha256(file, 4) != sample
+
+
+def test_peaks_by_device_name() -> None:
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("Some new device") is None
+
+
+def test_nested_values_are_named() -> None:
+    values = {"loss": 1, "kernel": {"r1": [2.0, 3.0]}, "text": "x", "none": None}
+    assert flatten(values) == {"loss": 1.0, "kernel/r1/0": 2.0, "kernel/r1/1": 3.0}

@@ -1,0 +1,119 @@
+"""Signals save and leave with a code that the batch system requeues on; dead ranks are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron.training.hooks.stopping import EXIT_REQUEUE
+from megatron.training.liveness import EXIT_PEER_LOST, process_is_gone
+from tests.processes import REPOSITORY, free_port
+from tests.training.cases import layout, write_data
+from tests.training.runs import finish, losses, run_config, start_run, wait_for
+
+FOREVER = 100_000
+
+
+def _config(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    data = write_data(tmp_path)
+    changes = {"train_iters": FOREVER, "checkpoint_factor": FOREVER, **changes}
+    return run_config(data, tmp_path / "run", eval_interval=FOREVER, **changes)
+
+
+def _check_saved(save: Path, name: str) -> None:
+    """The last step that was taken is the one that was saved."""
+    step = max(losses(save))
+    assert (save / "latest").read_text() == f"global_step{step}"
+    last = json.loads((save / "manifest.json").read_text())["history"][-1]
+    assert last["reason"] == f"received {name}" and last["at_step"] == step
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, EXIT_REQUEUE), (signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGINT, 130)],
+)
+def test_a_signal_finishes_the_step_saves_and_leaves(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    job = start_run(_config(tmp_path), tmp_path)
+    wait_for(tmp_path / "run" / "metrics.jsonl", job)
+    time.sleep(0.5)
+    job[0].send_signal(number)
+    codes, outputs = finish(job)
+    assert codes == [code], outputs[0]
+    assert f"received {number.name}" in outputs[0]
+    _check_saved(tmp_path / "run", number.name)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    job = start_run(_config(tmp_path, **layout(pp=2)), tmp_path, processes=2)
+    wait_for(tmp_path / "run" / "metrics.jsonl", job)
+    time.sleep(0.5)
+    job[1].send_signal(signal.SIGUSR1)
+    codes, outputs = finish(job)
+    assert codes == [EXIT_REQUEUE] * 2, "\n".join(outputs)
+    _check_saved(tmp_path / "run", "SIGUSR1")
+
+
+def test_deepy_passes_the_signal_on_and_the_code_back(tmp_path: Path) -> None:
+    """Through DeepSpeed's launcher, which by itself would kill the ranks and end with 1."""
+    import yaml
+
+    file = tmp_path / "config.yml"
+    config = {**_config(tmp_path), "num_gpus": 2, "master_port": free_port()}
+    file.write_text(yaml.safe_dump(config))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    job = subprocess.Popen(
+        [sys.executable, "deepy.py", "train.py", str(file)],
+        cwd=REPOSITORY,
+        env={**environment, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_for(tmp_path / "run" / "metrics.jsonl", [job])
+        time.sleep(0.5)
+        job.send_signal(signal.SIGTERM)
+        codes, outputs = finish([job])
+    finally:
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+    assert codes == [EXIT_REQUEUE], outputs[0]
+    _check_saved(tmp_path / "run", "SIGTERM")
+
+
+@pytest.mark.parametrize("dead", [1, 0])
+def test_a_dead_rank_is_named_and_ends_the_job(tmp_path: Path, dead: int) -> None:
+    job = start_run(_config(tmp_path), tmp_path, processes=2)
+    wait_for(tmp_path / "run" / "metrics.jsonl", job)
+    time.sleep(0.5)
+    job[dead].send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    survivor = job[1 - dead]
+    output = survivor.communicate(timeout=60)[0]
+    assert time.monotonic() - start < 40
+    assert survivor.returncode == EXIT_PEER_LOST, output
+    assert f"error (rank {1 - dead}): rank {dead}" in output
+    finish(job)
+
+
+def test_gone_processes_are_told_from_living_ones() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert not process_is_gone(child.pid)
+    child.kill()
+    deadline = time.monotonic() + 10
+    while not process_is_gone(child.pid):  # a zombie, not yet waited for, counts as gone
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.wait()
+    assert process_is_gone(child.pid)

@@ -1,0 +1,97 @@
+"""Make a checkpoint that resumes under any (dp, mp, pp, ZeRO, precision), optimizer included.
+
+    python tools/reshard_checkpoint.py RUN_DIRECTORY NEW_DIRECTORY [--iteration N]
+
+then train with `load: NEW_DIRECTORY` and the layout of your choice. The old layout's ranks are
+started here, on this machine's CPU: it needs memory for the whole model with its optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.neox_arguments.environment import free_port
+from megatron.training.checkpoint_store import CheckpointStore
+from megatron.training.checkpointing import find_checkpoint
+from megatron.training.portable import LAYOUT, is_portable
+from megatron.training.safe_files import CheckpointError
+
+
+def plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
+    """The step to convert and how many processes its layout has."""
+    store = CheckpointStore(source)
+    step = find_checkpoint(store, iteration)
+    if step is None:
+        raise CheckpointError(f"{source}: no global_step* checkpoint there")
+    if is_portable(store.path(step)):
+        raise CheckpointError(f"{store.path(step)} is portable already: set `load: {source}`")
+    if target.resolve() == source.resolve():
+        raise CheckpointError(f"{target}: choose a directory other than the source")
+    try:
+        layout = json.loads((store.path(step) / LAYOUT).read_text(encoding="utf-8"))
+        return step, int(layout["world_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{store.path(step) / LAYOUT}: not readable ({error}); only checkpoints that "
+            "train.py wrote can be resharded. For weights alone use tools/convert_checkpoint.py"
+        ) from error
+
+
+def run_ranks(source: Path, target: Path, step: int, world_size: int) -> int:
+    """All ranks of the old layout; the first exit code that is not 0."""
+    shared = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    command = [sys.executable, "-m", "megatron.training.reshard"]
+    command += [str(source.resolve()), str(target.resolve()), str(step)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=Path(__file__).resolve().parent.parent,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return next((code for code in codes if code), 0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="run directory with global_step* folders")
+    parser.add_argument("target", type=Path, help="new directory for the portable checkpoint")
+    parser.add_argument("--iteration", type=int, help="step to convert (default: the newest)")
+    options = parser.parse_args()
+    try:
+        step, world_size = plan(options.source, options.target, options.iteration)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"reading step {step} with {world_size} process(es) ...", flush=True)
+    code = run_ranks(options.source, options.target, step, world_size)
+    if code == 0:
+        print(f"wrote {CheckpointStore(options.target).path(step)}: set `load: {options.target}`")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
