@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.training.anomaly import NonFiniteError
 from megatron.training.distributed import join_job
-from megatron.training.hooks.stopping import EXIT_DIVERGED
+from megatron.training.hooks.stopping import EXIT_DIVERGED, leave_on_signal_until_started
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
 
@@ -26,6 +26,7 @@ def run_and_report(args: NeoXArgs) -> int:
     The other codes are those of `hooks.stopping` and `liveness`; docs/reliability.md lists all.
     """
     heartbeat, finished = None, False
+    leave_on_signal_until_started()
     try:
         join_job(args)
         heartbeat = start_heartbeat(args.runtime.distributed_timeout_minutes)

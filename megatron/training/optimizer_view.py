@@ -138,7 +138,7 @@ def read(engine: Any) -> Iterator[tuple[nn.Parameter, States]]:
     for group in groups_of(engine):
         state = engine.basic_optimizer.state.get(group.master, {})
         columns: dict[str, list[Tensor]] = {WEIGHT: group.gather(group.master)}
-        for key, value in state.items():
+        for key, value in sorted(state.items()):  # the same order on all ranks: they gather
             if isinstance(value, Tensor) and value.numel() == group.master.numel() > 1:
                 columns[key] = group.gather(value)
             else:  # the step count; one for all
@@ -155,7 +155,7 @@ def write(engine: Any, states: dict[nn.Parameter, States]) -> None:
         columns = [states[parameter] for parameter in group.parameters]
         group.master.data.copy_(group.scatter([column[WEIGHT] for column in columns]))
         own = engine.basic_optimizer.state[group.master]
-        for key in columns[0].keys() - {WEIGHT}:
+        for key in [key for key in columns[0] if key != WEIGHT]:
             values = [column[key] for column in columns]
             is_scalar = values[0].dim() == 0
             own[key] = values[0].clone() if is_scalar else group.scatter(values)

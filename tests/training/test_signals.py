@@ -54,6 +54,21 @@ def test_a_signal_finishes_the_step_saves_and_leaves(
     _check_saved(tmp_path / "run", number.name)
 
 
+def test_a_signal_before_the_first_step_asks_for_another_try() -> None:
+    program = (
+        "import os, signal\n"
+        "from megatron.training.hooks.stopping import leave_on_signal_until_started\n"
+        "leave_on_signal_until_started()\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "signal.pause()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == EXIT_REQUEUE, done.stderr
+    assert "received SIGUSR1 before the first step" in done.stdout
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
     job = start_run(_config(tmp_path, **layout(pp=2)), tmp_path, processes=2)
     wait_for(tmp_path / "run" / "metrics.jsonl", job)

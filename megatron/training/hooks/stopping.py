@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 from types import FrameType
 
@@ -14,6 +15,17 @@ from megatron.training.trainer import Hook, StepReport, Trainer
 # sysexits.h's "temporary failure; try again": the sbatch templates requeue on it.
 EXIT_REQUEUE = 75
 EXIT_DIVERGED = 76
+
+
+def leave_on_signal_until_started() -> None:
+    """Before the first step there is nothing to save: a signal ends the process, to be requeued."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        print(f"received {signal.Signals(number).name} before the first step", flush=True)
+        os._exit(EXIT_REQUEUE)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, leave)
 
 
 class StopOnSignal(Hook):
