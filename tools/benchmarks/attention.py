@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,7 +29,7 @@ from tools.benchmarks.peak_memory import measure_forward
 from tools.benchmarks.timing import Target, Timings, interleave, render_table
 
 HEADS, DIM = 12, 64
-TRAINING_SIZES = ((512, 4), (1024, 2), (2048, 1), (4096, 1))  # length, batch
+TRAINING_SIZES = {512: 4, 1024: 2, 2048: 1, 4096: 1}  # length: batch
 BIAS_KERNELS = (
     "kerple_log",
     "kerple_power",
@@ -58,6 +59,8 @@ class Report:
 
     def keep(self, name: str, timings: Timings) -> None:
         self.seconds[name] = {key: list(value) for key, value in timings.rounds.items()}
+        medians = (f"{key} {timings.median(key) * 1e3:.1f} ms" for key in timings.rounds)
+        print(f"measured {name}: {', '.join(medians)}", file=sys.stderr, flush=True)
 
     def target(self, name: str, value: float, at_most: float) -> None:
         self.targets.append(Target(name, value, at_most))
@@ -66,6 +69,13 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="short lengths and few repeats")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        choices=list(TRAINING_SIZES),
+        help="of the training part (default: all; with --quick the first two)",
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out")
@@ -110,7 +120,8 @@ def _ms(timings: Timings, name: str, base: str = "(c)") -> str:
 def measure_training(args: argparse.Namespace, report: Report) -> None:
     """Forward and backward against (a), (b) and (c)."""
     rows = [["length (batch)", "(a) dense", "(b) SDPA, bias", "(c) SDPA, none", "tiled, log"]]
-    for length, batch in TRAINING_SIZES[: 2 if args.quick else None]:
+    for length in args.lengths or list(TRAINING_SIZES)[: 2 if args.quick else None]:
+        batch = TRAINING_SIZES[length]
         inputs = Inputs(batch, HEADS, length, DIM, train=True)
         contenders: dict[str, Contender] = {
             "(c)": sdpa_causal(inputs),

@@ -104,7 +104,9 @@ def _fingerprint(compiler: str) -> str:
         [compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_SECONDS
     ).stdout
     digest = hashlib.sha256(version)
-    digest.update(repr((_FLAGS, _CPU_FLAGS, platform.machine(), _cpu_features())).encode())
+    digest.update(
+        repr((compiler, _FLAGS, _CPU_FLAGS, platform.machine(), _cpu_features())).encode()
+    )
     for source in sorted(_SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.read_bytes())
