@@ -90,7 +90,8 @@ class Attention(nn.Module):
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+            # transformers 4 is told where the keys go, 5 counts by itself
+            k, v = past_key_values.update(k, v, self.layer_idx, {"cache_position": scores.q_index})
         eager = output_attentions or self.config._attn_implementation == "eager"
         run = partial(
             attend, dropout=self.config.attention_dropout if self.training else 0.0, eager=eager

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Without gradients, score matrices larger than this many elements are made in blocks of queries.
-LARGEST_SCORES = 2**26
+LARGEST_SCORES = 2**25
 Tables = tuple[Tensor | None, Tensor | None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,32 @@ def test_comparison_finds_what_changed(tmp_path: Path, capsys: pytest.CaptureFix
     assert difference["size"] == pytest.approx(0.25)
     assert inspect([str(tmp_path / "a"), str(tmp_path / "a")]) == 0
     assert capsys.readouterr().out.rstrip().endswith("none")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pos_emb": "rotary"}, {"pos_emb": "gauss_wht1", "kerple_share": "per_layer"}],
+)
+def test_inspection_of_models_without_a_shared_bias(
+    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved_model(tmp_path, **changes)
+    assert inspect([str(tmp_path)]) == 0
+    assert f"{model.num_parameters():,}" in capsys.readouterr().out
+    assert inspect([str(tmp_path), "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    assert len(kernels) == (2 if "kerple_share" in changes else 0)
+
+
+def test_a_config_can_be_given_where_none_was_saved(tmp_path: Path) -> None:
+    shutil.copytree(LOG / "global_step7", tmp_path / "run")
+    config = tmp_path / "model.yml"
+    (tmp_path / "run" / "configs" / "model.yml").rename(config)
+    target = tmp_path / "out"
+    assert convert([str(tmp_path / "run"), str(target), "--to", "native"]) == 1
+    given = ["--config", str(config)]
+    assert convert([str(tmp_path / "run"), str(target), "--to", "native", *given]) == 0
+    assert_equal_weights(read_checkpoint(LOG), read_checkpoint(target))
 
 
 def test_errors_are_one_line_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
