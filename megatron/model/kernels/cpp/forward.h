@@ -31,13 +31,12 @@ void score_block(const Problem& p, ForwardScratch& s, const float* keys, const f
       with_vectors(ceil_div(std::min<int64_t>(span.end - c, PANEL), VL), [&](auto n) {
         constexpr int N = decltype(n)::value;
         vf acc[M][N];
-        each<M, N>([&](int m, int v) {
-          acc[m][v] = WEIGHTED ? vf{} : load(bias + shift - m + v * VL);
-        });
+        each<M, N>([&](int m, int v) { acc[m][v] = vf{}; });
         multiply<N>(acc, s.q.data + r * p.dim, p.dim, 1, keys + c * p.dim, PANEL, p.dim);
         each<M, N>([&](int m, int v) {
           const long at = shift - m + v * VL;
-          if (WEIGHTED) acc[m][v] = acc[m][v] * load(weight + at) + load(bias + at);
+          if (WEIGHTED) acc[m][v] *= load(weight + at);
+          acc[m][v] += load(bias + at);
           store(s.scores.data + (r + m) * LD + c + v * VL, acc[m][v]);
           float* top = s.tops + (r + m) * VL;
           store(top, larger(load(top), acc[m][v]));
