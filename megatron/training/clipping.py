@@ -1,13 +1,9 @@
 """Gradient clipping by the norm of the whole model, whatever its layout, and refused steps.
 
-A step whose gradient is not finite anywhere changes nothing anywhere. ZeRO's optimizers and
-DeepSpeed's BF16_Optimizer do this themselves: they know the norm over all ranks before they touch a
-weight, and set `overflow`. Two of DeepSpeed's paths need help, given here:
-
-- fp32 without ZeRO has no wrapper at all, and `clip_fp32_gradients` counts, on every pipeline stage
-  but the first, only the slices of tensor-parallel layers: `own_whole_step` replaces it.
-- bf16 without ZeRO (FP16_UnfusedOptimizer) takes the norm of bare gradients, which do not say
-  whether they are slices: `mark_gradients` tells it.
+A step whose gradient is not finite anywhere changes nothing anywhere. ZeRO's optimizers do this
+themselves: they know the norm over all ranks before they touch a weight, and set `overflow`. fp32
+without ZeRO has no wrapper, and `clip_fp32_gradients` counts, on pipeline stages after the first,
+only the slices of tensor-parallel layers: `own_whole_step` takes its place.
 """
 
 from __future__ import annotations
@@ -19,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-MARKS = ("model_parallel", "tensor_model_parallel", "ds_pipe_replicated")
 
 
 def _counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
@@ -87,20 +81,6 @@ def own_whole_step(
 
     target.overflow = False
     target.step = step
-
-
-def mark_gradients(wrapper: Any) -> None:
-    """Let FP16_UnfusedOptimizer's norm see which gradients are slices."""
-    apply = wrapper.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        for parameter in (p for group in wrapper.fp16_groups for p in group):
-            if parameter.grad is not None:
-                for mark in MARKS:
-                    setattr(parameter.grad, mark, getattr(parameter, mark, False))
-        return apply(*args, **kwargs)
-
-    wrapper.step = step
 
 
 def _on_collective_device(value: Tensor) -> Tensor:

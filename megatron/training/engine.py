@@ -9,11 +9,12 @@ import deepspeed
 import torch.distributed as dist
 from torch import nn
 
+from megatron.model.embedding import TiedHead
 from megatron.model.gpt import GPTModel
 from megatron.model.pipeline import build_pipeline
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
-from megatron.training.clipping import mark_gradients, own_whole_step
+from megatron.training.clipping import own_whole_step
 from megatron.training.optimizer import build_optimizer, parameter_groups
 from megatron.training.safe_files import SafeCheckpointEngine
 from megatron.training.schedule import Schedule, Scheduler
@@ -66,25 +67,37 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
     # DeepSpeed puts a program beside each ZeRO checkpoint; tools/convert_checkpoint.py does more.
     engine._copy_recovery_script = lambda save_path: None
     _clip_by_whole_norm(engine, parallel)
+    if args.optimization.zero_stage == 3:
+        _announce_borrowed_weights(module)
     return engine
 
 
-def _deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
-    """DeepSpeed's config; fp16 without ZeRO becomes ZeRO stage 1, which computes the same.
+def _announce_borrowed_weights(module: nn.Module) -> None:
+    """A tied head uses the embedding's weight; ZeRO-3 must know, to gather it for the head too."""
+    for part in module.modules():
+        if isinstance(part, TiedHead):
+            deepspeed.zero.register_external_parameter(part, part.embedding.word_embeddings.weight)
+
+
+def zero_stage_in_effect(args: NeoXArgs) -> int:
+    """The stage that runs: fp16 and bf16 without ZeRO become stage 1, which computes the same.
 
     DeepSpeed 0.19 without ZeRO divides fp16 gradients by a loss scale that it never multiplied the
-    loss with: Adam hides most of that, underflow and clipping do not.
+    loss with, leaves tensor-parallel slices out of bf16's gradient norm, and cannot load what a
+    bf16 pipeline saved.
     """
+    half = args.optimization.precision in ("fp16", "bf16")
+    return max(args.optimization.zero_stage, 1 if half else 0)
+
+
+def _deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
     config = args.deepspeed_config(dist.get_world_size())
-    if args.optimization.precision == "fp16" and args.optimization.zero_stage == 0:
-        config["zero_optimization"]["stage"] = 1
+    config["zero_optimization"]["stage"] = zero_stage_in_effect(args)
     return config
 
 
 def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
-    """Mend the two of DeepSpeed's paths that clip by a part of the norm (see clipping.py)."""
-    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-
+    """Mend what DeepSpeed clips by a part of the norm (see clipping.py)."""
     if engine.optimizer is engine.basic_optimizer:
         own_whole_step(
             engine.optimizer,
@@ -93,8 +106,6 @@ def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
             replica=parallel.grid.get_model_parallel_group(),
         )
         engine.clip_fp32_gradients = lambda: None
-    elif isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        mark_gradients(engine.optimizer)
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     if hasattr(scaler, "raise_error_at_min_scale"):
         scaler.raise_error_at_min_scale = False  # StopWhenDiverged ends the run, with a code

@@ -1,9 +1,8 @@
 """The optimizer's numbers by parameter, however DeepSpeed keeps them.
 
-Four ways to keep fp32 weights and Adam's moments (W: a weight, the bars: data-parallel ranks):
+Three ways to keep fp32 weights and Adam's moments (W: a weight, the bars: data-parallel ranks):
 
     plain       the parameters themselves                     fp32 without ZeRO
-    copies      one fp32 tensor beside each parameter         fp16, bf16 without ZeRO
     contiguous  |W1 W2 W|3 W4 ..|  one vector, cut anywhere   BF16_Optimizer, ZeRO 1 and 2
     piecewise   |W1 W2..|W1 W2..|  every parameter cut        ZeRO 3
 
@@ -115,20 +114,15 @@ def groups_of(engine: Any) -> list[Group]:
             )
             for i, parameters in enumerate(wrapper.round_robin_bit16_groups)
         ]
-    if hasattr(wrapper, "fp32_groups_flat_partition"):  # BF16_Optimizer
-        return [
-            Group(
-                list(parameters),
-                wrapper.fp32_groups_flat_partition[i],
-                wrapper.real_dp_process_group[i],
-                _running(parameters),
-            )
-            for i, parameters in enumerate(wrapper.bf16_groups)
-        ]
+    assert hasattr(wrapper, "fp32_groups_flat_partition"), type(wrapper)  # BF16_Optimizer
     return [
-        Group([low], high)
-        for lows, highs in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
-        for low, high in zip(lows, highs, strict=True)
+        Group(
+            list(parameters),
+            wrapper.fp32_groups_flat_partition[i],
+            wrapper.real_dp_process_group[i],
+            _running(parameters),
+        )
+        for i, parameters in enumerate(wrapper.bf16_groups)
     ]
 
 
@@ -169,11 +163,8 @@ def _refresh_weights(engine: Any) -> None:
         return
     if hasattr(wrapper, "update_lp_params"):
         wrapper.update_lp_params()
-    elif hasattr(wrapper, "fp32_partitioned_groups_flat"):
+    else:  # ZeRO 3
         for number in range(len(wrapper.fp16_groups)):
             wrapper._reassign_or_swap_out_partitioned_parameters(number)
         if wrapper.persistent_parameters:
             wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
-    else:
-        for group in groups_of(engine):
-            group.parameters[0].data.copy_(group.master.data)

@@ -23,6 +23,7 @@ from megatron.checkpoints.sharding import Sharding
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState, TensorParallel
 from megatron.training.checkpoint_store import CheckpointStore, tag_of, write_text_atomically
+from megatron.training.engine import zero_stage_in_effect
 from megatron.training.optimizer_view import WEIGHT, States, read, write
 from megatron.training.safe_files import CheckpointError, safe_load, synced_save
 
@@ -37,7 +38,7 @@ LAYOUT = "layout.json"
 def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
     """What must be equal for DeepSpeed's own files to fit."""
     plan = args.batch_plan(world_size)
-    zero = args.optimization.zero_stage
+    zero = zero_stage_in_effect(args)
     return {
         "pipe_parallel_size": args.parallel.pipe_parallel_size,
         "model_parallel_size": args.parallel.model_parallel_size,

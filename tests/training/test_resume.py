@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.training.cases import ADAM, DROPOUT, layout, run_cases, tiny_config, write_data
+from tests.training.cases import (
+    ADAM,
+    DROPOUT,
+    layout,
+    precision,
+    run_cases,
+    tiny_config,
+    write_data,
+)
 
 HALF = 3
 ONE = {
@@ -16,6 +24,9 @@ ONE = {
     "zero3": layout(zero=3),
     "pp1": layout(pp=1),
     "recomputed": {**layout(), "checkpoint_activations": True},
+    "bf16": {**layout(), **precision("bf16")},
+    "bf16_zero1": {**layout(zero=1), **precision("bf16")},
+    "fp16": {**layout(), "fp16": {"enabled": True, "initial_scale_power": 14}},
 }
 TWO = {
     "dp2": layout(),
@@ -28,6 +39,7 @@ TWO = {
     "pp2": layout(pp=2),
     "pp2_zero1": layout(pp=2, zero=1),
     "pp2_recomputed": {**layout(pp=2), "checkpoint_activations": True},
+    "bf16_pp2": {**layout(pp=2), **precision("bf16")},
 }
 TABLE = [(name, 1) for name in ONE] + [(name, 2) for name in TWO]
 

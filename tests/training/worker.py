@@ -171,13 +171,6 @@ def master(engine: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
         value = safe_get_full_fp32_param(parameter)
         assert value is not None
         return value.view(getattr(parameter, "ds_shape", parameter.shape))
-    wrapper = engine.optimizer
-    for low, high in zip(
-        getattr(wrapper, "fp16_groups", []), getattr(wrapper, "fp32_groups", []), strict=True
-    ):
-        for candidate, value in zip(low, high, strict=True):
-            if candidate is parameter:
-                return value.detach()
     return parameter.detach().float()
 
 
@@ -214,7 +207,6 @@ def fingerprint(engine: Any) -> dict[str, str]:
         "fp32_partitioned_groups_flat",  # ZeRO 3
         "single_partition_of_fp32_groups",  # ZeRO 1 and 2
         "fp32_groups_flat_partition",  # BF16_Optimizer
-        "fp32_groups",  # fp16 and bf16 without ZeRO
     )
     masters = [getattr(engine.optimizer, name, None) for name in names]
     return {
