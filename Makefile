@@ -15,7 +15,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install install-dev demo test test-full test-slurm lint format bench docs clean
+.PHONY: help install install-dev demo test test-full test-slurm slurm-packages lint format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -48,7 +48,7 @@ install: $(VENV)/.runtime
 install-dev: $(VENV)/.dev
 
 demo: $(VENV)/.runtime
-	@$(BIN)/python tools/reproduce.py run --suite demo
+	@$(BIN)/python tools/reproduce.py run --suite demo -j 2
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not slow and not slurm" -n 2 --dist loadscope -q
@@ -56,8 +56,13 @@ test: $(VENV)/.dev
 test-full: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not slurm" -n 2 --dist loadscope -q
 
-test-slurm: $(VENV)/.dev
+test-slurm: $(VENV)/.dev slurm-packages
 	@$(BIN)/python -m pytest -m slurm -q tests/reproduce
+
+slurm-packages:
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
+	  [ "$$(id -u)" = 0 ] || { echo "error: make test-slurm needs root, to install and start Slurm."; exit 1; }; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

@@ -79,8 +79,12 @@ class TiedHead(nn.Module):
         self._borrowed = [embedding]  # in a list, so that the parameters are not registered twice
         self.vocab_tp = embedding.word_embeddings.tp
 
+    @property
+    def embedding(self) -> Embedding:
+        return self._borrowed[0]
+
     def forward(self, x: Tensor) -> Tensor:
-        return tied_logits(self._borrowed[0], x)
+        return tied_logits(self.embedding, x)
 
 
 def tied_logits(embedding: Embedding, x: Tensor) -> Tensor:

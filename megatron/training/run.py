@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 
+from megatron.checkpoints import load_weights
+from megatron.data.config import check_tokenizers
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams
-from megatron.training.checkpoint_store import CheckpointStore
+from megatron.training.checkpoint_store import CHECKSUMS, CheckpointStore
 from megatron.training.checkpointing import Resumed, clean_up, find_checkpoint, resume
 from megatron.training.distributed import set_seeds, start_distributed
 from megatron.training.engine import build_engine, build_module
@@ -49,6 +52,7 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
         tokenizer = build_tokenizer(
             options.tokenizer_type, vocab_file=options.vocab_file, merge_file=options.merge_file
         )
+        check_tokenizers(args.data, tokenizer)
         eod = tokenizer.eod
         size = size or tokenizer.vocab_size
     padded = padded_vocab_size(
@@ -90,11 +94,12 @@ def train(args: NeoXArgs) -> int:
     plan = args.batch_plan(dist.get_world_size())
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
     module = build_module(args, spec, parallel)
+    foreign = _load_foreign_weights(args, module, spec, parallel, vocabulary)
     engine = build_engine(args, module, parallel)
     directory = _directory(args)
     if directory is not None:
         clean_up(CheckpointStore(directory))
-    resumed = _resume_if_possible(args, engine, parallel)
+    resumed = Resumed(0, 0) if foreign else _resume_if_possible(args, engine, parallel)
     streams = build_streams(
         args,
         plan,
@@ -117,10 +122,45 @@ def _directory(args: NeoXArgs) -> Path | None:
     return Path(args.checkpoint.save) if args.checkpoint.save else None
 
 
+def _load_directory(args: NeoXArgs) -> str | None:
+    return args.checkpoint.save if args.checkpoint.load == "auto" else args.checkpoint.load
+
+
+def _load_foreign_weights(
+    args: NeoXArgs,
+    module: nn.Module,
+    spec: ModelSpec,
+    parallel: ParallelState,
+    vocabulary: Vocabulary,
+) -> bool:
+    """Start from weights that are no run of ours: official KERPLE, GPT-NeoX or Hugging Face."""
+    load = _load_directory(args)
+    if not load or _is_run_of_ours(Path(load), args):
+        return False
+    found = load_weights(
+        module,
+        load,
+        iteration=args.checkpoint.iteration,
+        spec=spec,
+        tp=parallel.tp,
+        vocab_size=vocabulary.size,
+    )
+    if dist.get_rank() == 0:
+        print(f"weights from {load} ({found.kind}); optimizer and step start anew", flush=True)
+    return True
+
+
+def _is_run_of_ours(directory: Path, args: NeoXArgs) -> bool:
+    """Whether `load` is for `resume`: a run of ours, or the place where one will be."""
+    store = CheckpointStore(directory)
+    step = args.checkpoint.iteration if args.checkpoint.iteration is not None else store.newest()
+    if step is None or not store.path(step).is_dir():
+        return args.checkpoint.save is not None and directory == Path(args.checkpoint.save)
+    return (store.path(step) / CHECKSUMS).is_file()
+
+
 def _resume_if_possible(args: NeoXArgs, engine: Any, parallel: ParallelState) -> Resumed:
-    load = args.checkpoint.load
-    if load == "auto":
-        load = args.checkpoint.save
+    load = _load_directory(args)
     if not load:
         return Resumed(0, 0)
     store = CheckpointStore(Path(load))
