@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.model.kernels.errors import EngineError
-from megatron.model.kernels.triton_compat import device_of, interpreted, unavailable
+from megatron.model.kernels.triton_compat import (
+    cdiv,
+    device_of,
+    interpreted,
+    next_power_of_2,
+    unavailable,
+)
 from megatron.model.kernels.triton_launch import (
     BackwardResult,
     Problem,
@@ -98,12 +104,19 @@ def triton_attention(
     if visible is not None and visible.shape != (q.shape[1],):
         raise EngineError(f"visible must be [heads] = [{q.shape[1]}], got {list(visible.shape)}")
     width = q.shape[-1]
-    if (missing := -width % _ALIGNMENT) != 0:  # zeros change no product
+    if (missing := _padded(width, q.dtype) - width) != 0:  # zeros change no product
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
     length = k.shape[2]
     window = length if window is None else min(window, length)
     out: Tensor = _TritonAttention.apply(q, k, v, bias, weight, visible, window, scale)
     return out[..., :width] if missing else out
+
+
+def _padded(head_dim: int, dtype: torch.dtype) -> int:
+    """The head dim to hand to the kernels: whole vectors; in fp32 no room for masks in registers"""
+    if dtype == torch.float32:
+        return max(32, next_power_of_2(head_dim))
+    return cdiv(head_dim, _ALIGNMENT) * _ALIGNMENT
 
 
 def aligned(x: Tensor) -> Tensor:

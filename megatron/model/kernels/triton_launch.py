@@ -85,13 +85,13 @@ _FORWARD: dict[tuple[bool, bool], dict[int, Tiles]] = {
     (True, False): {
         32: Tiles(128, 64, 8, 3),
         64: Tiles(128, 64, 8, 3),
-        128: Tiles(64, 64, 8, 3),
+        128: Tiles(64, 32, 4, 3),
         256: Tiles(64, 32, 8, 2),
     },
     (True, True): {
         32: Tiles(128, 64, 8, 2),
         64: Tiles(128, 64, 8, 2),
-        128: Tiles(64, 64, 8, 2),
+        128: Tiles(64, 32, 4, 2),
         256: Tiles(64, 32, 8, 2),
     },
     (False, False): {
