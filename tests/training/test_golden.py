@@ -1,8 +1,8 @@
 """The demo's kerple_log model must train as it did when the golden losses were recorded.
 
 A change that is meant to keep the numbers keeps these; one that changes them on purpose records
-them anew: `python -m tests.training.test_golden`. The text is the licence, because the demo's own corpus
-differs between versions of Python.
+them anew: `python -m tests.training.test_golden`. The text is the licence, because the demo's own
+corpus differs between versions of Python.
 """
 
 from __future__ import annotations

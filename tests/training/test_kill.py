@@ -86,7 +86,7 @@ def test_twenty_kills(data: str, uninterrupted: Path, tmp_path: Path) -> None:
     _same_end(tmp_path, uninterrupted)
 
 
-@pytest.fixture(params=["limit", "tmpfs"])
+@pytest.fixture(params=["limit", pytest.param("tmpfs", marks=pytest.mark.slow)])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """A directory, and how to make its file system full for a running process."""
     place = tmp_path / "small"

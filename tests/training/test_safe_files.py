@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.training.checkpoint_store import checksum
 from megatron.training.safe_files import CheckpointError, safe_load, synced_save
 from tests.processes import REPOSITORY
 from tests.training.cases import layout, write_data
@@ -54,13 +56,20 @@ def test_plain_states_survive(tmp_path: Path) -> None:
     assert loaded == state
 
 
+def _forge_checksums(checkpoint: Path) -> None:
+    """As whoever made the file would."""
+    sums = json.loads((checkpoint / "checksums.json").read_text())
+    for name in sums:
+        sums[name] = [(checkpoint / name).stat().st_size, checksum(checkpoint / name)]
+    (checkpoint / "checksums.json").write_text(json.dumps(sums))
+
+
 def test_a_run_refuses_malicious_model_and_optimizer_files(tmp_path: Path) -> None:
     """Both kinds of file of a ZeRO checkpoint, through DeepSpeed's own loading."""
     save, target = tmp_path / "run", tmp_path / "owned"
     config = run_config(write_data(tmp_path), save, train_iters=2, **layout(zero=1))
     run(config, tmp_path)
     checkpoint = save / "global_step2"
-    (checkpoint / "checksums.json").unlink()  # as if a stranger had made the directory
     files = sorted(checkpoint.glob("*_states.pt"))
     assert [f.name.split("_")[0] for f in files] == ["mp", "zero"]
     for file in files:
@@ -68,11 +77,13 @@ def test_a_run_refuses_malicious_model_and_optimizer_files(tmp_path: Path) -> No
         state = torch.load(file, weights_only=False)
         state["extra"] = Malicious(target)
         torch.save(state, file)
+        _forge_checksums(checkpoint)
         codes, outputs = finish(start_run({**config, "train_iters": 4}, tmp_path))
         assert codes == [2], outputs[0]
         assert f"{file.name}: refused" in outputs[0]
         assert not target.exists()
         file.write_bytes(original)
+        _forge_checksums(checkpoint)
     run({**config, "train_iters": 4}, tmp_path)
 
 

@@ -39,7 +39,11 @@ def _check_saved(save: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, EXIT_REQUEUE), (signal.SIGUSR1, EXIT_REQUEUE), (signal.SIGINT, 130)],
+    [
+        (signal.SIGTERM, EXIT_REQUEUE),
+        pytest.param(signal.SIGUSR1, EXIT_REQUEUE, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_finishes_the_step_saves_and_leaves(
     tmp_path: Path, number: signal.Signals, code: int
@@ -107,7 +111,7 @@ def test_deepy_passes_the_signal_on_and_the_code_back(tmp_path: Path) -> None:
     _check_saved(tmp_path / "run", "SIGTERM")
 
 
-@pytest.mark.parametrize("dead", [1, 0])
+@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_dead_rank_is_named_and_ends_the_job(tmp_path: Path, dead: int) -> None:
     job = start_run(_config(tmp_path), tmp_path, processes=2)
     wait_for(tmp_path / "run" / "metrics.jsonl", job)
