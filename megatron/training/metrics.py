@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,7 +38,8 @@ class JsonLines:
 
     def write(self, step: int, values: Values) -> None:
         try:
-            self._file.write((json.dumps({"step": step, **values}) + "\n").encode())
+            line = json.dumps(_strict({"step": step, **values}), allow_nan=False)
+            self._file.write(f"{line}\n".encode())
         except OSError as error:  # a full disk: the next checkpoint decides, not a line of numbers
             if not self._complained:
                 print(f"warning: {self._file.name} cannot be written: {error}", flush=True)
@@ -56,6 +58,15 @@ class JsonLines:
         kept = [line for line in lines if not _is_repeated(line, step, finished)]
         if len(kept) != len(lines):
             write_text_atomically(path, "".join(kept))
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for both."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_repeated(line: str, step: int, finished: bool) -> bool:

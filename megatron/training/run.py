@@ -255,7 +255,7 @@ def _opening_line(args: NeoXArgs, trainer: Trainer, engine: Any) -> str:
     layout = (
         f"{dist.get_world_size()} process(es): dp {trainer.parallel.dp_size}, "
         f"mp {trainer.parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
-        f"ZeRO {args.optimization.zero_stage}"
+        f"ZeRO {engine.zero_optimization_stage()}"
     )
     start = f"resuming after step {trainer.step}" if trainer.step else "starting"
     return (

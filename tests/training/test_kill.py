@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -84,6 +85,23 @@ def test_killed_runs_continue_to_the_same_end(
 def test_twenty_kills(data: str, uninterrupted: Path, tmp_path: Path) -> None:
     _kill_until_done(data, tmp_path, kills=20, seed=11)
     _same_end(tmp_path, uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_works(
+    data: str, uninterrupted: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "run"
+    shutil.copytree(uninterrupted, save)
+    file = save / f"global_step{STEPS}" / "mp_rank_00_model_states.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+    codes, outputs = finish(start_run(_config(data, save), tmp_path))
+    assert codes == [2], outputs[0]
+    assert f"global_step{STEPS} is damaged: mp_rank_00_model_states.pt has" in outputs[0]
+    assert f"--set iteration={STEPS - 1}" in outputs[0]
+    output = run({**_config(data, save), "iteration": STEPS - 1}, tmp_path)
+    assert f"resuming after step {STEPS - 1}" in output
+    _same_end(tmp_path, uninterrupted)
+    CheckpointStore(save).verify(STEPS)
 
 
 @pytest.fixture(params=["limit", pytest.param("tmpfs", marks=pytest.mark.slow)])

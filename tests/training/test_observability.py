@@ -125,6 +125,14 @@ def test_lines_cut_short_or_ahead_are_dropped(tmp_path: Path) -> None:
     ]
 
 
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
+    sink.write(1, {"loss": float("nan"), "kernel": {"r1": [1.0, float("inf")]}})
+    sink.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 1, "loss": null, "kernel": {"r1": [1.0, null]}}\n'
+
+
 def test_changed_data_changes_the_hash(tmp_path: Path) -> None:
     file = tmp_path / "data.bin"
     content = bytearray(b"x" * (1 << 23))

@@ -54,6 +54,8 @@ class RecordMetrics(Hook):
             "skipped_steps": self._skipped,
             "time": time.time(),
         }
+        if reports[-1].loss_scale is not None:
+            values["loss_scale"] = reports[-1].loss_scale
         self.sinks.write(reports[-1].step, values)
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
