@@ -22,6 +22,13 @@ CONFIG_FLAGS: dict[str, tuple[str, ...]] = {
     "eval_tasks": ("--eval_tasks", "--eval-tasks"),
     "iteration": ("--iteration",),
     "eval_results_prefix": ("--eval_results_prefix", "--eval-results-prefix"),
+    "eval_lengths": ("--eval_lengths", "--eval-lengths"),
+    "eval_window": ("--eval_window", "--eval-window"),
+    "eval_context_length": ("--eval_context_length", "--eval-context-length"),
+    "eval_stride": ("--eval_stride", "--eval-stride"),
+    "eval_limit": ("--limit", "--eval_limit", "--eval-limit"),
+    "eval_include_path": ("--include_path", "--include-path"),
+    "num_fewshot": ("--num_fewshot", "--num-fewshot"),
     "hostfile": ("-H", "--hostfile"),
     "sample_input_file": ("-i", "--sample_input_file", "--sample-input-file"),
     "sample_output_file": ("-o", "--sample_output_file", "--sample-output-file"),
@@ -57,9 +64,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(*CONFIG_FLAGS["eval_tasks"], nargs="+", help="what evaluate.py runs")
     parser.add_argument(*CONFIG_FLAGS["iteration"], type=int, help="checkpoint step to load")
     parser.add_argument(*CONFIG_FLAGS["eval_results_prefix"], help="start of result file names")
+    _add_evaluation_arguments(parser)
     parser.add_argument(*CONFIG_FLAGS["hostfile"], help="hosts, one `name slots=N` a line")
     parser.add_argument(*CONFIG_FLAGS["sample_input_file"], help="prompts for generate.py")
     parser.add_argument(*CONFIG_FLAGS["sample_output_file"], help="where generate.py writes")
+
+
+def _add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
+    def add(key: str, meaning: str, **options: Any) -> None:
+        parser.add_argument(*CONFIG_FLAGS[key], dest=key, help=meaning, **options)
+
+    add("eval_lengths", "lengths to evaluate at", type=int, nargs="+")
+    add("eval_window", "let evaluation see this many tokens back only", type=int)
+    add("eval_context_length", "context of lm-eval tasks", type=int)
+    add("eval_stride", "new tokens per window of the sliding task", type=int)
+    add("eval_limit", "examples per lm-eval task, or their share", type=float)
+    add("eval_include_path", "folder of your own lm-eval task files")
+    add("num_fewshot", "examples in the prompt of lm-eval tasks", type=int)
 
 
 def add_suffix(name: str, directory: str | None = None) -> Path:

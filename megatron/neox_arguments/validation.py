@@ -215,13 +215,6 @@ def _check_evaluation(args: NeoXArgs) -> None:
     evaluation = args.evaluation
     if evaluation.eval_lengths == []:
         raise ConfigError("eval_lengths is empty. Give lengths, or leave it out for the default.")
-    if args.model.pos_emb == "learned" and evaluation.eval_lengths:
-        longest = max(evaluation.eval_lengths)
-        if longest > args.model.position_rows:
-            raise ConfigError(
-                f"eval_lengths has {longest}, longer than max_position_embeddings = "
-                f"{args.model.position_rows}, and pos_emb = learned has no vectors beyond it."
-            )
     context = evaluation.eval_context_length or args.model.validation_length
     if evaluation.eval_stride is not None and evaluation.eval_stride > context:
         lengths = evaluation.eval_lengths or [context]

