@@ -152,12 +152,12 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
 
 
 def softmax_launches(configuration: Configuration) -> list[Launch]:
-    """The fused softmax's launch records; it does not depend on the head dimension."""
-    heads, length = 2, 160
-    scores, grad = (torch.zeros(1, heads, length, length, dtype=DTYPES[configuration.dtype]),) * 2
+    """The fused softmax's launch records, with its largest block; it knows no head dimension."""
+    heads, rows, length = 2, 32, 4096
+    scores, grad = (torch.zeros(1, heads, rows, length, dtype=DTYPES[configuration.dtype]),) * 2
     has_bias, has_weight, learned = TABLES[configuration.tables]
     bias, weight = (torch.zeros(heads, length) if has else None for has in (has_bias, has_weight))
-    settings = (0.125, length, 0)
+    settings = (0.125, length, length - rows)
     forward, probs = triton_softmax.forward_launch(scores, bias, weight, *settings)
     backward, _, delta = triton_softmax.backward_launch(probs, grad, weight, *settings)
     launches = [forward, backward]

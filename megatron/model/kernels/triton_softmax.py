@@ -32,7 +32,7 @@ from megatron.model.kernels.triton_softmax_kernels import (
 __all__ = ["can_run_softmax", "triton_fused_softmax"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_BLOCK = 4096
+_MAX_BLOCK = 2048
 _DISTANCES = 128
 _ROWS = 16
 # a table gradient is split over at most this many programs per head and block of distances

@@ -50,6 +50,15 @@ def test_no_spills_no_atomics_and_shared_memory_fits(configuration: Configuratio
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", compile_triton.ARCHITECTURES)
+@pytest.mark.parametrize("dtype", compile_triton.DTYPES)
+@pytest.mark.parametrize("tables", compile_triton.TABLES)
+def test_every_configuration_of_the_softmax(tables: str, dtype: str, arch: int) -> None:
+    reports = compile_triton.reports_of(Configuration(64, dtype, tables, arch), "softmax")
+    assert [explain(report) for report in reports if not report.fits] == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", compile_triton.all_configurations(), ids=str)
 def test_every_configuration_the_launcher_can_choose(configuration: Configuration) -> None:
     check(configuration)
