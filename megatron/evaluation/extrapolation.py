@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,13 @@ from megatron.evaluation.sequences import (
 )
 from megatron.evaluation.tables import number, text_table
 
-__all__ = ["Extrapolation", "data_parameters", "sequences_of", "window_suffix"]
+__all__ = [
+    "Extrapolation",
+    "data_parameters",
+    "measure_lengths",
+    "sequences_of",
+    "window_suffix",
+]
 
 
 def data_parameters(options: EvaluationOptions) -> dict[str, Any]:
@@ -69,6 +76,24 @@ def window_suffix(options: EvaluationOptions) -> str:
     return f"_window{options.window}" if options.window else ""
 
 
+def measure_lengths(
+    context: Context, measure: Callable[[Split, int], dict[str, Any]]
+) -> dict[str, Any]:
+    """The entries of every split and length that can be measured; the others are in `errors`."""
+    options = context.options
+    results: dict[str, Any] = {}
+    with windowed(context.model, options.window, context.model.spec.sliding_window_width):
+        for split in options.splits:
+            entries = [
+                context.cells.attempt(
+                    f"{split}/{length}", partial(measure, split, length), split=split, length=length
+                )
+                for length in options.lengths
+            ]
+            results[split] = [entry for entry in entries if entry is not None]
+    return results
+
+
 @task("extrapolation")
 class Extrapolation(EvaluationTask):
     """Loss and perplexity at each length, on valid and test."""
@@ -90,22 +115,8 @@ class Extrapolation(EvaluationTask):
         }
 
     def run(self, context: Context) -> dict[str, Any]:
-        options = context.options
-        results: dict[str, Any] = {}
-        with windowed(context.model, options.window, context.model.spec.sliding_window_width):
-            for split in options.splits:
-                files = lru_cache(partial(open_split, options.data, split))
-                results[split] = []
-                for length in options.lengths:
-                    entry = context.cells.attempt(
-                        f"{split}/{length}",
-                        partial(_measure, context, files, split, length),
-                        split=split,
-                        length=length,
-                    )
-                    if entry is not None:
-                        results[split].append(entry)
-        return results
+        files = lru_cache(partial(open_split, context.options.data))
+        return measure_lengths(context, partial(_measure, context, files))
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [
@@ -126,7 +137,7 @@ class Extrapolation(EvaluationTask):
 
 def _measure(context: Context, files: Any, split: Split, length: int) -> dict[str, Any]:
     options = context.options
-    sequences = sequences_of(options, files(), length)
+    sequences = sequences_of(options, files(split), length)
     if options.protocol == "fixed_sequences" and len(sequences) < options.num_sequences:
         context.say(
             f"{split} at {length}: the split holds {len(sequences)} sequences of this length, "

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.evaluation.extrapolation import data_parameters, sequences_of, window_suffix
-from megatron.evaluation.losses import windowed
+from megatron.evaluation.extrapolation import (
+    data_parameters,
+    measure_lengths,
+    sequences_of,
+    window_suffix,
+)
 from megatron.evaluation.options import EvaluationOptions, Split
 from megatron.evaluation.registry import Context, EvaluationTask, task
 from megatron.evaluation.sequences import SequenceSet, open_split
@@ -70,21 +74,7 @@ class ReceptiveField(EvaluationTask):
         return {**data_parameters(options), "lengths": options.lengths}
 
     def run(self, context: Context) -> dict[str, Any]:
-        options = context.options
-        results: dict[str, Any] = {}
-        with windowed(context.model, options.window, context.model.spec.sliding_window_width):
-            for split in options.splits:
-                entries = [
-                    context.cells.attempt(
-                        f"{split}/{length}",
-                        partial(_measure, context, split, length),
-                        split=split,
-                        length=length,
-                    )
-                    for length in options.lengths
-                ]
-                results[split] = [entry for entry in entries if entry is not None]
-        return results
+        return measure_lengths(context, partial(_measure, context))
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron.evaluation.errors import EvaluationError
-from megatron.evaluation.extrapolation import data_parameters, window_suffix
-from megatron.evaluation.losses import mean_and_error, sequence_losses, windowed
+from megatron.evaluation.extrapolation import data_parameters, measure_lengths, window_suffix
+from megatron.evaluation.losses import mean_and_error, sequence_losses
 from megatron.evaluation.options import EvaluationOptions, Split
 from megatron.evaluation.registry import Context, EvaluationTask, task
 from megatron.evaluation.sequences import open_split
@@ -69,21 +69,7 @@ class Sliding(EvaluationTask):
         }
 
     def run(self, context: Context) -> dict[str, Any]:
-        options = context.options
-        results: dict[str, Any] = {}
-        with windowed(context.model, options.window, context.model.spec.sliding_window_width):
-            for split in options.splits:
-                entries = [
-                    context.cells.attempt(
-                        f"{split}/{length}",
-                        partial(_measure, context, split, length),
-                        split=split,
-                        length=length,
-                    )
-                    for length in options.lengths
-                ]
-                results[split] = [entry for entry in entries if entry is not None]
-        return results
+        return measure_lengths(context, partial(_measure, context))
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [
