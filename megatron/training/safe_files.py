@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from megatron.checkpoints.errors import CheckpointError
 
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged or not safe to read."""
+__all__ = ["CheckpointError", "SafeCheckpointEngine", "safe_load", "synced_save"]
 
 
 def allowed_types() -> list[Any]:

@@ -67,17 +67,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     stepper = build_stepper(engine, parallel, pipelined=args.parallel.pipe_parallel_size >= 1)
     assert train is not None and valid is not None
-    losses, norms, skipped, unchanged = [], [], [], []
-    poison = Poison(engine, case.get("poison", []))
-    before = state_of(engine)
-    for step in range(case["steps"]):
-        poison.at(step)
-        losses.append(float(stepper.train(train)))
-        norms.append(float(engine.get_global_grad_norm()))
-        skipped.append(everywhere(bool(getattr(engine.optimizer, "overflow", False))))
-        after = state_of(engine)
-        unchanged.append(everywhere(before == after))
-        before = after
+    record = take_steps(engine, stepper, train, case)
     end = start + case["steps"]
     save_error = None
     if case.get("save"):
@@ -87,10 +77,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         at = Resumed(end, end * plan.train_batch_size)
         write_portable(engine, CheckpointStore(Path(case["export"])), args, at, parallel)
     result = {
-        "losses": losses,
-        "grad_norms": norms,
-        "skipped": skipped,
-        "unchanged": unchanged,
+        **record,
         "save_errors": everywhere(save_error),
         "loss_scale": getattr(engine.optimizer, "loss_scale", None),
         "fingerprints": everywhere(fingerprint(engine)),
@@ -101,6 +88,23 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("validate"):
         result["valid_loss"] = float(stepper.evaluate(valid, args.evaluation.eval_iters))
     return result
+
+
+def take_steps(engine: Any, stepper: Any, batches: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Losses, norms, and which ranks refused or did not change at each step."""
+    record: dict[str, Any] = {"losses": [], "grad_norms": [], "skipped": [], "unchanged": []}
+    poison = Poison(engine, case.get("poison", []))
+    before = state_of(engine)
+    for step in range(case["steps"]):
+        poison.at(step)
+        record["losses"].append(float(stepper.train(batches)))
+        record["grad_norms"].append(float(engine.get_global_grad_norm()))
+        refused = bool(getattr(engine.optimizer, "overflow", False))
+        record["skipped"].append(everywhere(refused))
+        after = state_of(engine)
+        record["unchanged"].append(everywhere(before == after))
+        before = after
+    return record
 
 
 class Poison:
