@@ -48,7 +48,7 @@ def fused_softmax(
                 f"{name} table has {table.shape[-1]} distances, the scores need"
                 f" {q_offset + q_len}: compute the table for that length"
             )
-    triton_softmax = _triton_softmax() if scores.is_cuda else None
+    triton_softmax = _triton_softmax(scores, bias, weight) if scores.is_cuda else None
     if triton_softmax is not None:
         probs = triton_softmax(scores, bias, weight, scale=scale, window=window, q_offset=q_offset)
     else:
@@ -66,12 +66,15 @@ def _check_rows_see_a_key(q_len: int, k_len: int, window: int | None, q_offset: 
         )
 
 
-def _triton_softmax() -> Callable[..., Tensor] | None:
+def _triton_softmax(
+    scores: Tensor, bias: Tensor | None, weight: Tensor | None
+) -> Callable[..., Tensor] | None:
+    """The Triton kernel, where there is Triton and it takes these tensors."""
     try:
-        from megatron.model.kernels.triton_softmax import triton_fused_softmax
+        from megatron.model.kernels.triton_softmax import can_run_softmax, triton_fused_softmax
     except ImportError:  # a GPU build of torch without triton
         return None
-    return triton_fused_softmax
+    return triton_fused_softmax if can_run_softmax(scores, bias, weight) is None else None
 
 
 def _dropout(probs: Tensor, dropout: float, generator: torch.Generator | None) -> Tensor:
