@@ -56,9 +56,11 @@ def finish(job: list[subprocess.Popen[str]], timeout: float = 120) -> tuple[list
     return [process.returncode for process in job], outputs
 
 
-def run(config: dict[str, Any], directory: Path, processes: int = 1) -> str:
+def run(
+    config: dict[str, Any], directory: Path, processes: int = 1, *, timeout: float = 120
+) -> str:
     """A run that must succeed; rank 0's output."""
-    codes, outputs = finish(start_run(config, directory, processes))
+    codes, outputs = finish(start_run(config, directory, processes), timeout)
     assert codes == [0] * processes, "\n".join(outputs)
     return outputs[0]
 

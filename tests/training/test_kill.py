@@ -64,7 +64,7 @@ def _kill_until_done(config: dict[str, Any], directory: Path, kills: int, seed: 
         newest = CheckpointStore(save).newest()
         if newest is not None:
             CheckpointStore(save).verify(newest)
-    output = run(config, directory)
+    output = run(config, directory, timeout=600)
     assert "resuming after step" in output
 
 
@@ -86,7 +86,7 @@ def test_killed_runs_continue_to_the_same_end(
 @pytest.mark.timeout(1800)
 def test_twenty_kills(data: str, tmp_path: Path) -> None:
     steps = 250  # more than twenty starts can take before they are killed
-    run(_config(data, tmp_path / "whole" / "run", steps), tmp_path)
+    run(_config(data, tmp_path / "whole" / "run", steps), tmp_path, timeout=600)
     _kill_until_done(_config(data, tmp_path / "run", steps), tmp_path, kills=20, seed=11)
     _same_end(tmp_path, tmp_path / "whole" / "run")
 
