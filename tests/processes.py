@@ -67,5 +67,7 @@ def run_ranks(
             process.kill()
     if check:
         for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-            assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{output}"
+            assert process.returncode == 0, (
+                f"rank {rank} ended with {process.returncode}:\n{output}"
+            )
     return outputs

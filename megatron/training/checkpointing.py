@@ -60,9 +60,7 @@ def save_checkpoint(
     )
     try:
         together(lambda: store.prepare(step) if main else None, doing, advice)
-        together(
-            lambda: _write_share(engine, store, args, step, consumed_samples), doing, advice
-        )
+        together(lambda: _write_share(engine, store, args, step, consumed_samples), doing, advice)
         together(lambda: store.commit(step) if main else None, doing, advice)
     except CheckpointError:
         if main:

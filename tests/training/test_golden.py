@@ -39,9 +39,6 @@ def demo_config(directory: Path) -> dict[str, Any]:
         "save": str(directory / "run"),
         "load": None,
         "train_iters": STEPS,
-        # Fixed here, so that tuning the demo's length does not ask for a new recording.
-        "lr_decay_iters": 400,
-        "train_micro_batch_size_per_gpu": 16,
         "log_interval": 1,
         "eval_interval": 1000,
         "eval_iters": 1,

@@ -102,9 +102,7 @@ def test_fp16_finds_its_loss_scale_and_learns(results: dict[str, Any], zero: int
 
 
 @pytest.mark.parametrize("name", ["dp2_zero1", "pp2"])
-def test_a_rank_that_cannot_write_fails_the_save_on_all(
-    results: dict[str, Any], name: str
-) -> None:
+def test_a_rank_that_cannot_write_fails_the_save_on_all(results: dict[str, Any], name: str) -> None:
     errors = results[f"full_disk_{name}"]["save_errors"]
     for error in errors:
         assert "rank 1: OSError" in error and "No space left" in error and "rank 0:" not in error

@@ -63,9 +63,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     for name, place in ONE.items():
         source = str(root / "from" / name)
-        one[f"copy_{name}"] = case(
-            place, steps=0, resume=source, export=str(root / "copy" / name)
-        )
+        one[f"copy_{name}"] = case(place, steps=0, resume=source, export=str(root / "copy" / name))
         one[f"to_one_{name}"] = case(place, steps=HALF, resume=source)
     found |= run_cases(one, root / "b", 1)
     back = {}
