@@ -178,7 +178,7 @@ def _cpu_environment(processes: int, environ: Mapping[str, str]) -> dict[str, st
 
 
 def _single_node_port(launcher: LauncherArgs) -> int:
-    """The config's port if it chose one; else the default, or a free one if that is busy."""
+    """The config's port if it chose one, else a free one."""
     if "master_port" in launcher.model_fields_set:
         return launcher.master_port
     return free_port()

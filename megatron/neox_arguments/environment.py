@@ -111,20 +111,18 @@ def _discover(
             master_port=port or DEFAULT_PORT,
             source="mpi",
         )
-    # Nobody else needs to know this port, and another run may hold the default one.
+    # Nobody else needs to know this port.
     return DistributedEnvironment(0, 0, 1, addr or LOOPBACK, port or free_port(), "single")
 
 
 def free_port() -> int:
-    """The default port, or a free one if that is busy."""
-    for port in (DEFAULT_PORT, 0):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    return DEFAULT_PORT
+    """A port that nobody holds.
+
+    Not the default one even if it is free: two runs that start together would both choose it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:

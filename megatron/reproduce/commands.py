@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.neox_arguments.environment import free_port
 from megatron.reproduce.suite import DataSource, EvalStep, Run
 
 __all__ = ["REPOSITORY", "Launcher", "evaluate_command", "prepare_command", "train_command"]
@@ -32,14 +32,8 @@ class Launcher:
             start = ["srun", f"--ntasks={run.gpus}", *waits, *self.container]
             return [*start, self.python, "-u", script, str(config), *arguments]
         # Several runs on one machine must not share the port of their process groups.
-        port = ["--set", f"master_port={_free_port()}"]
+        port = ["--set", f"master_port={free_port()}"]
         return [self.python, "-u", "deepy.py", script, str(config), *arguments, *port]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def prepare_command(

@@ -28,8 +28,8 @@ class LauncherArgs(Group):
     )
     master_port: Annotated[PositiveInt, Field(le=65535)] = Field(
         29500,
-        description="Port of the first rank; if it is not set and busy, a free one is taken on a "
-        "single node.",
+        description="Port of the first rank; if it is not set, a free one is taken on a single "
+        "node.",
     )
     master_addr: str | None = Field(None, description="Address of the first rank.")
     launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = Field(
