@@ -24,7 +24,7 @@ _AT_START = {name: os.environ.get(name) for name in JOB_VARIABLES}
 
 @pytest.fixture(autouse=True)
 def _job_variables_stay_here() -> Iterator[None]:
-    """A test that joins a job exports its rank and port; programs started later must not join it."""
+    """Tests that join a job export its rank and port; programs started later must not join it."""
     yield
     for name, value in _AT_START.items():
         if value is None:
