@@ -19,6 +19,10 @@ class Timings:
     def median(self, name: str) -> float:
         return statistics.median(self.rounds[name])
 
+    def best(self, name: str) -> float:
+        """The fastest round: other work on the machine only ever adds to it."""
+        return min(self.rounds[name])
+
     def ratio(self, name: str, other: str) -> float:
         """Median over rounds of the ratio within a round."""
         pairs = zip(self.rounds[name], self.rounds[other], strict=False)
@@ -31,11 +35,15 @@ def interleave(
     *,
     slow: Mapping[str, int] | None = None,
 ) -> Timings:
-    """Runs all contenders in turn: one round to warm up, then `repeats` (or slow[name]) timed."""
+    """Runs all contenders in turn: one round to warm up, then `repeats` (or slow[name]) timed.
+
+    Every other round goes backwards, so that no contender always follows the same one.
+    """
     rounds: dict[str, list[float]] = {name: [] for name in contenders}
     limits = {name: (slow or {}).get(name, repeats) for name in contenders}
     for number in range(repeats + 1):
-        for name, run in contenders.items():
+        turns = list(contenders.items())
+        for name, run in turns if number % 2 == 0 else reversed(turns):
             if number > limits[name] or (number == 0 and limits[name] == 1):
                 continue
             start = time.perf_counter()
