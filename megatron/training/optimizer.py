@@ -44,7 +44,15 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer named in the config (decoupled weight decay, as GPT-NeoX's Adam)."""
     optimizer_class, options = _choose(kind, lr=lr, betas=betas, eps=eps)
-    return optimizer_class(groups, **options)
+    if not optimizer_class.__module__.startswith("deepspeed."):
+        return optimizer_class(groups, **options)
+    try:  # DeepSpeed compiles its own at first use, which takes some minutes
+        return optimizer_class(groups, **options)
+    except Exception as error:  # whatever compilers and their tools raise
+        raise ValueError(
+            f"optimizer.type {kind}: DeepSpeed could not build its {optimizer_class.__name__} here "
+            f"({error}). Install a C++ compiler (for GPUs also nvcc), or set optimizer.type: Adam"
+        ) from error
 
 
 def _choose(
@@ -53,18 +61,32 @@ def _choose(
     adam = {"lr": lr, "betas": betas, "eps": eps}
     name = kind.lower()
     if name in ("adam", "adamw"):
-        if torch.cuda.is_available():
-            try:
-                from apex.optimizers import FusedAdam
-
-                return FusedAdam, {**adam, "adam_w_mode": True}
-            except ImportError:
-                pass
+        fused = _apex_adam() if torch.cuda.is_available() else None
+        if fused is not None:
+            return fused, {**adam, "adam_w_mode": True}
         return torch.optim.AdamW, {**adam, "fused": True}
-    if name in ("cpu_adam", "cpu_torch_adam"):
+    if name == "fused_adam":
+        from deepspeed.ops.adam import FusedAdam
+
+        return FusedAdam, {**adam, "adam_w_mode": True}
+    if name == "cpu_adam":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam, {**adam, "adamw_mode": True}
+    if name == "cpu_torch_adam":
         return torch.optim.AdamW, adam
     if name == "sgd":
         return torch.optim.SGD, {"lr": lr, "momentum": betas[0]}
     raise ValueError(
-        f"optimizer.type {kind!r} is not implemented; use Adam, AdamW, cpu_adam or SGD"
+        f"optimizer.type {kind!r} is not implemented; use Adam, AdamW, fused_adam, cpu_adam, "
+        "cpu_torch_adam or SGD"
     )
+
+
+def _apex_adam() -> type[torch.optim.Optimizer] | None:
+    try:
+        from apex.optimizers import FusedAdam
+    except ImportError:
+        return None
+    fused: type[torch.optim.Optimizer] = FusedAdam
+    return fused

@@ -32,8 +32,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PARTS = ("index", "preprocess", "loader")
-# The demo: 600 steps of 32 sequences of 128 tokens in about four minutes.
-DEMO_TOKENS_PER_SECOND = 600 * 32 * 128 / 240
+CONSUMPTION_STEPS = 60
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--megabytes", type=int, default=12, help="preprocess: text to tokenize")
     parser.add_argument("--repeats", type=int, default=5, help="preprocess: runs of each kind")
     parser.add_argument(
-        "--training-tokens-per-second",
-        type=float,
-        default=DEMO_TOKENS_PER_SECOND,
-        help="what training consumes (default: the demo's 600 steps of 32 x 128 in 4 minutes)",
-    )
-    parser.add_argument(
-        "--metrics", type=Path, help="a run's metrics.jsonl: take what that training consumed"
+        "--metrics",
+        type=Path,
+        help="loader: a run's metrics.jsonl, to compare with what that training consumed"
+        f" (default: {CONSUMPTION_STEPS} steps of the demo's kerple_log, trained here)",
     )
     parser.add_argument("--output", type=Path, help="also write the measurements as JSON")
 
@@ -246,12 +242,11 @@ def _tokenize_share(tokenizer: Tokenizer, batches: list[list[str]]) -> None:
 def _measure_loader(args: argparse.Namespace, folder: Path) -> list[Measurement]:
     from megatron.data.loader import ResumableBatchSampler, build_data_loader
 
-    consumed = args.training_tokens_per_second
-    if args.metrics:
-        consumed = _consumption(args.metrics)
     files = standard_library_files()
     options = PreprocessOptions(workers=args.workers, progress=False)
     preprocess(files, folder / "stdlib", build_tokenizer("CharLevelTokenizer"), options)
+    metrics = args.metrics or train_demo_briefly(folder, folder / "stdlib_text_document")
+    consumed = _consumption(metrics)
     length, batch, steps = 128, 32, 4000
     train, _, _ = build_train_valid_test_datasets(
         folder / "stdlib_text_document", "969,30,1", (steps * batch, 0, 0), length
@@ -271,6 +266,28 @@ def _measure_loader(args: argparse.Namespace, folder: Path) -> list[Measurement]
             Measurement(f"loader, {workers} workers", rate, "tokens/s", 50 * consumed, False, note)
         )
     return found
+
+
+def train_demo_briefly(folder: Path, prefix: Path) -> Path:
+    """The demo's own model and config, through train.py, for a few steps: its metrics.jsonl."""
+    from megatron.neox_arguments import NeoXArgs
+    from megatron.reproduce.suite import load_suite
+
+    demo = next(run for run in load_suite("demo").runs if run.method == "kerple_log")
+    changes = {
+        "data_path": str(prefix),
+        "data_cache_dir": str(folder / "cache"),
+        "save": str(folder / "run"),
+        "load": None,
+        "train_iters": CONSUMPTION_STEPS,
+        "eval_interval": CONSUMPTION_STEPS + 1,
+        "checkpoint_factor": None,
+    }
+    config = folder / "demo.yml"
+    config.write_text(NeoXArgs.from_dict({**demo.config, **changes}).to_yaml())
+    command = [sys.executable, str(REPOSITORY / "train.py"), str(config)]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return folder / "run" / "metrics.jsonl"
 
 
 def _consumption(metrics: Path) -> float:

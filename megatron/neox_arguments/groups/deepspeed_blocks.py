@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from ..fields import Fraction, Group, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-OptimizerType = Literal["adam", "adamw", "cpu_adam", "cpu_torch_adam", "sgd"]
+OptimizerType = Literal["adam", "adamw", "fused_adam", "cpu_adam", "cpu_torch_adam", "sgd"]
 
 
 def _lower(value: Any) -> Any:
@@ -34,9 +34,10 @@ class OptimizerBlock(Group):
 
     type: Annotated[OptimizerType, BeforeValidator(_lower)] = Field(
         "adam",
-        description="adam and adamw (both decouple weight decay, as GPT-NeoX's fused Adam does), "
-        "cpu_adam, cpu_torch_adam (Adam without a fused kernel) or sgd (momentum is betas[0]); "
-        "upper or lower case.",
+        description="adam or adamw (apex's fused kernel on GPUs if installed, else torch's), "
+        "fused_adam or cpu_adam (DeepSpeed's, compiled at first use), cpu_torch_adam (torch's, not "
+        "fused), all with decoupled weight decay as in GPT-NeoX; or sgd (momentum is betas[0]). "
+        "Upper or lower case.",
     )
     params: OptimizerParams = Field(OptimizerParams(), description="lr, betas, eps.")
 
