@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.cache import Cache, LayerCache
-from megatron.model.embedding import Embedding, FinalNorm, Head, TiedHead, full_logits
+from megatron.model.embedding import Embedding, Head, TiedHead, full_logits
 from megatron.model.layers import FunctionLayer, LayerFactory, keep
 from megatron.model.positional_embeddings import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.spec import ModelSpec
@@ -39,7 +39,7 @@ class GPTModel(nn.Module):
                 factory.position_tables() if factory.has_shared_tables else FunctionLayer(keep),
                 *(factory.transformer_layer(number) for number in range(spec.num_layers)),
                 FunctionLayer(drop_tables),
-                FinalNorm(factory.final_norm().norm),
+                factory.final_norm(),
                 head,
             ]
         )

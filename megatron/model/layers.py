@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.mlp import MLP
-from megatron.model.norms import norm_factory
+from megatron.model.norms import build_norm
 from megatron.model.positional_embeddings import (
     InputEmbedding,
     PositionalEmbedding,
     RotaryEmbedding,
     TableEmbedding,
     build_positional_embedding,
+    positional_embedding_class,
 )
 from megatron.model.spec import ModelSpec
 from megatron.model.transformer import PositionTables, State, TransformerLayer
@@ -60,7 +61,8 @@ class LayerFactory:
     @property
     def has_shared_tables(self) -> bool:
         """Whether one kernel serves all layers."""
-        return self.spec.kerple_share == "all" and isinstance(self._probe(), TableEmbedding)
+        kind = positional_embedding_class(self.spec.pos_emb)
+        return self.spec.kerple_share == "all" and issubclass(kind, TableEmbedding)
 
     def embedding(self) -> Embedding:
         spec = self.spec
@@ -83,22 +85,14 @@ class LayerFactory:
     def transformer_layer(self, number: int) -> TransformerLayer:
         """Layer `number` of the stack, counted from 0."""
         spec = self.spec
-        norm = norm_factory(
-            spec.norm,
-            spec.hidden_size,
-            layernorm_epsilon=spec.layernorm_epsilon,
-            rms_norm_epsilon=spec.rms_norm_epsilon,
-            scalenorm_epsilon=spec.scalenorm_epsilon,
-            bias=spec.use_bias_in_norms,
-        )
         generators = partial(seeded_generator, spec.seed, FIRST_LAYER + number)
         positions = self.positions(None if spec.kerple_share == "all" else number)
         tables = positions if isinstance(positions, TableEmbedding) else None
         shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
         return TransformerLayer(
-            input_norm=norm(),
+            input_norm=self._norm(),
             attention=self._attention(positions, generators),
-            mlp_norm=None if shares_norm else norm(),
+            mlp_norm=None if shares_norm else self._norm(),
             mlp=self._mlp(generators),
             table_names=tables.table_names if tables and spec.kerple_share == "all" else (),
             own_tables=tables if spec.kerple_share == "per_layer" else None,
@@ -107,17 +101,7 @@ class LayerFactory:
         )
 
     def final_norm(self) -> FinalNorm:
-        spec = self.spec
-        return FinalNorm(
-            norm_factory(
-                spec.norm,
-                spec.hidden_size,
-                layernorm_epsilon=spec.layernorm_epsilon,
-                rms_norm_epsilon=spec.rms_norm_epsilon,
-                scalenorm_epsilon=spec.scalenorm_epsilon,
-                bias=spec.use_bias_in_norms,
-            )()
-        )
+        return FinalNorm(self._norm())
 
     def untied_head(self) -> UntiedHead:
         spec = self.spec
@@ -146,8 +130,16 @@ class LayerFactory:
         )
         return build_positional_embedding(self.spec.pos_emb, options)
 
-    def _probe(self) -> PositionalEmbedding:
-        return self.positions()
+    def _norm(self) -> nn.Module:
+        spec = self.spec
+        return build_norm(
+            spec.norm,
+            spec.hidden_size,
+            layernorm_epsilon=spec.layernorm_epsilon,
+            rms_norm_epsilon=spec.rms_norm_epsilon,
+            scalenorm_epsilon=spec.scalenorm_epsilon,
+            bias=spec.use_bias_in_norms,
+        )
 
     def _init(self, name: str) -> InitMethod:
         spec = self.spec

@@ -45,7 +45,7 @@ def _layer_norm(size: int, eps: float, bias: bool) -> nn.Module:
     return nn.LayerNorm(size, eps=eps, bias=bias)
 
 
-def norm_factory(
+def build_norm(
     name: str,
     size: int,
     *,
@@ -53,8 +53,8 @@ def norm_factory(
     rms_norm_epsilon: float = 1e-8,
     scalenorm_epsilon: float = 1e-8,
     bias: bool = True,
-) -> Callable[[], nn.Module]:
-    """A function that makes the norm called `name`."""
+) -> nn.Module:
+    """The norm called `name`."""
     factories: dict[str, Callable[[], nn.Module]] = {
         "layernorm": lambda: _layer_norm(size, layernorm_epsilon, bias),
         "rmsnorm": lambda: RMSNorm(size, rms_norm_epsilon),
@@ -62,4 +62,4 @@ def norm_factory(
     }
     if name not in factories:
         raise ValueError(f"norm {name!r} is unknown; choose one of {', '.join(factories)}")
-    return factories[name]
+    return factories[name]()

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import megatron
-from megatron.checkpoints.starting import is_resumable
-from tests.checkpoints.small_models import logits_of, small_args, tokens
-from tests.conftest import FIXTURES, REPOSITORY
+from tests.checkpoints.small_models import logits_of, tokens
+from tests.conftest import REPOSITORY
 
 CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "plain": (None, {"pos_emb": "kerple_log"}),
@@ -61,13 +60,3 @@ def test_what_deepspeed_saved_is_what_is_loaded(runs: Path, case: str) -> None:
     start = CASES[case][0]
     if start is not None:
         assert torch.equal(expected, torch.load(runs / start / "expected.pt", weights_only=True))
-
-
-def test_what_deepspeed_can_resume_is_told_apart(runs: Path) -> None:
-    for case in ("plain", "pipeline", "zero_2", "zero_3"):
-        assert is_resumable(runs / case, small_args(**CASES[case][1])), case
-    plain, pipelined = (small_args(**CASES[case][1]) for case in ("plain", "pipeline"))
-    assert not is_resumable(runs / "plain", pipelined)
-    assert not is_resumable(runs / "pipeline", plain)
-    assert not is_resumable(runs / "plain", plain.replace(model_parallel_size=2))
-    assert not is_resumable(FIXTURES / "official_kerple_log", pipelined)

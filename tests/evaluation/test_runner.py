@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from megatron.evaluation import extrapolation, lm_eval_task, subject
 from megatron.evaluation.runner import run_evaluation
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.environment import free_port
 from tests.conftest import FIXTURES, REPOSITORY
 from tests.evaluation.helpers import write_checkpoint, write_data, write_run
 
@@ -206,12 +206,6 @@ def test_an_official_checkpoint_with_two_model_parallel_shards(tmp_path: Path) -
     texts = official_texts(args, 8, 3)["valid"]
     expected = torch.stack([plain_losses(model, text) for text in texts]).mean()
     assert content["results"]["valid"][0]["loss"] == pytest.approx(float(expected), rel=1e-5)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_processes(count: int, arguments: list[str]) -> list[subprocess.CompletedProcess[str]]:

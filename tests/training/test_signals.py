@@ -14,9 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron.neox_arguments.environment import free_port
 from megatron.training.hooks.stopping import EXIT_REQUEUE
 from megatron.training.liveness import EXIT_PEER_LOST, process_is_gone
-from tests.processes import REPOSITORY, free_port
+from tests.processes import REPOSITORY
 from tests.training.cases import layout, write_data
 from tests.training.runs import finish, losses, run_config, start_run, wait_for
 

@@ -147,7 +147,7 @@ def measure_kernels(args: argparse.Namespace, report: Report) -> None:
     inputs = Inputs(batch, HEADS, length, DIM, train=True)
     names = (*BIAS_KERNELS, *WEIGHT_KERNELS)
     contenders = {name: tiled(inputs, name, pruning=False) for name in names}
-    timings = interleave(contenders, 3 * args.repeats)
+    timings = interleave(contenders, 5 * args.repeats)
     report.keep(f"kernels {length}", timings)
     rows = [["positional embedding", "tables", "ms (times log)"]]
     for name in names:
