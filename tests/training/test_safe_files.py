@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoints.universal import read_weights
 from megatron.training.checkpoint_store import checksum
 from megatron.training.safe_files import CheckpointError, safe_load, synced_save
+from megatron.training.universal import read_states
 from tests.processes import REPOSITORY
 from tests.training.cases import layout, write_data
 from tests.training.runs import finish, run, run_config, start_run
@@ -54,6 +56,20 @@ def test_plain_states_survive(tmp_path: Path) -> None:
     loaded = safe_load(tmp_path / "file.pt")
     assert torch.equal(loaded.pop("values")[0], state.pop("values")[0])  # type: ignore[index]
     assert loaded == state
+
+
+def test_a_malicious_universal_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder, target = tmp_path / "zero" / "0.word_embeddings.weight", tmp_path / "owned"
+    folder.mkdir(parents=True)
+    for file, read in (
+        ("exp_avg.pt", lambda: read_states(folder, optimizer=True)),
+        ("fp32.pt", lambda: read_states(folder, optimizer=False)),
+        ("fp32.pt", lambda: read_weights(tmp_path)),
+    ):
+        torch.save({"param": torch.ones(2), "extra": Malicious(target)}, folder / file)
+        with pytest.raises(CheckpointError, match="holds more than"):
+            read()
+        assert not target.exists()
 
 
 def _forge_checksums(checkpoint: Path) -> None:
