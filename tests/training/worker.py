@@ -3,8 +3,9 @@
 Usage: worker.py OUTPUT CASES.json. A case is {"config": flat config, "steps": n, "resume":
 directory or null, "save": directory or null}. Rank 0 writes, per case, what the tests compare.
 "poison" lists steps at which the last rank gets a gradient that is not finite, in one parameter;
-"export" asks for a universal checkpoint; "deepspeed_resume" names one that DeepSpeed's own loader
-reads; "full_disk_on" names a rank whose checkpoint files cannot be written.
+"export" asks for a universal checkpoint at the end, "copy" for one before the first step;
+"deepspeed_resume" names one that DeepSpeed's own loader reads; "full_disk_on" names a rank whose
+checkpoint files cannot be written.
 """
 
 from __future__ import annotations
@@ -70,6 +71,13 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     stepper = build_stepper(engine, parallel, pipelined=args.parallel.pipe_parallel_size >= 1)
     assert train is not None and valid is not None
+
+    def export(directory: str, step: int) -> None:
+        target, at = CheckpointStore(Path(directory)), Resumed(step, step * plan.train_batch_size)
+        write_universal(engine, target, args, at, parallel, vocabulary.size)
+
+    if case.get("copy"):
+        export(case["copy"], start)
     record = take_steps(engine, stepper, train, case)
     end = start + case["steps"]
     save_error = None
@@ -79,12 +87,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             case, lambda: save_checkpoint(engine, store, args, end, end * plan.train_batch_size)
         )
     if case.get("export"):
-        target = CheckpointStore(Path(case["export"]))
-        at = Resumed(end, end * plan.train_batch_size)
-        save_error = save_error or on_a_full_disk(
-            case,
-            lambda: write_universal(engine, target, args, at, parallel, vocabulary.size),
-        )
+        save_error = save_error or on_a_full_disk(case, lambda: export(case["export"], end))
     result = {
         **record,
         "save_errors": everywhere(save_error),
