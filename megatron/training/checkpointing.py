@@ -13,6 +13,7 @@ from megatron.checkpoints.universal import is_universal
 from megatron.mpu import ParallelState
 from megatron.training.checkpoint_store import CheckpointStore, tag_of
 from megatron.training.distributed import set_seeds
+from megatron.training.engine import zero_stage_in_effect
 from megatron.training.rng import rng_state, set_rng_state
 from megatron.training.safe_files import (
     CheckpointError,
@@ -20,7 +21,7 @@ from megatron.training.safe_files import (
     safe_load,
 )
 from megatron.training.saved_layout import check_layout, write_layout
-from megatron.training.universal import load_universal
+from megatron.training.universal import load_universal, load_zero3_weights
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -127,6 +128,11 @@ def resume(
     if is_universal(store.path(step)):
         progress = load_universal(
             engine, store.path(step), args, parallel.tp, optimizer=optimizer, schedule=schedule
+        )
+    elif zero_stage_in_effect(args) == 3 and not optimizer:
+        check_layout(store.path(step), args)
+        progress = load_zero3_weights(
+            engine, store.path(step), args, parallel.tp, schedule=schedule
         )
     else:
         check_layout(store.path(step), args)

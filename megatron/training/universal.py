@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import errno
 import json
-from functools import partial
+from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.checkpoints.names import strip_prefix
-from megatron.checkpoints.sharding import Sharding, with_rows
+from megatron.checkpoints import read_checkpoint
+from megatron.checkpoints.sharding import Sharding
 from megatron.checkpoints.universal import OPTIMIZER, PARAMETERS, parameter_folders
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState, TensorParallel
 from megatron.tokenizer import padded_vocab_size
 from megatron.training.checkpoint_store import write_text_atomically
-from megatron.training.optimizer_view import WEIGHT, States, read, write
+from megatron.training.optimizer_view import WEIGHT, States, read
 from megatron.training.safe_files import CheckpointError, SafeCheckpointEngine, safe_load
 from megatron.training.universal_metadata import (
     described,
@@ -32,14 +33,18 @@ from megatron.training.universal_metadata import (
     optimizer_state,
     other_names,
 )
+from megatron.training.whole_tensors import canonical_names, joined, place
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
+
+T = TypeVar("T")
 
 INDEX = "universal.json"
 LATEST = "latest_universal"
 STEP = "step"
 NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems
+NEEDED = {"iteration", "consumed_samples", "lr_scheduler", "skipped_steps"}
 # DeepSpeed looks for the first without ZeRO 3, for the second with it.
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
@@ -64,7 +69,7 @@ def export(
     for parameter, states in read(engine):
         name = names[parameter]
         step = states.get(STEP)
-        whole = {key: _whole(name, value, sharding, parallel.tp) for key, value in states.items()}
+        whole = {key: joined(name, value, sharding, parallel.tp) for key, value in states.items()}
         # A tied embedding lies on the last stage too.
         is_copy = name.startswith("0.") and not parallel.is_first_stage
         if writes and not is_copy:
@@ -111,15 +116,6 @@ def _link(root: Path, name: str, others: list[str]) -> None:
             raise
 
 
-def _whole(name: str, value: Tensor, sharding: Sharding, tp: TensorParallel) -> Tensor:
-    """All tensor-parallel ranks' slices as one; scalars (the step count) as they are."""
-    if tp.size == 1 or value.dim() == 0:
-        return value
-    shards = [torch.empty_like(value) for _ in range(tp.size)]
-    dist.all_gather(shards, value.contiguous(), group=tp.group)
-    return sharding.merge(name, shards).contiguous()
-
-
 def load_universal(
     engine: Any,
     directory: Path,
@@ -131,52 +127,56 @@ def load_universal(
 ) -> dict[str, Any]:
     """Set this rank's weights and optimizer from whole tensors; returns where training stood."""
     progress = read_progress(directory)
-    padded = _padded_vocabulary(progress, args)
-    sharding = Sharding.of(ModelSpec.from_args(args, 0), neox=False)
     folders = parameter_folders(directory)
-    states: dict[nn.Parameter, States] = {}
-    for parameter, name in canonical_names(engine.module).items():
-        if name not in folders:
-            raise CheckpointError(f"{directory}: holds no {name}, which this config's model has")
-        whole = read_states(folders[name], optimizer=optimizer)
-        shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-        states[parameter] = {
-            key: value if value.dim() == 0 else _share(name, value, shape, sharding, tp, padded)
-            for key, value in whole.items()
-        }
-        if states[parameter][WEIGHT].shape != shape:
-            raise CheckpointError(
-                f"{directory}: {name} gives {tuple(states[parameter][WEIGHT].shape)}, but this "
-                f"config's model has {tuple(shape)}; resume with the model settings it was "
-                "trained with"
-            )
-    write(engine, states)
+
+    @cache
+    def common_step() -> Tensor:
+        return _common_step(directory / PARAMETERS / OPTIMIZER)
+
+    def whole_states(name: str) -> States:
+        states = read_states(_found(name, folders, directory), optimizer=optimizer)
+        if "exp_avg" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
+            states[STEP] = common_step()
+        return states
+
+    padded = _padded_vocabulary(progress, args)
+    place(engine, whole_states, args, tp, directory, padded_vocabulary=padded)
+    continue_from(engine, progress, schedule=schedule)
+    return progress
+
+
+def load_zero3_weights(
+    engine: Any, directory: Path, args: NeoXArgs, tp: TensorParallel, *, schedule: bool
+) -> dict[str, Any]:
+    """The weights of a checkpoint of ZeRO 3, without its optimizer.
+
+    DeepSpeed takes them from the newest checkpoint, whichever was asked for, and executes what it
+    reads.
+    """
+    weights = read_checkpoint(directory).weights
+
+    def whole_weight(name: str) -> States:
+        return {WEIGHT: _found(name, weights, directory).detach()}
+
+    place(engine, whole_weight, args, tp, directory)
+    progress = _progress_in_model_states(directory)
+    continue_from(engine, progress, schedule=schedule)
+    return progress
+
+
+def _found(name: str, there: Mapping[str, T], directory: Path) -> T:
+    if name not in there:
+        raise CheckpointError(f"{directory}: holds no {name}, which this config's model has")
+    return there[name]
+
+
+def continue_from(engine: Any, progress: dict[str, Any], *, schedule: bool) -> None:
+    """Set DeepSpeed's counters and, if asked for, the schedule."""
     engine.global_steps = int(progress["iteration"])
     engine.global_samples = int(progress["consumed_samples"])
     engine.skipped_steps = int(progress["skipped_steps"])
     if schedule:
         engine.lr_scheduler.load_state_dict(progress["schedule"])
-    return progress
-
-
-def _share(
-    name: str,
-    value: Tensor,
-    shape: torch.Size,
-    sharding: Sharding,
-    tp: TensorParallel,
-    padded: int | None,
-) -> Tensor:
-    """This rank's part of a whole tensor."""
-    if value.dim() == 1 and len(shape) > 1:  # DeepSpeed's converter flattens what ZeRO 3 saved
-        whole = list(shape)
-        dim = sharding.dim(name)
-        if dim is not None:
-            whole[dim] *= tp.size
-        value = value.view(whole) if value.numel() == torch.Size(whole).numel() else value
-    if padded is not None and sharding.has_vocabulary_rows(name):
-        value = with_rows(value, padded)
-    return sharding.split(name, value, tp.rank, tp.size)
 
 
 def _padded_vocabulary(progress: dict[str, Any], args: NeoXArgs) -> int | None:
@@ -196,8 +196,6 @@ def read_states(folder: Path, *, optimizer: bool) -> States:
     states = {file.stem: _tensor_in(file) for file in files}
     if WEIGHT not in states:
         raise CheckpointError(f"{folder}: holds no {WEIGHT}.pt")
-    if len(states) > 1 and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
-        states[STEP] = _common_step(folder.parent / OPTIMIZER)
     return states
 
 
@@ -213,7 +211,7 @@ def _tensor_in(file: Path) -> Tensor:
 
 def _common_step(file: Path) -> Tensor:
     try:
-        return torch.as_tensor(safe_load(file)["optimizer_state_dict"]["state"][0][STEP]).clone()
+        return torch.as_tensor(safe_load(file)["optimizer_state_dict"]["state"][0][STEP])
     except (KeyError, TypeError, IndexError):
         raise CheckpointError(f"{file}: holds no step count of the optimizer") from None
 
@@ -221,16 +219,8 @@ def _common_step(file: Path) -> Tensor:
 def read_progress(directory: Path) -> dict[str, Any]:
     """Where training stood: our index, or what DeepSpeed's converter copied."""
     if (directory / INDEX).is_file():
-        found = _index_of(directory / INDEX)
-    else:
-        found = _progress_in_model_states(directory)
-    missing = {"iteration", "consumed_samples", "schedule", "skipped_steps"} - found.keys()
-    if missing:
-        raise CheckpointError(
-            f"{directory}: does not say where training stood ({', '.join(sorted(missing))} "
-            "missing); only checkpoints of train.py can be resumed"
-        )
-    return found
+        return _index_of(directory / INDEX)
+    return _progress_in_model_states(directory)
 
 
 def _index_of(file: Path) -> dict[str, Any]:
@@ -248,12 +238,9 @@ def _progress_in_model_states(directory: Path) -> dict[str, Any]:
     if file is None:
         raise CheckpointError(f"{directory}: neither {INDEX} nor {MODEL_STATES[0]} is there")
     state = safe_load(file)
-    names = {"lr_scheduler": "schedule"}
-    wanted = ("iteration", "consumed_samples", "lr_scheduler", "skipped_steps")
-    return {names.get(key, key): state[key] for key in wanted if key in state}
-
-
-def canonical_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's name in every layout: `<layer index>.<name>`."""
-    source = Path("model")
-    return {p: strip_prefix(name, source) for name, p in module.named_parameters()}
+    if not isinstance(state, dict) or not state.keys() >= NEEDED:
+        raise CheckpointError(
+            f"{file}: does not say where training stood ({', '.join(sorted(NEEDED))}); only "
+            "checkpoints of train.py can be resumed"
+        )
+    return {"schedule" if key == "lr_scheduler" else key: state[key] for key in NEEDED}

@@ -69,6 +69,7 @@ DEEPSPEED_BACK = [name for name in TWO if "zero" in name]
 # With ZeRO 3 it reads the same numbers, but lets both parameter groups count one step number.
 DEEPSPEED_GOES_ON = [name for name in DEEPSPEED_BACK if name != "dp2_zero3"]
 CONVERTED = DEEPSPEED_BACK  # by DeepSpeed's own converter, which reads ZeRO's files
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.9]}}}
 PADDED = {"make_vocab_size_divisible_by": 24}  # of 64 words: 72 rows, or 96 under mp 2
 
 
@@ -142,6 +143,9 @@ class Cases:
                 ONE[name], f"converted/{name}", f"converted_copy/{name}"
             )
         cases["padded"] = self.resumed({**layout(), **PADDED}, "from/padded", "copy/padded")
+        export = str(self.root / "from" / "sgd")
+        cases["sgd"] = self.case({**layout(zero=1), **SGD}, steps=HALF, export=export)
+        cases["sgd_copy"] = self.resumed({**layout(), **SGD}, "from/sgd", "copy/sgd")
         return cases
 
     def back(self) -> dict[str, Any]:
@@ -187,15 +191,19 @@ def _files(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 def _assert_equal(copy: Path, source: Path) -> None:
     """Every number of every parameter, to the bit."""
+    _assert_same(copy, source, {WEIGHT, "exp_avg", "exp_avg_sq", "step"})
+    for states in _files(source).values():
+        assert states["step"] == HALF and states["exp_avg"].abs().sum() > 0
+
+
+def _assert_same(copy: Path, source: Path, keys: set[str]) -> None:
     expected, found = _files(source), _files(copy)
     assert len(expected) > 20
     assert found.keys() == expected.keys()
     for name, states in expected.items():
-        assert states.keys() == {WEIGHT, "exp_avg", "exp_avg_sq", "step"}
-        assert found[name].keys() == states.keys(), name
+        assert found[name].keys() == states.keys() == keys, name
         for key, value in states.items():
             assert torch.equal(found[name][key], value), f"{name} {key}"
-        assert states["step"] == HALF and states["exp_avg"].abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", TWO)
@@ -265,6 +273,11 @@ def test_padding_follows_the_model_parallel_size(results: dict[str, Any]) -> Non
         assert torch.equal(narrow[state], wide[state][:72])
         assert torch.equal(again[state][:72], narrow[state])
         assert again[state].shape[0] == 96 and not again[state][72:].any()
+
+
+def test_an_optimizer_that_counts_no_steps(results: dict[str, Any]) -> None:
+    root = results["root"]
+    _assert_same(root / "copy/sgd", root / "from/sgd", {WEIGHT, "momentum_buffer"})
 
 
 def test_a_full_disk_stops_all_ranks(results: dict[str, Any]) -> None:
