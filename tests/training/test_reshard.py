@@ -21,9 +21,11 @@ from tests.training.runs import finish, losses, run, run_config, start_run
 
 HALF = 3
 BF16 = precision("bf16")
-# Every other way to cut a parameter: T5's table, a gated block, a head of its own cut by columns.
+# Every other way to cut a parameter (T5's table, a gated block, a head of its own cut by columns),
+# and norms of a single number.
 ODD = {
     "pos_emb": "rpe",
+    "norm": "scalenorm",
     "activation": "swiglu",
     "no_weight_tying": True,
     "output_layer_parallelism": "row",
