@@ -17,15 +17,12 @@ def is_resumable(path: str | Path, args: NeoXArgs, iteration: int | None = None)
     """Whether DeepSpeed can continue this checkpoint under `args` as it lies there.
 
     It can where the files are ours, have training states, and were written under the same
-    model-parallel size and kind of pipeline; a universal checkpoint always. Everything else
-    (official KERPLE, GPT-NeoX, Hugging Face, another model-parallel size) starts a new run from its
-    weights: `load_weights`.
+    model-parallel size and kind of pipeline. Everything else (official KERPLE, GPT-NeoX, Hugging
+    Face, another model-parallel size) starts a new run from its weights: `load_weights`.
     """
     layout = find_layout(path, iteration)
     if layout.is_hf:
         return False
-    if layout.is_universal:
-        return True
     try:
         saved = read_saved_config(layout)
     except CheckpointError:
