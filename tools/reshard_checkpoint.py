@@ -1,9 +1,10 @@
-"""Make a checkpoint that resumes under any (dp, mp, pp, ZeRO, precision), optimizer included.
+"""Make a universal checkpoint of a run: it resumes under any (dp, mp, pp, ZeRO, precision).
 
     python tools/reshard_checkpoint.py RUN_DIRECTORY NEW_DIRECTORY [--iteration N]
 
-then train with `load: NEW_DIRECTORY` and the layout of your choice. The old layout's ranks are
-started here, on this machine's CPU: it needs memory for the whole model with its optimizer.
+then train with `load: NEW_DIRECTORY` and the layout of your choice, optimizer included. The files
+are those of DeepSpeed's Universal Checkpointing. The old layout's ranks are started here, on this
+machine's CPU: it needs memory for the whole model with its optimizer.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.checkpoints.universal import is_universal
 from megatron.neox_arguments.environment import free_port
 from megatron.training.checkpoint_store import CheckpointStore
 from megatron.training.checkpointing import find_checkpoint
-from megatron.training.portable import LAYOUT, is_portable
 from megatron.training.safe_files import CheckpointError
+from megatron.training.saved_layout import LAYOUT
 
 
 def plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
@@ -30,8 +32,8 @@ def plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     step = find_checkpoint(store, iteration)
     if step is None:
         raise CheckpointError(f"{source}: no global_step* checkpoint there")
-    if is_portable(store.path(step)):
-        raise CheckpointError(f"{store.path(step)} is portable already: set `load: {source}`")
+    if is_universal(store.path(step)):
+        raise CheckpointError(f"{store.path(step)} is universal already: set `load: {source}`")
     if target.resolve() == source.resolve():
         raise CheckpointError(f"{target}: choose a directory other than the source")
     try:
@@ -78,7 +80,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, help="run directory with global_step* folders")
-    parser.add_argument("target", type=Path, help="new directory for the portable checkpoint")
+    parser.add_argument("target", type=Path, help="new directory for the universal checkpoint")
     parser.add_argument("--iteration", type=int, help="step to convert (default: the newest)")
     options = parser.parse_args()
     try:

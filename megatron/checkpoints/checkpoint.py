@@ -11,10 +11,16 @@ from torch import Tensor
 
 from megatron.checkpoints.errors import CheckpointError
 from megatron.checkpoints.layout import Layout, find_layout
-from megatron.checkpoints.names import canonical_shard, share_positions, split_name
+from megatron.checkpoints.names import (
+    canonical_shard,
+    share_positions,
+    split_name,
+    strip_prefix,
+)
 from megatron.checkpoints.safe_load import load_file
 from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_config
 from megatron.checkpoints.sharding import Sharding, merge_shards
+from megatron.checkpoints.universal import read_weights
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
 
@@ -117,6 +123,8 @@ def _shared(weights: dict[str, Tensor], args: NeoXArgs) -> tuple[dict[str, Tenso
 
 def _read_shards(layout: Layout) -> list[dict[str, Tensor]]:
     """Each model-parallel rank's tensors, named `<index>.<name>`."""
+    if layout.is_universal:
+        return [read_weights(layout.directory)]
     if layout.is_zero3:
         from megatron.checkpoints.zero3 import read_zero3_shards
 
@@ -145,17 +153,6 @@ def _read_mp_file(path: Path) -> dict[str, Tensor]:
         for name, tensor in module.items()
         if isinstance(tensor, Tensor)
     }
-
-
-def strip_prefix(name: str, source: Path) -> str:
-    """`[module.]sequential.3.x` -> `3.x`."""
-    short = name.removeprefix("module.").removeprefix("sequential.")
-    index, _, rest = short.partition(".")
-    if index.isdigit() and rest:
-        return short
-    if index == "tied_modules":
-        return f"0.{rest.partition('.')[2]}"
-    raise CheckpointError(f"{source}: {name!r:.100} is not `sequential.<index>.<name>`")
 
 
 def _iteration(layout: Layout) -> int:

@@ -59,6 +59,8 @@ def _layout_name(checkpoint: Checkpoint) -> str:
     layout = checkpoint.layout
     if layout.is_hf:
         return "Hugging Face folder"
+    if layout.is_universal:
+        return "universal: one folder per parameter"
     if layout.is_zero3:
         return "ZeRO stage 3 partitions"
     return "one file per layer" if layout.layer_files else "one file per model-parallel rank"

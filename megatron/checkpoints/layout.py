@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.checkpoints.errors import CheckpointError
+from megatron.checkpoints.universal import is_universal
 
 __all__ = ["Layout", "find_layout"]
 
@@ -51,9 +52,14 @@ class Layout:
         return bool(self.zero_model_files)
 
     @property
+    def is_universal(self) -> bool:
+        """Whether every parameter lies whole in a folder of its own."""
+        return is_universal(self.directory)
+
+    @property
     def has_optimizer(self) -> bool:
         """Whether training states for resuming are there."""
-        return bool(self.zero_optimizer_files)
+        return bool(self.zero_optimizer_files) or self.is_universal
 
 
 def find_layout(path: str | Path, iteration: int | None = None) -> Layout:

@@ -10,6 +10,7 @@ The canonical name is `<layer index>.<name inside the layer>`, as in our own mod
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ __all__ = [
     "official_kernel_names",
     "share_positions",
     "split_name",
+    "strip_prefix",
 ]
 
 FIRST_LAYER = 2
@@ -43,6 +45,17 @@ def split_name(name: str) -> tuple[int, str]:
     """`12.mlp.dense_h_to_4h.bias` -> 12 and the rest."""
     index, _, rest = name.partition(".")
     return int(index), rest
+
+
+def strip_prefix(name: str, source: Path) -> str:
+    """A module's name to the canonical one: `[module.]sequential.3.x` -> `3.x`."""
+    short = name.removeprefix("module.").removeprefix("sequential.")
+    index, _, rest = short.partition(".")
+    if index.isdigit() and rest:
+        return short
+    if index == "tied_modules":
+        return f"0.{rest.partition('.')[2]}"
+    raise CheckpointError(f"{source}: {name!r:.100} is not `sequential.<index>.<name>`")
 
 
 def official_kernel_names(pos_emb: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.checkpoints.checkpoint import EMBEDDING, Checkpoint, read_checkpoint
 from megatron.checkpoints.errors import CheckpointError
 from megatron.checkpoints.names import split_name
-from megatron.checkpoints.sharding import Sharding
+from megatron.checkpoints.sharding import Sharding, with_rows
 from megatron.model.gpt import GPTModel
 from megatron.model.kernel_parameters import constraint_named
 from megatron.model.positional_embeddings import DistanceKernel, positional_embedding_class
@@ -148,6 +148,4 @@ def _adapt_vocabulary(weights: dict[str, Tensor], spec: ModelSpec, vocab_size: i
             continue
         if min(whole.shape[0], spec.padded_vocab_size) < vocab_size:
             continue  # real words would be lost: reported as a misfit
-        rows = whole[: spec.padded_vocab_size]
-        missing = spec.padded_vocab_size - rows.shape[0]
-        weights[name] = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
+        weights[name] = with_rows(whole, spec.padded_vocab_size)

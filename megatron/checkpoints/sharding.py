@@ -20,12 +20,13 @@ from megatron.model.mlp import GATED
 from megatron.model.positional_embeddings import canonical_name
 from megatron.model.spec import ModelSpec
 
-__all__ = ["Sharding", "merge_shards", "split_weights"]
+__all__ = ["Sharding", "merge_shards", "split_weights", "with_rows"]
 
 _ROWS = ("word_embeddings.", "attention.query_key_value.", "mlp.dense_h_to_4h.")
 _COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 _SUMMED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
 _KERNEL = ("embedding.", "positions.")
+_WORDS = ("word_embeddings.weight", "final_linear.weight")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class Sharding:
         """How many stacked parts are cut each on its own."""
         return 2 if self.gated and ".mlp.dense_h_to_4h." in name else 1
 
+    def has_vocabulary_rows(self, name: str) -> bool:
+        """Whether rows are words, the last ones padding that depends on the model-parallel size."""
+        return split_name(name)[1] in _WORDS
+
     def is_summed(self, name: str) -> bool:
         return self.sums_parallel_biases and split_name(name)[1] in _SUMMED
 
@@ -102,6 +107,13 @@ class Sharding:
         blocks = self.blocks(name)
         parts = [shard.chunk(blocks, dim) for shard in shards]
         return torch.cat([part[block] for block in range(blocks) for part in parts], dim)
+
+
+def with_rows(whole: Tensor, rows: int) -> Tensor:
+    """The first `rows` rows; those that are missing are zero."""
+    kept = whole[:rows]
+    missing = rows - kept.shape[0]
+    return torch.cat((kept, kept.new_zeros(missing, *kept.shape[1:]))) if missing else kept
 
 
 def _agree(shards: Sequence[Tensor]) -> Tensor:

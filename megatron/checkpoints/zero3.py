@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoints.errors import CheckpointError
 from megatron.checkpoints.layout import Layout
+from megatron.checkpoints.names import strip_prefix
 from megatron.checkpoints.safe_load import load_file
 
 __all__ = ["read_zero3_shards"]
@@ -23,8 +24,6 @@ __all__ = ["read_zero3_shards"]
 
 def read_zero3_shards(layout: Layout) -> list[dict[str, Tensor]]:
     """Each model-parallel rank's tensors, whole, in fp32, named `<index>.<name>`."""
-    from megatron.checkpoints.checkpoint import strip_prefix
-
     shards = []
     for mp_rank in range(layout.mp_size):
         shapes = _shapes(layout, mp_rank)

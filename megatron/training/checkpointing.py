@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.model.spec import ModelSpec
+from megatron.checkpoints.universal import is_universal
 from megatron.mpu import ParallelState
 from megatron.training.checkpoint_store import CheckpointStore, tag_of
 from megatron.training.distributed import set_seeds
-from megatron.training.portable import check_layout, is_portable, load_portable, write_layout
+from megatron.training.engine import zero_stage_in_effect
 from megatron.training.rng import rng_state, set_rng_state
 from megatron.training.safe_files import (
     CheckpointError,
     SafeCheckpointEngine,
     safe_load,
 )
+from megatron.training.saved_layout import check_layout, write_layout
+from megatron.training.universal import load_universal, load_zero3_weights
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -123,10 +125,14 @@ def resume(
     fresh = options.finetune
     optimizer = not (options.no_load_optim or fresh)
     schedule = not (args.optimization.override_lr_scheduler or fresh)
-    if is_portable(store.path(step)):
-        spec = ModelSpec.from_args(args, 0)
-        progress = load_portable(
-            engine, store.path(step), spec, parallel.tp, optimizer=optimizer, schedule=schedule
+    if is_universal(store.path(step)):
+        progress = load_universal(
+            engine, store.path(step), args, parallel.tp, optimizer=optimizer, schedule=schedule
+        )
+    elif zero_stage_in_effect(args) == 3 and not optimizer:
+        check_layout(store.path(step), args)
+        progress = load_zero3_weights(
+            engine, store.path(step), args, parallel.tp, schedule=schedule
         )
     else:
         check_layout(store.path(step), args)

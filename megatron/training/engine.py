@@ -9,6 +9,7 @@ import deepspeed
 import torch.distributed as dist
 from torch import nn
 
+from megatron.checkpoints.sharding import Sharding
 from megatron.model.embedding import TiedHead
 from megatron.model.gpt import GPTModel
 from megatron.model.pipeline import build_pipeline
@@ -18,6 +19,7 @@ from megatron.training.clipping import own_whole_step
 from megatron.training.optimizer import build_optimizer, parameter_groups
 from megatron.training.safe_files import SafeCheckpointEngine
 from megatron.training.schedule import Schedule, Scheduler
+from megatron.training.universal_metadata import note_cuts
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -55,6 +57,8 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
         eps=options.optimizer.params.eps,
     )
     pipelined = args.parallel.pipe_parallel_size >= 1
+    sharding = Sharding.of(ModelSpec.from_args(args, 0), neox=False)
+    note_cuts(module, sharding, parallel.tp.size)
     engine, _, _, _ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,

@@ -133,7 +133,7 @@ def read(engine: Any) -> Iterator[tuple[nn.Parameter, States]]:
         state = engine.basic_optimizer.state.get(group.master, {})
         columns: dict[str, list[Tensor]] = {WEIGHT: group.gather(group.master)}
         for key, value in sorted(state.items()):  # the same order on all ranks: they gather
-            if isinstance(value, Tensor) and value.numel() == group.master.numel() > 1:
+            if isinstance(value, Tensor) and value.shape == group.master.shape:
                 columns[key] = group.gather(value)
             else:  # the step count; one for all
                 scalar = torch.as_tensor(value, dtype=torch.float32).reshape(())

@@ -1,4 +1,4 @@
-"""One rank of `tools/reshard_checkpoint.py`: loads its part of a checkpoint, writes it portably."""
+"""One rank of `tools/reshard_checkpoint.py`: loads its part of a checkpoint, writes it whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.checkpoint_store import CheckpointStore, tag_of
+from megatron.training.checkpoint_store import CheckpointStore, tag_of, write_text_atomically
 from megatron.training.checkpointing import Resumed, resume, together, write_configs
 from megatron.training.distributed import set_seeds, start_distributed
 from megatron.training.engine import build_engine, build_module
-from megatron.training.portable import export
 from megatron.training.run import find_vocabulary
 from megatron.training.safe_files import CheckpointError
+from megatron.training.universal import LATEST, export, progress_of
 
 
 def reshard(source: Path, target: Path, step: int) -> None:
@@ -26,34 +26,43 @@ def reshard(source: Path, target: Path, step: int) -> None:
     args = NeoXArgs.from_files([str(store.path(step) / "configs" / "resolved.yml")])
     parallel = start_distributed(args)
     set_seeds(args.runtime.seed, parallel)
-    spec = ModelSpec.from_args(args, find_vocabulary(args).padded_size)
+    vocabulary = find_vocabulary(args)
+    spec = ModelSpec.from_args(args, vocabulary.padded_size)
     engine = build_engine(args, build_module(args, spec, parallel), parallel)
-    resumed = resume(engine, store, args, step, parallel)
-    write_portable(engine, CheckpointStore(target), args, resumed, parallel)
+    # All of the checkpoint, however the run that wrote it had begun.
+    everything = args.replace(finetune=False, no_load_optim=False, override_lr_scheduler=False)
+    resumed = resume(engine, store, everything, step, parallel)
+    write_universal(engine, CheckpointStore(target), args, resumed, parallel, vocabulary.size)
     dist.destroy_process_group()
 
 
-def write_portable(
-    engine: Any, store: CheckpointStore, args: NeoXArgs, at: Resumed, parallel: ParallelState
+def write_universal(
+    engine: Any,
+    store: CheckpointStore,
+    args: NeoXArgs,
+    at: Resumed,
+    parallel: ParallelState,
+    vocab_size: int,
 ) -> None:
-    """A portable checkpoint of the engine as it stands; complete or invisible."""
+    """A universal checkpoint of the engine as it stands; complete or invisible."""
     main, staged = dist.get_rank() == 0, store.staging / tag_of(at.step)
+    progress = progress_of(engine, at.step, at.consumed_samples, vocab_size)
     doing, advice = f"writing {store.path(at.step)}", "What was read is untouched."
     try:
         together(lambda: store.prepare(at.step) if main else None, doing, advice)
-        together(
-            lambda: export(engine, store, at.step, parallel, args, at.consumed_samples),
-            doing,
-            advice,
-        )
-        if main:
-            write_configs(staged / "configs", args)
-        together(lambda: store.commit(at.step) if main else None, doing, advice)
+        together(lambda: export(engine, staged, parallel, args, progress), doing, advice)
+        together(lambda: _publish(store, args, at.step) if main else None, doing, advice)
     except CheckpointError:
         if main:
             store.discard(at.step)
         raise
     dist.barrier()
+
+
+def _publish(store: CheckpointStore, args: NeoXArgs, step: int) -> None:
+    write_configs(store.staging / tag_of(step) / "configs", args)
+    store.commit(step)
+    write_text_atomically(store.directory / LATEST, tag_of(step))
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.checkpoints import load_weights
+from megatron.checkpoints.universal import is_universal
 from megatron.data.config import check_tokenizers
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
@@ -156,7 +157,8 @@ def _is_run_of_ours(directory: Path, args: NeoXArgs) -> bool:
     step = args.checkpoint.iteration if args.checkpoint.iteration is not None else store.newest()
     if step is None or not store.path(step).is_dir():
         return args.checkpoint.save is not None and directory == Path(args.checkpoint.save)
-    return (store.path(step) / CHECKSUMS).is_file()
+    found = store.path(step)
+    return (found / CHECKSUMS).is_file() or is_universal(found)
 
 
 def _resume_if_possible(args: NeoXArgs, engine: Any, parallel: ParallelState) -> Resumed:

@@ -92,10 +92,10 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
             raise self._failure
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._attempt(lambda: os.makedirs(path, exist_ok=exist_ok))  # noqa: PTH103
+        self.attempt(lambda: os.makedirs(path, exist_ok=exist_ok))  # noqa: PTH103
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._attempt(lambda: synced_save(state_dict, path))
+        self.attempt(lambda: synced_save(state_dict, path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return safe_load(path, map_location)
@@ -103,7 +103,8 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
     def preserves_storage_sharing(self) -> bool:
         return True
 
-    def _attempt(self, write: Callable[[], None]) -> None:
+    def attempt(self, write: Callable[[], None]) -> None:
+        """Write, unless something before it failed; what goes wrong is for `finish`."""
         if self._failure is not None:
             return
         try:

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoints import read_checkpoint
+from megatron.checkpoints.universal import parameter_folders, read_weights
 from megatron.training.checkpoint_store import checksum
 from megatron.training.safe_files import CheckpointError, safe_load, synced_save
+from megatron.training.universal import read_states
 from tests.processes import REPOSITORY
-from tests.training.cases import layout, write_data
+from tests.training.cases import ADAM, layout, run_cases, tiny_config, write_data
 from tests.training.runs import finish, run, run_config, start_run
 
 
@@ -56,6 +59,20 @@ def test_plain_states_survive(tmp_path: Path) -> None:
     assert loaded == state
 
 
+def test_a_malicious_universal_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder, target = tmp_path / "zero" / "0.word_embeddings.weight", tmp_path / "owned"
+    folder.mkdir(parents=True)
+    for file, read in (
+        ("exp_avg.pt", lambda: read_states(folder, optimizer=True)),
+        ("fp32.pt", lambda: read_states(folder, optimizer=False)),
+        ("fp32.pt", lambda: read_weights(tmp_path)),
+    ):
+        torch.save({"param": torch.ones(2), "extra": Malicious(target)}, folder / file)
+        with pytest.raises(CheckpointError, match="holds more than"):
+            read()
+        assert not target.exists()
+
+
 def _forge_checksums(checkpoint: Path) -> None:
     """As whoever made the file would."""
     sums = json.loads((checkpoint / "checksums.json").read_text())
@@ -85,6 +102,35 @@ def test_a_run_refuses_malicious_model_and_optimizer_files(tmp_path: Path) -> No
         file.write_bytes(original)
         _forge_checksums(checkpoint)
     run({**config, "train_iters": 4}, tmp_path)
+
+
+def test_weights_of_zero_3_are_read_without_its_optimizer_by_no_unsafe_loader(
+    tmp_path: Path,
+) -> None:
+    """DeepSpeed would take them from the newest checkpoint, with a loader that executes."""
+    save, target = tmp_path / "run", tmp_path / "owned"
+    place = {"optimizer": ADAM, **layout(zero=3)}
+    config = tiny_config(write_data(tmp_path), **place)
+    anew = {**config, "finetune": True, "iteration": 1}
+    cases = {
+        "first": {"config": config, "steps": 1, "save": str(save)},
+        "newest": {"config": config, "steps": 2, "save": str(save)},
+        "anew": {"config": anew, "steps": 0, "resume": str(save), "copy": str(tmp_path / "copy")},
+    }
+    run_cases(cases, tmp_path, 1)
+    weights = read_checkpoint(save, iteration=1).weights
+    copied = parameter_folders(tmp_path / "copy" / "global_step0")
+    assert copied.keys() == weights.keys()
+    for name, folder in copied.items():
+        states = read_states(folder, optimizer=True)
+        assert torch.equal(states["fp32"], weights[name]), name
+        assert not any(states[key].any() for key in ("exp_avg", "exp_avg_sq") if key in states)
+    (file,) = (save / "global_step1").glob("*_optim_states.pt")
+    torch.save({**torch.load(file, weights_only=False), "extra": Malicious(target)}, file)
+    _forge_checksums(save / "global_step1")
+    with pytest.raises(AssertionError, match=f"{file.name}: refused"):
+        run_cases({"anew": cases["anew"]}, tmp_path, 1)
+    assert not target.exists()
 
 
 def _sources() -> list[Path]:

@@ -3,8 +3,9 @@
 Usage: worker.py OUTPUT CASES.json. A case is {"config": flat config, "steps": n, "resume":
 directory or null, "save": directory or null}. Rank 0 writes, per case, what the tests compare.
 "poison" lists steps at which the last rank gets a gradient that is not finite, in one parameter;
-"export" asks for a portable checkpoint; "full_disk_on" names a rank whose checkpoint files
-cannot be written.
+"export" asks for a universal checkpoint at the end, "copy" for one before the first step;
+"deepspeed_resume" names one that DeepSpeed's own loader reads; "full_disk_on" names a rank whose
+checkpoint files cannot be written.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from megatron.training.checkpointing import Resumed, find_checkpoint, resume, sa
 from megatron.training.distributed import set_seeds, start_distributed
 from megatron.training.engine import build_engine, build_module
 from megatron.training.hooks.kernels import all_heads, gathered, kernel_modules
-from megatron.training.reshard import write_portable
+from megatron.training.reshard import write_universal
 from megatron.training.rng import rng_state
 from megatron.training.run import find_vocabulary
 from megatron.training.safe_files import CheckpointError
@@ -55,6 +57,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         found = find_checkpoint(store, args.checkpoint.iteration)
         assert found is not None
         start = resume(engine, store, args, found, parallel).step
+    if case.get("deepspeed_resume"):
+        start = resume_by_deepspeed(engine, case["deepspeed_resume"])
     kernels_before = kernel_values(engine, parallel.tp)
     plan = args.batch_plan(dist.get_world_size())
     train, valid, _ = build_streams(
@@ -67,15 +71,23 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     stepper = build_stepper(engine, parallel, pipelined=args.parallel.pipe_parallel_size >= 1)
     assert train is not None and valid is not None
+
+    def export(directory: str, step: int) -> None:
+        target, at = CheckpointStore(Path(directory)), Resumed(step, step * plan.train_batch_size)
+        write_universal(engine, target, args, at, parallel, vocabulary.size)
+
+    if case.get("copy"):
+        export(case["copy"], start)
     record = take_steps(engine, stepper, train, case)
     end = start + case["steps"]
     save_error = None
     if case.get("save"):
         store = CheckpointStore(Path(case["save"]))
-        save_error = save(engine, store, args, end, plan.train_batch_size, case)
+        save_error = on_a_full_disk(
+            case, lambda: save_checkpoint(engine, store, args, end, end * plan.train_batch_size)
+        )
     if case.get("export"):
-        at = Resumed(end, end * plan.train_batch_size)
-        write_portable(engine, CheckpointStore(Path(case["export"])), args, at, parallel)
+        save_error = save_error or on_a_full_disk(case, lambda: export(case["export"], end))
     result = {
         **record,
         "save_errors": everywhere(save_error),
@@ -127,20 +139,22 @@ class Poison:
         return torch.full_like(gradient, float("inf")) if self.active else gradient
 
 
-def save(
-    engine: Any,
-    store: CheckpointStore,
-    args: NeoXArgs,
-    step: int,
-    batch: int,
-    case: dict[str, Any],
-) -> str | None:
-    """Save, on a disk that may be full for one rank; the error's text."""
+def resume_by_deepspeed(engine: Any, directory: str) -> int:
+    """DeepSpeed's own loader, as with `checkpoint: {load_universal: true}` in its config."""
+    engine._config.load_universal_checkpoint = True
+    path, state = engine.load_checkpoint(directory)
+    assert path is not None
+    assert engine.global_steps == state["iteration"] == engine.lr_scheduler.steps
+    return int(state["iteration"])
+
+
+def on_a_full_disk(case: dict[str, Any], write: Callable[[], Any]) -> str | None:
+    """Write, on a disk that may be full for one rank; the error's text."""
     real = safe_files.synced_save
     if case.get("full_disk_on") == dist.get_rank():
         safe_files.synced_save = no_space
     try:
-        save_checkpoint(engine, store, args, step, step * batch)
+        write()
     except CheckpointError as error:
         return str(error)
     finally:
