@@ -15,6 +15,7 @@ block can have.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import re
 import subprocess
@@ -31,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.model.kernels import triton_softmax
+from megatron.model.kernels.triton_attention import padded_head_dim
 from megatron.model.kernels.triton_compat import Launch, interpreted, triton, unavailable
 from megatron.model.kernels.triton_launch import Problem, backward_launches, forward_launch
 
@@ -131,8 +133,9 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
     """The engine's own launch records for a small problem of this configuration."""
     heads, length = 2, 160
     dtype = DTYPES[configuration.dtype]
+    head_dim = padded_head_dim(configuration.head_dim, dtype)
     q, k, v, grad = (
-        torch.zeros(1, length, heads, configuration.head_dim, dtype=dtype).transpose(1, 2)
+        torch.zeros(1, length, heads, head_dim, dtype=dtype).transpose(1, 2)
         for _ in range(4)
     )
     has_bias, has_weight, learned = TABLES[configuration.tables]
@@ -196,6 +199,7 @@ def _ptxas(arch: int) -> list[str]:
     return [str(get_ptxas(arch).path), "--regAllocOptLevel=2"]
 
 
+@functools.cache  # configurations share kernels: fixed and learned tables have one forward
 def assemble(ptx: str, arch: int) -> tuple[int, int]:
     """(registers per thread, spilled bytes) from `ptxas -v`."""
     target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
@@ -222,9 +226,7 @@ def configurations(
 ) -> Iterator[Configuration]:
     """The matrix; the walk with pruning is the one that needs more registers."""
     for arch, dtype, dim, table in itertools.product(archs, dtypes, dims, tables):
-        # the engine pads fp32 to a power of two, and refuses it above 128
-        if dtype != "fp32" or dim in (32, 64, 128):
-            yield Configuration(dim, dtype, table, arch, pruned=table != "none")
+        yield Configuration(dim, dtype, table, arch, pruned=table != "none")
 
 
 def all_configurations() -> list[Configuration]:
