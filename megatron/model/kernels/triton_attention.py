@@ -145,8 +145,9 @@ class _TritonAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         q, k, v = aligned(q), aligned(k), aligned(v)
-        if visible is not None:
-            visible = visible.to(device=q.device, dtype=torch.int32).contiguous()
+        if visible is None:  # one more load in the kernel is cheaper than kernels of two kinds
+            visible = torch.full(q.shape[1:2], window, dtype=torch.int32, device=q.device)
+        visible = visible.to(device=q.device, dtype=torch.int32).contiguous()
         problem = Problem(q, k, v, bias, weight, visible, window, scale)
         launch, out, lse = forward_launch(problem)
         with device_of(q):

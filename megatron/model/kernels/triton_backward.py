@@ -129,7 +129,7 @@ def attention_backward_kernel(
     grad_ptr,
     bias_ptr,  # [heads, table_stride], padded, divided by the scale; or None
     weight_ptr,  # [heads, table_stride], padded; or None
-    visible_ptr,  # [heads] int32; or None
+    visible_ptr,  # [heads] int32: distances worth visiting
     lse_ptr,
     delta_ptr,
     dq_ptr,  # [splits, batch * heads, q_length, D] fp32, zero
@@ -168,7 +168,6 @@ def attention_backward_kernel(
     TABLE_PAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -202,9 +201,7 @@ def attention_backward_kernel(
         dbias_row = dbias_ptr + share * SQUARES * table_stride + TABLE_PAD
     if WEIGHT_GRAD:
         dweight_row = dweight_ptr + share * SQUARES * table_stride + TABLE_PAD
-    reach = window
-    if HAS_VISIBLE:
-        reach = tl.minimum(reach, tl.load(visible_ptr + head))
+    reach = tl.minimum(window, tl.load(visible_ptr + head))
 
     offset = k_length - q_length
     keys = tl.arange(0, KEYS)

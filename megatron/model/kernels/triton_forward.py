@@ -128,7 +128,7 @@ def attention_forward_kernel(
     v_ptr,
     bias_ptr,  # [heads, table_stride], padded, divided by the scale; or None
     weight_ptr,  # [heads, table_stride], padded; or None
-    visible_ptr,  # [heads] int32, distances worth visiting; or None
+    visible_ptr,  # [heads] int32: distances worth visiting
     out_ptr,
     lse_ptr,  # [batch * heads, lse_stride], base 2, +inf past the end
     q_stride_b,
@@ -158,7 +158,6 @@ def attention_forward_kernel(
     TABLE_PAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One block of queries of one head: walk the visible key blocks with a running softmax."""
@@ -176,9 +175,7 @@ def attention_forward_kernel(
         bias_row = bias_ptr + head * table_stride + TABLE_PAD
     if HAS_WEIGHT:
         weight_row = weight_ptr + head * table_stride + TABLE_PAD
-    reach = window
-    if HAS_VISIBLE:
-        reach = tl.minimum(reach, tl.load(visible_ptr + head))
+    reach = tl.minimum(window, tl.load(visible_ptr + head))
 
     position = k_length - q_length + m_start  # of the first query of the block
     first = tl.maximum(position - reach + 1, 0) // BLOCK_N * BLOCK_N
@@ -203,9 +200,7 @@ def attention_forward_kernel(
                 q_base, m_start, q_length, q_stride_l, k_base, n_start, k_length, k_stride_l,
                 product, HEAD_DIM, SLICE_D, PRECISION,
             )  # fmt: skip
-        t = masked_scores(
-            product, query, key, bias_row, weight_row, window, HAS_BIAS, HAS_WEIGHT
-        )
+        t = masked_scores(product, query, key, bias_row, weight_row, window, HAS_BIAS, HAS_WEIGHT)
         new_largest = tl.maximum(largest, tl.max(t, 1))
         # a row that has not seen a visible key yet: any finite reference does, the sum stays 0
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest) * exponent_scale

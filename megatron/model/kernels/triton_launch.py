@@ -70,7 +70,7 @@ class Problem:
     v: Tensor
     bias: Tensor | None  # [H, >= Lk] fp32
     weight: Tensor | None
-    visible: Tensor | None  # [H] int32: distances worth visiting per head
+    visible: Tensor  # [H] int32: distances worth visiting per head
     window: int
     scale: float
 
@@ -211,7 +211,6 @@ def forward_launch(problem: Problem) -> tuple[Launch, Tensor, Tensor]:
         "TABLE_PAD": pad,
         "HAS_BIAS": bias is not None,
         "HAS_WEIGHT": weight is not None,
-        "HAS_VISIBLE": problem.visible is not None,
         "PRECISION": _FP32_PRODUCTS,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
@@ -296,7 +295,6 @@ def backward_launches(
         "TABLE_PAD": pad,
         "HAS_BIAS": bias is not None,
         "HAS_WEIGHT": weight is not None,
-        "HAS_VISIBLE": problem.visible is not None,
         "BIAS_GRAD": result.dbias_shares is not None,
         "WEIGHT_GRAD": result.dweight_shares is not None,
         "PRECISION": _FP32_PRODUCTS,
