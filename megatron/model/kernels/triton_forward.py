@@ -191,14 +191,15 @@ def attention_forward_kernel(
     for n_start in tl.range(first, end, BLOCK_N):
         query = (position - n_start + offsets_m)[:, None]
         key = offsets_n[None, :]
-        product = first_term(query, key, bias_row, HAS_BIAS, HAS_WEIGHT)
         if SLICE_D == BLOCK_D:
             k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
-            product = tl.dot(q, tl.trans(k), product, input_precision=PRECISION)
+            start = first_term(query, key, bias_row, HAS_BIAS, HAS_WEIGHT)
+            product = tl.dot(q, tl.trans(k), start, input_precision=PRECISION)
         else:
             product = sliced_product(
                 q_base, m_start, q_length, q_stride_l, k_base, n_start, k_length, k_stride_l,
-                product, HEAD_DIM, SLICE_D, PRECISION,
+                first_term(query, key, bias_row, HAS_BIAS, HAS_WEIGHT),
+                HEAD_DIM, SLICE_D, PRECISION,
             )  # fmt: skip
         t = masked_scores(product, query, key, bias_row, weight_row, window, HAS_BIAS, HAS_WEIGHT)
         new_largest = tl.maximum(largest, tl.max(t, 1))
