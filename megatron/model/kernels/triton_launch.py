@@ -123,7 +123,7 @@ _BACKWARD: dict[tuple[bool, bool], dict[int, Tiles]] = {
         32: Tiles(16, 64, 8, 2),
         64: Tiles(16, 64, 8, 2),
         128: Tiles(16, 32, 8, 2),
-        256: Tiles(16, 16, 4, 1),
+        256: Tiles(16, 16, 8, 1),
     },
     (False, False): {
         32: Tiles(16, 32, 8, 1),
