@@ -15,6 +15,7 @@ block can have.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import re
 import subprocess
@@ -24,13 +25,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.model.kernels import triton_softmax
+from megatron.model.kernels.triton_attention import padded_head_dim
 from megatron.model.kernels.triton_compat import Launch, interpreted, triton, unavailable
 from megatron.model.kernels.triton_launch import Problem, backward_launches, forward_launch
 
@@ -38,16 +40,31 @@ from megatron.model.kernels.triton_launch import Problem, backward_launches, for
 # per thread block": 163 KB for 8.0, 227 KB for 9.0).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# which tables there are (bias, weight), and whether they are learned
+
+
+class Tables(NamedTuple):
+    """Which tables there are, and which of them are learned."""
+
+    bias: bool = False
+    weight: bool = False
+    learned_bias: bool = False
+    learned_weight: bool = False
+
+
 TABLES = {
-    "none": (False, False, False),
-    "bias": (True, False, True),
-    "weight": (False, True, True),
-    "both": (True, True, True),
-    "fixed-bias": (True, False, False),
-    "fixed-both": (True, True, False),
+    "none": Tables(),
+    "bias": Tables(bias=True, learned_bias=True),
+    "weight": Tables(weight=True, learned_weight=True),
+    "both": Tables(True, True, True, True),
+    "fixed-bias": Tables(bias=True),
+    "fixed-weight": Tables(weight=True),
+    "fixed-both": Tables(bias=True, weight=True),
+    "bias+fixed-weight": Tables(bias=True, weight=True, learned_bias=True),
+    "weight+fixed-bias": Tables(bias=True, weight=True, learned_weight=True),
 }
-DIMS = (32, 64, 80, 96, 128, 160, 192, 256)
+# The kernels' own sizes, and one of the masked sizes (multiples of 16) below each: masked sizes
+# under one power of two give the same code but for constants.
+DIMS = (16, 32, 48, 64, 80, 128, 192, 256)
 ARCHITECTURES = tuple(SHARED_LIMIT)
 
 
@@ -59,7 +76,6 @@ class Configuration:
     dtype: str
     tables: str
     arch: int
-    pruned: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,22 +147,22 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
     """The engine's own launch records for a small problem of this configuration."""
     heads, length = 2, 160
     dtype = DTYPES[configuration.dtype]
+    head_dim = padded_head_dim(configuration.head_dim, dtype)
     q, k, v, grad = (
-        torch.zeros(1, length, heads, configuration.head_dim, dtype=dtype).transpose(1, 2)
-        for _ in range(4)
+        torch.zeros(1, length, heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(4)
     )
-    has_bias, has_weight, learned = TABLES[configuration.tables]
-    table = torch.zeros(heads, length)
-    problem = Problem(
-        q, k, v,
-        table if has_bias else None,
-        table if has_weight else None,
-        torch.full((heads,), length, dtype=torch.int32) if configuration.pruned else None,
-        length, 0.125,
-    )  # fmt: skip
+    tables = TABLES[configuration.tables]
+    bias, weight = (torch.zeros(heads, length) if has else None for has in tables[:2])
+    visible = torch.full((heads,), length, dtype=torch.int32)
+    problem = Problem(q, k, v, bias, weight, visible, length, 0.125)
     forward, out, lse = forward_launch(problem)
     backward, _ = backward_launches(
-        problem, out, lse, grad, table_grads=(learned, learned), processors=108
+        problem,
+        out,
+        lse,
+        grad,
+        table_grads=(tables.learned_bias, tables.learned_weight),
+        processors=108,
     )
     return [forward, *backward]
 
@@ -155,17 +171,16 @@ def softmax_launches(configuration: Configuration) -> list[Launch]:
     """The fused softmax's launch records, with its largest block; it knows no head dimension."""
     heads, rows, length = 2, 32, 4096
     scores, grad = (torch.zeros(1, heads, rows, length, dtype=DTYPES[configuration.dtype]),) * 2
-    has_bias, has_weight, learned = TABLES[configuration.tables]
-    bias, weight = (torch.zeros(heads, length) if has else None for has in (has_bias, has_weight))
+    tables = TABLES[configuration.tables]
+    bias, weight = (torch.zeros(heads, length) if has else None for has in tables[:2])
     settings = (0.125, length, length - rows)
     forward, probs = triton_softmax.forward_launch(scores, bias, weight, *settings)
     backward, _, delta = triton_softmax.backward_launch(probs, grad, weight, *settings)
     launches = [forward, backward]
-    if learned:
-        kept = scores if has_weight else None
-        launches.append(
-            triton_softmax.table_launch(probs, grad, kept, delta, has_bias, *settings)[0]
-        )
+    if tables.learned_bias or tables.learned_weight:
+        kept = scores if tables.learned_weight else None
+        table_settings = (kept, delta, tables.learned_bias, *settings)
+        launches.append(triton_softmax.table_launch(probs, grad, *table_settings)[0])
     return launches
 
 
@@ -196,6 +211,7 @@ def _ptxas(arch: int) -> list[str]:
     return [str(get_ptxas(arch).path), "--regAllocOptLevel=2"]
 
 
+@functools.cache  # configurations share kernels: fixed and learned tables have one forward
 def assemble(ptx: str, arch: int) -> tuple[int, int]:
     """(registers per thread, spilled bytes) from `ptxas -v`."""
     target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
@@ -220,11 +236,9 @@ def assemble(ptx: str, arch: int) -> tuple[int, int]:
 def configurations(
     dims: Iterable[int], dtypes: Iterable[str], tables: Iterable[str], archs: Iterable[int]
 ) -> Iterator[Configuration]:
-    """The matrix; the walk with pruning is the one that needs more registers."""
+    """The matrix; kernels that some of its points share are compiled once."""
     for arch, dtype, dim, table in itertools.product(archs, dtypes, dims, tables):
-        # the engine pads fp32 to a power of two, and refuses it above 128
-        if dtype != "fp32" or dim in (32, 64, 128):
-            yield Configuration(dim, dtype, table, arch, pruned=table != "none")
+        yield Configuration(dim, dtype, table, arch)
 
 
 def all_configurations() -> list[Configuration]:

@@ -29,12 +29,10 @@ from megatron.model.kernels.triton_launch import (
     forward_launch,
 )
 
-__all__ = ["can_run", "triton_attention"]
+__all__ = ["can_run", "padded_head_dim", "triton_attention"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
-# above this the fp32 backward does not fit in registers
-_MAX_HEAD_DIM_FP32 = 128
 # rows are loaded 16 elements at a time, from addresses that are multiples of 16 bytes
 _ALIGNMENT = 16
 # stands in for the number of multiprocessors in the interpreter: enough to split small problems
@@ -60,9 +58,8 @@ def can_run(
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in _DTYPES:
         found = f"{q.dtype}, {k.dtype}, {v.dtype}"
         return f"it takes bf16, fp16 or fp32, the same for q, k and v; got {found}"
-    limit = _MAX_HEAD_DIM_FP32 if q.dtype == torch.float32 else _MAX_HEAD_DIM
-    if q.shape[-1] > limit:
-        return f"head dim {q.shape[-1]} is above {limit}, its limit for {q.dtype}"
+    if q.shape[-1] > _MAX_HEAD_DIM:
+        return f"head dim {q.shape[-1]} is above its limit of {_MAX_HEAD_DIM}"
     if interpreted():
         if q.dtype == torch.bfloat16:
             return "Triton's interpreter cannot multiply bf16; use fp16 or fp32 there"
@@ -104,7 +101,7 @@ def triton_attention(
     if visible is not None and visible.shape != (q.shape[1],):
         raise EngineError(f"visible must be [heads] = [{q.shape[1]}], got {list(visible.shape)}")
     width = q.shape[-1]
-    if (missing := _padded(width, q.dtype) - width) != 0:  # zeros change no product
+    if (missing := padded_head_dim(width, q.dtype) - width) != 0:  # zeros change no product
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
     length = k.shape[2]
     window = length if window is None else min(window, length)
@@ -112,7 +109,7 @@ def triton_attention(
     return out[..., :width] if missing else out
 
 
-def _padded(head_dim: int, dtype: torch.dtype) -> int:
+def padded_head_dim(head_dim: int, dtype: torch.dtype) -> int:
     """The head dim to hand to the kernels: whole vectors; in fp32 no room for masks in registers"""
     if dtype == torch.float32:
         return max(32, next_power_of_2(head_dim))
@@ -148,8 +145,9 @@ class _TritonAttention(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         q, k, v = aligned(q), aligned(k), aligned(v)
-        if visible is not None:
-            visible = visible.to(device=q.device, dtype=torch.int32).contiguous()
+        if visible is None:  # one more load in the kernel is cheaper than kernels of two kinds
+            visible = torch.full(q.shape[1:2], window, dtype=torch.int32, device=q.device)
+        visible = visible.to(device=q.device, dtype=torch.int32).contiguous()
         problem = Problem(q, k, v, bias, weight, visible, window, scale)
         launch, out, lse = forward_launch(problem)
         with device_of(q):

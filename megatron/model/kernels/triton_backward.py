@@ -32,7 +32,13 @@ holds more keys than queries: it is a stack of such squares (`SQUARES`), each wi
 from __future__ import annotations
 
 from megatron.model.kernels.triton_compat import jit, tl
-from megatron.model.kernels.triton_forward import load_rows, masked_scores, tile_mask
+from megatron.model.kernels.triton_forward import (
+    first_term,
+    load_rows,
+    masked_scores,
+    sliced_product,
+    tile_mask,
+)
 
 __all__ = ["attention_backward_kernel", "attention_delta_kernel"]
 
@@ -123,7 +129,7 @@ def attention_backward_kernel(
     grad_ptr,
     bias_ptr,  # [heads, table_stride], padded, divided by the scale; or None
     weight_ptr,  # [heads, table_stride], padded; or None
-    visible_ptr,  # [heads] int32; or None
+    visible_ptr,  # [heads] int32: distances worth visiting
     lse_ptr,
     delta_ptr,
     dq_ptr,  # [splits, batch * heads, q_length, D] fp32, zero
@@ -156,12 +162,12 @@ def attention_backward_kernel(
     exponent_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SLICE_D: tl.constexpr,
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
     TABLE_PAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
     BIAS_GRAD: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -195,9 +201,7 @@ def attention_backward_kernel(
         dbias_row = dbias_ptr + share * SQUARES * table_stride + TABLE_PAD
     if WEIGHT_GRAD:
         dweight_row = dweight_ptr + share * SQUARES * table_stride + TABLE_PAD
-    reach = window
-    if HAS_VISIBLE:
-        reach = tl.minimum(reach, tl.load(visible_ptr + head))
+    reach = tl.minimum(window, tl.load(visible_ptr + head))
 
     offset = k_length - q_length
     keys = tl.arange(0, KEYS)
@@ -205,7 +209,8 @@ def attention_backward_kernel(
     dims = tl.arange(0, BLOCK_D)
     for n_start in range(split * KEYS, k_length, tl.num_programs(0) * KEYS):
         k = load_rows(k_base, n_start, k_length, k_stride_l, KEYS, HEAD_DIM, BLOCK_D)
-        v = load_rows(v_base, n_start, k_length, v_stride_l, KEYS, HEAD_DIM, BLOCK_D)
+        if SLICE_D == BLOCK_D:
+            v = load_rows(v_base, n_start, k_length, v_stride_l, KEYS, HEAD_DIM, BLOCK_D)
         dk = tl.zeros([KEYS, BLOCK_D], tl.float32)
         dv = tl.zeros([KEYS, BLOCK_D], tl.float32)
         bias_carry = tl.zeros([SQUARES, QUERIES], tl.float32)
@@ -215,11 +220,20 @@ def attention_backward_kernel(
         end = tl.minimum(n_start + KEYS - 1 + reach - offset, q_length)
         for m_start in range(first, end, QUERIES):
             base = offset + m_start - n_start  # distance between the two blocks
+            query = (base + queries)[None, :]
+            key = keys[:, None]
             q = load_rows(q_base, m_start, q_length, q_stride_l, QUERIES, HEAD_DIM, BLOCK_D)
-            t, product = masked_scores(
-                k, tl.trans(q), (base + queries)[None, :], keys[:, None], bias_row, weight_row,
-                window, HAS_BIAS, HAS_WEIGHT, PRECISION,
-            )  # fmt: skip
+            product = first_term(query, key, bias_row, HAS_BIAS, HAS_WEIGHT)
+            if SLICE_D == BLOCK_D:
+                product = tl.dot(k, tl.trans(q), product, input_precision=PRECISION)
+            else:
+                product = sliced_product(
+                    k_base, n_start, k_length, k_stride_l, q_base, m_start, q_length, q_stride_l,
+                    product, HEAD_DIM, SLICE_D, PRECISION,
+                )  # fmt: skip
+            t = masked_scores(
+                product, query, key, bias_row, weight_row, window, HAS_BIAS, HAS_WEIGHT
+            )
             lse = tl.load(lse_row + m_start + queries)
             delta = tl.load(delta_row + m_start + queries)
             p = tl.math.exp2(t * exponent_scale - lse[None, :])
@@ -227,7 +241,14 @@ def attention_backward_kernel(
                 grad_base, m_start, q_length, grad_stride_l, QUERIES, HEAD_DIM, BLOCK_D
             )
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            dp = tl.zeros([KEYS, QUERIES], tl.float32)
+            if SLICE_D == BLOCK_D:
+                dp = tl.dot(v, tl.trans(grad), dp, input_precision=PRECISION)
+            else:
+                dp = sliced_product(
+                    v_base, n_start, k_length, v_stride_l, grad_base, m_start, q_length,
+                    grad_stride_l, dp, HEAD_DIM, SLICE_D, PRECISION,
+                )  # fmt: skip
             ds = p * (dp - delta[None, :])
             if BIAS_GRAD:
                 near, far = diagonal_sums(ds, KEYS, QUERIES)
@@ -240,7 +261,7 @@ def attention_backward_kernel(
                 add_to_rows(dweight_row, base - QUERIES, far, table_stride, SQUARES, QUERIES)
                 weight_carry = near
             if HAS_WEIGHT:
-                ds = ds * tl.load(weight_row + ((base + queries)[None, :] - keys[:, None]))
+                ds = ds * tl.load(weight_row + (query - key))
             ds = ds.to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
             add_to_dq(

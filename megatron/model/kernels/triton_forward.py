@@ -10,6 +10,10 @@ product can start from bias[d] / scale instead of zero: the add is free, and q s
 Masks. The bias table comes padded with -inf on both sides: distances below 0 (the future, and
 keys beyond the end) and distances outside the window. A tile on the edge is masked by the values
 that it loads, a tile inside pays nothing for masking. Without a bias the mask is computed.
+
+Slices. A product over the head dimension (the scores; in the backward also dP) needs both its tiles
+whole in registers. Where they do not fit (fp32, BLOCK_D 256), SLICE_D is a part of BLOCK_D: the
+products add up slice by slice, each loaded when its turn comes. Everything else stays as it is.
 """
 
 # Triton reads the signatures below; their run-time arguments have no Python types.
@@ -19,7 +23,14 @@ from __future__ import annotations
 
 from megatron.model.kernels.triton_compat import jit, tl
 
-__all__ = ["attention_forward_kernel", "load_rows", "masked_scores", "tile_mask"]
+__all__ = [
+    "attention_forward_kernel",
+    "first_term",
+    "load_rows",
+    "masked_scores",
+    "sliced_product",
+    "tile_mask",
+]
 
 
 @jit()
@@ -52,9 +63,41 @@ def load_rows(
 
 
 @jit()
+def sliced_product(
+    a_base,
+    a_start,
+    a_length,
+    a_stride,
+    b_base,
+    b_start,
+    b_length,
+    b_stride,
+    total,
+    HEAD_DIM: tl.constexpr,
+    SLICE_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """total + A B^T, where A and B are rows of two tensors, SLICE_D of their elements at a time."""
+    tl.static_assert(HEAD_DIM % SLICE_D == 0)
+    for d in range(0, HEAD_DIM, SLICE_D):
+        a = load_rows(a_base + d, a_start, a_length, a_stride, total.shape[0], SLICE_D, SLICE_D)
+        b = load_rows(b_base + d, b_start, b_length, b_stride, total.shape[1], SLICE_D, SLICE_D)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    return total
+
+
+@jit()
+def first_term(query, key, bias_row, HAS_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """What the products of one tile are added to: the bias, unless a weight comes in between."""
+    if HAS_BIAS and not HAS_WEIGHT:
+        return tl.load(bias_row + (query - key))
+    else:
+        return tl.zeros((query - key).shape, tl.float32)
+
+
+@jit()
 def masked_scores(
-    a,
-    b,
+    product,
     query,
     key,
     bias_row,
@@ -62,28 +105,20 @@ def masked_scores(
     window,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """t of one tile (see the top of the file), and the plain products for the weight's gradient.
+    """t of one tile (see the top of the file) from its `first_term` plus products.
 
-    `a` [rows, D] and `b` [D, columns] are queries and keys, or keys and queries transposed;
     `query` - `key` is the distance, in the tile's shape when broadcast.
     """
+    t = product
     if HAS_WEIGHT:
-        product = tl.dot(a, b, input_precision=PRECISION)
         t = product * tl.load(weight_row + (query - key))
         if HAS_BIAS:
             t += tl.load(bias_row + (query - key))
-    else:
-        if HAS_BIAS:
-            product = tl.dot(a, b, tl.load(bias_row + (query - key)), input_precision=PRECISION)
-        else:
-            product = tl.dot(a, b, input_precision=PRECISION)
-        t = product
     if not HAS_BIAS:
         distance = query - key
         t = tl.where((distance >= 0) & (distance < window), t, float("-inf"))
-    return t, product
+    return t
 
 
 @jit(do_not_specialize=["heads", "q_length", "k_length", "window", "exponent_scale"])
@@ -93,7 +128,7 @@ def attention_forward_kernel(
     v_ptr,
     bias_ptr,  # [heads, table_stride], padded, divided by the scale; or None
     weight_ptr,  # [heads, table_stride], padded; or None
-    visible_ptr,  # [heads] int32, distances worth visiting; or None
+    visible_ptr,  # [heads] int32: distances worth visiting
     out_ptr,
     lse_ptr,  # [batch * heads, lse_stride], base 2, +inf past the end
     q_stride_b,
@@ -117,12 +152,12 @@ def attention_forward_kernel(
     exponent_scale,  # c = scale * log2(e)
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SLICE_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TABLE_PAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
-    HAS_VISIBLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One block of queries of one head: walk the visible key blocks with a running softmax."""
@@ -140,9 +175,7 @@ def attention_forward_kernel(
         bias_row = bias_ptr + head * table_stride + TABLE_PAD
     if HAS_WEIGHT:
         weight_row = weight_ptr + head * table_stride + TABLE_PAD
-    reach = window
-    if HAS_VISIBLE:
-        reach = tl.minimum(reach, tl.load(visible_ptr + head))
+    reach = tl.minimum(window, tl.load(visible_ptr + head))
 
     position = k_length - q_length + m_start  # of the first query of the block
     first = tl.maximum(position - reach + 1, 0) // BLOCK_N * BLOCK_N
@@ -150,16 +183,25 @@ def attention_forward_kernel(
     offsets_m = tl.arange(0, BLOCK_M)
     offsets_n = tl.arange(0, BLOCK_N)
 
-    q = load_rows(q_base, m_start, q_length, q_stride_l, BLOCK_M, HEAD_DIM, BLOCK_D)
+    if SLICE_D == BLOCK_D:
+        q = load_rows(q_base, m_start, q_length, q_stride_l, BLOCK_M, HEAD_DIM, BLOCK_D)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n_start in tl.range(first, end, BLOCK_N):
-        k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
-        t, _ = masked_scores(
-            q, tl.trans(k), (position - n_start + offsets_m)[:, None], offsets_n[None, :],
-            bias_row, weight_row, window, HAS_BIAS, HAS_WEIGHT, PRECISION,
-        )  # fmt: skip
+        query = (position - n_start + offsets_m)[:, None]
+        key = offsets_n[None, :]
+        if SLICE_D == BLOCK_D:
+            k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
+            start = first_term(query, key, bias_row, HAS_BIAS, HAS_WEIGHT)
+            product = tl.dot(q, tl.trans(k), start, input_precision=PRECISION)
+        else:
+            product = sliced_product(
+                q_base, m_start, q_length, q_stride_l, k_base, n_start, k_length, k_stride_l,
+                first_term(query, key, bias_row, HAS_BIAS, HAS_WEIGHT),
+                HEAD_DIM, SLICE_D, PRECISION,
+            )  # fmt: skip
+        t = masked_scores(product, query, key, bias_row, weight_row, window, HAS_BIAS, HAS_WEIGHT)
         new_largest = tl.maximum(largest, tl.max(t, 1))
         # a row that has not seen a visible key yet: any finite reference does, the sum stays 0
         reference = tl.where(new_largest == float("-inf"), 0.0, new_largest) * exponent_scale

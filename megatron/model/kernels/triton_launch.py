@@ -48,12 +48,17 @@ _FP32_PRODUCTS = "tf32x3"
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes and compiler options of one kernel; `rows` are queries, `columns` keys."""
+    """Block sizes and compiler options of one kernel; `rows` are queries, `columns` keys.
+
+    `slice_d`: how much of the head dimension a product over it takes at a time, where all of it
+    would not fit in registers (see triton_forward).
+    """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    slice_d: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Problem:
     v: Tensor
     bias: Tensor | None  # [H, >= Lk] fp32
     weight: Tensor | None
-    visible: Tensor | None  # [H] int32: distances worth visiting per head
+    visible: Tensor  # [H] int32: distances worth visiting per head
     window: int
     scale: float
 
@@ -80,7 +85,6 @@ class Problem:
 
 # Keyed by (half precision, a weight table) and by the padded head dimension. Chosen so that no
 # configuration spills registers on sm_80 or sm_90: `python tools/compile_triton.py` shows them.
-# (fp32 at 256 has no tile that does not: `can_run` refuses it.)
 _FORWARD: dict[tuple[bool, bool], dict[int, Tiles]] = {
     (True, False): {
         32: Tiles(128, 64, 8, 3),
@@ -98,11 +102,13 @@ _FORWARD: dict[tuple[bool, bool], dict[int, Tiles]] = {
         32: Tiles(64, 32, 8, 2),
         64: Tiles(64, 32, 8, 2),
         128: Tiles(32, 16, 8, 1),
+        256: Tiles(32, 16, 8, 1, slice_d=64),
     },
     (False, True): {
         32: Tiles(64, 32, 8, 2),
         64: Tiles(64, 32, 8, 2),
         128: Tiles(32, 16, 8, 1),
+        256: Tiles(32, 16, 8, 1, slice_d=64),
     },
 }
 # More keys than queries in a tile: dQ goes through memory once per tile, so wide is cheap.
@@ -117,17 +123,19 @@ _BACKWARD: dict[tuple[bool, bool], dict[int, Tiles]] = {
         32: Tiles(16, 64, 8, 2),
         64: Tiles(16, 64, 8, 2),
         128: Tiles(16, 32, 8, 2),
-        256: Tiles(16, 16, 4, 1),
+        256: Tiles(16, 16, 8, 1),
     },
     (False, False): {
         32: Tiles(16, 32, 8, 1),
         64: Tiles(16, 32, 8, 1),
         128: Tiles(16, 16, 8, 1),
+        256: Tiles(16, 16, 8, 1, slice_d=16),
     },
     (False, True): {
         32: Tiles(16, 32, 8, 1),
         64: Tiles(16, 32, 8, 1),
         128: Tiles(16, 16, 8, 1),
+        256: Tiles(16, 16, 8, 1, slice_d=16),
     },
 }
 
@@ -197,12 +205,12 @@ def forward_launch(problem: Problem) -> tuple[Launch, Tensor, Tensor]:
     options = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": problem.block_d,
+        "SLICE_D": tiles.slice_d or problem.block_d,
         "BLOCK_M": tiles.rows,
         "BLOCK_N": tiles.columns,
         "TABLE_PAD": pad,
         "HAS_BIAS": bias is not None,
         "HAS_WEIGHT": weight is not None,
-        "HAS_VISIBLE": problem.visible is not None,
         "PRECISION": _FP32_PRODUCTS,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
@@ -281,12 +289,12 @@ def backward_launches(
     options = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": problem.block_d,
+        "SLICE_D": tiles.slice_d or problem.block_d,
         "KEYS": tiles.columns,
         "QUERIES": tiles.rows,
         "TABLE_PAD": pad,
         "HAS_BIAS": bias is not None,
         "HAS_WEIGHT": weight is not None,
-        "HAS_VISIBLE": problem.visible is not None,
         "BIAS_GRAD": result.dbias_shares is not None,
         "WEIGHT_GRAD": result.dweight_shares is not None,
         "PRECISION": _FP32_PRODUCTS,

@@ -17,13 +17,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 REPRESENTATIVE = [
-    Configuration(64, "bf16", "bias", 80, pruned=True),
-    Configuration(64, "bf16", "bias", 90, pruned=True),
-    Configuration(128, "bf16", "bias", 80, pruned=True),
-    Configuration(128, "fp16", "both", 90, pruned=True),
-    Configuration(80, "bf16", "weight", 80, pruned=True),
-    Configuration(256, "bf16", "bias", 80, pruned=True),
-    Configuration(64, "fp32", "bias", 80, pruned=True),
+    Configuration(64, "bf16", "bias", 80),
+    Configuration(64, "bf16", "bias", 90),
+    Configuration(128, "bf16", "bias", 80),
+    Configuration(128, "fp16", "both", 90),
+    Configuration(80, "bf16", "weight", 80),
+    Configuration(256, "bf16", "bias", 80),
+    Configuration(64, "fp32", "bias", 80),
+    Configuration(192, "fp32", "both", 80),
+    Configuration(256, "fp32", "both", 90),
     Configuration(64, "bf16", "none", 80),
 ]
 

@@ -9,7 +9,7 @@ file in a process of its own; its name keeps it out of the ordinary collection. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -147,6 +147,14 @@ CASES = [
     Case(1, 75, 64, weight=True),  # generation: one query
     Case(1, 1, 32),
     Case(40, 40, 40),  # not a multiple of 16
+    # above 128 the products over the head dimension are taken in slices
+    Case(35, 35, 160, heads=1),
+    Case(21, 38, 160, window=19, weight=True, batch=2, heads=1),
+    Case(35, 52, 256, window=30, weight=True),
+    Case(33, 33, 256, bias=False, weight=True, heads=1),
+    Case(18, 41, 200, bias=False, window=25, heads=1),
+    Case(1, 40, 256, weight=True, heads=1),
+    Case(20, 20, 129, heads=1),
 ]
 
 
@@ -183,8 +191,9 @@ def test_scale_is_applied_to_scores_and_gradients() -> None:
     check(Case(40, 40, 32, weight=True), tolerance=5e-5, scale=0.7)
 
 
-def test_two_runs_agree_bit_for_bit() -> None:
-    case = Case(70, 70, 32, weight=True, batch=2, heads=1)
+@pytest.mark.parametrize("case", [Case(70, 70, 32, batch=2), Case(40, 40, 256)], ids=str)
+def test_two_runs_agree_bit_for_bit(case: Case) -> None:
+    case = replace(case, weight=True, heads=1)
     first, second = (
         outputs_and_gradients(triton_attention, inputs_of(case), window=50, scale=0.2)
         for _ in range(2)
@@ -284,11 +293,10 @@ def test_reasons_not_to_run() -> None:
     assert "dropout=0.1" in (can_run(q, q, q, dropout=0.1) or "")
     assert "float64" in (can_run(q.double(), q.double(), q.double()) or "")
     assert "bf16" in (can_run(q.bfloat16(), q.bfloat16(), q.bfloat16()) or "")
-    wide = torch.zeros(1, 1, 4, 129)
-    assert "129" in (can_run(wide, wide, wide) or "")
-    assert can_run(wide.half(), wide.half(), wide.half()) is None
-    wider = torch.zeros(1, 1, 4, 257).half()
-    assert "257" in (can_run(wider, wider, wider) or "")
+    for wide in (torch.zeros(1, 1, 4, 256), torch.zeros(1, 1, 4, 256).half()):
+        assert can_run(wide, wide, wide) is None
+    for wider in (torch.zeros(1, 1, 4, 257), torch.zeros(1, 1, 4, 257).half()):
+        assert "257" in (can_run(wider, wider, wider) or "")
     with pytest.raises(EngineError, match="positive scale"):
         triton_attention(q, q, q, scale=0.0)
     with pytest.raises(EngineError, match="visible"):
