@@ -11,7 +11,7 @@ Three ways to keep fp32 weights and Adam's moments (W: a weight, the bars: data-
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,16 +135,24 @@ def read(engine: Any) -> Iterator[tuple[nn.Parameter, States]]:
         for key, value in sorted(state.items()):  # the same order on all ranks: they gather
             if isinstance(value, Tensor) and value.shape == group.master.shape:
                 columns[key] = group.gather(value)
-            else:  # the step count; one for all
-                scalar = torch.as_tensor(value, dtype=torch.float32).reshape(())
-                columns[key] = [scalar] * len(group.parameters)
+            else:  # the step count
+                columns[key] = [_common(engine, key)] * len(group.parameters)
         for number, parameter in enumerate(group.parameters):
             yield parameter, {key: column[number].clone() for key, column in columns.items()}
+
+
+def _common(engine: Any, key: str) -> Tensor:
+    """One count for all: DeepSpeed's fused Adam keeps it with a group's last parameter only."""
+    counts = [float(state[key]) for state in engine.basic_optimizer.state.values() if key in state]
+    return torch.tensor(max(counts), dtype=torch.float32)
 
 
 @torch.no_grad()
 def write(engine: Any, states: dict[nn.Parameter, States]) -> None:
     """Set every parameter's fp32 weight and states, then the weights the model computes with."""
+    # Torch's optimizers count steps in a tensor, DeepSpeed's in an int.
+    torchs_own = type(engine.basic_optimizer).__module__.startswith("torch.")
+    count: Callable[[Tensor], Any] = Tensor.clone if torchs_own else (lambda value: int(value))
     for group in groups_of(engine):
         columns = [states[parameter] for parameter in group.parameters]
         group.master.data.copy_(group.scatter([column[WEIGHT] for column in columns]))
@@ -152,7 +160,7 @@ def write(engine: Any, states: dict[nn.Parameter, States]) -> None:
         for key in [key for key in columns[0] if key != WEIGHT]:
             values = [column[key] for column in columns]
             is_scalar = values[0].dim() == 0
-            own[key] = values[0].clone() if is_scalar else group.scatter(values)
+            own[key] = count(values[0]) if is_scalar else group.scatter(values)
     _refresh_weights(engine)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,9 @@ import torch
 from torch import nn
 
 from megatron.training.optimizer import build_optimizer, parameter_groups
+from tests.processes import REPOSITORY
+from tests.training.cases import layout, write_data
+from tests.training.runs import losses, run, run_config
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
 DECAY = 0.1
@@ -64,3 +70,24 @@ def test_deepspeeds_adam_without_a_compiler_says_what_to_do(
 def test_an_unknown_optimizer_is_refused_with_the_names() -> None:
     with pytest.raises(ValueError, match=r"'lion' is not implemented; use Adam, AdamW, fused_adam"):
         build_optimizer("lion", parameter_groups(named_parameters(), 0.0), **SETTINGS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["fused_adam", "cpu_adam"])
+def test_deepspeeds_adam_trains_resumes_and_changes_layout(tmp_path: Path, kind: str) -> None:
+    settings = {"lr": 0.01, "betas": [0.9, 0.95]}
+    plain = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    data, save, moved = write_data(tmp_path), tmp_path / "run", tmp_path / "moved"
+    run(run_config(data, tmp_path / "torch", train_iters=6, **plain), tmp_path)
+    config = run_config(
+        data, save, train_iters=6, optimizer={"type": kind, "params": settings}, **plain
+    )
+    run({**config, "train_iters": 2}, tmp_path, timeout=900)  # builds it
+    assert "resuming after step 2" in run({**config, "train_iters": 4}, tmp_path)
+    tool = [sys.executable, "tools/reshard_checkpoint.py", str(save), str(moved)]
+    subprocess.run(tool, cwd=REPOSITORY, check=True, timeout=300)
+    ending = {**config, **layout(zero=1), "load": str(moved), "save": str(tmp_path / "end")}
+    assert "resuming after step 4" in run(ending, tmp_path)
+    found = losses(save) | losses(tmp_path / "end")
+    assert found == pytest.approx(losses(tmp_path / "torch"), rel=1e-4)
