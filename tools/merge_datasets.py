@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.data.atomic import write_json
+from megatron.atomic_files import write_json
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import bin_path, idx_path, prefix_of
 from megatron.data.manifest import manifest_path, read_manifest

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.data.atomic import atomic_writer
+from megatron.atomic_files import atomic_writer
 from megatron.data.chunks import read_chunks
 from megatron.data.errors import DataError
 from megatron.data.streams import list_files

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.atomic_files import temporary_name
 from megatron.checkpoints.errors import CheckpointError
-from megatron.data.atomic import temporary_name
 
 __all__ = ["new_directory"]
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.atomic import atomic_writer
+from megatron.atomic_files import atomic_writer
 
 __all__ = ["cached_arrays", "default_cache_dir", "read_entry", "user_cache_dir", "write_entry"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.atomic import atomic_writer
+from megatron.atomic_files import atomic_writer
 from megatron.data.download import DownloadError, RemoteFile, download, file_sha256
 from megatron.data.errors import DataError
 

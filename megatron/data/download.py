@@ -22,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron.data.atomic import publish, write_json
+from megatron.atomic_files import publish, write_json
 from megatron.data.errors import DataError
 
 __all__ = ["DownloadError", "RemoteFile", "download", "file_sha256"]

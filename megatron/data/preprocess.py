@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from tqdm import tqdm
 
-from megatron.data.atomic import write_json
+from megatron.atomic_files import write_json
 from megatron.data.chunks import DOCUMENT_SPLITTERS, Chunk, Problem, read_chunks
 from megatron.data.encode import EncodedChunk, Encoder
 from megatron.data.errors import DataError

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.atomic import publish, temporary_name
+from megatron.atomic_files import publish, temporary_name
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import (
     DTYPES,

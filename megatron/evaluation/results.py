@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.data.atomic import atomic_writer
+from megatron.atomic_files import atomic_writer
 from megatron.evaluation.errors import EvaluationError
 from megatron.evaluation.ranks import Ranks
 

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.data.atomic import atomic_writer
+from megatron.atomic_files import atomic_writer
 from megatron.evaluation.ranks import Ranks
 from megatron.generation.decode import Completion, GenerationError, complete
 from megatron.generation.sampling import Sampling

@@ -11,7 +11,6 @@ runs/<suite>/<run>/
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from megatron.atomic_files import write_text
 from megatron.reproduce.errors import ReproduceError
 from megatron.reproduce.suite import Run
 
@@ -56,13 +56,9 @@ class RunState:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """In a folder that may not exist yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_text(path, text)
 
 
 def config_text(run: Run) -> str:

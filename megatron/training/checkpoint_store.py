@@ -8,12 +8,12 @@ save/latest                           replaced last.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import zlib
 from pathlib import Path
 
+from megatron.atomic_files import sync_directory, write_text
 from megatron.training.safe_files import CheckpointError
 
 TAG = re.compile(r"global_step(\d+)$")
@@ -31,30 +31,6 @@ def checksum(path: Path) -> str:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
     return f"{value:08x}"
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames and new names inside `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """The old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
 
 
 class CheckpointStore:
@@ -98,13 +74,13 @@ class CheckpointStore:
         staged, final = self.staging / tag_of(step), self.path(step)
         files = sorted(p for p in staged.rglob("*") if p.is_file() and p.name != CHECKSUMS)
         sums = {str(p.relative_to(staged)): [p.stat().st_size, checksum(p)] for p in files}
-        write_text_atomically(staged / CHECKSUMS, json.dumps(sums, indent=1))
+        write_text(staged / CHECKSUMS, json.dumps(sums, indent=1))
         for directory in {p.parent for p in files}:
             sync_directory(directory)
         replaced = self._set_aside(step) if final.exists() else None
         staged.rename(final)
         sync_directory(self.directory)
-        write_text_atomically(self.directory / "latest", tag_of(step))
+        write_text(self.directory / "latest", tag_of(step))
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         return final

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron import __version__
-from megatron.training.checkpoint_store import write_text_atomically
+from megatron.atomic_files import write_text
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -118,4 +118,4 @@ class Manifest:
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self.path, json.dumps(self.content, indent=1))
+        write_text(self.path, json.dumps(self.content, indent=1))

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.training.checkpoint_store import write_text_atomically
+from megatron.atomic_files import write_text
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -57,7 +57,7 @@ class JsonLines:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if not _is_repeated(line, step, finished)]
         if len(kept) != len(lines):
-            write_text_atomically(path, "".join(kept))
+            write_text(path, "".join(kept))
 
 
 def _strict(value: Any) -> Any:

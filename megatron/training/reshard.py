@@ -8,10 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.atomic_files import write_text
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.checkpoint_store import CheckpointStore, tag_of, write_text_atomically
+from megatron.training.checkpoint_store import CheckpointStore, tag_of
 from megatron.training.checkpointing import Resumed, resume, together, write_configs
 from megatron.training.distributed import set_seeds, start_distributed
 from megatron.training.engine import build_engine, build_module
@@ -62,7 +63,7 @@ def write_universal(
 def _publish(store: CheckpointStore, args: NeoXArgs, step: int) -> None:
     write_configs(store.staging / tag_of(step) / "configs", args)
     store.commit(step)
-    write_text_atomically(store.directory / LATEST, tag_of(step))
+    write_text(store.directory / LATEST, tag_of(step))
 
 
 def main() -> int:

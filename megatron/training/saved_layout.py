@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.training.checkpoint_store import write_text_atomically
+from megatron.atomic_files import write_text
 from megatron.training.engine import zero_stage_in_effect
 from megatron.training.safe_files import CheckpointError
 
@@ -36,7 +36,7 @@ def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
 def write_layout(directory: Path, args: NeoXArgs) -> None:
     """Beside each checkpoint: the layout that its files were written under."""
     text = json.dumps(layout_of(args, dist.get_world_size()), indent=1)
-    write_text_atomically(directory / LAYOUT, text)
+    write_text(directory / LAYOUT, text)
 
 
 def check_layout(directory: Path, args: NeoXArgs) -> None:

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.atomic_files import write_text
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.sharding import Sharding
 from megatron.checkpoints.universal import OPTIMIZER, PARAMETERS, parameter_folders
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState, TensorParallel
 from megatron.tokenizer import padded_vocab_size
-from megatron.training.checkpoint_store import write_text_atomically
 from megatron.training.optimizer_view import WEIGHT, States, read
 from megatron.training.safe_files import CheckpointError, SafeCheckpointEngine, safe_load
 from megatron.training.universal_metadata import (
@@ -82,7 +82,7 @@ def export(
         for file in MODEL_STATES:
             files.save(model_states(progress), str(directory / file))
         text = json.dumps({"format": 1, **progress}, indent=1)
-        files.attempt(lambda: write_text_atomically(directory / INDEX, text))
+        files.attempt(lambda: write_text(directory / INDEX, text))
     files.finish()
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpoint_store import CheckpointStore, write_text_atomically
+from megatron.atomic_files import write_text
+from megatron.training.checkpoint_store import CheckpointStore
 from megatron.training.checkpointing import find_checkpoint
 from megatron.training.safe_files import CheckpointError
 
@@ -170,5 +171,5 @@ def test_a_missing_iteration_lists_those_there(tmp_path: Path) -> None:
 def test_latest_that_names_nothing_falls_back(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 10)
-    write_text_atomically(tmp_path / "latest", "global_step99")
+    write_text(tmp_path / "latest", "global_step99")
     assert store.newest() == 10

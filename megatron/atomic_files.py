@@ -10,7 +10,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["atomic_writer", "publish", "temporary_name", "write_json"]
+__all__ = [
+    "atomic_writer",
+    "publish",
+    "sync_directory",
+    "temporary_name",
+    "write_json",
+    "write_text",
+]
 
 
 def temporary_name(path: Path) -> Path:
@@ -21,10 +28,11 @@ def temporary_name(path: Path) -> Path:
 def publish(temporary: Path, path: Path) -> None:
     """Rename a finished, synced file into place and sync the directory entry."""
     temporary.replace(path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Make renames and new names inside it durable."""
     with suppress(OSError):  # some filesystems refuse to open or sync a directory
         descriptor = os.open(directory, os.O_RDONLY)
         try:
@@ -47,6 +55,11 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_text(path: Path, text: str) -> None:
+    """The old content or the new, never a part."""
     with atomic_writer(path) as handle:
-        handle.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+        handle.write(text.encode())
+
+
+def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
