@@ -3,6 +3,7 @@
 #   make demo        train four models, evaluate them to 32x their training length, write a page
 #   make test        the tests
 #   make test-full   the tests, with the slow ones
+#   make test-slow   the slow ones alone; TESTS="tests/training" for a part
 #   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
 #   make lint        ruff and mypy
 #   make bench       attention, data, evaluation and step benchmarks
@@ -15,7 +16,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install install-dev demo test test-full test-slurm slurm-packages lint format bench docs clean
+.PHONY: help install install-dev demo test test-full test-slow test-slurm slurm-packages lint format bench docs clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -55,6 +56,9 @@ test: $(VENV)/.dev
 
 test-full: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not slurm" -n 2 --dist loadscope -q
+
+test-slow: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "slow and not slurm" -q $(TESTS)
 
 test-slurm: $(VENV)/.dev slurm-packages
 	@$(BIN)/python -m pytest -m slurm -q tests/reproduce
