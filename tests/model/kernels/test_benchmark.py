@@ -31,13 +31,21 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert timings.ratio("a", "b") == 0.5
     assert timings.ratio("once", "a") == 3.0
     assert timings.median("a") == 2.0
+    assert timings.best("a") == 1.0
 
 
-def test_contenders_take_turns_after_a_warm_up() -> None:
+def test_contenders_take_turns_in_both_directions_after_a_warm_up() -> None:
+    order: list[str] = []
+    contenders = {name: lambda name=name: order.append(name) for name in "abc"}
+    interleave(contenders, 2)
+    assert "".join(order) == "abc" + "cba" + "abc"
+
+
+def test_a_slow_contender_sits_out_the_later_rounds() -> None:
     order: list[str] = []
     contenders = {name: lambda name=name: order.append(name) for name in "ab"}
     timings = interleave(contenders, 3, slow={"b": 1})
-    assert "".join(order) == "aab" + "aa"
+    assert "".join(order) == "a" + "ba" + "a" + "a"
     assert {name: len(rounds) for name, rounds in timings.rounds.items()} == {"a": 3, "b": 1}
 
 
