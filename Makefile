@@ -78,10 +78,8 @@ format: $(VENV)/.dev
 	@$(BIN)/ruff format .
 
 bench: $(VENV)/.dev
-	@$(BIN)/python tools/benchmark.py attention
-	@$(BIN)/python tools/benchmark.py step
-	@$(BIN)/python tools/benchmark.py data
-	@$(BIN)/python tools/benchmark.py evaluate
+	@code=0; for part in attention step data evaluate; do \
+	  $(BIN)/python tools/benchmark.py $$part || code=1; done; exit $$code
 
 docs: $(VENV)/.dev
 	@$(BIN)/python tools/generate_config_docs.py

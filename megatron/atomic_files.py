@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,9 @@ __all__ = [
     "write_json",
     "write_text",
 ]
+
+# Some file systems refuse to open or sync a directory.
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 
 
 def temporary_name(path: Path) -> Path:
@@ -33,12 +37,15 @@ def publish(temporary: Path, path: Path) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Make renames and new names inside it durable."""
-    with suppress(OSError):  # some filesystems refuse to open or sync a directory
+    try:
         descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +35,7 @@ from megatron.analysis.tables import (
     measured_cells,
     published_source,
 )
+from megatron.atomic_files import write_text
 
 __all__ = ["PositionPanel", "ReportFiles", "ReportSection", "ReportSpec", "write_report"]
 
@@ -100,14 +100,9 @@ def write_report(spec: ReportSpec, results: ResultSet, directory: Path) -> Repor
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Beside, synced, renamed: an interrupted report leaves the old one in place."""
+    """An interrupted report leaves the old one in place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_text(path, text)
 
 
 def _write_table(table: Table, directory: Path) -> None:

@@ -100,13 +100,21 @@ def _load(args: NeoXArgs, layout: Layout, place: str, device: str) -> GPTModel:
 
 def _identity(layout: Layout) -> str:
     """Changes whenever the weights may have: names, sizes and times of the weight files."""
-    files = sorted(
+    from megatron.checkpoints.universal import PARAMETERS
+
+    place = layout.directory
+    files = [
         path
-        for path in layout.directory.iterdir()
+        for path in place.iterdir()
         if path.suffix in (".pt", ".bin", ".safetensors") and "optim_states" not in path.name
-    )
+    ]
+    if layout.is_universal:
+        files += (place / PARAMETERS).glob("*/fp32.pt")
     return fingerprint(
-        [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        [
+            (str(path.relative_to(place)), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in sorted(files)
+        ]
     )
 
 

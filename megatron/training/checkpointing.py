@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron.atomic_files import write_text
 from megatron.checkpoints.universal import is_universal
 from megatron.mpu import ParallelState
 from megatron.training.checkpoint_store import CheckpointStore, tag_of
@@ -95,8 +96,8 @@ def _write_share(
 def write_configs(directory: Path, args: NeoXArgs) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in args.sources.items():
-        (directory / Path(name).name).write_text(text, encoding="utf-8")
-    (directory / "resolved.yml").write_text(args.to_yaml(), encoding="utf-8")
+        write_text(directory / Path(name).name, text)
+    write_text(directory / "resolved.yml", args.to_yaml())
 
 
 def find_checkpoint(store: CheckpointStore, iteration: int | None) -> int | None:

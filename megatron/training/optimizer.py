@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 DECAYED, PLAIN = "decayed", "plain"
@@ -61,7 +62,7 @@ def _choose(
     adam = {"lr": lr, "betas": betas, "eps": eps}
     name = kind.lower()
     if name in ("adam", "adamw"):
-        fused = _apex_adam() if torch.cuda.is_available() else None
+        fused = _apex_adam() if get_accelerator().device_name() == "cuda" else None
         if fused is not None:
             return fused, {**adam, "adam_w_mode": True}
         return torch.optim.AdamW, {**adam, "fused": True}

@@ -11,7 +11,7 @@ Three ways to keep fp32 weights and Adam's moments (W: a weight, the bars: data-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 States = dict[str, Tensor]
+STEP = "step"
 WEIGHT = "fp32"  # beside the optimizer's own names: exp_avg, exp_avg_sq, step, ...
 
 
@@ -61,7 +62,7 @@ class Group:
     def scatter(self, wholes: list[Tensor]) -> Tensor:
         """This rank's part of whole tensors."""
         if self.process_group is None:
-            return wholes[0].reshape(self.master.shape)
+            return wholes[0].reshape(self.master.shape).to(self.master.device)
         size, rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
         result = torch.zeros_like(self.master)
         if self.piecewise:
@@ -137,6 +138,8 @@ def read(engine: Any) -> Iterator[tuple[nn.Parameter, States]]:
                 columns[key] = group.gather(value)
             else:  # the step count
                 columns[key] = [_common(engine, key)] * len(group.parameters)
+        if state and STEP not in columns and (count := _group_count(engine)) is not None:
+            columns[STEP] = [count] * len(group.parameters)
         for number, parameter in enumerate(group.parameters):
             yield parameter, {key: column[number].clone() for key, column in columns.items()}
 
@@ -147,12 +150,16 @@ def _common(engine: Any, key: str) -> Tensor:
     return torch.tensor(max(counts), dtype=torch.float32)
 
 
+def _group_count(engine: Any) -> Tensor | None:
+    """apex counts steps in its parameter groups."""
+    counts = [group[STEP] for group in engine.basic_optimizer.param_groups if STEP in group]
+    return torch.tensor(float(max(counts))) if counts else None
+
+
 @torch.no_grad()
 def write(engine: Any, states: dict[nn.Parameter, States]) -> None:
     """Set every parameter's fp32 weight and states, then the weights the model computes with."""
-    # Torch's optimizers count steps in a tensor, DeepSpeed's in an int.
-    torchs_own = type(engine.basic_optimizer).__module__.startswith("torch.")
-    count: Callable[[Tensor], Any] = Tensor.clone if torchs_own else (lambda value: int(value))
+    optimizer = engine.basic_optimizer
     for group in groups_of(engine):
         columns = [states[parameter] for parameter in group.parameters]
         group.master.data.copy_(group.scatter([column[WEIGHT] for column in columns]))
@@ -160,8 +167,19 @@ def write(engine: Any, states: dict[nn.Parameter, States]) -> None:
         for key in [key for key in columns[0] if key != WEIGHT]:
             values = [column[key] for column in columns]
             is_scalar = values[0].dim() == 0
-            own[key] = count(values[0]) if is_scalar else group.scatter(values)
+            own[key] = (
+                _count(optimizer, values[0], group.master) if is_scalar else group.scatter(values)
+            )
     _refresh_weights(engine)
+
+
+def _count(optimizer: torch.optim.Optimizer, value: Tensor, master: Tensor) -> Tensor | int:
+    """Torch's optimizers count steps in a tensor, beside the weights if fused; others in an int."""
+    if type(optimizer).__module__.startswith("torch."):
+        return value.to(master.device if optimizer.defaults.get("fused") else "cpu", copy=True)
+    for group in optimizer.param_groups:
+        group[STEP] = int(value)
+    return int(value)
 
 
 def _refresh_weights(engine: Any) -> None:

@@ -41,11 +41,6 @@ def write_layout(directory: Path, args: NeoXArgs) -> None:
 
 def check_layout(directory: Path, args: NeoXArgs) -> None:
     """A clear error, with the command to run, instead of a failed load."""
-    if (directory / "portable.json").is_file():
-        raise CheckpointError(
-            f"{directory} is in a format of a development version that is no longer read. Run "
-            "tools/reshard_checkpoint.py on the checkpoint it was made from once more."
-        )
     try:
         saved = json.loads((directory / LAYOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):

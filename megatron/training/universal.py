@@ -137,6 +137,7 @@ def load_universal(
         states = read_states(_found(name, folders, directory), optimizer=optimizer)
         if "exp_avg" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
             states[STEP] = common_step()
+        _check_optimizer(engine, states, directory)
         return states
 
     padded = _padded_vocabulary(progress, args)
@@ -162,6 +163,15 @@ def load_zero3_weights(
     progress = _progress_in_model_states(directory)
     continue_from(engine, progress, schedule=schedule)
     return progress
+
+
+def _check_optimizer(engine: Any, states: States, directory: Path) -> None:
+    is_adam = "betas" in engine.basic_optimizer.defaults
+    if len(states) > 1 and is_adam != ("exp_avg" in states):
+        raise CheckpointError(
+            f"{directory} was trained with another kind of optimizer than optimizer.type asks for "
+            f"(it holds {', '.join(sorted(states))}); set that one, or no_load_optim: true"
+        )
 
 
 def _found(name: str, there: Mapping[str, T], directory: Path) -> T:

@@ -270,7 +270,7 @@ def test_the_manifest_knows_the_tokenizer(tmp_path: Path) -> None:
 
 def start_long_run(folder: Path) -> subprocess.Popen[bytes]:
     """A run in a process group of its own, which has begun to write."""
-    (folder / "a.jsonl").write_bytes(jsonl(["word " * 200] * 60_000))
+    (folder / "a.jsonl").write_bytes(jsonl(["word " * 200] * 200_000))
     arguments = ["--input", str(folder / "a.jsonl"), "--output-prefix", str(folder / "out")]
     arguments += ["--tokenizer-type", "CharLevelTokenizer", "--workers", "2", "-q"]
     process = subprocess.Popen(

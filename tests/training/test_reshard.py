@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoints import CheckpointError, read_checkpoint
-from megatron.neox_arguments import NeoXArgs
+from megatron.checkpoints import read_checkpoint
 from megatron.training.optimizer_view import WEIGHT
-from megatron.training.saved_layout import check_layout
 from tests.processes import REPOSITORY
 from tests.training.cases import ADAM, layout, precision, run_cases, tiny_config, write_data
 from tests.training.runs import finish, losses, run, run_config, start_run
@@ -308,6 +306,9 @@ def test_one_command(tmp_path: Path) -> None:
     assert (target / "latest_universal").read_text() == "global_step4"
     assert "resuming after step 4" in run({**single, "load": str(target)}, tmp_path)
     assert sorted(losses(tmp_path / "next")) == [5, 6]
+    sgd = {**single, **SGD, "load": str(target), "save": str(tmp_path / "sgd")}
+    codes, outputs = finish(start_run(sgd, tmp_path))
+    assert codes == [2] and "another kind of optimizer" in outputs[0]
     again = subprocess.run(
         [*tool[:2], str(target), str(tmp_path / "x")],
         cwd=REPOSITORY,
@@ -319,10 +320,3 @@ def test_one_command(tmp_path: Path) -> None:
     assert universal.weights.keys() == original.weights.keys()
     for name, weight in original.weights.items():
         assert torch.equal(universal.weights[name], weight), name
-
-
-def test_the_format_before_this_one_is_named(tmp_path: Path) -> None:
-    (tmp_path / "portable.json").write_text("{}")
-    args = NeoXArgs.from_dict(tiny_config("data"))
-    with pytest.raises(CheckpointError, match="no longer read"):
-        check_layout(tmp_path, args)
