@@ -154,11 +154,11 @@ class _Worker:
     encoder: ClassVar[Encoder]
 
     @classmethod
-    def start(cls, encoder: Encoder) -> None:
+    def start(cls, encoder: Encoder, parent: int) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends us
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
         cls.encoder = encoder
 
     @classmethod
@@ -181,7 +181,7 @@ def _encoded(chunks: Iterator[Chunk], encoder: Encoder, workers: int) -> Iterato
     # fork: the encoder is inherited, not copied through a pipe
     context = multiprocessing.get_context("fork")
     waiting: deque[Future[EncodedChunk]] = deque()
-    with ProcessPoolExecutor(workers, context, _Worker.start, (encoder,)) as pool:
+    with ProcessPoolExecutor(workers, context, _Worker.start, (encoder, os.getpid())) as pool:
         try:
             for chunk in chunks:
                 waiting.append(pool.submit(_Worker.run, chunk))

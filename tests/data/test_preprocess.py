@@ -270,7 +270,7 @@ def test_the_manifest_knows_the_tokenizer(tmp_path: Path) -> None:
 
 def start_long_run(folder: Path) -> subprocess.Popen[bytes]:
     """A run in a process group of its own, which has begun to write."""
-    (folder / "a.jsonl").write_bytes(jsonl(["word " * 200] * 200_000))
+    (folder / "a.jsonl").write_bytes(jsonl(["word " * 200] * 60_000))
     arguments = ["--input", str(folder / "a.jsonl"), "--output-prefix", str(folder / "out")]
     arguments += ["--tokenizer-type", "CharLevelTokenizer", "--workers", "2", "-q"]
     process = subprocess.Popen(
@@ -278,6 +278,8 @@ def start_long_run(folder: Path) -> subprocess.Popen[bytes]:
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        # what a shell starts in the background ignores Ctrl-C, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not any(p.stat().st_size for p in folder.glob(".*.tmp")):
