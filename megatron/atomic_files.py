@@ -62,8 +62,10 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """The old content or the new, never a part."""
+def write_text(path: Path, text: str, *, parents: bool = False) -> None:
+    """The old content or the new, never a part; with `parents`, in a folder made if need be."""
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_writer(path) as handle:
         handle.write(text.encode())
 

@@ -101,8 +101,7 @@ def write_report(spec: ReportSpec, results: ResultSet, directory: Path) -> Repor
 
 def _write_text(path: Path, text: str) -> None:
     """An interrupted report leaves the old one in place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    write_text(path, text, parents=True)
 
 
 def _write_table(table: Table, directory: Path) -> None:

@@ -57,8 +57,7 @@ class RunState:
 
 def write_atomically(path: Path, text: str) -> None:
     """In a folder that may not exist yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    write_text(path, text, parents=True)
 
 
 def config_text(run: Run) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -130,6 +131,7 @@ def groups_of(engine: Any) -> list[Group]:
 @torch.no_grad()
 def read(engine: Any) -> Iterator[tuple[nn.Parameter, States]]:
     """Each parameter of this rank's stage with its fp32 weight and the optimizer's states."""
+    common = cache(partial(_common, engine))
     for group in groups_of(engine):
         state = engine.basic_optimizer.state.get(group.master, {})
         columns: dict[str, list[Tensor]] = {WEIGHT: group.gather(group.master)}
@@ -137,7 +139,7 @@ def read(engine: Any) -> Iterator[tuple[nn.Parameter, States]]:
             if isinstance(value, Tensor) and value.shape == group.master.shape:
                 columns[key] = group.gather(value)
             else:  # the step count
-                columns[key] = [_common(engine, key)] * len(group.parameters)
+                columns[key] = [common(key)] * len(group.parameters)
         if state and STEP not in columns and (count := _group_count(engine)) is not None:
             columns[STEP] = [count] * len(group.parameters)
         for number, parameter in enumerate(group.parameters):

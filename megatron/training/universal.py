@@ -25,7 +25,7 @@ from megatron.checkpoints.universal import OPTIMIZER, PARAMETERS, parameter_fold
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState, TensorParallel
 from megatron.tokenizer import padded_vocab_size
-from megatron.training.optimizer_view import WEIGHT, States, read
+from megatron.training.optimizer_view import STEP, WEIGHT, States, read
 from megatron.training.safe_files import CheckpointError, SafeCheckpointEngine, safe_load
 from megatron.training.universal_metadata import (
     described,
@@ -42,7 +42,6 @@ T = TypeVar("T")
 
 INDEX = "universal.json"
 LATEST = "latest_universal"
-STEP = "step"
 NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems
 NEEDED = {"iteration", "consumed_samples", "lr_scheduler", "skipped_steps"}
 # DeepSpeed looks for the first without ZeRO 3, for the second with it.
