@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.neox_arguments.deepy import main
+from megatron.launcher.deepy_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

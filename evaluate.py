@@ -10,7 +10,7 @@ from megatron.neox_arguments import parse_command_line
 def main() -> int:
     """The exit code: 0 when every task gave a result."""
     args, options = parse_command_line("evaluate.py")
-    from megatron.evaluation.runner import run_evaluation
+    from megatron.evaluation.evaluator import run_evaluation
 
     return run_evaluation(args, options.local_rank)
 

@@ -10,7 +10,7 @@ from megatron.neox_arguments import parse_command_line
 def main() -> int:
     """The exit code."""
     args, options = parse_command_line("generate.py")
-    from megatron.generation.runner import run_generation
+    from megatron.generation.text import run_generation
 
     return run_generation(args, options.local_rank)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megatron.data.chunks import DOCUMENT_SPLITTERS
 from megatron.data.corpora import SOURCES
-from megatron.data.errors import DataError
 from megatron.data.prepare import PrepareRequest, prepare_corpus, print_problems, report
 from megatron.data.preprocess import PreprocessOptions, available_cores, terminated_like_interrupted
-from megatron.tokenizer import TOKENIZERS, TokenizerError
+from megatron.errors import DataError, TokenizerError
+from megatron.tokenizer import TOKENIZERS
 
 
 def build_parser() -> argparse.ArgumentParser:

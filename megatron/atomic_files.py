@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import secrets
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "atomic_writer",
+    "fingerprint",
     "publish",
     "sync_directory",
     "temporary_name",
@@ -72,3 +74,9 @@ def write_text(path: Path, text: str, *, parents: bool = False) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def fingerprint(value: Any) -> str:
+    """A short hash of plain data."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

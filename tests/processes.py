@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.neox_arguments.environment import free_port
+from megatron.launcher.environment import free_port
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

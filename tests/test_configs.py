@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.neox_arguments import KNOWN_KEYS, ConfigError, NeoXArgs
+from megatron.errors import ConfigError
+from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
 from megatron.neox_arguments.estimates import count_parameters
 from megatron.neox_arguments.merging import read_layer
 

@@ -31,10 +31,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.model.kernels import triton_softmax
-from megatron.model.kernels.triton_attention import padded_head_dim
-from megatron.model.kernels.triton_compat import Launch, interpreted, triton, unavailable
-from megatron.model.kernels.triton_launch import Problem, backward_launches, forward_launch
+from megatron.engines import triton_softmax
+from megatron.engines.triton_attention import padded_head_dim
+from megatron.engines.triton_compat import Launch, interpreted, triton, unavailable
+from megatron.engines.triton_launch import Problem, backward_launches, forward_launch
 
 # What one block may use, in bytes (CUDA C++ programming guide, "maximum amount of shared memory
 # per thread block": 163 KB for 8.0, 227 KB for 9.0).

@@ -66,7 +66,7 @@ def convert(args: argparse.Namespace) -> str:
     checkpoint = read_checkpoint(args.source, iteration=args.iteration, config=config)
     with new_directory(args.destination, overwrite=args.overwrite) as folder:
         if args.to == "hf":
-            from megatron.hf.export import write_hf
+            from megatron.checkpoints.hf.folder import write_hf
 
             write_hf(checkpoint, folder, dtype=dtype)
         else:

@@ -18,13 +18,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron.neox_arguments import GROUPS
+from megatron.neox_arguments.catalogue import KNOWN_POSITIONS, OFFICIAL_NAMES
 from megatron.neox_arguments.foreign_keys import ALIASES, UNIMPLEMENTED
-from megatron.neox_arguments.positions import KNOWN_POSITIONS, OFFICIAL_NAMES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "neox_arguments.md"
 INTRODUCTION = """# Config keys
 
-Generated from the fields in `megatron/neox_arguments/groups/` by `tools/generate_config_docs.py`;
+Generated from the fields in `megatron/neox_arguments/` by `tools/generate_config_docs.py`;
 do not edit. How files merge, `--override`, `--set` and what differs from GPT-NeoX:
 [configuration.md](configuration.md). Keys may be written with hyphens or underscores. In code a key
 is found in its group: `args.model.num_layers`.

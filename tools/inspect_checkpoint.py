@@ -56,7 +56,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-    from megatron.checkpoints.names import split_name
+    from megatron.checkpoints.weight_names import split_name
 
     for name, tensor in sorted(checkpoint.weights.items(), key=lambda item: split_name(item[0])):
         values = tensor.float()

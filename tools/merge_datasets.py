@@ -12,10 +12,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.atomic_files import write_json
-from megatron.data.errors import DataError
-from megatron.data.indexed_dataset import bin_path, idx_path, prefix_of
-from megatron.data.manifest import manifest_path, read_manifest
+from megatron.data.indexed_dataset import (
+    bin_path,
+    idx_path,
+    manifest_path,
+    prefix_of,
+    read_manifest,
+)
 from megatron.data.writer import merge_datasets
+from megatron.errors import DataError
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.analysis.kernels import effective_length, heads_within
+from megatron.model.kernel_theory import effective_length, heads_within
 from megatron.model.positional_embeddings import (
     POSITIONAL_EMBEDDINGS,
     PositionOptions,

@@ -12,7 +12,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.data.chunks import DOCUMENT_SPLITTERS
-from megatron.data.errors import DataError
 from megatron.data.prepare import print_problems
 from megatron.data.preprocess import (
     PreprocessOptions,
@@ -20,7 +19,8 @@ from megatron.data.preprocess import (
     preprocess,
     terminated_like_interrupted,
 )
-from megatron.tokenizer import TOKENIZERS, TokenizerError, build_tokenizer
+from megatron.errors import DataError, TokenizerError
+from megatron.tokenizer import TOKENIZERS, build_tokenizer
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.reproduce.cli import main
+from megatron.paper.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

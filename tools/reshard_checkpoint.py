@@ -18,12 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.checkpoints.save_and_resume import LAYOUT, find_checkpoint
+from megatron.checkpoints.store import CheckpointStore
 from megatron.checkpoints.universal import is_universal
-from megatron.neox_arguments.environment import free_port
-from megatron.training.checkpoint_store import CheckpointStore
-from megatron.training.checkpointing import find_checkpoint
-from megatron.training.safe_files import CheckpointError
-from megatron.training.saved_layout import LAYOUT
+from megatron.errors import CheckpointError
+from megatron.launcher.environment import free_port
 
 
 def plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
@@ -56,7 +55,7 @@ def run_ranks(source: Path, target: Path, step: int, world_size: int) -> int:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    command = [sys.executable, "-m", "megatron.training.reshard"]
+    command = [sys.executable, "-m", "megatron.training.resharding"]
     command += [str(source.resolve()), str(target.resolve()), str(step)]
     ranks = [
         subprocess.Popen(

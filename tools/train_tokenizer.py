@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.atomic_files import atomic_writer
 from megatron.data.chunks import read_chunks
-from megatron.data.errors import DataError
 from megatron.data.streams import list_files
+from megatron.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"

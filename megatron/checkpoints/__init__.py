@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from megatron.checkpoints.errors import CheckpointError
-from megatron.checkpoints.layout import Layout, find_layout
+from megatron.checkpoints.layouts import Layout, find_layout
 from megatron.checkpoints.placing import load_weights, place_weights
+from megatron.checkpoints.reading import Checkpoint, read_checkpoint
+from megatron.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",

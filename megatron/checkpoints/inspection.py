@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.analysis.kernels import effective_length
-from megatron.checkpoints.checkpoint import Checkpoint
-from megatron.checkpoints.names import FIRST_LAYER, split_name
+from megatron.checkpoints.reading import Checkpoint
+from megatron.checkpoints.weight_names import FIRST_LAYER, split_name
+from megatron.model.kernel_theory import effective_length
 from megatron.model.positional_embeddings import (
     PositionalEmbedding,
     TableEmbedding,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.atomic_files import temporary_name
-from megatron.checkpoints.errors import CheckpointError
+from megatron.errors import CheckpointError
 
 __all__ = ["new_directory"]
 

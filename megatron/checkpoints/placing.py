@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoints.checkpoint import EMBEDDING, Checkpoint, read_checkpoint
-from megatron.checkpoints.errors import CheckpointError
-from megatron.checkpoints.names import split_name
+from megatron.checkpoints.reading import EMBEDDING, Checkpoint, read_checkpoint
 from megatron.checkpoints.sharding import Sharding, with_rows
+from megatron.checkpoints.weight_names import split_name
+from megatron.errors import CheckpointError
+from megatron.model.constraints import constraint_named
 from megatron.model.gpt import GPTModel
-from megatron.model.kernel_parameters import constraint_named
 from megatron.model.positional_embeddings import DistanceKernel, positional_embedding_class
 from megatron.model.spec import ModelSpec
 from megatron.mpu import SERIAL, TensorParallel

@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoints.errors import CheckpointError
-from megatron.checkpoints.layout import Layout
+from megatron.checkpoints.layouts import Layout
+from megatron.errors import CheckpointError, ConfigError
 from megatron.model.spec import ModelSpec
-from megatron.neox_arguments import OWNER, ConfigError, NeoXArgs
+from megatron.neox_arguments import OWNER, NeoXArgs
 from megatron.neox_arguments.foreign_keys import UNIMPLEMENTED
 from megatron.neox_arguments.normalize import canonical_key
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
@@ -105,3 +105,26 @@ def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
             stacklevel=2,
         )
         return args
+
+
+def tokenizer_of(args: NeoXArgs, source: Path) -> Any:
+    """The tokenizer that a checkpoint's config names; its files may lie beside the checkpoint."""
+    from megatron.tokenizer import build_tokenizer
+
+    settings = args.tokenizer
+    files = {
+        key: _found(value, source)
+        for key in ("vocab_file", "merge_file")
+        if (value := getattr(settings, key, None)) is not None
+    }
+    return build_tokenizer(settings.tokenizer_type, **files)
+
+
+def _found(file: str, source: Path) -> str:
+    """A file of the config, or one of the same name beside the checkpoint."""
+    if Path(file).exists():
+        return file
+    for folder in (source, source.parent, source / "tokenizer", source.parent / "tokenizer"):
+        if (folder / Path(file).name).exists():
+            return str(folder / Path(file).name)
+    return file

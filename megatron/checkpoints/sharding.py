@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.checkpoints.errors import CheckpointError
-from megatron.checkpoints.names import split_name
+from megatron.checkpoints.weight_names import split_name
+from megatron.errors import CheckpointError
 from megatron.model.mlp import GATED
 from megatron.model.positional_embeddings import canonical_name
 from megatron.model.spec import ModelSpec

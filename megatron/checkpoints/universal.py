@@ -16,9 +16,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.checkpoints.errors import CheckpointError
-from megatron.checkpoints.names import strip_prefix
-from megatron.checkpoints.safe_load import load_file
+from megatron.checkpoints.safe_files import load_file
+from megatron.checkpoints.weight_names import strip_prefix
+from megatron.errors import CheckpointError
 
 __all__ = ["OPTIMIZER", "PARAMETERS", "is_universal", "parameter_folders", "read_weights"]
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoints.errors import CheckpointError
-from megatron.checkpoints.layout import Layout
-from megatron.checkpoints.names import strip_prefix
-from megatron.checkpoints.safe_load import load_file
+from megatron.checkpoints.layouts import Layout
+from megatron.checkpoints.safe_files import load_file
+from megatron.checkpoints.weight_names import strip_prefix
+from megatron.errors import CheckpointError
 
 __all__ = ["read_zero3_shards"]
 

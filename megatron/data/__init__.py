@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.writer import IndexedDatasetWriter, best_dtype, merge_datasets
+from megatron.errors import DataError
 
 __all__ = [
     "DataError",

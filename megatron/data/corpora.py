@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.atomic_files import atomic_writer
-from megatron.data.download import DownloadError, RemoteFile, download, file_sha256
-from megatron.data.errors import DataError
+from megatron.data.download import RemoteFile, download, file_sha256
+from megatron.errors import DataError, DownloadError
 
 __all__ = ["SOURCES", "Source", "fetch", "standard_library_files"]
 

@@ -23,7 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.atomic_files import publish, write_json
-from megatron.data.errors import DataError
+from megatron.errors import DownloadError
 
 __all__ = ["DownloadError", "RemoteFile", "download", "file_sha256"]
 
@@ -35,10 +35,6 @@ PAUSE_SECONDS = 1.0
 BLOCK = 1 << 20
 USER_AGENT = "kerple-neox/1 (dataset download)"
 NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError)
-
-
-class DownloadError(DataError):
-    """A file could not be fetched, or is not the file it should be."""
 
 
 @dataclass(frozen=True)

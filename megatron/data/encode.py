@@ -132,7 +132,7 @@ class Encoder:
 
 
 def _load_ftfy():  # type: ignore[no-untyped-def]  # an optional package
-    from megatron.data.errors import DataError
+    from megatron.errors import DataError
 
     try:
         import ftfy

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.corpora import SOURCES, Source, fetch
-from megatron.data.errors import DataError
-from megatron.data.manifest import describe_tokenizer, read_manifest
+from megatron.data.indexed_dataset import describe_tokenizer, read_manifest
 from megatron.data.preprocess import Outcome, PreprocessOptions, output_prefixes, preprocess
 from megatron.data.streams import list_files
+from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 __all__ = ["PrepareRequest", "gpt2_files", "prepare_corpus", "print_problems", "report"]

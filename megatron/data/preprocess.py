@@ -23,11 +23,10 @@ from tqdm import tqdm
 from megatron.atomic_files import write_json
 from megatron.data.chunks import DOCUMENT_SPLITTERS, Chunk, Problem, read_chunks
 from megatron.data.encode import EncodedChunk, Encoder
-from megatron.data.errors import DataError
-from megatron.data.indexed_dataset import bin_path, idx_path
-from megatron.data.manifest import describe_tokenizer, manifest_path
+from megatron.data.indexed_dataset import bin_path, describe_tokenizer, idx_path, manifest_path
 from megatron.data.streams import list_files
 from megatron.data.writer import IndexedDatasetWriter, best_dtype
+from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
 __all__ = [

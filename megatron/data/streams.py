@@ -17,7 +17,7 @@ from typing import BinaryIO, cast
 
 import zstandard
 
-from megatron.data.errors import DataError
+from megatron.errors import DataError
 
 __all__ = ["TextFile", "list_files", "open_members", "plain_suffix"]
 

@@ -20,10 +20,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import SPLIT_NAMES, Sample, SampleDataset, build_split_dataset
-from megatron.data.index import split_bounds
+from megatron.data.gpt_dataset import (
+    SPLIT_NAMES,
+    Sample,
+    SampleDataset,
+    build_split_dataset,
+    split_bounds,
+)
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.errors import DataError
 
 __all__ = ["TokenWindows", "build_eval_dataset", "common_token_count", "token_windows"]
 

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.atomic_files import publish, temporary_name
-from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import (
     DTYPES,
     HEADER,
@@ -24,6 +23,7 @@ from megatron.data.indexed_dataset import (
     idx_path,
     prefix_of,
 )
+from megatron.errors import DataError
 
 __all__ = ["IndexedDatasetWriter", "best_dtype", "merge_datasets"]
 

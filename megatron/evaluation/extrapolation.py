@@ -7,14 +7,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron.evaluation.losses import (
-    mean_and_error,
-    perplexity,
-    sequence_losses,
-    windowed,
-)
-from megatron.evaluation.options import EvaluationOptions, Split
-from megatron.evaluation.registry import Context, EvaluationTask, task
+from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses, windowed
+from megatron.evaluation.results_schema import number, text_table
 from megatron.evaluation.sequences import (
     SequenceSet,
     SplitTokens,
@@ -22,7 +16,7 @@ from megatron.evaluation.sequences import (
     fixed_tokens,
     open_split,
 )
-from megatron.evaluation.tables import number, text_table
+from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, Split, task
 
 __all__ = [
     "Extrapolation",

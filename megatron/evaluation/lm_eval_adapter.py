@@ -17,11 +17,11 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from megatron.evaluation.errors import EvaluationError
-from megatron.evaluation.ranks import Ranks
-from megatron.evaluation.scoring import score_continuations
-from megatron.evaluation.subject import check_vocabulary
+from megatron.errors import EvaluationError
+from megatron.evaluation.losses import score_continuations
 from megatron.generation import Sampling, complete
+from megatron.generation.subject import check_vocabulary
+from megatron.mpu.job import Ranks
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -82,8 +82,8 @@ class KerpleNeoXLM(TemplateLM):
     def _loaded(pretrained: str | GPTModel, device: str | None, iteration: int | None) -> GPTModel:
         if not isinstance(pretrained, str):
             return pretrained
-        from megatron import load_pretrained
-        from megatron.evaluation.start import pick_device
+        from megatron.generation.pretrained import load_pretrained
+        from megatron.mpu.job import pick_device
 
         # lm-eval's own default is cuda:0 on every machine, so only an explicit choice that exists
         # here is taken.

@@ -8,12 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron.evaluation.errors import EvaluationError
+from megatron.errors import EvaluationError
 from megatron.evaluation.extrapolation import window_suffix
 from megatron.evaluation.losses import windowed
-from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.registry import Context, EvaluationTask
-from megatron.evaluation.tables import number, text_table
+from megatron.evaluation.results_schema import number, text_table
+from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask
 
 __all__ = ["LMEvalTask", "lm_eval_task_names"]
 

@@ -21,13 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from megatron.evaluation.errors import EvaluationError
+from megatron.errors import EvaluationError
 from megatron.evaluation.extrapolation import window_suffix
-from megatron.evaluation.losses import windowed
-from megatron.evaluation.options import EvaluationOptions
-from megatron.evaluation.registry import Context, EvaluationTask, task
-from megatron.evaluation.scoring import score_continuations
-from megatron.evaluation.tables import text_table
+from megatron.evaluation.losses import score_continuations, windowed
+from megatron.evaluation.results_schema import text_table
+from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, task
 
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer

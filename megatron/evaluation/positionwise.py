@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.evaluation.errors import EvaluationError
+from megatron.errors import EvaluationError
 from megatron.evaluation.extrapolation import data_parameters, sequences_of, window_suffix
 from megatron.evaluation.losses import perplexity, sequence_losses, windowed
-from megatron.evaluation.options import EvaluationOptions, Split
-from megatron.evaluation.registry import Context, EvaluationTask, task
+from megatron.evaluation.results_schema import number, text_table
 from megatron.evaluation.sequences import open_split
-from megatron.evaluation.tables import number, text_table
+from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, Split, task
 
 __all__ = ["Positionwise", "bucket_edges"]
 

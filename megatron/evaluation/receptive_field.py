@@ -21,10 +21,9 @@ from megatron.evaluation.extrapolation import (
     sequences_of,
     window_suffix,
 )
-from megatron.evaluation.options import EvaluationOptions, Split
-from megatron.evaluation.registry import Context, EvaluationTask, task
+from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.sequences import SequenceSet, open_split
-from megatron.evaluation.tables import text_table
+from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, Split, task
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel

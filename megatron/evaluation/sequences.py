@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data import DataError, IndexedDataset
-from megatron.data.gpt_dataset import SPLIT_NAMES, SampleDataset
-from megatron.data.index import split_bounds
+from megatron.data import IndexedDataset
+from megatron.data.gpt_dataset import SPLIT_NAMES, SampleDataset, split_bounds
 from megatron.data.windows import TokenWindows, build_eval_dataset, common_token_count
-from megatron.evaluation.errors import EvaluationError
-from megatron.evaluation.options import DataPlaces, Split
+from megatron.errors import DataError, EvaluationError
+from megatron.evaluation.tasks import DataPlaces, Split
 
 __all__ = ["SequenceSet", "SplitTokens", "fixed_sequences", "fixed_tokens", "open_split"]
 

@@ -15,13 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.evaluation.errors import EvaluationError
+from megatron.errors import EvaluationError
 from megatron.evaluation.extrapolation import data_parameters, measure_lengths, window_suffix
 from megatron.evaluation.losses import mean_and_error, sequence_losses
-from megatron.evaluation.options import EvaluationOptions, Split
-from megatron.evaluation.registry import Context, EvaluationTask, task
+from megatron.evaluation.results_schema import number, text_table
 from megatron.evaluation.sequences import open_split
-from megatron.evaluation.tables import number, text_table
+from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, Split, task
 
 __all__ = ["Sliding", "SlidingWindows", "window_starts"]
 

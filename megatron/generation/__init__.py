@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.generation.decode import Completion, GenerationError, complete, generate
-from megatron.generation.sampling import Sampling
+from megatron.errors import GenerationError
+from megatron.generation.decoding import Completion, Sampling, complete, generate
 
 __all__ = ["Completion", "GenerationError", "Sampling", "complete", "generate"]

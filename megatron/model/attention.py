@@ -11,16 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from megatron.model.cache import LayerCache
-from megatron.model.kernels import attention
+from megatron.engines import attention
 from megatron.model.positional_embeddings import RotaryEmbedding, Tables
-from megatron.mpu import (
-    SERIAL,
-    ColumnParallelLinear,
-    InitMethod,
-    RowParallelLinear,
-    TensorParallel,
-)
+from megatron.mpu import SERIAL, ColumnParallelLinear, InitMethod, RowParallelLinear, TensorParallel
 
 
 def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Generator:
@@ -105,3 +98,59 @@ class SelfAttention(nn.Module):
             generator=_dropout_generator(x_BLh.device, self.tp) if dropout else None,
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
+
+
+# Keys and values of the tokens already seen, for generation.
+
+
+class LayerCache:
+    """One layer's keys and values, [batch, heads, length, head_dim], in buffers that double."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the newest tokens; returns all keys and values, oldest first."""
+        end = self.length + k.shape[2]
+        self._keys = self._grown(self._keys, k, end)
+        self._values = self._grown(self._values, v, end)
+        self._keys[:, :, self.length : end] = k
+        self._values[:, :, self.length : end] = v
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def _grown(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
+        if buffer is not None and buffer.shape[2] >= end:
+            return buffer
+        capacity = max(end, 2 * self.length, 64)
+        batch, heads, _, head_dim = like.shape
+        grown = like.new_empty(batch, heads, capacity, head_dim)
+        if buffer is not None:
+            grown[:, :, : self.length] = buffer[:, :, : self.length]
+        return grown
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        if self._keys is not None and self._values is not None:
+            self._keys = self._keys.index_select(0, rows)
+            self._values = self._values.index_select(0, rows)
+
+
+class Cache:
+    """The caches of all layers of a model."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(num_layers)]
+
+    @property
+    def length(self) -> int:
+        """How many tokens have been seen."""
+        return self.layers[0].length if self.layers else 0
+
+    @torch.no_grad()
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        for layer in self.layers:
+            layer.select(rows)

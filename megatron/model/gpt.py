@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.cache import Cache, LayerCache
+from megatron.model.attention import Cache, LayerCache
 from megatron.model.embedding import Embedding, Head, TiedHead, full_logits
-from megatron.model.layers import FunctionLayer, LayerFactory, keep
+from megatron.model.layer_list import FunctionLayer, LayerFactory, keep
 from megatron.model.positional_embeddings import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.spec import ModelSpec
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables

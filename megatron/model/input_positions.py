@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.model.position_base import (
-    InputEmbedding,
-    PositionalEmbeddingError,
-    PositionOptions,
-    register,
-    room_for,
-)
+from megatron.errors import PositionalEmbeddingError
+from megatron.model.position_base import InputEmbedding, PositionOptions, register, room_for
 
 __all__ = ["LearnedEmbedding", "SinusoidalEmbedding"]
 

@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.mpu import (
-    SERIAL,
-    ColumnParallelLinear,
-    InitMethod,
-    RowParallelLinear,
-    TensorParallel,
-)
+from megatron.mpu import SERIAL, ColumnParallelLinear, InitMethod, RowParallelLinear, TensorParallel
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from torch import Tensor, nn
 
 from megatron.model.embedding import tied_logits
-from megatron.model.layers import LayerFactory, keep
+from megatron.model.layer_list import LayerFactory, keep
 from megatron.model.spec import ModelSpec
 from megatron.model.transformer import drop_tables
 from megatron.mpu import SERIAL, ParallelState, TensorParallel, vocab_parallel_cross_entropy

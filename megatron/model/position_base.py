@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
+
 __all__ = [
     "POSITIONAL_EMBEDDINGS",
     "InputEmbedding",
@@ -20,7 +22,7 @@ __all__ = [
     "PositionalEmbeddingError",
     "TableEmbedding",
     "Tables",
-    "UnknownPositionalEmbedding",
+    "UnknownPositionalEmbeddingError",
     "build_positional_embedding",
     "canonical_name",
     "positional_embedding_class",
@@ -28,14 +30,6 @@ __all__ = [
 ]
 
 Kind = Literal["input", "rotation", "tables", "none"]
-
-
-class PositionalEmbeddingError(ValueError):
-    """A positional embedding was asked for something it cannot do."""
-
-
-class UnknownPositionalEmbedding(PositionalEmbeddingError):  # noqa: N818
-    """The `pos_emb` name is neither registered nor an importable class."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +188,7 @@ def canonical_name(name: str) -> str:
     known = sorted({*POSITIONAL_EMBEDDINGS, *_ALIASES})
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise UnknownPositionalEmbedding(
+    raise UnknownPositionalEmbeddingError(
         f"pos_emb: {name!r} is unknown.{hint} Use one of {', '.join(known)}, "
         "or package.module:ClassName for a class of your own."
     )
@@ -209,12 +203,12 @@ def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownPositionalEmbedding(
+        raise UnknownPositionalEmbeddingError(
             f"pos_emb: {name!r} cannot be imported ({error}); "
             "check that the module is on PYTHONPATH and defines the class."
         ) from error
     if not (isinstance(found, type) and issubclass(found, PositionalEmbedding)):
-        raise UnknownPositionalEmbedding(
+        raise UnknownPositionalEmbeddingError(
             f"pos_emb: {name!r} is not a PositionalEmbedding; derive it from DistanceKernel, "
             "TableEmbedding, InputEmbedding or RotaryEmbedding."
         )

@@ -20,23 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
+from megatron.model.constraints import Bounded, Exponent, Positive, Uniform, constraint_named
 from megatron.model.input_positions import LearnedEmbedding, SinusoidalEmbedding
-from megatron.model.kernel_parameters import (
-    Bounded,
-    Exponent,
-    Positive,
-    Uniform,
-    constraint_named,
-)
 from megatron.model.position_base import (
     POSITIONAL_EMBEDDINGS,
     InputEmbedding,
     PositionalEmbedding,
-    PositionalEmbeddingError,
     PositionOptions,
     TableEmbedding,
     Tables,
-    UnknownPositionalEmbedding,
     build_positional_embedding,
     canonical_name,
     positional_embedding_class,
@@ -64,7 +57,7 @@ __all__ = [
     "TableEmbedding",
     "Tables",
     "Uniform",
-    "UnknownPositionalEmbedding",
+    "UnknownPositionalEmbeddingError",
     "alibi_slopes",
     "build_positional_embedding",
     "canonical_name",

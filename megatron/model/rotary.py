@@ -14,13 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.model.position_base import (
-    PositionalEmbedding,
-    PositionalEmbeddingError,
-    PositionOptions,
-    register,
-    room_for,
-)
+from megatron.errors import PositionalEmbeddingError
+from megatron.model.position_base import PositionalEmbedding, PositionOptions, register, room_for
 
 __all__ = ["RotaryEmbedding", "rotary_frequencies"]
 

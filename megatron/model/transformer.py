@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.attention import SelfAttention
-from megatron.model.cache import LayerCache
+from megatron.model.attention import LayerCache, SelfAttention
 from megatron.model.mlp import MLP
 from megatron.model.positional_embeddings import TableEmbedding, Tables
 

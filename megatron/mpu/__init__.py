@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.collectives import vocab_parallel_cross_entropy
 from megatron.mpu.groups import SERIAL, ParallelState, TensorParallel, initialize_parallel
-from megatron.mpu.initialize import InitMethod, init_method, seeded_generator
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.mpu.parallel_layers import (
+    ColumnParallelLinear,
+    InitMethod,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    init_method,
+    seeded_generator,
+)
 
 __all__ = [
     "SERIAL",

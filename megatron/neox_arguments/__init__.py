@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from .arguments import GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
-from .batch import BatchPlan
-from .command_line import decode_config, encode_config, parse_command_line
-from .environment import DistributedEnvironment, discover_environment, environment_for
-from .errors import ConfigError
+from megatron.errors import ConfigError
+from megatron.neox_arguments.arguments import GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
+from megatron.neox_arguments.batch_plan import BatchPlan
+from megatron.neox_arguments.command_line import decode_config, encode_config, parse_command_line
 
 __all__ = [
     "GROUPS",
@@ -14,11 +13,8 @@ __all__ = [
     "OWNER",
     "BatchPlan",
     "ConfigError",
-    "DistributedEnvironment",
     "NeoXArgs",
     "decode_config",
-    "discover_environment",
     "encode_config",
-    "environment_for",
     "parse_command_line",
 ]

@@ -10,29 +10,30 @@ from typing import Any
 
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
-from . import validation
-from .batch import BatchPlan, plan_batch
-from .deepspeed_config import build_deepspeed_config
-from .errors import ConfigError
-from .fields import Group
-from .groups import (
-    CheckpointArgs,
+from megatron.errors import ConfigError
+from megatron.neox_arguments import validation
+from megatron.neox_arguments.batch_plan import BatchPlan, plan_batch
+from megatron.neox_arguments.data_keys import (
     DataArgs,
     EvaluationArgs,
     GenerationArgs,
-    LauncherArgs,
-    LoggingArgs,
-    ModelArgs,
-    OptimizationArgs,
-    ParallelArgs,
-    RuntimeArgs,
     TokenizerArgs,
 )
-from .merging import merge, parse_set, read_layer
-from .messages import describe_validation_error
-from .normalize import normalize, resolve_precision
-from .plain_data import copy_plain
-from .yaml_text import dump_yaml
+from megatron.neox_arguments.deepspeed_config import build_deepspeed_config
+from megatron.neox_arguments.merging import merge, parse_set, read_layer
+from megatron.neox_arguments.model_keys import ModelArgs
+from megatron.neox_arguments.normalize import normalize, resolve_precision
+from megatron.neox_arguments.optimization_keys import OptimizationArgs
+from megatron.neox_arguments.run_keys import (
+    CheckpointArgs,
+    LauncherArgs,
+    LoggingArgs,
+    ParallelArgs,
+    RuntimeArgs,
+)
+from megatron.neox_arguments.validation import describe_validation_error
+from megatron.neox_arguments.values import Group, copy_plain
+from megatron.neox_arguments.yaml_files import dump_yaml
 
 GROUPS: dict[str, type[Group]] = {
     "model": ModelArgs,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .arguments import NeoXArgs
-from .errors import ConfigError
+from megatron.errors import ConfigError
+from megatron.neox_arguments.arguments import NeoXArgs
 
 # deepy.py hands the config over as one argument; Linux takes up to 128 KiB in one.
 MAX_PAYLOAD = 120_000
@@ -166,7 +166,7 @@ def parse_command_line(
     except ConfigError as error:
         exit_with_error(error)
     if options.dry_run:
-        from .report import dry_run_report
+        from megatron.neox_arguments.dry_run import dry_run_report
 
         print(dry_run_report(args))
         raise SystemExit(0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError
+from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from .arguments import NeoXArgs
+    from megatron.neox_arguments.arguments import NeoXArgs
 
 SILENT_STEPS = 1_000_000_000
 """DeepSpeed prints its own progress line every steps_per_print; ours is enough."""
@@ -46,6 +46,7 @@ def build_deepspeed_config(args: NeoXArgs, world_size: int) -> dict[str, Any]:
 
 def _zero_block(args: NeoXArgs) -> dict[str, Any]:
     block = args.optimization.zero_optimization.model_dump(exclude_none=True)
+    block["stage"] = zero_stage_in_effect(args)
     # The old spelling warns in DeepSpeed even when false.
     if block.pop("cpu_offload"):
         block.setdefault("offload_optimizer", {"device": "cpu"})
@@ -91,3 +92,14 @@ def _add_extra(config: dict[str, Any], extra: dict[str, Any]) -> None:
                 f"Use the {key} key itself, or remove it."
             )
         config[key] = value
+
+
+def zero_stage_in_effect(args: NeoXArgs) -> int:
+    """The stage that runs: fp16 and bf16 without ZeRO become stage 1, which computes the same.
+
+    DeepSpeed 0.19 without ZeRO divides fp16 gradients by a loss scale that it never multiplied the
+    loss with, leaves tensor-parallel slices out of bf16's gradient norm, and cannot load what a
+    bf16 pipeline saved.
+    """
+    half = args.optimization.precision in ("fp16", "bf16")
+    return max(args.optimization.zero_stage, 1 if half else 0)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .arguments import NeoXArgs
-from .batch import data_parallel_size
-from .errors import ConfigError
-from .groups import ModelArgs
-from .groups.model import GATED_ACTIVATIONS
-from .positions import known_position
+from megatron.errors import ConfigError
+from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import data_parallel_size
+from megatron.neox_arguments.catalogue import known_position
+from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
 
 KNOWN_VOCABULARIES = {
     "GPT2BPETokenizer": 50257,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import ConfigError
+from megatron.errors import ConfigError
 
 ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",

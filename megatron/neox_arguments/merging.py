@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError
-from .normalize import NESTED_BLOCKS, normalize
-from .plain_data import copy_plain
-from .yaml_files import parse_yaml, read_text
+from megatron.errors import ConfigError
+from megatron.neox_arguments.normalize import NESTED_BLOCKS, normalize
+from megatron.neox_arguments.values import copy_plain
+from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import Any
 
-from .errors import ConfigError
-from .foreign_keys import ALIASES, refuse_foreign_key
+from megatron.errors import ConfigError
+from megatron.neox_arguments.foreign_keys import ALIASES, refuse_foreign_key
 
 NESTED_BLOCKS = frozenset(
     {

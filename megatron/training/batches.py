@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.data.batch import get_labels_and_mask
-from megatron.data.config import build_datasets, sample_counts
-from megatron.data.loader import build_data_loader
-from megatron.data.sampler import ResumableBatchSampler
+from megatron.data.datasets import build_datasets, sample_counts
+from megatron.data.loader import ResumableBatchSampler, build_data_loader, get_labels_and_mask
 from megatron.mpu import ParallelState
 from megatron.training.stepper import MicroBatch
 

@@ -9,17 +9,16 @@ import deepspeed
 import torch.distributed as dist
 from torch import nn
 
+from megatron.checkpoints.safe_files import SafeCheckpointEngine
 from megatron.checkpoints.sharding import Sharding
+from megatron.checkpoints.universal_metadata import note_cuts
 from megatron.model.embedding import TiedHead
 from megatron.model.gpt import GPTModel
 from megatron.model.pipeline import build_pipeline
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
-from megatron.training.clipping import own_whole_step
-from megatron.training.optimizer import build_optimizer, parameter_groups
-from megatron.training.safe_files import SafeCheckpointEngine
-from megatron.training.schedule import Schedule, Scheduler
-from megatron.training.universal_metadata import note_cuts
+from megatron.training.gradients import own_whole_step
+from megatron.training.optimizer import Schedule, Scheduler, build_optimizer, parameter_groups
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -63,7 +62,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
         model=module,
         optimizer=optimizer,
         lr_scheduler=Scheduler(optimizer, build_schedule(args)),
-        config=_deepspeed_config(args),
+        config=args.deepspeed_config(dist.get_world_size()),
         mpu=None if pipelined else parallel.grid,
         dist_init_required=False,
     )
@@ -83,25 +82,8 @@ def _announce_borrowed_weights(module: nn.Module) -> None:
             deepspeed.zero.register_external_parameter(part, part.embedding.word_embeddings.weight)
 
 
-def zero_stage_in_effect(args: NeoXArgs) -> int:
-    """The stage that runs: fp16 and bf16 without ZeRO become stage 1, which computes the same.
-
-    DeepSpeed 0.19 without ZeRO divides fp16 gradients by a loss scale that it never multiplied the
-    loss with, leaves tensor-parallel slices out of bf16's gradient norm, and cannot load what a
-    bf16 pipeline saved.
-    """
-    half = args.optimization.precision in ("fp16", "bf16")
-    return max(args.optimization.zero_stage, 1 if half else 0)
-
-
-def _deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
-    config = args.deepspeed_config(dist.get_world_size())
-    config["zero_optimization"]["stage"] = zero_stage_in_effect(args)
-    return config
-
-
 def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
-    """Mend what DeepSpeed clips by a part of the norm (see clipping.py)."""
+    """Mend what DeepSpeed clips by a part of the norm (see gradients.py)."""
     if engine.optimizer is engine.basic_optimizer:
         own_whole_step(
             engine.optimizer,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.training.anomaly import NonFiniteError
-from megatron.training.distributed import join_job
-from megatron.training.hooks.stopping import EXIT_DIVERGED, leave_on_signal_until_started
+from megatron.errors import NonFiniteError
+from megatron.mpu.job import join_job
+from megatron.training.control_hooks import EXIT_DIVERGED, leave_on_signal_until_started
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
 
@@ -53,3 +56,38 @@ def run_and_report(args: NeoXArgs) -> int:
     if dist.is_initialized():  # after an error, peers may be gone: leave without a farewell
         dist.destroy_process_group()
     return code
+
+
+# `log_dir`: what a rank prints, kept in a file of its own too.
+
+
+class _Tee:
+    """Writes to the terminal and to the file; everything else is the terminal's."""
+
+    def __init__(self, terminal: Any, file: IO[str]) -> None:
+        self._terminal, self._file = terminal, file
+
+    def write(self, text: str) -> int:
+        self._file.write(text)
+        self._file.flush()
+        return int(self._terminal.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._terminal, name)
+
+
+@contextlib.contextmanager
+def text_log(directory: str | None) -> Iterator[None]:
+    """Copy stdout and stderr of this rank to `directory`/rank_00000.log while the block runs."""
+    if directory is None:
+        yield
+        return
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        (folder / f"rank_{rank:05d}.log").open("a", encoding="utf-8") as file,
+        contextlib.redirect_stdout(_Tee(sys.stdout, file)),
+        contextlib.redirect_stderr(_Tee(sys.stderr, file)),
+    ):
+        yield

@@ -10,24 +10,28 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.checkpoints import load_weights
+from megatron.checkpoints.save_and_resume import Resumed, clean_up, find_checkpoint, resume
+from megatron.checkpoints.store import CHECKSUMS, CheckpointStore
 from megatron.checkpoints.universal import is_universal
-from megatron.data.config import check_tokenizers
+from megatron.data.datasets import check_tokenizers
+from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
+from megatron.mpu.job import set_seeds, start_distributed
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams
-from megatron.training.checkpoint_store import CHECKSUMS, CheckpointStore
-from megatron.training.checkpointing import Resumed, clean_up, find_checkpoint, resume
-from megatron.training.distributed import set_seeds, start_distributed
+from megatron.training.control_hooks import (
+    SaveCheckpoints,
+    StopAtInterval,
+    StopOnSignal,
+    StopWhenDiverged,
+    Validate,
+)
 from megatron.training.engine import build_engine, build_module
-from megatron.training.hooks.kernels import ProjectKernels, RecordKernels
-from megatron.training.hooks.reporting import CloseSinks, RecordMetrics, ShowProgress
-from megatron.training.hooks.saving import SaveCheckpoints
-from megatron.training.hooks.stopping import StopAtInterval, StopOnSignal, StopWhenDiverged
-from megatron.training.hooks.validation import Validate
-from megatron.training.manifest import Manifest
+from megatron.training.kernel_hooks import ProjectKernels, RecordKernels
 from megatron.training.metrics import Sinks, build_sinks
-from megatron.training.safe_files import CheckpointError
+from megatron.training.progress_hooks import CloseSinks, RecordMetrics, ShowProgress
+from megatron.training.run_manifest import Manifest
 from megatron.training.stepper import build_stepper
 from megatron.training.trainer import Hook, StepReport, Trainer
 
@@ -82,7 +86,7 @@ class NameFirstBadLayer(Hook):
     """detect_anomaly: forward hooks that raise at the first layer with a non-finite output."""
 
     def on_start(self, trainer: Trainer) -> None:
-        from megatron.training.anomaly import watch
+        from megatron.training.gradients import watch
 
         watch(trainer.stepper.engine.module)
 

@@ -16,7 +16,7 @@ from megatron.checkpoints import load_weights
 from megatron.checkpoints.saved_config import RESOLVED
 from megatron.model.spec import ModelSpec
 from megatron.mpu import initialize_parallel
-from megatron.training.distributed import join_job
+from megatron.mpu.job import join_job
 from megatron.training.engine import build_engine, build_module
 from tests.checkpoints.small_models import VOCABULARY, small_args, tokens
 

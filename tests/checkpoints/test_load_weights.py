@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoints import CheckpointError, load_weights, read_checkpoint
+from megatron.checkpoints import load_weights, read_checkpoint
 from megatron.checkpoints.sharding import Sharding, merge_shards
+from megatron.errors import CheckpointError
 from megatron.model.gpt import GPTModel
 from megatron.model.spec import ModelSpec
 from megatron.mpu import TensorParallel

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import megatron
-from megatron.checkpoints import CheckpointError, find_layout, read_checkpoint
-from megatron.checkpoints.safe_load import load_file
+from megatron.checkpoints import find_layout, read_checkpoint
+from megatron.checkpoints.safe_files import load_file
+from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import logits_of, saved_model, small_args, tokens
 from tests.conftest import FIXTURES
 

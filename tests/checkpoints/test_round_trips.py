@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import megatron
-from megatron.checkpoints import CheckpointError, read_checkpoint
+from megatron.checkpoints import read_checkpoint
+from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.writing import write_native, write_neox
-from megatron.hf.export import write_hf
+from megatron.errors import CheckpointError
 from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS
 from tests.checkpoints.small_models import (
     VOCABULARY,

@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import DataError, IndexedDatasetWriter
-from megatron.data.blend import (
+from megatron.data import IndexedDatasetWriter
+from megatron.data.datasets import (
     BlendedDataset,
     blending_order,
+    build_datasets,
     normalised_weights,
+    sample_counts,
     samples_per_dataset,
     weights_by_num_documents,
 )
-from megatron.data.config import build_datasets, sample_counts
+from megatron.errors import DataError
 
 
 def corpus(folder: Path, token: int, documents: int = 20) -> str:
@@ -117,7 +119,7 @@ def test_the_blend_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     paths = [corpus(tmp_path, 1), corpus(tmp_path, 2)]
     data = settings_of(train_data_paths=paths, train_data_weights=[3, 1])
     first, _, _ = build(data)
-    monkeypatch.setattr("megatron.data.blend.blending_order", lambda *_: pytest.fail("rebuilt"))
+    monkeypatch.setattr("megatron.data.datasets.blending_order", lambda *_: pytest.fail("rebuilt"))
     again, _, _ = build(data)
     for item in range(60):
         np.testing.assert_array_equal(first[item]["text"], again[item]["text"])

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
-from megatron.data import cache as cache_module
-from megatron.data.cache import cached_arrays, default_cache_dir, user_cache_dir
+from megatron.data import index_cache as cache_module
+from megatron.data.index_cache import cached_arrays, default_cache_dir, user_cache_dir
 
 KEY = {"sizes": "abc", "length": 4, "documents": [0, 3]}
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.data import download as download_module
-from megatron.data.download import DownloadError, RemoteFile, download
+from megatron.data.download import RemoteFile, download
+from megatron.errors import DownloadError
 
 CONTENT = bytes(range(256)) * 4000
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

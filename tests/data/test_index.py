@@ -9,11 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import DataError, IndexedDatasetWriter, build_train_valid_test_datasets
-from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.index import build_sample_index, number_of_epochs, parse_split, split_bounds
+from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
+from megatron.data.gpt_dataset import (
+    GPTDataset,
+    build_sample_index,
+    number_of_epochs,
+    parse_split,
+    split_bounds,
+)
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.windows import build_eval_dataset
+from megatron.errors import DataError
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter, merge_datasets
+from megatron.data import IndexedDataset, IndexedDatasetWriter, merge_datasets
 from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, bin_path, idx_path
 from megatron.data.writer import best_dtype
+from megatron.errors import DataError
 from tests.conftest import FIXTURES
 
 TOY = FIXTURES / "official_dataset" / "toy_text_document"

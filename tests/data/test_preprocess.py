@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from megatron.data import DataError, IndexedDataset
+from megatron.data import IndexedDataset
 from megatron.data import chunks as chunks_module
-from megatron.data.config import check_tokenizers
-from megatron.data.manifest import check_tokenizer, read_manifest
+from megatron.data.datasets import check_tokenizers
+from megatron.data.indexed_dataset import check_tokenizer, read_manifest
 from megatron.data.preprocess import Outcome, PreprocessOptions, preprocess
+from megatron.errors import DataError
 from megatron.tokenizer import build_tokenizer
 from tests.conftest import REPOSITORY
 from tools import merge_datasets as merge_tool

@@ -10,10 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import DataError
-from megatron.data.batch import get_labels_and_mask
-from megatron.data.loader import build_data_loader
-from megatron.data.sampler import ResumableBatchSampler
+from megatron.data.loader import ResumableBatchSampler, build_data_loader, get_labels_and_mask
+from megatron.errors import DataError
 
 GLOBAL_BATCH = 24
 LAYOUTS = [(24, 1, 1), (1, 1, 24), (2, 3, 4), (6, 4, 1), (4, 2, 3), (3, 8, 1)]

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import DataError, IndexedDatasetWriter, build_train_valid_test_datasets
+from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
 from megatron.data.windows import build_eval_dataset, common_token_count, token_windows
+from megatron.errors import DataError
 
 
 @pytest.fixture

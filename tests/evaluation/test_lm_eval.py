@@ -17,10 +17,10 @@ import pytest
 import torch
 import yaml
 
+from megatron.errors import EvaluationError
 from megatron.evaluation import lm_eval_adapter, lm_eval_hook, lm_eval_task
-from megatron.evaluation.errors import EvaluationError
+from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.lm_eval_adapter import KerpleNeoXLM
-from megatron.evaluation.runner import run_evaluation
 from megatron.model import GPTModel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
@@ -28,7 +28,7 @@ from tests.conftest import REPOSITORY
 from tests.evaluation.helpers import write_run
 from tests.evaluation.lm_eval_tasks import NEW_TOKENS, QUESTIONS, STOPS, TEXTS, write_tasks
 from tests.evaluation.test_runner import run_processes
-from tests.test_generation import greedy_by_hand
+from tests.generation.test_generation import greedy_by_hand
 
 CONTEXT = 48  # three times the training length
 TASKS = ["local_choice", "local_rolling", "local_generation"]
@@ -271,7 +271,7 @@ def test_scores_agree_with_lm_evals_hugging_face_model(
     from lm_eval.tasks import TaskManager
 
     from megatron.checkpoints import read_checkpoint
-    from megatron.hf.export import write_hf
+    from megatron.checkpoints.hf.folder import write_hf
 
     args, _ = local_run(tmp_path)
     exported = tmp_path / "exported"

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron.data import IndexedDataset, build_train_valid_test_datasets
+from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.positionwise import bucket_edges
-from megatron.evaluation.runner import run_evaluation
 from megatron.evaluation.sliding import window_starts
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.passkey import make_prompt
 from megatron.evaluation.receptive_field import input_gradient_norms, tokens_covering
-from megatron.evaluation.runner import run_evaluation
 from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
@@ -89,7 +89,7 @@ def test_a_model_that_finds_the_key_scores_one_and_a_short_sighted_one_only_near
     )
     oracle = OracleModel(model.spec)
     oracle.sequential[-1] = IdentityHead(model.head.vocab_tp)
-    monkeypatch.setattr("megatron.evaluation.subject._load", lambda *_: oracle)
+    monkeypatch.setattr("megatron.generation.subject._load", lambda *_: oracle)
     grid = result_of(args, "passkey")["results"]["grid"]
     assert [(cell["depth"], cell["accuracy"]) for cell in grid] == [(0, 1), (0.5, 1), (1, 1)]
     oracle.horizon = 120  # sees the question and a key right before it, nothing earlier

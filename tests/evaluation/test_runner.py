@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron.evaluation import extrapolation, lm_eval_task, subject
-from megatron.evaluation.runner import run_evaluation
+from megatron.evaluation.evaluator import run_evaluation
+from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.environment import free_port
 from tests.conftest import FIXTURES, REPOSITORY
 from tests.evaluation.helpers import write_checkpoint, write_data, write_run
 
@@ -165,7 +165,7 @@ def test_another_models_config_is_refused(
 def test_a_tokenizer_larger_than_the_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.tokenizer.byte_level import CharLevelTokenizer
+    from megatron.tokenizer.other_tokenizers import CharLevelTokenizer
 
     args, _ = write_run(tmp_path, eval_tasks=["passkey"], passkey_lengths=[200])
     monkeypatch.setattr(CharLevelTokenizer, "vocab_size", 50257)

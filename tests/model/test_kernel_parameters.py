@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.model.positional_embeddings import PositionalEmbeddingError
+from megatron.errors import PositionalEmbeddingError
 from tests.model.position_helpers import CONSTRAINTS, KERNELS, build, kernel, present
 
 

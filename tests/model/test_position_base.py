@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
 from megatron.model.positional_embeddings import (
     POSITIONAL_EMBEDDINGS,
     DistanceKernel,
     Exponent,
-    PositionalEmbeddingError,
     Positive,
     Uniform,
-    UnknownPositionalEmbedding,
     canonical_name,
     register,
 )
@@ -50,15 +49,15 @@ class TestRegistry:
 
     @pytest.mark.parametrize("name", ["kerple_lgo", "", "KERPLE_LOG"])
     def test_unknown_name_lists_the_known_ones(self, name: str) -> None:
-        with pytest.raises(UnknownPositionalEmbedding, match="kerple_log"):
+        with pytest.raises(UnknownPositionalEmbeddingError, match="kerple_log"):
             canonical_name(name)
-        assert issubclass(UnknownPositionalEmbedding, ValueError)
+        assert issubclass(UnknownPositionalEmbeddingError, ValueError)
 
     @pytest.mark.parametrize(
         "name", ["no_such_module:Kernel", "math:nothing", "math:pi", ":", "a:"]
     )
     def test_unimportable_class_says_so(self, name: str) -> None:
-        with pytest.raises(UnknownPositionalEmbedding, match="pos_emb"):
+        with pytest.raises(UnknownPositionalEmbeddingError, match="pos_emb"):
             build(name)
 
     def test_a_name_is_taken_once(self) -> None:

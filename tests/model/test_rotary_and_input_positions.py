@@ -13,8 +13,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
     apply_rotary_pos_emb,
 )
 
+from megatron.errors import PositionalEmbeddingError
 from megatron.model.positional_embeddings import (
-    PositionalEmbeddingError,
     PositionOptions,
     RotaryEmbedding,
     build_positional_embedding,

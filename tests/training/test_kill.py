@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.checkpoint_store import CheckpointStore
+from megatron.checkpoints.store import CheckpointStore
 from tests.training.cases import write_data
 from tests.training.runs import (
     final_valid_loss,

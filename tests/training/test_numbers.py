@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.training.anomaly import NonFiniteError, watch
-from megatron.training.clipping import whole_norm
-from megatron.training.hooks.reporting import RecordMetrics
-from megatron.training.hooks.stopping import EXIT_DIVERGED
+from megatron.errors import NonFiniteError
+from megatron.training.control_hooks import EXIT_DIVERGED
+from megatron.training.gradients import watch, whole_norm
 from megatron.training.metrics import Sinks
+from megatron.training.progress_hooks import RecordMetrics
 from megatron.training.trainer import StepReport
 from tests.training.cases import ADAM, layout, precision, run_cases, tiny_config, write_data
 from tests.training.runs import finish, run_config, start_run

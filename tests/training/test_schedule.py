@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron.training.schedule import DECAYS, Schedule, Scheduler
+from megatron.training.optimizer import DECAYS, Schedule, Scheduler
 
 
 def schedule(style: str, warmup: int = 10) -> Schedule:

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron.neox_arguments.environment import free_port
-from megatron.training.hooks.stopping import EXIT_REQUEUE
+from megatron.launcher.environment import free_port
+from megatron.training.control_hooks import EXIT_REQUEUE
 from megatron.training.liveness import EXIT_PEER_LOST, process_is_gone
 from tests.processes import REPOSITORY
 from tests.training.cases import layout, write_data
@@ -62,7 +62,7 @@ def test_a_signal_finishes_the_step_saves_and_leaves(
 def test_a_signal_before_the_first_step_asks_for_another_try() -> None:
     program = (
         "import os, signal\n"
-        "from megatron.training.hooks.stopping import leave_on_signal_until_started\n"
+        "from megatron.training.control_hooks import leave_on_signal_until_started\n"
         "leave_on_signal_until_started()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "signal.pause()\n"

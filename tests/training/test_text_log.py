@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.text_log import text_log
+from megatron.training.entry import text_log
 
 
 def test_output_goes_to_the_terminal_and_to_the_ranks_file(

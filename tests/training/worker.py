@@ -25,20 +25,25 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
+from megatron.checkpoints import safe_files
+from megatron.checkpoints.save_and_resume import (
+    Resumed,
+    find_checkpoint,
+    resume,
+    rng_state,
+    save_checkpoint,
+)
+from megatron.checkpoints.store import CheckpointStore
+from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState, initialize_parallel
+from megatron.mpu.job import set_seeds, start_distributed
 from megatron.neox_arguments import NeoXArgs
-from megatron.training import safe_files
 from megatron.training.batches import build_streams
-from megatron.training.checkpoint_store import CheckpointStore
-from megatron.training.checkpointing import Resumed, find_checkpoint, resume, save_checkpoint
-from megatron.training.distributed import set_seeds, start_distributed
 from megatron.training.engine import build_engine, build_module
-from megatron.training.hooks.kernels import all_heads, gathered, kernel_modules
-from megatron.training.reshard import write_universal
-from megatron.training.rng import rng_state
+from megatron.training.kernel_hooks import all_heads, gathered, kernel_modules
+from megatron.training.resharding import write_universal
 from megatron.training.run import find_vocabulary
-from megatron.training.safe_files import CheckpointError
 from megatron.training.stepper import build_stepper
 
 

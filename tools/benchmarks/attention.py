@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron.model.kernels.compiled import load_library
-from megatron.model.kernels.tiled import tiled_forward_with_count
+from megatron.engines.cpp_build import load_library
+from megatron.engines.cpu import tiled_forward_with_count
 from tools.benchmarks.contenders import (
     Contender,
     Inputs,

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from megatron.data import build_train_valid_test_datasets
 from megatron.data.chunks import CHUNK_BYTES
 from megatron.data.corpora import standard_library_files
-from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import HEADER, MAGIC, bin_path, idx_path
 from megatron.data.prepare import gpt2_files
 from megatron.data.preprocess import PreprocessOptions, available_cores, preprocess
+from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -271,7 +271,7 @@ def _measure_loader(args: argparse.Namespace, folder: Path) -> list[Measurement]
 def train_demo_briefly(folder: Path, prefix: Path) -> Path:
     """The demo's own model and config, through train.py, for a few steps: its metrics.jsonl."""
     from megatron.neox_arguments import NeoXArgs
-    from megatron.reproduce.suite import load_suite
+    from megatron.paper.suite import load_suite
 
     demo = next(run for run in load_suite("demo").runs if run.method == "kerple_log")
     changes = {

@@ -1,1 +1,0 @@
-"""Theory, statistics, tables and figures: what turns results into claims."""

@@ -1,0 +1,145 @@
+"""Writing a Hugging Face folder: weights, config, tokenizer, generation config, card, code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file as load_safetensors
+from torch import Tensor
+from transformers import GenerationConfig, GPTNeoXConfig, PretrainedConfig
+
+from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
+from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
+from megatron.checkpoints.hf.model_card import model_card
+from megatron.checkpoints.hf.tokenizer_files import tokenizer_settings, write_tokenizer
+from megatron.checkpoints.layouts import Layout
+from megatron.checkpoints.reading import EMBEDDING, Checkpoint
+from megatron.checkpoints.safe_files import load_file
+from megatron.checkpoints.saved_config import tokenizer_of
+from megatron.checkpoints.writing import cast_weights
+from megatron.errors import CheckpointError
+from megatron.tokenizer import Tokenizer
+
+__all__ = ["MODEL_FILES", "read_hf_checkpoint", "write_hf"]
+
+MODEL_FILES = (
+    "configuration_kerple.py",
+    "positions_kerple.py",
+    "scores_kerple.py",
+    "modeling_kerple.py",
+)
+_AUTO_MAP = {
+    "AutoConfig": "configuration_kerple.KerpleNeoXConfig",
+    "AutoModel": "modeling_kerple.KerpleNeoXModel",
+    "AutoModelForCausalLM": "modeling_kerple.KerpleNeoXForCausalLM",
+}
+
+
+def write_hf(checkpoint: Checkpoint, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Everything that `AutoModelForCausalLM.from_pretrained(folder)` needs."""
+    tokenizer, problem = _tokenizer(checkpoint)
+    spec = checkpoint.spec
+    eos = tokenizer.eod if tokenizer is not None else None
+    config = hf_config(spec, checkpoint.args, iteration=checkpoint.iteration, eos=eos)
+    if tokenizer is not None:
+        problem = write_tokenizer(tokenizer, folder, max_length=int(1e30))
+    if problem:
+        warnings.warn(f"the export has no tokenizer: {problem}", stacklevel=2)
+    ours = isinstance(config, KerpleNeoXConfig)
+    weights = to_hf_names(
+        cast_weights(checkpoint.weights, dtype),
+        spec.num_layers,
+        head="lm_head.weight" if ours else "embed_out.weight",
+    )
+    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    stored = weights["gpt_neox.embed_in.weight"].dtype
+    _write_config(config, folder, stored)
+    GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
+    if ours:
+        for name in MODEL_FILES:
+            shutil.copyfile(Path(__file__).with_name(name), folder / name)
+    (folder / "README.md").write_text(model_card(checkpoint, config, problem), encoding="utf-8")
+
+
+def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str | None]:
+    try:
+        tokenizer = tokenizer_of(checkpoint.args, checkpoint.layout.directory)
+    except (ValueError, OSError, ImportError) as error:
+        return None, str(error)
+    if tokenizer.eod >= checkpoint.padded_vocab_size:
+        return None, (
+            f"{tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, the model knows "
+            f"{checkpoint.padded_vocab_size}"
+        )
+    return tokenizer, None
+
+
+def _write_config(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
+    ours = isinstance(config, KerpleNeoXConfig)
+    values: dict[str, Any] = config.to_dict()
+    values["architectures"] = ["KerpleNeoXForCausalLM" if ours else "GPTNeoXForCausalLM"]
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    if ours:
+        values["auto_map"] = _AUTO_MAP
+    text = json.dumps(values, indent=2, sort_keys=True)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+# A Hugging Face folder as a checkpoint.
+
+_CONFIGS: dict[str, Any] = {"kerple_neox": KerpleNeoXConfig, "gpt_neox": GPTNeoXConfig}
+
+
+def read_hf_checkpoint(layout: Layout) -> Checkpoint:
+    """Weights and config of a folder written by our converter or by `save_pretrained`."""
+    folder = layout.directory
+    config = _read_config(folder)
+    args = args_from_hf(config, folder).replace(**tokenizer_settings(folder))
+    weights = from_hf_names(
+        _read_weights(folder), args.model.num_layers, tied=not args.model.no_weight_tying
+    )
+    if EMBEDDING not in weights:
+        raise CheckpointError(f"{folder}: holds no gpt_neox.embed_in.weight")
+    return Checkpoint(weights, args, layout, "hf", int(getattr(config, "iteration", 0)))
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    values = json.loads((folder / "config.json").read_text("utf-8"))
+    cls = _CONFIGS.get(values["model_type"])
+    if cls is None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: model_type {values['model_type']!r} is not one that can be "
+            f"converted; there are {', '.join(_CONFIGS)}"
+        )
+    return cls.from_dict(values)
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    pickled = [] if files else sorted(folder.glob("pytorch_model*.bin"))
+    if not files and not pickled:
+        raise CheckpointError(f"{folder}: holds neither *.safetensors nor pytorch_model*.bin")
+    _check_index(folder, {path.name for path in (*files, *pickled)})
+    weights: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            weights |= load_safetensors(path)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from error
+    for path in pickled:
+        weights |= load_file(path)
+    return weights
+
+
+def _check_index(folder: Path, present: set[str]) -> None:
+    for index in folder.glob("*.index.json"):
+        named = set(json.loads(index.read_text("utf-8")).get("weight_map", {}).values())
+        if missing := sorted(named - present):
+            raise CheckpointError(f"{folder}: incomplete, missing {', '.join(missing)}")

@@ -1,0 +1,360 @@
+"""KERPLE-NeoX decoder for Hugging Face transformers: needs torch and transformers, nothing else.
+
+Shape suffixes: B batch, H heads, Q queries, K keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
+from megatron.checkpoints.hf.positions_kerple import (
+    TABLES,
+    PositionTables,
+    rotary_angles,
+    rotate,
+    sinusoids,
+)
+from megatron.checkpoints.hf.scores_kerple import (
+    LARGEST_SCORES,
+    Scores,
+    Tables,
+    absolute_positions,
+    allowed_keys,
+    attend,
+    cache_capacity,
+    fits_at_once,
+)
+
+__all__ = ["KerpleNeoXForCausalLM", "KerpleNeoXModel", "KerpleNeoXPreTrainedModel"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "softsign": F.softsign,
+    "swish": F.silu,
+    "silu": F.silu,
+    "mish": F.mish,
+}
+GATED: dict[str, Callable[[Tensor], Tensor]] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu}
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.scale.shape, self.scale.float(), self.eps)
+        return normed.to(x.dtype)
+
+
+class ScaleNorm(nn.Module):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True).clamp(min=self.eps) * self.g
+
+
+def make_norm(config: KerpleNeoXConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.hidden_size, config.norm_eps)
+    if config.norm == "scalenorm":
+        return ScaleNorm(config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: KerpleNeoXConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        size, bias = config.hidden_size, config.attention_bias
+        self.query_key_value = nn.Linear(size, 3 * size, bias=bias)
+        self.dense = nn.Linear(size, size, bias=bias)
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, weight: Tensor | None, cos: Tensor | None,
+        sin: Tensor | None, scores: Scores, past_key_values: Any, output_attentions: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        batch, length, size = x.shape
+        heads, head_dim = self.config.num_attention_heads, self.config.head_dim
+        qkv = self.query_key_value(x).view(batch, length, heads, 3 * head_dim).transpose(1, 2)
+        q, k, v = qkv.chunk(3, dim=-1)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if past_key_values is not None:
+            # transformers 4 is told where the keys go, 5 counts by itself
+            k, v = past_key_values.update(k, v, self.layer_idx, {"cache_position": scores.q_index})
+        eager = output_attentions or self.config._attn_implementation == "eager"
+        run = partial(
+            attend, dropout=self.config.attention_dropout if self.training else 0.0, eager=eager
+        )
+        if bias is not None:
+            out, probabilities = run(q, k, v, bias, weight)
+        else:
+            rows = max(1, LARGEST_SCORES // (batch * heads * scores.keys))
+            blocks = [
+                run(q[:, :, start : start + rows], k, v, *scores.dense(start, start + rows))
+                for start in range(0, length, rows)
+            ]
+            out = torch.cat([block for block, _ in blocks], dim=2)
+            parts = [part for _, part in blocks if part is not None]
+            probabilities = torch.cat(parts, dim=2) if output_attentions and parts else None
+        return self.dense(out.transpose(1, 2).reshape(batch, length, size)), probabilities
+
+
+class MLP(nn.Module):
+    def __init__(self, config: KerpleNeoXConfig) -> None:
+        super().__init__()
+        self.gated = config.hidden_act in GATED
+        self.activation = (GATED if self.gated else ACTIVATIONS)[config.hidden_act]
+        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.dense_h_to_4h = nn.Linear(size, inner * (2 if self.gated else 1), bias=bias)
+        self.dense_4h_to_h = nn.Linear(inner, size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.dense_h_to_4h(x)
+        if self.gated:
+            value, gate = y.chunk(2, dim=-1)
+            return self.dense_4h_to_h(value * self.activation(gate))
+        return self.dense_4h_to_h(self.activation(y))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: KerpleNeoXConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(config)
+        self.attention = Attention(config, layer_idx)
+        shared = config.use_parallel_residual and config.share_parallel_norm
+        self.post_attention_layernorm = None if shared else make_norm(config)
+        self.mlp = MLP(config)
+        own = config.kerple_share == "per_layer" and config.pos_emb in TABLES
+        self.positions: PositionTables | None = PositionTables(config) if own else None
+        self.parallel, self.dropout = config.use_parallel_residual, config.hidden_dropout
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, weight: Tensor | None, cos: Tensor | None,
+        sin: Tensor | None, scores: Scores, past_key_values: Any, output_attentions: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if self.positions is not None:
+            scores = scores.with_tables(self.positions(scores.keys, x.device))
+            bias, weight = scores.dense() if fits_at_once(x, scores) else (None, None)
+        normed = self.input_layernorm(x)
+        attended, probabilities = self.attention(
+            normed, bias, weight, cos, sin, scores, past_key_values, output_attentions
+        )
+        attended = F.dropout(attended, self.dropout, self.training)
+        if not self.parallel:
+            x = x + attended
+        norm = self.post_attention_layernorm
+        out = self.mlp(normed if norm is None else norm(x))
+        out = x + F.dropout(out, self.dropout, self.training)
+        return (out + attended if self.parallel else out), probabilities
+
+
+class KerpleNeoXPreTrainedModel(PreTrainedModel):
+    config_class = KerpleNeoXConfig
+    base_model_prefix = "gpt_neox"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["positions"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=std)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.scale)
+        elif isinstance(module, ScaleNorm):
+            nn.init.ones_(module.g)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, PositionTables):
+            module.reset_parameters()
+
+
+class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: KerpleNeoXConfig) -> None:
+        super().__init__(config)
+        self.embed_in = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.pos_emb == "learned"
+        self.embed_positions: nn.Embedding | None = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        )
+        shared = config.kerple_share == "all" and config.pos_emb in TABLES
+        self.positions: PositionTables | None = PositionTables(config) if shared else None
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.final_layer_norm = make_norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_in
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.embed_in = value
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        x = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        checkpointing = self.gradient_checkpointing and self.training
+        if use_cache and past_key_values is None and not checkpointing:
+            past_key_values = DynamicCache()
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        position_ids = absolute_positions(position_ids, attention_mask, past, x)
+        x = F.dropout(
+            self._with_positions(x, position_ids), self.config.hidden_dropout, self.training
+        )
+        scores = self._scores(x, past, past_key_values, attention_mask)
+        at_once = fits_at_once(x, scores) and self._shares_tables
+        bias, weight = scores.dense() if at_once else (None, None)
+        rotates = self.config.pos_emb == "rotary"
+        cos, sin = rotary_angles(self.config, position_ids) if rotates else (None, None)
+        want_attentions = bool(
+            self.config.output_attentions if output_attentions is None else output_attentions
+        )
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden_states: list[Any] = [x]
+        attentions: list[Any] = []
+        for layer in self.layers:
+            # each tensor an argument of its own, so that checkpoints carry gradients through all
+            inputs = (x, bias, weight, cos, sin, scores, past_key_values, want_attentions)
+            if checkpointing:
+                checkpoint: Any = self._gradient_checkpointing_func
+                x, probabilities = checkpoint(layer.__call__, *inputs)
+            else:
+                x, probabilities = layer(*inputs)
+            hidden_states.append(x)
+            attentions.append(probabilities)
+        x = self.final_layer_norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=(*hidden_states[:-1], x) if output_hidden_states else None,
+            attentions=tuple(attentions) if want_attentions else None,
+        )
+
+    @property
+    def _shares_tables(self) -> bool:
+        return self.positions is not None or self.config.pos_emb not in TABLES
+
+    def _with_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        if self.config.pos_emb == "sinusoidal":
+            return x + sinusoids(position_ids, self.config.hidden_size).to(x.dtype)
+        if self.embed_positions is None:
+            return x
+        rows = self.embed_positions.num_embeddings
+        if position_ids.max() >= rows:
+            raise ValueError(
+                f"position {int(position_ids.max())}: this model has learned positions for {rows} "
+                "tokens (max_position_embeddings) and none beyond; shorten the input"
+            )
+        return x + self.embed_positions(position_ids)
+
+    def _scores(
+        self, x: Tensor, past: int | Tensor, cache: Any, attention_mask: Tensor | None
+    ) -> Scores:
+        keys = cache_capacity(cache) or int(past) + x.shape[1]
+        tables: Tables = (None, None)
+        if self.positions is not None:
+            tables = self.positions(keys, x.device)
+        return Scores(
+            tables, past, x.shape[1], keys, self.config.attention_window,
+            allowed_keys(attention_mask, keys), x.device,
+        )  # fmt: skip
+
+
+class KerpleNeoXForCausalLM(KerpleNeoXPreTrainedModel, GenerationMixin):
+    """The decoder with its head."""
+
+    _tied_weights_keys = {"lm_head.weight": "gpt_neox.embed_in.weight"}  # noqa: RUF012
+
+    def __init__(self, config: KerpleNeoXConfig) -> None:
+        super().__init__(config)
+        self.gpt_neox = KerpleNeoXModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        self.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        outputs = self.gpt_neox(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+        )
+        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        return result.to_tuple() if return_dict is False else result

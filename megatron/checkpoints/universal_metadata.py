@@ -1,0 +1,136 @@
+"""What DeepSpeed wants to know of a model to write or read its universal checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import (
+    CAT_DIM,
+    ORIGINAL_VOCAB_SIZE,
+    PARAM,
+    PARAM_N_SUB_PARAMS,
+    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+    VOCAB_TENSOR,
+    VOCABULARY_PARAMETER_PATTERNS,
+)
+from torch import Tensor, nn
+
+from megatron.checkpoints.sharding import Sharding
+from megatron.checkpoints.weight_names import split_name, strip_prefix
+
+TIED = "tied_modules."
+
+
+def described(name: str, whole: Tensor, sharding: Sharding) -> dict[str, Any]:
+    """A whole tensor and how tensor parallelism cuts it, as DeepSpeed's loader expects it."""
+    entry: dict[str, Any] = {PARAM: whole}
+    dim = sharding.dim(name)
+    if dim is not None:
+        entry[CAT_DIM] = dim
+    if sharding.blocks(name) > 1:
+        entry[PARAM_N_SUB_PARAMS] = sharding.blocks(name)
+    if _is_cut_by_word(name, sharding):
+        entry[VOCAB_TENSOR] = True
+    return entry
+
+
+def other_names(name: str, *, tied: bool) -> list[str]:
+    """What modules call a canonical name: a plain model, and a pipeline with a tied embedding."""
+    index, rest = split_name(name)
+    return [f"sequential.{name}", *([f"{TIED}embedding.{rest}"] if tied and index == 0 else [])]
+
+
+def note_cuts(module: nn.Module, sharding: Sharding, tp_size: int) -> None:
+    """Hang on the module what `ds_to_universal` asks of a checkpoint; DeepSpeed saves it."""
+    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(stages, own)
+    shapes = {name: shape for stage in stages for name, shape in stage.items()}
+    setattr(module, UNIVERSAL_CHECKPOINT_INFO, conversion_info(shapes, sharding, tp_size))
+
+
+def conversion_info(
+    shapes: Mapping[str, tuple[int, ...]], sharding: Sharding, tp_size: int
+) -> dict[str, Any]:
+    """Patterns of parameter names by how their tensor-parallel slices are joined."""
+    names = {name: strip_prefix(name, Path("model")) for name in shapes}
+    words = [name for name, canonical in names.items() if _is_cut_by_word(canonical, sharding)]
+    info = {
+        TP_REPLICATED_PARAMETER_PATTERNS: [n for n, c in names.items() if sharding.dim(c) is None],
+        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: [
+            n for n, c in names.items() if sharding.dim(c) == 1
+        ],
+        PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: [
+            n for n, c in names.items() if sharding.blocks(c) == 2
+        ],
+        VOCABULARY_PARAMETER_PATTERNS: words,
+        # The embedding of a tied head is on the last stage too.
+        PIPELINE_REPLICATED_PARAMETER_PATTERNS: [n for n in names if n.startswith(TIED)],
+    }
+    return {
+        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        # DeepSpeed drops the rows from here on. Rows of padding are trained like others: keep all.
+        ORIGINAL_VOCAB_SIZE: max((shapes[name][0] for name in words), default=0) * tp_size,
+        **{key: _patterns(found) for key, found in info.items()},
+    }
+
+
+def _is_cut_by_word(name: str, sharding: Sharding) -> bool:
+    return sharding.has_vocabulary_rows(name) and sharding.dim(name) == 0
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """One expression for the same parameter of all layers; DeepSpeed wants every one used."""
+    found = set()
+    for name in names:
+        if name.startswith(TIED):
+            found.add(f"{re.escape(name)}$")
+        else:
+            rest = split_name(strip_prefix(name, Path("model")))[1]
+            found.add(rf"(sequential\.)?\d+\.{re.escape(rest)}$")
+    return sorted(found)
+
+
+def optimizer_state(param_groups: list[dict[str, Any]], step: Tensor | None) -> dict[str, Any]:
+    """zero/optimizer_state.pt: the hyperparameters as ZeRO 1 and 2 read them, and as ZeRO 3 does.
+
+    ZeRO 3 gives the first group's to all, so only what all groups share is there.
+    """
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in param_groups]
+    shared = {k: v for k, v in groups[0].items() if all(group.get(k) == v for group in groups)}
+    state = {} if step is None else {0: {"step": step}}
+    return {
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": [shared]},
+        "ds_version": deepspeed.__version__,
+    }
+
+
+def model_states(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """The model-states file: where training stood. The weights are under zero/."""
+    return {
+        "module": None,
+        "lr_scheduler": progress["schedule"],
+        "global_steps": progress["iteration"],
+        "global_samples": progress["consumed_samples"],
+        "skipped_steps": progress["skipped_steps"],
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "iteration": progress["iteration"],
+        "consumed_samples": progress["consumed_samples"],
+        "ds_version": deepspeed.__version__,
+        UNIVERSAL_CHECKPOINT_INFO: {
+            UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE
+        },
+    }

@@ -1,0 +1,264 @@
+"""Datasets from the data section of a config: one file with a split, or blends per split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.gpt_dataset import (
+    SPLIT_NAMES,
+    GPTDataset,
+    Sample,
+    SampleDataset,
+    build_split_dataset,
+    build_train_valid_test_datasets,
+)
+from megatron.data.index_cache import Arrays, cached_arrays, default_cache_dir
+from megatron.data.indexed_dataset import IndexedDataset, check_tokenizer
+from megatron.errors import DataError
+from megatron.tokenizer import Tokenizer
+
+__all__ = [
+    "BlendedDataset",
+    "DataSettings",
+    "blending_order",
+    "build_datasets",
+    "check_tokenizers",
+    "normalised_weights",
+    "sample_counts",
+    "samples_per_dataset",
+    "weights_by_num_documents",
+]
+
+
+class DataSettings(Protocol):
+    """The config fields used here; ``train_data_paths`` and the like are read by name."""
+
+    @property
+    def data_path(self) -> Any: ...
+
+    @property
+    def split(self) -> str: ...
+
+
+def sample_counts(
+    train_iters: int, eval_interval: int | None, eval_iters: int, global_batch: int
+) -> tuple[int, int, int]:
+    """NeoX's numbers of training, validation and test samples."""
+    evaluations = train_iters // eval_interval + 1 if eval_interval else 1
+    return (
+        train_iters * global_batch,
+        evaluations * eval_iters * global_batch,
+        eval_iters * global_batch,
+    )
+
+
+def check_tokenizers(data: DataSettings, tokenizer: Tokenizer) -> None:
+    """Refuse any of the config's datasets that says it was made with another tokenizer."""
+    paths = [path for name in SPLIT_NAMES for path in _paths(data, name)]
+    for path in [data.data_path] if data.data_path else paths:
+        check_tokenizer(path, tokenizer)
+
+
+def build_datasets(
+    data: DataSettings,
+    *,
+    seq_length: int,
+    seq_length_val: int | None,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    vocab_size: int | None = None,
+) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
+    """Train, valid and test datasets; None for a split that has no data."""
+    _check_implementation(getattr(data, "data_impl", None))
+    paths = [_paths(data, name) for name in SPLIT_NAMES]
+    cache_dir = getattr(data, "data_cache_dir", None)
+    warmup = bool(getattr(data, "mmap_warmup", False))
+    if not any(paths):
+        if not data.data_path:
+            raise DataError("no data: set data_path, or train_data_paths and the like")
+        return build_train_valid_test_datasets(
+            data.data_path,
+            data.split,
+            num_samples,
+            seq_length,
+            seq_length_val,
+            seed,
+            cache_dir=cache_dir,
+            mmap_warmup=warmup,
+            vocab_size=vocab_size,
+        )
+    if data.data_path:
+        raise DataError("data_path and train/valid/test_data_paths are both set; keep one of them")
+    blends: list[SampleDataset | None] = []
+    for i, name in enumerate(SPLIT_NAMES):
+        if not paths[i] or num_samples[i] == 0:
+            blends.append(None)
+            continue
+        tokens = [IndexedDataset(path, warmup=warmup) for path in paths[i]]
+        weights = _weights(data, name, tokens)
+        blends.append(
+            _blend(
+                tokens,
+                weights,
+                num_samples[i],
+                seq_length if i == 0 else (seq_length_val or seq_length),
+                seed,
+                name=name,
+                cache_dir=cache_dir,
+                vocab_size=vocab_size,
+            )
+        )
+    return blends[0], blends[1], blends[2]
+
+
+def _check_implementation(value: str | None) -> None:
+    if value not in (None, "infer", "mmap"):
+        raise DataError(f'data_impl "{value}": only mmap (or infer) is read')
+
+
+def _paths(data: DataSettings, name: str) -> list[str | Path]:
+    value = getattr(data, f"{name}_data_paths", None)
+    return [value] if isinstance(value, str | Path) else list(value or [])
+
+
+def _weights(data: DataSettings, name: str, tokens: Sequence[IndexedDataset]) -> list[float]:
+    if getattr(data, "weight_by_num_documents", False):
+        alpha = getattr(data, "weighted_sampler_alpha", 1.0)
+        return weights_by_num_documents([len(t) for t in tokens], alpha)
+    weights = getattr(data, f"{name}_data_weights", None) or [1.0] * len(tokens)
+    if len(weights) != len(tokens):
+        raise DataError(
+            f"{name}_data_weights has {len(weights)} numbers, {name}_data_paths {len(tokens)} paths"
+        )
+    return normalised_weights([float(weight) for weight in weights])
+
+
+def _blend(
+    tokens: Sequence[IndexedDataset],
+    weights: Sequence[float],
+    num_samples: int,
+    length: int,
+    seed: int,
+    *,
+    name: str,
+    cache_dir: str | Path | None,
+    vocab_size: int | None,
+) -> SampleDataset:
+    parts: list[GPTDataset] = []
+    for i, (file, samples) in enumerate(
+        zip(tokens, samples_per_dataset(weights, num_samples), strict=True)
+    ):
+        parts.append(
+            build_split_dataset(
+                file,
+                0,
+                len(file),
+                length,
+                samples,
+                seed,
+                name=f"{name}_{i}",
+                cache_dir=cache_dir,
+                vocab_size=vocab_size,
+            )
+        )
+    directory = Path(cache_dir) if cache_dir is not None else default_cache_dir(tokens[0].prefix)
+    return BlendedDataset(parts, weights, num_samples, cache_dir=directory.expanduser())
+
+
+# Several datasets as one, in fixed proportions and a fixed order, as NeoX blends them.
+
+
+def normalised_weights(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    if not math.isfinite(total) or total <= 0 or min(weights) < 0:
+        raise DataError(f"data weights {list(weights)} must not be negative and not all be 0")
+    return [weight / total for weight in weights]
+
+
+def samples_per_dataset(weights: Sequence[float], num_samples: int) -> list[int]:
+    """Samples to prepare from each: half a percent spare, because the order is not exactly even."""
+    return [math.ceil(num_samples * weight * 1.005) for weight in normalised_weights(weights)]
+
+
+def weights_by_num_documents(num_documents: Sequence[int], alpha: float = 1.0) -> list[float]:
+    """NeoX's weights from document counts: p^alpha, damped by (1 - p), normalised.
+
+    A smaller ``alpha`` gives small datasets a larger share.
+    """
+    if len(num_documents) == 1:
+        return [1.0]
+    shares = normalised_weights([float(count) for count in num_documents])
+    raised = normalised_weights([share**alpha for share in shares])
+    return normalised_weights(
+        [(1 - share) * power for share, power in zip(shares, raised, strict=True)]
+    )
+
+
+def blending_order(
+    weights: Sequence[float], num_samples: int
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """For each item its dataset and its number there: always the dataset furthest behind."""
+    order = np.empty(num_samples, np.uint8)
+    taken = [0] * len(weights)
+    datasets = range(len(weights))
+    for item in range(num_samples):
+        position = max(item, 1)
+        best, most = 0, weights[0] * position - taken[0]
+        for d in datasets:
+            behind = weights[d] * position - taken[d]
+            if behind > most:
+                best, most = d, behind
+        order[item] = best
+        taken[best] += 1
+    numbers = np.empty(num_samples, np.int64)
+    for d in datasets:
+        where = order == d
+        numbers[where] = np.arange(int(where.sum()))
+    return order, numbers
+
+
+class BlendedDataset:
+    """Item i comes from the dataset that is then furthest behind its share."""
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleDataset],
+        weights: Sequence[float],
+        num_samples: int,
+        *,
+        cache_dir: Path | None = None,
+    ) -> None:
+        if len(datasets) != len(weights):
+            raise DataError(f"{len(datasets)} datasets but {len(weights)} weights")
+        if not 1 <= len(datasets) <= 255:
+            raise DataError(f"{len(datasets)} datasets; between 1 and 255 can be blended")
+        self.datasets = list(datasets)
+        self.weights = normalised_weights(weights)
+        arrays = self._order(num_samples, cache_dir)
+        self.order, self.numbers = arrays["order"], arrays["numbers"]
+
+    def _order(self, num_samples: int, cache_dir: Path | None) -> Arrays:
+        """Found one sample after another, about a microsecond each: worth keeping."""
+
+        def build() -> Arrays:
+            order, numbers = blending_order(self.weights, num_samples)
+            return {"order": order, "numbers": numbers}
+
+        if cache_dir is None:
+            return build()
+        key = {"format": 1, "weights": self.weights, "samples": num_samples}
+        return cached_arrays(key, build, directory=cache_dir, name="blend")
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, item: int) -> Sample:
+        dataset = self.datasets[self.order[item]]
+        # In short blends rounding can ask for a sample or two past the end; begin again there.
+        return dataset[int(self.numbers[item]) % len(dataset)]

@@ -1,0 +1,177 @@
+"""Builds and loads the C++ engine: lazily, once per machine, quietly, or not at all.
+
+The sources beside this file compile in seconds to a library for this very CPU. It is kept in a
+cache directory under a name that changes with the sources, the compiler and the CPU. Without a
+compiler, or if anything goes wrong, users get one warning and the PyTorch implementation.
+
+Environment: KERPLE_TILED_BACKEND = auto | compiled | python; KERPLE_CACHE_DIR; CXX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.errors import EngineError
+
+__all__ = ["load_library"]
+
+_SOURCES = Path(__file__).parent / "cpp"
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_CPU_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+_TIMEOUT_SECONDS = 120.0
+
+
+class BuildError(RuntimeError):
+    """Why there is no library."""
+
+
+def load_library() -> ctypes.CDLL | None:
+    """The compiled engine, built if need be; None where it cannot be or is not wanted."""
+    backend = os.environ.get("KERPLE_TILED_BACKEND", "auto")
+    if backend not in ("auto", "compiled", "python"):
+        raise EngineError(
+            f"KERPLE_TILED_BACKEND={backend!r} is unknown; use auto, compiled or python"
+        )
+    if backend == "python":
+        return None
+    library = _load_once()
+    if library is None and backend == "compiled":
+        raise EngineError(
+            "KERPLE_TILED_BACKEND=compiled, but the C++ engine cannot be built (see the warning);"
+            " install a C++17 compiler with OpenMP, or use auto"
+        )
+    return library
+
+
+@functools.cache
+def _load_once() -> ctypes.CDLL | None:
+    try:
+        return _open(_build())
+    except (BuildError, OSError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"attention engine 'tiled': no compiled C++ version ({error}); using the PyTorch one,"
+            " which gives the same numbers more slowly",
+            stacklevel=2,
+        )
+        return None
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name in ("attention_forward", "attention_backward"):
+        getattr(library, name).restype = None
+    for name in ("attention_problem_size", "attention_vector_length"):
+        getattr(library, name).restype = ctypes.c_int64
+    return library
+
+
+def _build() -> Path:
+    compiler = _find_compiler()
+    name = f"attention-{_fingerprint(compiler)}.so"
+    directory = _cache_directory()
+    target = directory / name
+    if target.exists():
+        return target
+    with _locked(target.with_suffix(".lock")):
+        if not target.exists():  # another process may have built it meanwhile
+            _compile(compiler, target)
+    return target
+
+
+def _find_compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            return path
+    raise BuildError("no C++ compiler found; set CXX or install g++")
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_SECONDS
+    ).stdout
+    digest = hashlib.sha256(version)
+    digest.update(
+        repr((compiler, _FLAGS, _CPU_FLAGS, platform.machine(), _cpu_features())).encode()
+    )
+    for source in sorted(_SOURCES.iterdir()):
+        if source.suffix in (".cpp", ".h"):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on: a cluster may share the cache among unlike nodes."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+
+
+def _cache_directory() -> Path:
+    chosen = os.environ.get("KERPLE_CACHE_DIR")
+    base = Path(chosen) if chosen else _user_cache() / "kerple-neox"
+    try:
+        base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=base):
+            return base
+    except OSError:  # a read-only home: build for this process alone, in a private directory
+        return Path(tempfile.mkdtemp(prefix="kerple-neox-"))
+
+
+def _user_cache() -> Path:
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    return Path(chosen) if chosen else Path("~/.cache").expanduser()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock file; gives up after a while rather than stall a training run."""
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(f"another process holds {path}") from None
+                time.sleep(0.05)
+        yield
+
+
+def _compile(compiler: str, target: Path) -> None:
+    errors = ""
+    for cpu_flags in _CPU_FLAGS:
+        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
+            temporary = Path(file.name)
+        command = [compiler, *_FLAGS, *cpu_flags, "-o", str(temporary)]
+        result = subprocess.run(
+            [*command, str(_SOURCES / "attention.cpp")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT_SECONDS,
+        )
+        if result.returncode == 0:
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(target)
+            return
+        temporary.unlink()
+        errors = result.stderr.strip().splitlines()[0] if result.stderr.strip() else "no message"
+    raise BuildError(f"{Path(compiler).name} failed: {errors}")

@@ -1,0 +1,195 @@
+"""The dense engine: all scores at once, through the fused softmax.
+
+Runs on any device and in any precision and is the only engine with attention dropout; needs
+O(Lq * Lk) memory. The others are tested against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.engines.distance import dense_matrix, sum_by_distance
+
+__all__ = ["fused_softmax", "naive_attention"]
+
+
+def naive_attention(
+    q_BHLD: Tensor,
+    k_BHLD: Tensor,
+    v_BHLD: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    *,
+    window: int | None,
+    scale: float,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    batch, heads, q_len, _ = q_BHLD.shape
+    # The scale goes into the product, before it is rounded: unscaled fp16 scores may overflow.
+    scores = torch.baddbmm(
+        q_BHLD.new_empty(1, 1, 1),
+        q_BHLD.flatten(0, 1),
+        k_BHLD.flatten(0, 1).transpose(-2, -1),
+        beta=0.0,
+        alpha=scale,
+    )
+    probs = fused_softmax(
+        scores.view(batch, heads, q_len, -1),
+        bias,
+        weight,
+        window=window,
+        dropout=dropout,
+        generator=generator,
+    )
+    return probs @ v_BHLD
+
+
+# Scale + distance tables + causal mask + window + softmax in one function.
+#
+# Shared by ALiBi, T5, KERPLE and every other positional embedding that is a table over distance.
+# Inputs and outputs may be bf16 or fp16; everything inside is fp32 (float64 stays float64). On GPU
+# the work is one Triton kernel; elsewhere it is one pass of torch operations with its own backward,
+# so that only the probabilities are kept (and the scores, if a weight table multiplies them).
+#
+# Shapes: scores, probabilities [B, H, Lq, Lk]; tables [H, >= Lk], entry d for distance d.
+
+
+def fused_softmax(
+    scores: Tensor,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    window: int | None = None,
+    q_offset: int | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Softmax over the keys of `scores * scale * weight[d] + bias[d]`, d = distance to the key.
+
+    The query in row i stands at position `q_offset + i` (default: the queries are the last
+    positions, `q_offset = Lk - Lq`) and sees the keys at distance 0 .. window-1.
+    """
+    q_len, k_len = scores.shape[-2:]
+    if q_offset is None:
+        q_offset = k_len - q_len
+    _check_rows_see_a_key(q_len, k_len, window, q_offset)
+    for name, table in (("bias", bias), ("weight", weight)):
+        if table is not None and table.shape[-1] < q_offset + q_len:
+            raise ValueError(
+                f"{name} table has {table.shape[-1]} distances, the scores need"
+                f" {q_offset + q_len}: compute the table for that length"
+            )
+    triton_softmax = _triton_softmax(scores, bias, weight) if scores.is_cuda else None
+    if triton_softmax is not None:
+        probs = triton_softmax(scores, bias, weight, scale=scale, window=window, q_offset=q_offset)
+    else:
+        probs = _FusedSoftmax.apply(scores, bias, weight, scale, window, q_offset)
+    return _dropout(probs, dropout, generator) if dropout > 0.0 else probs
+
+
+def _check_rows_see_a_key(q_len: int, k_len: int, window: int | None, q_offset: int) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: must be at least 1, so that a query sees itself")
+    if q_offset < 0 or q_offset + q_len > k_len:
+        raise ValueError(
+            f"q_offset={q_offset} with {q_len} queries and {k_len} keys: every query needs the key"
+            f" at its own position; use 0 <= q_offset <= {k_len - q_len}"
+        )
+
+
+def _triton_softmax(
+    scores: Tensor, bias: Tensor | None, weight: Tensor | None
+) -> Callable[..., Tensor] | None:
+    """The Triton kernel, where there is Triton and it takes these tensors."""
+    try:
+        from megatron.engines.triton_softmax import can_run_softmax, triton_fused_softmax
+    except ImportError:  # a GPU build of torch without triton
+        return None
+    return triton_fused_softmax if can_run_softmax(scores, bias, weight) is None else None
+
+
+def _dropout(probs: Tensor, dropout: float, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return torch.nn.functional.dropout(probs, dropout)
+    kept = torch.empty_like(probs).bernoulli_(1.0 - dropout, generator=generator)
+    return probs * kept.div_(1.0 - dropout)
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _hide_invisible(logits: Tensor, window: int | None, q_offset: int) -> None:
+    """-inf in place for keys in the future and beyond the window."""
+    q_len, k_len = logits.shape[-2:]
+    ones = torch.ones(q_len, k_len, dtype=torch.bool, device=logits.device)
+    hidden = ones.triu(q_offset + 1)
+    if window is not None:
+        hidden |= ones.tril(q_offset - window)
+    logits.masked_fill_(hidden, -torch.inf)
+
+
+class _FusedSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        bias: Tensor | None,
+        weight: Tensor | None,
+        scale: float,
+        window: int | None,
+        q_offset: int,
+    ) -> Tensor:
+        q_len = scores.shape[-2]
+        visible = q_offset + q_len  # later keys are in every query's future
+        dtype = _compute_dtype(scores.dtype)
+        logits = scores.to(dtype) * scale
+        seen = logits[..., :visible]
+        if weight is not None:
+            seen.mul_(dense_matrix(weight.to(dtype), q_len, visible, 0.0))
+        if bias is not None:
+            seen.add_(dense_matrix(bias.to(dtype), q_len, visible, 0.0))
+        _hide_invisible(logits, window, q_offset)
+        probs = torch.softmax(logits, dim=-1).to(scores.dtype)
+        needs_scores = weight is not None and ctx.needs_input_grad[2]
+        ctx.save_for_backward(probs, weight, scores if needs_scores else None, bias)
+        ctx.scale, ctx.visible = scale, visible
+        return probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_probs: Tensor) -> tuple[Tensor | None, ...]:
+        probs_saved, weight, scores, bias = ctx.saved_tensors
+        dtype = _compute_dtype(probs_saved.dtype)
+        q_len, visible = probs_saved.shape[-2], ctx.visible
+        probs = probs_saved[..., :visible].to(dtype)
+        grad_logits = grad_probs[..., :visible].to(dtype) * probs
+        grad_logits.sub_(probs * grad_logits.sum(-1, keepdim=True))
+        del probs
+        grad_bias = grad_weight = grad_scores = None
+        if bias is not None and ctx.needs_input_grad[1]:
+            grad_bias = _table_gradient(grad_logits.sum(0), bias)
+        if scores is not None:
+            product = (grad_logits * scores[..., :visible]).sum(0)
+            grad_weight = _table_gradient(product.mul_(ctx.scale), weight)
+        if ctx.needs_input_grad[0]:
+            if weight is not None:
+                grad_logits.mul_(dense_matrix(weight.to(dtype), q_len, visible, 0.0))
+            grad_scores = torch.zeros_like(probs_saved)
+            grad_scores[..., :visible] = grad_logits.mul_(ctx.scale)
+        return grad_scores, grad_bias, grad_weight, None, None, None
+
+
+def _table_gradient(grad_matrix: Tensor, table: Tensor) -> Tensor:
+    """Gradient of a table of any length from the gradient of its matrix."""
+    by_distance = sum_by_distance(grad_matrix)
+    grad = torch.zeros_like(table)
+    grad[:, : by_distance.shape[1]] = by_distance
+    return grad

@@ -1,0 +1,80 @@
+"""Every error that a user can mend: the message names the key or file, the value and the fix.
+
+Entry points print any `KerpleError` as one line. What is not one of these is a defect of ours and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DownloadError",
+    "EngineError",
+    "EvaluationError",
+    "GenerationError",
+    "KernelAnalysisError",
+    "KerpleError",
+    "NonFiniteError",
+    "PositionalEmbeddingError",
+    "ReproduceError",
+    "TokenizerError",
+    "UnknownPositionalEmbeddingError",
+]
+
+
+class KerpleError(ValueError):
+    """What all errors below are."""
+
+
+class ConfigError(KerpleError):
+    """A config is wrong."""
+
+
+class DataError(KerpleError):
+    """A data file, path or setting is unusable."""
+
+
+class DownloadError(DataError):
+    """A file could not be fetched, or is not the one that was expected."""
+
+
+class TokenizerError(KerpleError):
+    """A tokenizer, or a file of its vocabulary, is unusable."""
+
+
+class EngineError(KerpleError):
+    """An attention call, or a forced engine, cannot work."""
+
+
+class PositionalEmbeddingError(KerpleError):
+    """A positional embedding cannot be built with these options."""
+
+
+class UnknownPositionalEmbeddingError(PositionalEmbeddingError):
+    """No positional embedding has this name."""
+
+
+class KernelAnalysisError(KerpleError):
+    """A question about a kernel that has no answer."""
+
+
+class CheckpointError(KerpleError):
+    """A checkpoint cannot be read, placed or written."""
+
+
+class NonFiniteError(KerpleError, RuntimeError):
+    """A layer's output, or its gradient, is not finite."""
+
+
+class GenerationError(KerpleError):
+    """Text cannot be generated as asked."""
+
+
+class EvaluationError(KerpleError):
+    """Something asked for cannot be measured."""
+
+
+class ReproduceError(KerpleError):
+    """A suite, a run directory or a cluster setting is wrong."""

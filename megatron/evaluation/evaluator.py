@@ -1,0 +1,165 @@
+"""From a config to result files: every task in turn, whatever happens to the others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.atomic_files import fingerprint
+from megatron.errors import EvaluationError
+from megatron.evaluation import extrapolation, passkey, positionwise, receptive_field, sliding
+from megatron.evaluation.lm_eval_task import LMEvalTask, lm_eval_task_names
+from megatron.evaluation.results_schema import FORMAT, Cells, ResultStore
+from megatron.evaluation.tasks import TASKS, Context, EvaluationOptions, EvaluationTask, nearest
+from megatron.generation.subject import Subject, find_subject
+from megatron.mpu.job import Ranks, join_ranks
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+__all__ = ["BUILT_IN", "Evaluation", "run_evaluation"]
+
+BUILT_IN = (extrapolation, positionwise, sliding, passkey, receptive_field)
+"""Importing a module registers its task."""
+
+DEFAULT_TASKS = ("extrapolation",)
+
+
+def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
+    """Evaluate as the config says; the exit code is 0 if every task gave a result."""
+    ranks, device = join_ranks(args, local_rank)
+    try:
+        subject = find_subject(args, device)
+        evaluation = Evaluation(args, subject, ranks)
+    except ValueError as error:
+        if ranks.is_main:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    return evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
+
+
+class Evaluation:
+    """One checkpoint under evaluation."""
+
+    def __init__(self, args: NeoXArgs, subject: Subject, ranks: Ranks) -> None:
+        self.args, self.subject, self.ranks = args, subject, ranks
+        self.options = EvaluationOptions.from_args(args)
+        self.store = ResultStore(self._prefix(), ranks)
+
+    def run(self, names: list[str] | tuple[str, ...]) -> int:
+        """All named tasks; 1 if any of them gave no result."""
+        failures: dict[str, str] = {}
+        for name in dict.fromkeys(names):
+            try:
+                self._report(self._run_task(self._find_task(name)))
+            except ValueError as error:
+                failures[name] = str(error)
+                self.say(f"error: {name}: {error}", error=True)
+        if failures:
+            self.say(f"{len(failures)} of {len(names)} tasks failed: {', '.join(failures)}", True)
+        return 1 if failures else 0
+
+    def say(self, text: str, error: bool = False) -> None:
+        """Print, once for all ranks."""
+        if self.ranks.is_main:
+            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+
+    def _prefix(self) -> Path:
+        given = self.args.evaluation.eval_results_prefix
+        if given:
+            return Path(given)
+        place = self.args.checkpoint.load or self.args.checkpoint.save or "."
+        return Path(place) / "results" / f"step{self.subject.iteration}"
+
+    def _find_task(self, name: str) -> EvaluationTask:
+        if name in TASKS:
+            return TASKS[name]
+        known = lm_eval_task_names(name, self.options.include_path)
+        if name in known:
+            return LMEvalTask(name)
+        close = nearest(name, [*TASKS, *known])
+        hint = f"nearest: {', '.join(close)}" if close else f"built in: {', '.join(TASKS)}"
+        raise EvaluationError(f"unknown task; {hint}")
+
+    def _run_task(self, task: EvaluationTask) -> dict[str, Any]:
+        name = task.file_name(self.options)
+        key = self._key(task)
+        content = self.store.finished(name, key)
+        if content is not None:
+            self.say(f"{name}: already evaluated")
+            self.store.publish(name, key, content)
+            return content
+        cells = self.store.cells(name, key)
+        if cells.resumed:
+            self.say(f"{name}: continues an interrupted evaluation ({cells.resumed} parts done)")
+        results = task.run(self._context(cells))
+        if not _holds_anything(results):
+            raise EvaluationError("; ".join(error["error"] for error in cells.errors))
+        content = self._content(task, results, cells)
+        self.store.publish(name, key, content)
+        cells.discard()
+        return content
+
+    def _context(self, cells: Cells) -> Context:
+        return Context(
+            model=self.subject.model,
+            options=self.options,
+            cells=cells,
+            ranks=self.ranks,
+            tokenizer=self.subject.tokenizer,
+            say=self.say,
+            request_cache=self.store.cache_folder / f"requests-{self._request_key()}",
+        )
+
+    def _request_key(self) -> str:
+        """Of all that an answer to a single lm-eval request depends on."""
+        options = self.options
+        context = options.context_length or options.train_length
+        return fingerprint([self._model_key(), context, options.window, options.seed])
+
+    def _model_key(self) -> list[Any]:
+        return [
+            self.subject.identity,
+            self.args.model.model_dump(mode="json"),
+            self.args.tokenizer.model_dump(mode="json"),
+        ]
+
+    def _key(self, task: EvaluationTask) -> str:
+        return fingerprint([FORMAT, task.name, *self._model_key(), task.parameters(self.options)])
+
+    def _content(
+        self, task: EvaluationTask, results: dict[str, Any], cells: Cells
+    ) -> dict[str, Any]:
+        model = self.subject.model
+        return {
+            "format": FORMAT,
+            "task": task.result_name(self.options),
+            "checkpoint": str(self.subject.checkpoint),
+            "iteration": self.subject.iteration,
+            "config_hash": self.args.config_hash(),
+            "pos_emb": model.spec.pos_emb,
+            "seed": self.options.seed,
+            "data_seed": self.options.data_seed,
+            "protocol": self.options.protocol,
+            "train_length": self.options.train_length,
+            "parameters": model.num_parameters(),
+            "window": self.options.window,
+            "results": results,
+            "errors": cells.errors,
+        }
+
+    def _report(self, content: dict[str, Any]) -> None:
+        task = TASKS.get(content["task"].removesuffix("_windowed")) or LMEvalTask(content["task"])
+        name = task.file_name(self.options)
+        self.say(f"\n{name}: {content['pos_emb']}, step {content['iteration']}")
+        self.say(task.table(content["results"]))
+        for error in content["errors"]:
+            where = " ".join(str(value) for key, value in error.items() if key != "error")
+            self.say(f"not measured: {where}: {error['error']}")
+        self.say(f"results: {self.store.path(name)}")
+
+
+def _holds_anything(results: dict[str, Any]) -> bool:
+    """Whether at least one thing was measured."""
+    return any(value for key, value in results.items() if key != "digits")

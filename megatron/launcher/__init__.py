@@ -1,0 +1,1 @@
+"""From a config to processes: hosts, ranks, launch plans, and what deepy.py does."""

@@ -1,0 +1,57 @@
+"""What deepy.py does: parse, merge, validate, explain or launch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.errors import ConfigError
+from megatron.launcher.planning import find_script, plan_launch, run
+from megatron.neox_arguments.command_line import add_config_arguments, exit_with_error, load_config
+from megatron.neox_arguments.dry_run import dry_run_report
+
+EXAMPLES = """examples:
+  python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml
+  python deepy.py train.py -d configs small_bf16 local_setup --set train_iters=100
+  python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml \\
+      --override configs/kerple/alibi.yml
+  python deepy.py train.py configs/XL.yml configs/local_setup.yml --dry-run
+  python deepy.py evaluate.py configs/small_bf16.yml configs/local_setup.yml \\
+      --eval_tasks extrapolation passkey
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of deepy.py."""
+    parser = argparse.ArgumentParser(
+        prog="deepy.py",
+        description="Merge YAML configs, check them, and start SCRIPT on every process through "
+        "DeepSpeed's launcher. One process without a launcher: python SCRIPT CONF...",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", help="train.py, evaluate.py, generate.py or a script of yours")
+    add_config_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the job's exit code; 2 for a wrong config."""
+    options = build_parser().parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
+    try:
+        script = find_script(options.script, Path(__file__).resolve().parents[2])
+        args = load_config(options)
+        plan = plan_launch(script, args)
+        if args.optimization.train_iters:
+            args.batch_plan(plan.world_size)
+    except ConfigError as error:
+        exit_with_error(error)
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if options.dry_run:
+        print(dry_run_report(plan.args, plan.world_size, plan.command()))
+        return 0
+    return run(plan)

@@ -1,0 +1,213 @@
+"""Which rank is this process? Asked of the environment, never of the user.
+
+torchrun, DeepSpeed's launcher and most others set RANK and WORLD_SIZE. Under plain `srun` only
+Slurm's own variables exist. A batch script's shell also sees SLURM_NTASKS, but it is one process:
+waiting there for the other tasks would hang, so Slurm is trusted inside a numbered job step only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.errors import ConfigError
+from megatron.neox_arguments.run_keys import LauncherArgs
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500
+MAX_HOSTS = 100_000
+
+Source = Literal["launcher", "slurm", "mpi", "single"]
+
+
+@dataclass(frozen=True)
+class DistributedEnvironment:
+    """This process's place in the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    source: Source
+
+    def export(self, environ: MutableMapping[str, str] | None = None) -> None:
+        """Write the variables that torch.distributed reads."""
+        target = os.environ if environ is None else environ
+        target["RANK"] = str(self.rank)
+        target["LOCAL_RANK"] = str(self.local_rank)
+        target["WORLD_SIZE"] = str(self.world_size)
+        target["MASTER_ADDR"] = self.master_addr
+        target["MASTER_PORT"] = str(self.master_port)
+
+
+def discover_environment(
+    environ: MutableMapping[str, str] | None = None,
+    *,
+    local_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+) -> DistributedEnvironment:
+    """Rank and address of this process, exported to `environ` (os.environ by default).
+
+    `master_addr` and `master_port` are the config's; variables of a launcher win over them.
+    """
+    target = os.environ if environ is None else environ
+    found = _discover(target, local_rank, master_addr, master_port)
+    if not 0 <= found.rank < found.world_size:
+        raise ConfigError(
+            f"rank {found.rank} does not fit into a job of {found.world_size} processes "
+            f"(from the {found.source} variables). Unset RANK and WORLD_SIZE, or set both."
+        )
+    found.export(target)
+    return found
+
+
+def environment_for(
+    launcher: LauncherArgs, local_rank: int | None = None
+) -> DistributedEnvironment:
+    """`discover_environment` with the config's address, and its port if one was chosen."""
+    chosen = launcher.master_port if launcher.master_port != DEFAULT_PORT else None
+    return discover_environment(
+        local_rank=local_rank, master_addr=launcher.master_addr, master_port=chosen
+    )
+
+
+def _discover(
+    environ: Mapping[str, str],
+    local_rank: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+) -> DistributedEnvironment:
+    addr = environ.get("MASTER_ADDR") or master_addr
+    port = _integer(environ, "MASTER_PORT") or master_port
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        rank, size = _required(environ, "RANK"), _required(environ, "WORLD_SIZE")
+        local = _integer(environ, "LOCAL_RANK")
+        if local is None:
+            local = local_rank if local_rank is not None else 0
+        return DistributedEnvironment(
+            rank, local, size, addr or LOOPBACK, port or DEFAULT_PORT, "launcher"
+        )
+    if in_slurm_step(environ):
+        return DistributedEnvironment(
+            rank=_required(environ, "SLURM_PROCID"),
+            local_rank=_integer(environ, "SLURM_LOCALID") or 0,
+            world_size=_slurm_tasks(environ),
+            master_addr=addr or _slurm_master(environ),
+            master_port=port or slurm_port(environ),
+            source="slurm",
+        )
+    if "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
+        return DistributedEnvironment(
+            rank=_required(environ, "OMPI_COMM_WORLD_RANK"),
+            local_rank=_integer(environ, "OMPI_COMM_WORLD_LOCAL_RANK") or 0,
+            world_size=_required(environ, "OMPI_COMM_WORLD_SIZE"),
+            master_addr=addr or LOOPBACK,
+            master_port=port or DEFAULT_PORT,
+            source="mpi",
+        )
+    # Nobody else needs to know this port.
+    return DistributedEnvironment(0, 0, 1, addr or LOOPBACK, port or free_port(), "single")
+
+
+def free_port() -> int:
+    """A port that nobody holds.
+
+    Not the default one even if it is free: two runs that start together would both choose it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """True in a task that srun started; false in a batch or interactive shell of the job."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return step.isdigit() and "SLURM_PROCID" in environ and not _is_special_step(step)
+
+
+def _is_special_step(step: str) -> bool:
+    # Slurm numbers the batch script, interactive shells and extern steps from 0xfffffffa up.
+    return int(step) >= 0xFFFFFFFA - 1
+
+
+def _slurm_tasks(environ: Mapping[str, str]) -> int:
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"):
+        value = _integer(environ, name)
+        if value is not None:
+            return value
+    raise ConfigError("SLURM_PROCID is set but SLURM_NTASKS is not; start with srun --ntasks=N.")
+
+
+def _slurm_master(environ: Mapping[str, str]) -> str:
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
+    nodes = nodes or environ.get("SLURM_JOB_NODELIST") or ""
+    hosts = expand_hostlist(nodes)
+    return hosts[0] if len(hosts) > 1 else LOOPBACK
+
+
+def slurm_port(environ: Mapping[str, str]) -> int:
+    """A port that two jobs on one node are unlikely to share, the same on every task."""
+    job = _integer(environ, "SLURM_JOB_ID") or 0
+    step = environ.get("SLURM_STEP_ID", "0")
+    return 20000 + (job * 7 + int(step)) % 10000
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Slurm's `gpu[01-03,7],login` -> gpu01, gpu02, gpu03, gpu7, login."""
+    hosts: list[str] = []
+    for item in _split_outside_brackets(text):
+        hosts.extend(_expand_item(item))
+        if len(hosts) > MAX_HOSTS:
+            raise ConfigError(f"node list {text!r:.80} names too many hosts.")
+    return hosts
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    return [item for item in re.split(r",(?![^\[]*\])", text.strip()) if item]
+
+
+def _expand_item(item: str) -> list[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", item)
+    if match is None:
+        if "[" in item or "]" in item:
+            raise ConfigError(f"node list entry {item!r:.80} has unbalanced brackets.")
+        return [item]
+    prefix, ranges, rest = match.groups()
+    tails = _expand_item(rest) if rest else [""]
+    return [f"{prefix}{middle}{tail}" for middle in _expand_ranges(ranges) for tail in tails]
+
+
+def _expand_ranges(ranges: str) -> list[str]:
+    names: list[str] = []
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ConfigError(f"node list range {part!r:.80} is not a number or first-last.")
+        stop = int(last) if dash else int(first)
+        if stop - int(first) > MAX_HOSTS:
+            raise ConfigError(f"node list range {part!r:.80} names too many hosts.")
+        names += [str(number).zfill(len(first)) for number in range(int(first), stop + 1)]
+    return names
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"environment variable {name} = {text!r:.80} is not a number.") from error
+
+
+def _required(environ: Mapping[str, str], name: str) -> int:
+    value = _integer(environ, name)
+    if value is None:
+        raise ConfigError(f"environment variable {name} is empty. Unset it, or set a number.")
+    return value

@@ -1,0 +1,305 @@
+"""Starting a script on every process: this machine's, a hostfile's, or Slurm's.
+
+One process on one machine is the script itself. Everything else is handed to DeepSpeed's runner as
+a list of arguments; the config travels inside one of them, so no shell ever reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.errors import ConfigError
+from megatron.launcher.environment import LOOPBACK, expand_hostlist, free_port
+from megatron.neox_arguments import NeoXArgs, encode_config
+from megatron.neox_arguments.run_keys import LauncherArgs
+
+DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
+RUNNER = "deepspeed.launcher.runner"
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What will be started where."""
+
+    script: str
+    args: NeoXArgs
+    world_size: int
+    runner_arguments: list[str] | None
+    environment: dict[str, str] = field(default_factory=dict)
+    hosts: dict[str, int] | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def script_arguments(self) -> list[str]:
+        """What the script gets on every process."""
+        return ["--megatron_config", encode_config(self.args)]
+
+    def command(self) -> list[str]:
+        """The command to show to people, with the config shortened."""
+        payload = f"<config, {len(encode_config(self.args))} characters>"
+        variables = [f"{key}={value}" for key, value in self.environment.items()]
+        middle = [] if self.runner_arguments is None else ["-m", RUNNER, *self.runner_arguments]
+        if self.hosts is not None:
+            middle += ["--hostfile", "<" + ",".join(self.hosts) + ">"]
+        words = [sys.executable, *middle, self.script, "--megatron_config"]
+        return [*variables, *(shlex.quote(word) for word in words), payload]
+
+
+def count_gpus(environ: Mapping[str, str] | None = None, device_dir: Path = Path("/dev")) -> int:
+    """Visible GPUs, found without importing torch."""
+    variables = os.environ if environ is None else environ
+    if variables.get("DS_ACCELERATOR") == "cpu":
+        return 0
+    devices = [entry for entry in device_dir.glob("nvidia*") if entry.name[6:].isdigit()]
+    if not devices and (device_dir / "kfd").exists():
+        devices = list((device_dir / "dri").glob("renderD*"))
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(devices)
+    listed = [item for item in visible.split(",") if item.strip() and item.strip() != "-1"]
+    return min(len(listed), len(devices))
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Host -> slots; ConfigError with the line that is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"hostfile = {path}: cannot be read ({error}). Remove the key to use this machine."
+        ) from error
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.split("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)(\s.*)?", text)
+        if match is None or int(match.group(2)) < 1:
+            raise ConfigError(
+                f"hostfile {path}, line {number}: {line!r:.80}; expected `name slots=8`."
+            )
+        if match.group(1) in hosts:
+            raise ConfigError(f"hostfile {path}, line {number}: {match.group(1)} is listed twice.")
+        hosts[match.group(1)] = int(match.group(2))
+    if not hosts:
+        raise ConfigError(f"hostfile {path} lists no hosts; expected lines like `name slots=8`.")
+    return hosts
+
+
+def find_script(name: str, root: Path) -> str:
+    """`train` or `train.py`, here or beside deepy.py."""
+    with_suffix = name if name.endswith(".py") else f"{name}.py"
+    for candidate in (Path(name), Path(with_suffix), root / with_suffix):
+        if candidate.is_file():
+            return str(candidate)
+    raise ConfigError(f"{name}: no such script. Try train.py, evaluate.py or generate.py.")
+
+
+def plan_launch(
+    script: str, args: NeoXArgs, environ: Mapping[str, str] | None = None
+) -> LaunchPlan:
+    """Decide how many processes start where."""
+    variables = dict(os.environ if environ is None else environ)
+    hosts = _hosts(args.launcher, variables)
+    if hosts is None:
+        return _plan_single_node(script, args, variables)
+    return _plan_multi_node(script, args, hosts, variables)
+
+
+def _hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str, int] | None:
+    """The job's hosts, or None for this machine."""
+    if launcher.hostfile is not None:
+        return read_hostfile(Path(launcher.hostfile))
+    if launcher.launcher == "slurm":
+        return _slurm_hosts(launcher, environ)
+    if DEEPSPEED_DEFAULT_HOSTFILE.is_file():
+        return read_hostfile(DEEPSPEED_DEFAULT_HOSTFILE)
+    if launcher.num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes = {launcher.num_nodes} but there is no hostfile. Set hostfile, or "
+            "launcher: slurm inside a Slurm allocation."
+        )
+    return None
+
+
+def _slurm_hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str, int]:
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodes:
+        raise ConfigError(
+            "launcher = slurm without a hostfile needs a Slurm allocation (SLURM_JOB_NODELIST is "
+            "not set). Run deepy.py inside sbatch or salloc, or set hostfile."
+        )
+    slots = launcher.num_gpus
+    for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+        text = environ.get(name, "")
+        if slots is None and text.isdigit() and int(text) > 0:
+            slots = int(text)
+    return dict.fromkeys(expand_hostlist(nodes), slots or 1)
+
+
+def _plan_single_node(script: str, args: NeoXArgs, environ: dict[str, str]) -> LaunchPlan:
+    launcher = args.launcher
+    gpus = count_gpus(environ)
+    other_accelerator = environ.get("DS_ACCELERATOR", "cuda") not in ("cuda", "cpu")
+    on_cpu = gpus == 0 and not other_accelerator
+    if on_cpu and (launcher.include or launcher.exclude):
+        raise ConfigError("include/exclude name GPUs, and there are none. Use num_gpus: N.")
+    if launcher.num_gpus and not on_cpu and not other_accelerator and launcher.num_gpus > gpus:
+        raise ConfigError(
+            f"num_gpus = {launcher.num_gpus} but {gpus} are visible. Lower it, or set "
+            "DS_ACCELERATOR=cpu to use processes on the CPU."
+        )
+    processes = launcher.num_gpus or max(gpus, 1)
+    extra = _cpu_environment(processes, environ) if on_cpu else {}
+    filtered = bool(launcher.include or launcher.exclude or other_accelerator)
+    if processes == 1 and not filtered:
+        return LaunchPlan(script, args, 1, None, extra)
+    # Below critical, DeepSpeed prints the whole command, config and all, when a process fails.
+    arguments = ["--no_local_rank", "--log_level", "critical"]
+    arguments += ["--master_addr", LOOPBACK, "--master_port", str(_single_node_port(launcher))]
+    if on_cpu or launcher.num_gpus is not None:
+        arguments += ["--num_gpus", str(processes)]
+    arguments += _filters(launcher)
+    return LaunchPlan(script, args, processes, arguments, extra)
+
+
+def _cpu_environment(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Share the cores: torch would give every process all of them."""
+    extra = {"DS_ACCELERATOR": "cpu"}
+    if "OMP_NUM_THREADS" not in environ:
+        extra["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // processes, 1))
+    return extra
+
+
+def _single_node_port(launcher: LauncherArgs) -> int:
+    """The config's port if it chose one, else a free one."""
+    if "master_port" in launcher.model_fields_set:
+        return launcher.master_port
+    return free_port()
+
+
+def _filters(launcher: LauncherArgs) -> list[str]:
+    arguments: list[str] = []
+    if launcher.include:
+        arguments += ["--include", launcher.include]
+    if launcher.exclude:
+        arguments += ["--exclude", launcher.exclude]
+    return arguments
+
+
+def _plan_multi_node(
+    script: str, args: NeoXArgs, hosts: dict[str, int], environ: Mapping[str, str]
+) -> LaunchPlan:
+    launcher = args.launcher
+    if launcher.num_nodes > len(hosts):
+        raise ConfigError(f"num_nodes = {launcher.num_nodes} but there are {len(hosts)} hosts.")
+    names = list(hosts)[: launcher.num_nodes if launcher.num_nodes > 0 else None]
+    slots = {name: min(launcher.num_gpus or hosts[name], hosts[name]) for name in names}
+    short = [name for name in names if launcher.num_gpus and hosts[name] < launcher.num_gpus]
+    if short:
+        raise ConfigError(
+            f"num_gpus = {launcher.num_gpus} but {short[0]} has {hosts[short[0]]} slots."
+        )
+    world_size = _filtered_slots(slots, launcher)
+    direct = launcher.launcher != "pdsh"
+    if direct and launcher.master_addr is None:
+        # These launchers pass no address on; the ranks read it from the config.
+        args = args.replace(master_addr=names[0])
+    arguments = ["--launcher", launcher.launcher, "--master_port", str(launcher.master_port)]
+    if args.launcher.master_addr:
+        arguments += ["--master_addr", args.launcher.master_addr]
+    from_file = launcher.hostfile is not None or launcher.launcher != "slurm"
+    if from_file:
+        arguments += ["--hostfile", launcher.hostfile or str(DEEPSPEED_DEFAULT_HOSTFILE)]
+        arguments += _counts(launcher)
+    if launcher.force_multi or (direct and len(names) == 1):
+        arguments.append("--force_multi")
+    if launcher.no_ssh_check or launcher.launcher == "slurm":
+        arguments.append("--no_ssh_check")
+    if launcher.launcher == "pdsh":
+        arguments.append("--no_local_rank")
+    arguments += _filters(launcher)
+    text, warnings = _launcher_arguments(launcher, None if from_file else slots)
+    if text:
+        arguments.append(f"--launcher_args={text}")
+    hosts_to_write = None if from_file else slots
+    return LaunchPlan(script, args, world_size, arguments, {}, hosts_to_write, warnings)
+
+
+def _counts(launcher: LauncherArgs) -> list[str]:
+    arguments: list[str] = []
+    if launcher.num_nodes > 0:
+        arguments += ["--num_nodes", str(launcher.num_nodes)]
+    if launcher.num_gpus is not None:
+        arguments += ["--num_gpus", str(launcher.num_gpus)]
+    return arguments
+
+
+def _write_hostfile(slots: Mapping[str, int]) -> str:
+    """A hostfile for DeepSpeed's runner, which reads it on this machine only."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="hostfile-", delete=False, encoding="utf-8"
+    ) as file:
+        file.writelines(f"{name} slots={count}\n" for name, count in slots.items())
+    return file.name
+
+
+def _filtered_slots(slots: dict[str, int], launcher: LauncherArgs) -> int:
+    if not (launcher.include or launcher.exclude):
+        return sum(slots.values())
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    try:
+        active = parse_inclusion_exclusion(slots, launcher.include or "", launcher.exclude or "")
+    except ValueError as error:
+        raise ConfigError(f"include/exclude: {error}") from error
+    return sum(len(devices) for devices in active.values())
+
+
+def _launcher_arguments(
+    launcher: LauncherArgs, allocation: Mapping[str, int] | None
+) -> tuple[str, tuple[str, ...]]:
+    """Arguments for pdsh, mpirun or srun, and what could not be said to them."""
+    try:
+        words = shlex.split(launcher.launcher_args or "")
+    except ValueError as error:
+        raise ConfigError(
+            f"launcher_args = {launcher.launcher_args!r:.80}: {error}. Close every quote."
+        ) from error
+    if allocation is not None:
+        tasks = next(iter(allocation.values()))
+        words = [f"--nodes={len(allocation)}", f"--ntasks-per-node={tasks}", *words]
+    slurm = launcher.launcher == "slurm"
+    warnings = []
+    for key, value in (("account", launcher.account), ("comment", launcher.comment)):
+        if value is None:
+            continue
+        if slurm:
+            words.append(f"--{key}={value}")
+        else:
+            warnings.append(f"{key} = {value!r} has no meaning for launcher {launcher.launcher}")
+    return shlex.join(words), tuple(warnings)
+
+
+def run(plan: LaunchPlan) -> int:
+    """Start the plan and return the job's exit code."""
+    from megatron.launcher.processes import run_runner, run_script
+
+    os.environ.update(plan.environment)
+    script: Sequence[str] = [plan.script, *plan.script_arguments]
+    if plan.runner_arguments is None:
+        return run_script(script)
+    if plan.hosts is None:
+        return run_runner([*plan.runner_arguments, *script])
+    hostfile = _write_hostfile(plan.hosts)
+    try:
+        return run_runner([*plan.runner_arguments, "--hostfile", hostfile, *script])
+    finally:
+        Path(hostfile).unlink(missing_ok=True)

@@ -1,0 +1,159 @@
+"""The paper's theory as checks on a table over distance: is it conditionally positive definite
+(CPD), which constant shift makes it positive definite (PD), and how far does each head look.
+
+A table is [length] (one head) or [heads, length]; entry d is the kernel at distance d, so on the
+points 0..N-1 the kernel matrix is the symmetric Toeplitz matrix K[i, j] = table[|i - j|].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.errors import KernelAnalysisError
+from megatron.model.positional_embeddings import TableEmbedding
+
+__all__ = [
+    "EFFECTIVE_BIAS",
+    "PAPER_MAX_DISTANCE",
+    "KernelAnalysisError",
+    "cpd_margin",
+    "effective_length",
+    "heads_within",
+    "is_cpd",
+    "is_pd",
+    "kernel_matrix",
+    "smallest_shift",
+]
+
+EFFECTIVE_BIAS = -2.0  # attenuates by exp(-2), about 0.135: the paper's threshold
+PAPER_MAX_DISTANCE = 20480
+
+# A shift beyond this many times N * max|K| is not searched for: rounding would decide.
+_SHIFT_LIMIT = 1e4
+
+
+def kernel_matrix(table: Tensor, points: int | None = None) -> Tensor:
+    """K[..., i, j] = table[..., |i - j|] on `points` positions, in float64."""
+    points = points or table.shape[-1]
+    if not 1 <= points <= table.shape[-1]:
+        raise KernelAnalysisError(
+            f"{points} points need a table of at least {points} distances, got {table.shape[-1]}."
+        )
+    positions = torch.arange(points, device=table.device)
+    return table.detach().double()[..., (positions[:, None] - positions[None, :]).abs()]
+
+
+def _zero_sum_basis(points: int) -> Tensor:
+    """Orthonormal columns [N, N-1] that span {c : sum c = 0} (Helmert's contrasts).
+
+    Column j is (1, ..., 1, -j, 0, ..., 0) / sqrt(j (j + 1)) with j ones.
+    """
+    j = torch.arange(1, points, dtype=torch.float64)
+    basis = torch.ones(points, points - 1, dtype=torch.float64).triu()
+    basis[1:].diagonal().copy_(-j)
+    return basis / (j * (j + 1)).sqrt()
+
+
+def _tolerance(table: Tensor, matrix: Tensor) -> Tensor:
+    """How far rounding of the table's entries can move an eigenvalue: N * eps * max|K|."""
+    precision = torch.finfo(table.dtype).eps
+    return 4 * precision * matrix.shape[-1] * matrix.abs().amax((-2, -1))
+
+
+def cpd_margin(table: Tensor, points: int | None = None) -> Tensor:
+    """The smallest eigenvalue on the zero-sum subspace, per head: CPD where it is >= 0."""
+    matrix = kernel_matrix(table, points)
+    if matrix.shape[-1] < 2:
+        raise KernelAnalysisError("one point has no zero-sum combinations; use at least 2 points.")
+    basis = _zero_sum_basis(matrix.shape[-1]).to(matrix.device)
+    return torch.linalg.eigvalsh(basis.T @ matrix @ basis)[..., 0]
+
+
+def is_cpd(table: Tensor, points: int | None = None, tol: float | None = None) -> bool:
+    """Whether every head's kernel is conditionally positive definite on 0..points-1.
+
+    `tol` is the most negative eigenvalue that still passes (default: rounding of the table).
+    """
+    allowed = _tolerance(table, kernel_matrix(table, points)) if tol is None else tol
+    return bool((cpd_margin(table, points) >= -allowed).all())
+
+
+def is_pd(table: Tensor, points: int | None = None, tol: float | None = None) -> bool:
+    """Whether every head's kernel is positive (semi)definite on 0..points-1."""
+    matrix = kernel_matrix(table, points)
+    allowed = _tolerance(table, matrix) if tol is None else tol
+    return bool((torch.linalg.eigvalsh(matrix)[..., 0] >= -allowed).all())
+
+
+def smallest_shift(table: Tensor, points: int | None = None, precision: float = 1.0) -> float:
+    """A c that makes c + kernel PD on 0..points-1, by the paper's geometric search (one head).
+
+    Tries 0, then 2, 4, 8, ... The default accepts the first that fits, at most twice the smallest;
+    a smaller `precision` bisects until c is known to that relative error.
+
+    A kernel that is CPD but not strictly so may have none: -d^2 is CPD, yet no c makes c - d^2 PD
+    on three points or more. Softmax does not mind, since it never needs c.
+    """
+    if table.dim() != 1:
+        raise KernelAnalysisError("smallest_shift takes one head: pass table[h].")
+    table = table.detach().double()
+    if not is_cpd(table, points):
+        raise KernelAnalysisError("the table is not CPD on these points, so no shift makes it PD.")
+    if is_pd(table, points):
+        return 0.0
+    matrix = kernel_matrix(table, points)
+    limit = _SHIFT_LIMIT * matrix.shape[-1] * float(matrix.abs().max())
+    high = 2.0
+    while not is_pd(table + high, points):
+        high *= 2
+        if high > limit:
+            raise KernelAnalysisError(
+                f"no shift up to {limit:.3g} makes the table PD on these points; "
+                "it is CPD, but not strictly."
+            )
+    return _bisect_shift(table, points, high, precision)
+
+
+def _bisect_shift(table: Tensor, points: int | None, high: float, precision: float) -> float:
+    low = high / 2 if high > 2 else 0.0
+    while high - low > precision * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_pd(table + middle, points) else (middle, high)
+    return high
+
+
+def effective_length(
+    kernel: Tensor | TableEmbedding,
+    max_distance: int = PAPER_MAX_DISTANCE,
+    threshold: float = EFFECTIVE_BIAS,
+) -> list[int | None]:
+    """Per head, the first distance whose bias is below the threshold; None if it never is.
+
+    Takes a bias table [heads, length], or an embedding, which is asked for max_distance + 1.
+    """
+    if isinstance(kernel, TableEmbedding):
+        with torch.no_grad():
+            bias = kernel(max_distance + 1).bias
+        if bias is None:
+            raise KernelAnalysisError(
+                f"{kernel.name} multiplies scores and adds no bias; "
+                "the effective length is defined by a bias."
+            )
+    else:
+        bias = kernel.detach().reshape(-1, kernel.shape[-1])[:, : max_distance + 1]
+    before = (bias < threshold).cumsum(-1) == 0
+    first = before.sum(-1).tolist()
+    return [None if d == bias.shape[-1] else d for d in first]
+
+
+def heads_within(
+    effective_lengths: Sequence[int | None], max_distance: int = PAPER_MAX_DISTANCE
+) -> Tensor:
+    """The paper's cumulative count: entry d = number of heads with effective length <= d."""
+    lengths = torch.tensor([math.inf if n is None else n for n in effective_lengths])
+    distances = torch.arange(max_distance + 1)
+    return torch.searchsorted(lengths.sort().values, distances.to(lengths.dtype), right=True)

@@ -1,0 +1,174 @@
+"""Initial weights that do not depend on the parallel layout.
+
+Every parameter has a generator of its own, seeded from the run's seed and the parameter's name.
+The full tensor is drawn and the rank's slice is kept, so one process, two tensor-parallel ranks or
+four pipeline stages start from the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.mpu.collectives import (
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    scatter_to_group,
+)
+from megatron.mpu.groups import SERIAL, TensorParallel
+
+InitMethod = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def seeded_generator(seed: int, *names: str | int) -> torch.Generator:
+    """A CPU generator for one named draw."""
+    key = "/".join([str(seed), *map(str, names)])
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator(device="cpu")
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return generator
+
+
+def _normal(std: float) -> InitMethod:
+    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
+
+
+def _orthogonal(gain: float) -> InitMethod:
+    return lambda tensor, generator: nn.init.orthogonal_(tensor, gain, generator=generator)
+
+
+def init_method(name: str, *, std: float, num_layers: int, hidden_size: int) -> InitMethod:
+    """GPT-NeoX's initialisation methods by name."""
+    depth_scale = 1.0 / math.sqrt(2.0 * num_layers)
+    methods: dict[str, InitMethod] = {
+        "normal": _normal(std),
+        "scaled_normal": _normal(std * depth_scale),
+        "orthogonal": _orthogonal(1.0),
+        "scaled_orthogonal": _orthogonal(depth_scale),
+        "xavier_uniform": lambda t, g: nn.init.xavier_uniform_(t, generator=g),
+        "xavier_normal": lambda t, g: nn.init.xavier_normal_(t, generator=g),
+        "wang_init": _normal(2.0 / num_layers / math.sqrt(hidden_size)),
+        "small_init": _normal(math.sqrt(2.0 / (5.0 * hidden_size))),
+    }
+    if name not in methods:
+        raise ValueError(f"init_method {name!r} is unknown; choose one of {', '.join(methods)}")
+    return methods[name]
+
+
+# Linear layers and an embedding, split over the tensor-parallel ranks.
+
+
+def _parameter(data: Tensor, *, split: bool) -> nn.Parameter:
+    """A parameter marked for DeepSpeed's gradient norms: split ones are summed over the ranks."""
+    parameter = nn.Parameter(data)
+    parameter.model_parallel = split  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
+    return parameter
+
+
+def _draw(rows: int, columns: int, init: InitMethod, generator: torch.Generator) -> Tensor:
+    with torch.no_grad():
+        return init(torch.empty(rows, columns, dtype=torch.float32), generator)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x A^T + b with the outputs split over the ranks.
+
+    `blocks` counts equal parts stacked in the output (2 for gated activations); each part is split,
+    so that every rank holds a slice of all of them.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        init: InitMethod,
+        generator: torch.Generator,
+        bias: bool = True,
+        blocks: int = 1,
+        gather_output: bool = False,
+        tp: TensorParallel = SERIAL,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.gather_output = gather_output
+        part = output_size // blocks
+        share = tp.slice_of(part, "output size")
+        full = _draw(output_size, input_size, init, generator)
+        local = full.view(blocks, part, input_size)[:, share].reshape(-1, input_size)
+        self.weight = _parameter(local.clone(), split=tp.size > 1)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = _parameter(torch.zeros(local.shape[0]), split=tp.size > 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(copy_to_group(x, self.tp), self.weight, self.bias)
+        return gather_from_group(y, self.tp) if self.gather_output else y
+
+
+class RowParallelLinear(nn.Module):
+    """y = x A^T + b with the inputs split over the ranks; the bias is added once, after the sum."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        init: InitMethod,
+        generator: torch.Generator,
+        bias: bool = True,
+        input_is_split: bool = True,
+        tp: TensorParallel = SERIAL,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.input_is_split = input_is_split
+        full = _draw(output_size, input_size, init, generator)
+        local = full[:, tp.slice_of(input_size, "input size")]
+        self.weight = _parameter(local.clone(), split=tp.size > 1)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = _parameter(torch.zeros(output_size), split=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_split:
+            x = scatter_to_group(x, self.tp)
+        if self.tp.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = reduce_from_group(F.linear(x, self.weight), self.tp)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embeddings, each rank holding a range of the vocabulary."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_size: int,
+        *,
+        init: InitMethod,
+        generator: torch.Generator,
+        tp: TensorParallel = SERIAL,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        share = tp.slice_of(num_embeddings, "padded vocabulary size")
+        self.first_id, self.last_id = share.start, share.stop
+        full = _draw(num_embeddings, embedding_size, init, generator)
+        self.weight = _parameter(full[share].clone(), split=tp.size > 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        elsewhere = (tokens < self.first_id) | (tokens >= self.last_id)
+        local = (tokens - self.first_id).masked_fill(elsewhere, 0)
+        embedded = F.embedding(local, self.weight).masked_fill(elsewhere[..., None], 0.0)
+        return reduce_from_group(embedded, self.tp)

@@ -1,0 +1,225 @@
+"""The model: sizes, norms, positions, attention, initialisation, dropout."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from megatron.neox_arguments.values import (
+    NO_EFFECT,
+    Fraction,
+    Group,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+)
+
+Activation = Literal[
+    "gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "swiglu", "reglu"
+]
+InitMethod = Literal[
+    "normal",
+    "scaled_normal",
+    "orthogonal",
+    "scaled_orthogonal",
+    "xavier_uniform",
+    "xavier_normal",
+    "wang_init",
+    "small_init",
+]
+GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu")
+
+
+class RopeScaling(Group):
+    """How rotary angles are stretched beyond the training length."""
+
+    type: Literal["linear", "ntk", "yarn"] = Field(
+        description="linear (position interpolation), ntk (a larger base) or yarn."
+    )
+    factor: PositiveFloat = Field(
+        description="Evaluation length divided by training length, e.g. 4.0."
+    )
+    original_max_position: PositiveInt | None = Field(
+        None, description="Length the model was trained at; null means max_position_embeddings."
+    )
+
+
+class ModelArgs(Group):
+    """Sizes, norms, positions, attention, initialisation and dropout."""
+
+    num_layers: PositiveInt = Field(description="Number of transformer layers.")
+    hidden_size: PositiveInt = Field(
+        description="Width of the residual stream; a multiple of num_attention_heads."
+    )
+    num_attention_heads: PositiveInt = Field(description="Number of attention heads.")
+    intermediate_size: PositiveInt | None = Field(
+        None,
+        description="Width of the MLP; null means 4 x hidden_size, or two thirds of that in steps "
+        "of 64 for gated activations.",
+    )
+    seq_length: PositiveInt = Field(2048, description="Training sequence length in tokens.")
+    seq_length_val: PositiveInt | None = Field(
+        None,
+        description="Sequence length of the validation and test data; null means seq_length. "
+        "May be longer than anything seen in training.",
+    )
+    max_position_embeddings: PositiveInt | None = Field(
+        None,
+        description="Rows of the learned position table; null means seq_length. Only `learned` "
+        "is limited by it: every other pos_emb may be evaluated at any length.",
+    )
+    norm: Literal["layernorm", "rmsnorm", "scalenorm"] = Field(
+        "layernorm", description="Normalisation layer."
+    )
+    layernorm_epsilon: PositiveFloat = Field(1.0e-5, description="Epsilon of layernorm.")
+    rms_norm_epsilon: PositiveFloat = Field(1.0e-8, description="Epsilon of rmsnorm.")
+    scalenorm_epsilon: PositiveFloat = Field(1.0e-8, description="Epsilon of scalenorm.")
+    pos_emb: str = Field(
+        "learned",
+        description="Positional embedding: a registered name (learned, sinusoidal, rotary, rpe, "
+        "alibi, none, kerple_log, kerple_power, ...), one of the official KERPLE fork's names "
+        "(kerple_power_ap_, ...), or `module:ClassName` of your own.",
+    )
+    rpe_num_buckets: PositiveInt = Field(32, description="T5 bias: number of distance buckets.")
+    rpe_max_distance: PositiveInt = Field(
+        128, description="T5 bias: distances from here on share the last bucket."
+    )
+    rotary_pct: Fraction = Field(1.0, description="Fraction of each head that is rotated.")
+    rotary_emb_base: PositiveFloat = Field(10000, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(
+        None,
+        description="Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, "
+        "original_max_position: 2048}.",
+    )
+    kerple_constraint: Literal["ste", "project", "softplus"] = Field(
+        "ste",
+        description="How kernel parameters stay in their range: a straight-through clamp (what "
+        "the official code amounts to), a projection after each step, or softplus.",
+    )
+    kerple_bias_scale: Literal["post", "pre"] = Field(
+        "post",
+        description="Add the bias after q.k/sqrt(d) (post, as the official code) or divide it by "
+        "sqrt(d) too (pre, as Eq. 1 of the paper).",
+    )
+    kerple_share: Literal["all", "per_layer"] = Field(
+        "all", description="One kernel for all layers, or one per layer."
+    )
+    kerple_legacy_bf16: bool = Field(
+        False,
+        description="Compute distances and bias in bf16 as the official code does (coarse beyond "
+        "256 tokens); for reproducing its numbers only.",
+    )
+    attention_config: list[Any] | None = Field(
+        None,
+        description='Attention type per layer, e.g. [[["global"], 12]]. Only `global` (or `flash`, '
+        "the same attention) is implemented; use sliding_window_width for a window.",
+    )
+    sliding_window_width: PositiveInt | None = Field(
+        None, description="Attend to at most this many tokens, the query included; null: all."
+    )
+    attention_engine: Literal["auto", "naive", "tiled", "triton"] = Field(
+        "auto", description="Attention implementation; auto takes the fastest that fits."
+    )
+    attention_pruning: bool = Field(
+        True, description="Let engines skip blocks that cannot change the result."
+    )
+    activation: Activation = Field("gelu", description="Activation of the MLP.")
+    gpt_j_residual: bool = Field(
+        False, description="Attention and MLP in parallel: x + attn(ln1(x)) + mlp(ln2(x))."
+    )
+    gpt_j_tied: bool = Field(
+        False, description="With gpt_j_residual: one norm feeds both branches."
+    )
+    no_weight_tying: bool = Field(
+        False, description="Give the head its own matrix instead of the embedding's."
+    )
+    output_layer_parallelism: Literal["column", "row"] = Field(
+        "column",
+        description="Split the head over the vocabulary (column) or over the hidden size (row, "
+        "the official KERPLE fork's default).",
+    )
+    make_vocab_size_divisible_by: PositiveInt = Field(
+        128, description="Pad the vocabulary to a multiple of this times model_parallel_size."
+    )
+    use_bias_in_norms: bool = Field(True, description="Bias in norms.")
+    use_bias_in_attn_linear: bool = Field(True, description="Bias in attention projections.")
+    use_bias_in_mlp: bool = Field(True, description="Bias in MLP projections.")
+    init_method: InitMethod = Field("normal", description="Initialisation of weights.")
+    output_layer_init_method: InitMethod = Field(
+        "scaled_normal", description="Initialisation of the projections back to the residual."
+    )
+    init_method_std: NonNegativeFloat = Field(
+        0.02, description="Standard deviation of normal initialisations."
+    )
+    attention_dropout: Fraction = Field(0.0, description="Dropout of attention weights.")
+    hidden_dropout: Fraction = Field(0.0, description="Dropout of both residual branches.")
+    apply_query_key_layer_scaling: bool = Field(
+        False,
+        description="Accepted for old files: it only guards fp16 softmax, and ours is fp32.",
+        json_schema_extra=NO_EFFECT,
+    )
+    attention_softmax_in_fp32: bool = Field(
+        False,
+        description="Accepted for old files: our softmax is always fp32 inside.",
+        json_schema_extra=NO_EFFECT,
+    )
+    use_cpu_initialization: bool = Field(
+        False,
+        description="Accepted for old files: initial weights never depend on the device.",
+        json_schema_extra=NO_EFFECT,
+    )
+    scaled_upper_triang_masked_softmax_fusion: bool = Field(
+        False,
+        description="Accepted for old files: our attention engines are always fused.",
+        json_schema_extra=NO_EFFECT,
+    )
+    scaled_masked_softmax_fusion: bool = Field(
+        False,
+        description="Accepted for old files: our attention engines are always fused.",
+        json_schema_extra=NO_EFFECT,
+    )
+    bias_gelu_fusion: bool = Field(
+        False,
+        description="Use the tanh approximation of GELU, which is what GPT-NeoX's fused kernel "
+        "computes. Nothing is faster for it here.",
+    )
+    bias_dropout_fusion: bool = Field(
+        False,
+        description="Accepted for old files: there is no separate fused kernel to choose.",
+        json_schema_extra=NO_EFFECT,
+    )
+    rope_fusion: bool = Field(
+        False,
+        description="Accepted for old files: there is no separate fused kernel to choose.",
+        json_schema_extra=NO_EFFECT,
+    )
+    layernorm_fusion: bool = Field(
+        False,
+        description="Accepted for old files: a fused norm is used whenever one is installed.",
+        json_schema_extra=NO_EFFECT,
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP, with its default filled in."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        if self.activation in GATED_ACTIVATIONS:
+            return -(-(8 * self.hidden_size // 3) // 64) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def position_rows(self) -> int:
+        """max_position_embeddings with its default filled in."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def validation_length(self) -> int:
+        """seq_length_val with its default filled in."""
+        return self.seq_length_val or self.seq_length

@@ -1,0 +1,138 @@
+"""Optimiser, schedule, batch, precision and activation checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from megatron.neox_arguments.deepspeed_blocks import (
+    ActivationCheckpointingBlock,
+    BFloat16Block,
+    Float16Block,
+    OptimizerBlock,
+    ZeroBlock,
+)
+from megatron.neox_arguments.values import (
+    Fraction,
+    Group,
+    Int,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+class OptimizationArgs(Group):
+    """Optimiser, learning-rate schedule, batch sizes, precision, memory savings."""
+
+    optimizer: OptimizerBlock = Field(
+        OptimizerBlock(),
+        description="{type: Adam, params: {lr: 0.0006, betas: [0.9, 0.999], eps: 1.0e-8}}.",
+    )
+    zero_optimization: ZeroBlock = Field(
+        ZeroBlock(), description="DeepSpeed's ZeRO block, e.g. {stage: 1}."
+    )
+    train_iters: NonNegativeInt | None = Field(
+        None, description="Optimizer steps; 0 evaluates the loaded checkpoint and stops."
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = Field(
+        "linear", description="Shape of the learning-rate decay after warmup."
+    )
+    lr_decay_iters: PositiveInt | None = Field(
+        None, description="Step at which min_lr is reached; null means train_iters."
+    )
+    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end of the decay.")
+    warmup: Fraction = Field(
+        0.01, description="Linear warmup as a fraction of lr_decay_iters (0.01 is 1%)."
+    )
+    override_lr_scheduler: bool = Field(
+        False, description="On resume take the schedule of this config, not the checkpoint's."
+    )
+    use_checkpoint_lr_scheduler: bool = Field(
+        False, description="On resume take the checkpoint's schedule, not this config's."
+    )
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="Decoupled weight decay; never applied to norms, biases or kernels."
+    )
+    gradient_clipping: NonNegativeFloat = Field(
+        1.0, description="Clip the global gradient norm here; 0 turns clipping off."
+    )
+    train_batch_size: PositiveInt | None = Field(
+        None,
+        description="Sequences per optimizer step over all processes: micro-batch x accumulation "
+        "x data-parallel size. Give any two, the third follows.",
+    )
+    train_micro_batch_size_per_gpu: PositiveInt | None = Field(
+        None, description="Sequences per forward pass of one data-parallel process."
+    )
+    gradient_accumulation_steps: PositiveInt | None = Field(
+        None,
+        description="Forward passes per optimizer step; null means 1, or what train_batch_size "
+        "asks for.",
+    )
+    precision: Precision | None = Field(
+        None,
+        description="fp32, bf16 (or bfloat16) or fp16; null derives it from the fp16 and bf16 "
+        "blocks, fp32 without them.",
+    )
+    fp16: Float16Block | None = Field(
+        None,
+        description="DeepSpeed's fp16 block with loss scaling. `type: bfloat16` inside means bf16.",
+    )
+    bf16: BFloat16Block | None = Field(None, description="DeepSpeed's bf16 block.")
+    fp32_allreduce: bool = Field(False, description="Average gradients in fp32.")
+    communication_data_type: Literal["fp32", "fp16", "bf16", "bfp16"] | None = Field(
+        None, description="Data type of gradient averaging; null follows the precision."
+    )
+    prescale_gradients: bool = Field(
+        False, description="Divide gradients before they are summed over processes."
+    )
+    gradient_predivide_factor: PositiveFloat = Field(
+        1.0, description="With prescale_gradients: divide by this first."
+    )
+    data_types: dict[str, Any] | None = Field(
+        None, description="DeepSpeed's data_types block, e.g. {grad_accum_dtype: fp32}."
+    )
+    checkpoint_activations: bool = Field(
+        False, description="Recompute layers in the backward pass instead of keeping them."
+    )
+    checkpoint_num_layers: PositiveInt = Field(1, description="Layers per recomputed block.")
+    partition_activations: bool = Field(
+        False, description="Split kept activations over tensor-parallel processes."
+    )
+    synchronize_each_layer: bool = Field(
+        False, description="Synchronise the device around each recomputed block."
+    )
+    contiguous_checkpointing: bool = Field(
+        False, description="Keep activations in one contiguous buffer."
+    )
+    checkpoint_in_cpu: bool = Field(False, description="Keep activations in host memory.")
+    profile_backward: bool = Field(False, description="Time the backward pass of blocks.")
+    activation_checkpointing: ActivationCheckpointingBlock | None = Field(
+        None, description="DeepSpeed's block; its keys win over the five above."
+    )
+    max_consecutive_nonfinite: Int = Field(
+        20,
+        ge=0,
+        description="Stop after this many steps in a row with a loss or gradient that is not "
+        "finite; 0 never stops.",
+    )
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate."""
+        return self.optimizer.params.lr
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return self.zero_optimization.stage
+
+    @property
+    def decay_iters(self) -> int:
+        """lr_decay_iters with its default filled in."""
+        return self.lr_decay_iters or self.train_iters or 1

@@ -1,0 +1,150 @@
+"""Value types of config fields: strict, except where YAML gives no choice.
+
+YAML reads `5e4` as a float and `[1, 2]` as a list; a whole float is accepted where an integer is
+asked for. A quoted "12" or a `true` is not: it is more often a slip than a wish.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from megatron.errors import ConfigError
+
+LARGEST_INTEGER = 2**62
+
+
+def _whole_float_to_int(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _zero_or_one_to_bool(value: Any) -> Any:
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    return value
+
+
+def _comma_text_to_list(value: Any) -> Any:
+    """`--set eval_lengths=128,256` arrives as text; `128` alone as an integer."""
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",")]
+        return [int(part) if part.lstrip("-").isdigit() else part for part in parts if part]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text_to_list(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    return list(value) if isinstance(value, tuple) else value
+
+
+Int = Annotated[
+    int, BeforeValidator(_whole_float_to_int), Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)
+]
+PositiveInt = Annotated[int, BeforeValidator(_whole_float_to_int), Field(gt=0, le=LARGEST_INTEGER)]
+NonNegativeInt = Annotated[
+    int, BeforeValidator(_whole_float_to_int), Field(ge=0, le=LARGEST_INTEGER)
+]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Flag = Annotated[bool, BeforeValidator(_zero_or_one_to_bool)]
+PositiveIntList = Annotated[list[PositiveInt], BeforeValidator(_comma_text_to_list)]
+TextList = Annotated[list[str], BeforeValidator(_text_to_list)]
+WeightList = Annotated[list[NonNegativeFloat], BeforeValidator(_text_to_list)]
+
+NO_EFFECT: dict[str, Any] = {"effect": "none"}
+"""Marks a field that is accepted for old files only; the reference page says so."""
+
+
+class Group(BaseModel):
+    """Base of every config group and of every nested mapping: frozen, strict, no extra keys."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        validate_default=True,
+    )
+
+
+# Config values are plain data: nested mappings and lists of text, numbers, booleans and null.
+
+MAX_DEPTH = 16
+MAX_NODES = 100_000
+
+
+class _Copier:
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.nodes = 0
+
+    def copy(self, value: Any, where: str, depth: int) -> Any:
+        self.nodes += 1
+        if depth > MAX_DEPTH:
+            raise ConfigError(
+                f"{self.source}: {where[:80]} is nested more than {MAX_DEPTH} levels deep."
+            )
+        if self.nodes > MAX_NODES:
+            raise ConfigError(f"{self.source}: more than {MAX_NODES} values; is this a config?")
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int | float):
+            return self._number(value, where)
+        if isinstance(value, str):
+            return self._text(value, where)
+        if isinstance(value, dict):
+            return {
+                self._key(key, where): self.copy(item, f"{where}.{key}", depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [
+                self.copy(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)
+            ]
+        raise ConfigError(
+            f"{self.source}: {where[:80]} is a {type(value).__name__}; only text, numbers, "
+            "booleans, null, lists and mappings are allowed."
+        )
+
+    def _number(self, value: float, where: str) -> int | float:
+        if isinstance(value, float):
+            return float(value)
+        if abs(value) > 2**63:
+            raise ConfigError(f"{self.source}: {where[:80]} is a number beyond 64 bits.")
+        return int(value)
+
+    def _key(self, key: Any, where: str) -> str:
+        if not isinstance(key, str):
+            raise ConfigError(
+                f"{self.source}: {key!r:.80} in {where[:80]} is not a text key; quote it."
+            )
+        return self._text(key, where)
+
+    def _text(self, value: str, where: str) -> str:
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"{self.source}: {ascii(where)[:80]} holds characters that are not Unicode text."
+            ) from error
+        return str(value)
+
+
+def copy_plain(values: Any, source: str) -> dict[str, Any]:
+    """A deep copy of a mapping of plain data; ConfigError for anything else."""
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{source}: a config is a mapping of keys to values, this is a "
+            f"{type(values).__name__}. Write lines like `train_iters: 1000`."
+        )
+    copied = _Copier(source).copy(values, "config", 0)
+    assert isinstance(copied, dict)
+    return copied

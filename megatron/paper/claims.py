@@ -1,0 +1,197 @@
+"""The paper's claims, each with a stated criterion, checked against our own results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron.paper.results import ResultSet
+from megatron.paper.statistics import compare_paired, summarize
+from megatron.paper.tables import DataSet, Point
+
+__all__ = ["Finding", "Verdict", "check_claims"]
+
+_EXPLODES = 2.0
+"""A method explodes if its perplexity at the longest length is this many times that at 1x."""
+_BEYOND = 8
+"""T5 must be worse than log from this multiple of the training length on."""
+
+
+class Verdict(str, Enum):
+    AGREES = "agrees"
+    PARTLY = "partly"
+    DISAGREES = "disagrees"
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class Finding:
+    claim: str
+    data: str
+    verdict: Verdict
+    evidence: str
+
+
+@dataclass(frozen=True)
+class _View:
+    """Perplexities of one data set by method and length."""
+
+    results: ResultSet
+    split: str
+    data: DataSet
+
+    @property
+    def train_length(self) -> int:
+        return self.results.train_length(self.data.name) or 1
+
+    def seeds(self, name: str, length: int) -> dict[int, float]:
+        point = Point(self.train_length, length)
+        return self.results.perplexity(self.split, self.data.name, name, point)
+
+    def mean(self, name: str, length: int) -> float | None:
+        return summarize(self.seeds(name, length).values()).mean
+
+    def curve(self, name: str) -> dict[int, float]:
+        lengths = self.results.lengths(self.split, self.data.name, name)
+        means = {length: self.mean(name, length) for length in lengths}
+        return {length: mean for length, mean in means.items() if mean is not None}
+
+    def pairs(self, first: str, second: str) -> dict[int, tuple[float, float]]:
+        """Means of two methods by length, over the seeds that both have."""
+        result = {}
+        for length in self.results.lengths(self.split, self.data.name, first):
+            one, two = self.seeds(first, length), self.seeds(second, length)
+            common = sorted(set(one) & set(two))
+            means = [summarize(seeds[seed] for seed in common).mean for seeds in (one, two)]
+            if means[0] is not None and means[1] is not None:
+                result[length] = (means[0], means[1])
+        return result
+
+
+_Check = Callable[[_View], tuple[Verdict, str]]
+_NOTHING = (Verdict.NOT_MEASURED, "no results")
+
+
+def _below_everywhere(better: str, worse: str) -> _Check:
+    def check(view: _View) -> tuple[Verdict, str]:
+        common = view.pairs(better, worse)
+        if not common:
+            return _NOTHING
+        exceptions = [length for length, (one, two) in common.items() if one >= two]
+        verdict = _by_exceptions(len(exceptions), len(common))
+        return verdict, f"lower at {len(common) - len(exceptions)} of {len(common)} lengths" + (
+            f"; not at {_listed(exceptions)}" if exceptions else ""
+        )
+
+    return check
+
+
+def _by_exceptions(exceptions: int, total: int) -> Verdict:
+    if exceptions == 0:
+        return Verdict.AGREES
+    return Verdict.PARTLY if 2 * exceptions < total else Verdict.DISAGREES
+
+
+def _listed(lengths: list[int]) -> str:
+    return ", ".join(str(length) for length in lengths)
+
+
+def _log_not_behind_power(view: _View) -> tuple[Verdict, str]:
+    """Behind means a higher mean; significantly behind means the paired test says so."""
+    common = view.pairs("kerple_log", "kerple_power")
+    if not common:
+        return _NOTHING
+    behind = [length for length, (log, power) in common.items() if log > power]
+    significant = [
+        length
+        for length in behind
+        if compare_paired(
+            view.seeds("kerple_power", length), view.seeds("kerple_log", length)
+        ).reference_is_better()
+    ]
+    if not behind:
+        return Verdict.AGREES, f"log's mean is not above power's at any of {len(common)} lengths"
+    verdict = Verdict.DISAGREES if significant else Verdict.PARTLY
+    note = f"significantly at {_listed(significant)}" if significant else "never significantly"
+    return verdict, f"log's mean is above power's at {_listed(behind)}, {note}"
+
+
+def _t5_best_at_train_length(view: _View) -> tuple[Verdict, str]:
+    rivals = {}
+    for name in ("kerple_log", "kerple_power", "alibi", "rotary", "sinusoidal"):
+        pair = view.pairs("rpe", name).get(view.train_length)
+        if pair is not None:
+            rivals[name] = pair
+    if not rivals:
+        return _NOTHING
+    name, (own, best) = max(rivals.items(), key=lambda item: item[1][0] - item[1][1])
+    text = f"T5 {own:.3f}, closest rival {best:.3f} ({name})"
+    return (Verdict.AGREES if own < best else Verdict.DISAGREES), text
+
+
+def _t5_worse_far_out(view: _View) -> tuple[Verdict, str]:
+    pairs = view.pairs("kerple_log", "rpe")
+    far = {n: pair for n, pair in pairs.items() if n >= _BEYOND * view.train_length}
+    if not far:
+        return _NOTHING
+    exceptions = [length for length, (log, t5) in far.items() if t5 <= log]
+    text = ", ".join(f"{length}: T5 {t5:.3g}, log {log:.3g}" for length, (log, t5) in far.items())
+    return _by_exceptions(len(exceptions), len(far)), text
+
+
+def _explodes(*names: str) -> _Check:
+    def check(view: _View) -> tuple[Verdict, str]:
+        factors = {}
+        for name in names:
+            curve = view.curve(name)
+            if view.train_length in curve and len(curve) > 1:
+                longest = max(curve)
+                factors[name] = (curve[longest] / curve[view.train_length], longest)
+        if len(factors) < len(names):
+            return _NOTHING
+        exploding = [name for name, (factor, _) in factors.items() if factor >= _EXPLODES]
+        text = ", ".join(
+            f"{name} x{factor:.3g} at {length}" for name, (factor, length) in factors.items()
+        )
+        return _by_exceptions(len(names) - len(exploding), len(names)), text
+
+    return check
+
+
+def _no_clear_advantage(view: _View) -> tuple[Verdict, str]:
+    """The paper calls 3-para-log "slightly better" at most: within two percent of log."""
+    common = view.pairs("kerple_log", "kerple_log3")
+    if not common:
+        return _NOTHING
+    gains = {length: 1 - rival / log for length, (log, rival) in common.items()}
+    exceptions = [length for length, gain in gains.items() if gain > 0.02]
+    best = max(gains.values())
+    text = f"3-para-log is at most {best:.1%} below log" if best > 0 else "never below log"
+    return _by_exceptions(len(exceptions), len(common)), text
+
+
+_CLAIMS: tuple[tuple[str, _Check], ...] = (
+    ("log is below ALiBi at every length", _below_everywhere("kerple_log", "alibi")),
+    ("log is at least as good as power", _log_not_behind_power),
+    ("T5 is best at the training length", _t5_best_at_train_length),
+    (f"T5 is worse than log from {_BEYOND}x the training length on", _t5_worse_far_out),
+    (f"rotary explodes (at least x{_EXPLODES:g} at the longest length)", _explodes("rotary")),
+    (f"sinusoidal explodes (at least x{_EXPLODES:g})", _explodes("sinusoidal")),
+    ("complicated kernels have no clear advantage (3-para-log)", _no_clear_advantage),
+    (
+        f"Gaussian-like biases fail to extrapolate (at least x{_EXPLODES:g})",
+        _explodes("gauss_bias2", "gauss_bias3"),
+    ),
+    ("a Gaussian-like weight beats the bias", _below_everywhere("gauss_wht2", "gauss_bias3")),
+)
+
+
+def check_claims(results: ResultSet, split: str, data: tuple[DataSet, ...]) -> list[Finding]:
+    """Every claim on every data set; claims without results say "not measured"."""
+    findings = []
+    for claim, check in _CLAIMS:
+        for item in data:
+            verdict, evidence = check(_View(results, split, item))
+            findings.append(Finding(claim, item.title, verdict, evidence))
+    return findings

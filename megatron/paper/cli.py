@@ -1,0 +1,302 @@
+"""The command line of tools/reproduce.py."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.errors import ReproduceError
+from megatron.paper.execute import REPOSITORY
+from megatron.paper.suite import Suite, load_suite
+from megatron.paper.suite_file import available_suites
+
+__all__ = ["main"]
+
+EXAMPLES = """examples:
+  python tools/reproduce.py plan --suite paper
+  python tools/reproduce.py run --suite laptop -j 2
+  python tools/reproduce.py run --suite laptop --only main stdlib kerple_log alibi
+  python tools/reproduce.py submit --suite paper --only main --account my_project \\
+      --partition a100 --time 24:00:00 --dry-run
+  python tools/reproduce.py status --suite paper --watch
+  python tools/reproduce.py report --suite paper --out docs/results/paper
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/reproduce.py",
+        description="Repeat the KERPLE paper, in full on a cluster or in miniature on a laptop.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = _common_arguments()
+    _add(commands, common, "plan", "show the runs and what they cost; --write writes the configs")
+    _add(commands, common, "run", "run locally; finished runs are skipped, stopped ones continue")
+    _add(commands, common, "submit", "submit to Slurm as array jobs")
+    _add(commands, common, "status", "a table of all runs, from their directories and squeue")
+    _add(commands, common, "report", "tables and figures of what is finished")
+    _add(commands, common, "worker", argparse.SUPPRESS)
+    _plan_and_run_arguments(commands.choices)
+    _submit_arguments(commands.choices["submit"])
+    _other_arguments(commands.choices)
+    return parser
+
+
+def _add(commands: Any, common: argparse.ArgumentParser, name: str, text: str) -> None:
+    hidden = text == argparse.SUPPRESS
+    keywords = {} if hidden else {"help": text, "description": text}
+    commands.add_parser(name, parents=[common], allow_abbrev=False, **keywords)
+
+
+def _common_arguments() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    names = ", ".join(available_suites())
+    common.add_argument(
+        "--suite", required=True, help=f"{names}, one section (paper/main), or a file of yours"
+    )
+    common.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="sections, methods, data sets, or run names with wildcards",
+    )
+    common.add_argument("--runs", default="runs", metavar="DIR", help="where runs live (runs)")
+    common.add_argument("--data", default="data", metavar="DIR", help="where data lives (data)")
+    common.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        dest="sets",
+        metavar="KEY=VALUE",
+        help="config values for every run, e.g. train_iters=100",
+    )
+    return common
+
+
+def _plan_and_run_arguments(commands: Any) -> None:
+    commands["plan"].add_argument(
+        "--write", action="store_true", help="write every run's config.yml"
+    )
+    commands["plan"].add_argument("--list", action="store_true", help="list every run")
+    run = commands["run"]
+    run.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
+    run.add_argument("--retry-failed", action="store_true", help="repeat runs that failed")
+    run.add_argument(
+        "--restart-changed",
+        action="store_true",
+        help="move runs with another training config aside and start them anew",
+    )
+    run.add_argument("--no-report", action="store_true", help="do not write the report at the end")
+
+
+def _submit_arguments(submit: argparse.ArgumentParser) -> None:
+    texts = {
+        "account": "account to charge",
+        "partition": "partition of the GPU nodes",
+        "qos": "quality of service",
+        "constraint": "node features",
+        "gpu-type": "GPU type as in --gres=gpu:TYPE:N",
+        "container": "command before python inside srun, e.g. 'apptainer exec --nv image.sif'",
+    }
+    for name, text in texts.items():
+        submit.add_argument(f"--{name}", help=text)
+    submit.add_argument("--no-gpus", action="store_true", help="CPU nodes: one process per task")
+    submit.add_argument("--cpus-per-task", type=int, default=8, help="(8)")
+    submit.add_argument("--time", default="24:00:00", help="limit of a training job (24:00:00)")
+    submit.add_argument("--evaluate-time", default="4:00:00", help="(4:00:00)")
+    submit.add_argument("--data-time", default="24:00:00", help="(24:00:00)")
+    submit.add_argument("--data-cpus", type=int, default=8, help="(8)")
+    submit.add_argument(
+        "--grace", type=int, default=300, metavar="SECONDS", help="saved this early (300)"
+    )
+    submit.add_argument("--at-once", type=int, metavar="N", help="most array tasks at a time")
+    submit.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        help="shell line before python, e.g. 'module load x'",
+    )
+    submit.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="further sbatch option"
+    )
+    submit.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
+
+
+def _other_arguments(commands: Any) -> None:
+    commands["status"].add_argument("--watch", action="store_true", help="repeat every 10 s")
+    commands["report"].add_argument("--out", metavar="DIR", help="(runs/SUITE/report)")
+    worker = commands["worker"]
+    worker.add_argument("--tasks", default="", help="file with one run or data set a line")
+    worker.add_argument("--container")
+    worker.add_argument("stage", choices=["data", "train", "evaluate", "report"])
+    worker.add_argument("--index", type=int, default=0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    try:
+        return int(_COMMANDS[options.command](options))
+    except ReproduceError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _place(directory: str) -> Path:
+    """Relative to the repository when started there, so that configs stay portable."""
+    path = Path(directory)
+    return path if path.is_absolute() or Path.cwd() == REPOSITORY else path.resolve()
+
+
+def _suite(options: argparse.Namespace) -> Suite:
+    return load_suite(
+        options.suite,
+        options.only,
+        runs_root=_place(options.runs),
+        data_root=_place(options.data),
+        sets=_sets(options.sets),
+    )
+
+
+def _sets(items: Sequence[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for item in items:
+        key, separator, text = item.partition("=")
+        if not separator or not key:
+            raise ReproduceError(f"--set {item}: expected KEY=VALUE")
+        try:
+            values[key.strip().replace("-", "_")] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ReproduceError(f"--set {item}: {error}") from error
+    return values
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron.paper.plan import plan_text
+    from megatron.paper.run_files import prepare_run
+
+    suite, root = _suite(options), _place(options.runs)
+    print(plan_text(suite), end="")
+    if options.list:
+        print("\n".join(["", *(run.name for run in suite.runs)]))
+    if options.write:
+        for run in suite.runs:
+            prepare_run(suite.run_directory(root, run), suite.name, run)
+        print(f"{len(suite.runs)} configs written: {root / suite.name}/*/config.yml")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from megatron.paper.local import LocalOptions, run_suite
+    from megatron.paper.run_files import record_command
+
+    if options.jobs < 1:
+        raise ReproduceError(f"-j {options.jobs}: at least one run at a time")
+    suite, root = _suite(options), _place(options.runs)
+    chosen = LocalOptions(options.jobs, options.retry_failed, options.restart_changed)
+    started = time.monotonic()
+    code = run_suite(suite, root, chosen)
+    record_command(root / suite.name, _command_line(), time.monotonic() - started, code)
+    if not options.no_report and code in (0, 1):
+        _write_report(suite, root, None)
+    return code
+
+
+def _command_line() -> str:
+    return shlex.join(["python", "tools/reproduce.py", *sys.argv[1:]])
+
+
+def _write_report(suite: Suite, root: Path, out: Path | None) -> None:
+    from megatron.paper.console import print_tables
+    from megatron.paper.suite_report import make_report
+
+    files = make_report(suite, root, out, _command_line())
+    print_tables([table for table in files.tables if not table.key.endswith("_test")], sys.stdout)
+    print(f"\nReport: {files.html}")
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from megatron.paper.slurm import ClusterOptions, submit
+
+    chosen = ClusterOptions(
+        account=options.account,
+        partition=options.partition,
+        qos=options.qos,
+        constraint=options.constraint,
+        gpu_type=options.gpu_type,
+        no_gpus=options.no_gpus,
+        cpus_per_task=options.cpus_per_task,
+        time=options.time,
+        evaluate_time=options.evaluate_time,
+        data_time=options.data_time,
+        data_cpus=options.data_cpus,
+        grace_seconds=options.grace,
+        at_once=options.at_once,
+        container=options.container,
+        setup=tuple(options.setup),
+        extra=tuple(options.sbatch),
+    )
+    root = _place(options.runs)
+    arguments = [f"--suite={options.suite}", f"--runs={root}", f"--data={_place(options.data)}"]
+    arguments += [f"--only={name}" for name in options.only]
+    arguments += [f"--set={item}" for item in options.sets]
+    return submit(_suite(options), root, chosen, arguments, options.dry_run)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from megatron.paper.status import status_text
+
+    suite, root = _suite(options), _place(options.runs)
+    while True:
+        text = status_text(suite, root)
+        print("\033[2J\033[H" + text if options.watch and sys.stdout.isatty() else text, end="")
+        if not options.watch:
+            return 0
+        sys.stdout.flush()
+        time.sleep(10)
+
+
+def _report(options: argparse.Namespace) -> int:
+    out = Path(options.out) if options.out else None
+    _write_report(_suite(options), _place(options.runs), out)
+    return 0
+
+
+def _worker(options: argparse.Namespace) -> int:
+    from megatron.paper.slurm import run_task
+
+    suite, root = _suite(options), _place(options.runs)
+    if options.stage == "report":
+        _write_report(suite, root, None)
+        return 0
+    try:
+        tasks = Path(options.tasks).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise ReproduceError(f"--tasks {options.tasks}: {error}") from error
+    if not 0 <= options.index < len(tasks):
+        raise ReproduceError(f"--index {options.index}: the job has {len(tasks)} tasks")
+    return run_task(suite, root, options.stage, tasks[options.index], options.container)
+
+
+_COMMANDS = {
+    "plan": _plan,
+    "run": _run,
+    "submit": _submit,
+    "status": _status,
+    "report": _report,
+    "worker": _worker,
+}

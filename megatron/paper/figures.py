@@ -1,0 +1,238 @@
+"""Figures about perplexity: against length, by position, and during training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
+
+from megatron.paper.methods import method
+from megatron.paper.results import Positionwise, ResultSet
+from megatron.paper.statistics import summarize
+from megatron.paper.style import figure_style, finish_axes, new_figure, plain_log_axis
+from megatron.paper.tables import DataSet, Point
+
+__all__ = ["PositionCurve", "perplexity_by_length", "positionwise_perplexity", "training_loss"]
+
+_ZOOM_FROM_RATIO = 4.0
+"""Above this spread a second row zooms in on the methods that do not explode."""
+
+
+@dataclass(frozen=True)
+class PositionCurve:
+    """One line of the position-wise figure."""
+
+    method: str
+    window: int | None = None
+
+    @property
+    def label(self) -> str:
+        label = method(self.method).label
+        return f"{label}, windowed@{self.window}" if self.window else label
+
+
+@dataclass(frozen=True)
+class _Curve:
+    name: str
+    lengths: list[int]
+    means: list[float]
+    deviations: list[float]
+
+
+def perplexity_by_length(
+    results: ResultSet, split: str, data: Sequence[DataSet], methods: Sequence[str]
+) -> Figure | None:
+    """Perplexity against evaluation length, one panel per data set; None without results."""
+    curves = {item.name: _curves(results, split, item.name, methods) for item in data}
+    shown = [item for item in data if curves[item.name]]
+    if not shown:
+        return None
+    zoom = any(_spread(curves[item.name]) > _ZOOM_FROM_RATIO for item in shown)
+    with figure_style():
+        figure = new_figure(len(shown), 2 if zoom else 1)
+        grid = figure.subplots(2 if zoom else 1, len(shown), squeeze=False)
+        for column, item in enumerate(shown):
+            train_length = results.train_length(item.name)
+            _length_panel(grid[0][column], curves[item.name], item.title, train_length)
+            if zoom:
+                _length_panel(
+                    grid[1][column], curves[item.name], f"{item.title}, zoomed", train_length
+                )
+                _zoom(grid[1][column], curves[item.name])
+        _outside_legend(figure, grid[0][0])
+    return figure
+
+
+def _curves(results: ResultSet, split: str, data: str, methods: Sequence[str]) -> list[_Curve]:
+    train_length = results.train_length(data) or 1
+    curves = []
+    for name in methods:
+        curve = _Curve(name, [], [], [])
+        for length in results.lengths(split, data, name):
+            values = results.perplexity(split, data, name, Point(train_length, length))
+            summary = summarize(values.values())
+            if summary.mean is not None and math.isfinite(summary.mean):
+                curve.lengths.append(length)
+                curve.means.append(summary.mean)
+                curve.deviations.append(summary.std or 0.0)
+        if curve.lengths:
+            curves.append(curve)
+    return curves
+
+
+def _spread(curves: list[_Curve]) -> float:
+    means = [mean for curve in curves for mean in curve.means]
+    return max(means) / min(means)
+
+
+def _length_panel(axes: Axes, curves: list[_Curve], title: str, train_length: int | None) -> None:
+    for curve in curves:
+        style = method(curve.name)
+        means, deviations = np.array(curve.means), np.array(curve.deviations)
+        axes.plot(
+            curve.lengths,
+            means,
+            label=style.label,
+            color=style.color,
+            marker=style.marker,
+            linestyle=style.dashes,
+            zorder=4 if curve.name == "kerple_log" else 3,
+        )
+        low = np.maximum(means - deviations, means * 0.05)
+        axes.fill_between(
+            curve.lengths, low, means + deviations, color=style.color, alpha=0.15, linewidth=0
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    _plain_ticks(axes, sorted({length for curve in curves for length in curve.lengths}))
+    if train_length is not None:
+        axes.axvline(train_length, color="#999999", linestyle=":", linewidth=1.2, zorder=1)
+    finish_axes(axes, title=title, xlabel="evaluation length (tokens)", ylabel="perplexity")
+
+
+def _plain_ticks(axes: Axes, lengths: Sequence[int]) -> None:
+    axes.set_xticks(list(lengths), [str(length) for length in lengths])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(axis="x", labelsize=9.5, rotation=0 if len(lengths) <= 6 else 45)
+    plain_log_axis(axes.yaxis)
+
+
+def _zoom(axes: Axes, curves: list[_Curve]) -> None:
+    """Show what lies within twice the best, on a linear axis."""
+    best = min(mean for curve in curves for mean in curve.means)
+    # Everything that stays within twice the best at its training length sets the frame.
+    tops = [mean for curve in curves for mean in curve.means if mean < 1.6 * best]
+    margin = 0.08 * (max(tops) - best) + 0.01 * best
+    axes.set_yscale("linear")
+    axes.yaxis.set_major_locator(AutoLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_ylim(best - margin, max(tops) + margin)
+
+
+def _outside_legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper")
+
+
+def positionwise_perplexity(
+    results: ResultSet,
+    split: str,
+    data: DataSet,
+    length_curves: Sequence[tuple[int, Sequence[PositionCurve]]],
+) -> Figure | None:
+    """Perplexity by position, one panel per evaluation length, with the windowed line."""
+    panels = []
+    for length, curves in length_curves:
+        lines = [
+            (curve, found)
+            for curve in curves
+            if (found := results.positionwise(data.name, curve.method, length, curve.window, split))
+        ]
+        if lines:
+            panels.append((length, lines))
+    if not panels:
+        return None
+    with figure_style():
+        figure = new_figure(len(panels), width=5.2, height=3.8)
+        grid = figure.subplots(1, len(panels), squeeze=False)
+        for axes, (length, lines) in zip(grid[0], panels, strict=True):
+            for curve, found in lines:
+                _position_line(axes, curve, found)
+            train_length = results.train_length(data.name)
+            if train_length is not None:
+                axes.axvline(train_length, color="#999999", linestyle=":", linewidth=1.2, zorder=1)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            _position_ticks(axes, length)
+            finish_axes(
+                axes,
+                title=f"{data.title}, length {length}",
+                xlabel="position in the sequence (tokens)",
+                ylabel="perplexity",
+            )
+        _outside_legend(figure, grid[0][0])
+    return figure
+
+
+def _position_ticks(axes: Axes, length: int) -> None:
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlim(right=length * 1.05)
+    plain_log_axis(axes.yaxis)
+
+
+def _position_line(axes: Axes, curve: PositionCurve, found: list[Positionwise]) -> None:
+    """Geometric middle of each bucket; the mean loss over seeds with equal buckets."""
+    style = method(curve.method)
+    first = found[0].buckets
+    same = [item.buckets for item in found if len(item.buckets) == len(first)]
+    losses = np.array([[bucket.loss for bucket in buckets] for buckets in same])
+    middles = [
+        math.sqrt((bucket.start + 1) * max(bucket.end, bucket.start + 1)) for bucket in first
+    ]
+    axes.plot(
+        middles,
+        np.exp(np.minimum(losses.mean(axis=0), 700.0)),
+        label=curve.label,
+        color="#555555" if curve.window else style.color,
+        linestyle="--" if curve.window else style.dashes,
+        marker=None if len(first) > 40 or curve.window else style.marker,
+        markersize=4,
+    )
+
+
+def training_loss(
+    results: ResultSet, data: Sequence[DataSet], methods: Sequence[str]
+) -> Figure | None:
+    """Training loss against step (first seed of each method)."""
+    shown = [
+        item
+        for item in data
+        if any(run.losses for run in results.runs if run.key.data == item.name)
+    ]
+    if not shown:
+        return None
+    with figure_style():
+        figure = new_figure(len(shown))
+        grid = figure.subplots(1, len(shown), squeeze=False)
+        for axes, item in zip(grid[0], shown, strict=True):
+            for name in methods:
+                runs = [run for run in results.of(item.name, name) if run.losses]
+                if runs:
+                    steps, losses = zip(*runs[0].losses, strict=True)
+                    style = method(name)
+                    axes.plot(
+                        steps,
+                        losses,
+                        label=style.label,
+                        color=style.color,
+                        linestyle=style.dashes,
+                        linewidth=1.3,
+                    )
+            finish_axes(axes, title=item.title, xlabel="step", ylabel="training loss (nats/token)")
+        _outside_legend(figure, grid[0][0])
+    return figure

@@ -1,0 +1,338 @@
+"""`tools/reproduce.py submit`: a suite as Slurm array jobs with dependencies.
+
+    data (array) -> train (one array per model) -> evaluate (array, task by task) -> report
+
+The scripts are the templates in tools/slurm, filled in and kept beside the runs. Each array task
+calls this package back with its index; the list of runs is a file written at submission.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import ReproduceError
+from megatron.paper.execute import (
+    EXIT_REQUEUE,
+    REPOSITORY,
+    Children,
+    Launcher,
+    execute_run,
+    prepare_data,
+    tail,
+)
+from megatron.paper.progress import progress_of
+from megatron.paper.run_files import RunState, State, done_steps, prepare_run, write_atomically
+from megatron.paper.suite import Run, Suite
+
+__all__ = ["ClusterOptions", "Job", "build_jobs", "run_task", "submit", "submitted_jobs"]
+
+TEMPLATES = REPOSITORY / "tools" / "slurm"
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What differs between clusters; None leaves the cluster's default."""
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gpu_type: str | None = None
+    no_gpus: bool = False
+    cpus_per_task: int = 8
+    time: str = "24:00:00"
+    evaluate_time: str = "4:00:00"
+    data_time: str = "24:00:00"
+    data_cpus: int = 8
+    grace_seconds: int = 300
+    at_once: int | None = None
+    container: str | None = None
+    setup: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sbatch call: its script and the earlier jobs it waits for."""
+
+    name: str
+    stage: str
+    path: Path
+    script: str
+    runs: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    dependency: str = "afterok"
+
+
+def build_jobs(
+    suite: Suite, root: Path, options: ClusterOptions, suite_arguments: list[str]
+) -> list[Job]:
+    """All jobs for the unfinished runs of a suite, in the order of submission."""
+    open_runs = [
+        run
+        for run in suite.runs
+        if progress_of(suite.run_directory(root, run), run).state != State.DONE
+    ]
+    directory = root / suite.name / "slurm"
+    script = _Script(suite, directory, time.strftime("%Y%m%d-%H%M%S"), options, suite_arguments)
+    jobs: list[Job] = []
+    if open_runs:
+        names = tuple(dict.fromkeys(run.data for run in open_runs))
+        jobs.append(script.job("data", names))
+    for model in dict.fromkeys(run.model for run in open_runs):
+        jobs += _model_jobs(suite, root, script, model, open_runs)
+    last = tuple(job.name for job in jobs if job.stage == "evaluate")
+    jobs.append(script.job("report", (), after=last, dependency="afterany"))
+    return jobs
+
+
+def _model_jobs(
+    suite: Suite, root: Path, script: _Script, model: str, open_runs: list[Run]
+) -> list[Job]:
+    own = [run for run in open_runs if run.model == model]
+    names = tuple(run.name for run in own)
+    untrained = [
+        run for run in own if not done_steps(suite.run_directory(root, run), _train_only(run))
+    ]
+    gpus = own[0].gpus
+    jobs = []
+    # Evaluation waits task by task, so both arrays must have the same tasks; a task whose
+    # training is finished ends at once.
+    after: tuple[str, ...] = ("data",)
+    if untrained:
+        jobs.append(script.job("train", names, model=model, gpus=gpus, after=after))
+        after = (jobs[0].name,)
+    dependency = "aftercorr" if untrained else "afterok"
+    jobs.append(
+        script.job("evaluate", names, model=model, gpus=gpus, after=after, dependency=dependency)
+    )
+    return jobs
+
+
+def _train_only(run: Run) -> dict[str, str]:
+    return {"train": run.train_hash}
+
+
+class _Script:
+    """Fills the templates; every value that reaches a shell is quoted."""
+
+    def __init__(
+        self,
+        suite: Suite,
+        directory: Path,
+        stamp: str,
+        options: ClusterOptions,
+        suite_arguments: list[str],
+    ) -> None:
+        self._suite, self._directory, self._stamp = suite, directory, stamp
+        self._options, self._suite_arguments = options, suite_arguments
+
+    def job(
+        self,
+        stage: str,
+        tasks: tuple[str, ...],
+        *,
+        model: str = "",
+        gpus: int = 1,
+        after: tuple[str, ...] = (),
+        dependency: str = "afterok",
+    ) -> Job:
+        name = f"{stage}-{model}" if model else stage
+        path = self._directory / f"{self._stamp}-{name}.sbatch"
+        text = self._fill(stage, tasks, path.with_suffix(".tasks"), model, gpus)
+        return Job(name, stage, path, text, tasks, after, dependency)
+
+    def _fill(
+        self, stage: str, tasks: tuple[str, ...], task_file: Path, model: str, gpus: int
+    ) -> str:
+        options = self._options
+        template = string.Template((TEMPLATES / f"{stage}.sbatch").read_text(encoding="utf-8"))
+        values: dict[str, object] = {
+            "suite": self._suite.name,
+            "model": model,
+            "gpus": gpus,
+            "last": len(tasks) - 1,
+            "throttle": f"%{options.at_once}" if options.at_once else "",
+            "cpus": options.cpus_per_task,
+            "data_cpus": options.data_cpus,
+            "time": options.time,
+            "evaluate_time": options.evaluate_time,
+            "data_time": options.data_time,
+            "grace": options.grace_seconds,
+            "log_directory": _directive_value((self._directory / "logs").resolve().as_posix()),
+            "directives": self._directives(),
+            "gpu_directive": self._gpu_directive(gpus),
+            "repository": shlex.quote(str(REPOSITORY)),
+            "setup": "\n".join(options.setup) or ":",
+            "worker": self._worker(task_file if tasks else None),
+        }
+        return template.substitute({key: str(value) for key, value in values.items()})
+
+    def _worker(self, task_file: Path | None) -> str:
+        words = [sys.executable, "-u", "tools/reproduce.py", "worker", *self._suite_arguments]
+        if self._options.container:
+            words.append(f"--container={self._options.container}")
+        if task_file is not None:
+            words.append(f"--tasks={task_file}")
+        return " ".join(shlex.quote(word) for word in words)
+
+    def _directives(self) -> str:
+        options = self._options
+        given: dict[str, str | None] = {
+            "account": options.account,
+            "partition": options.partition,
+            "qos": options.qos,
+            "constraint": options.constraint,
+        }
+        lines = [
+            f"#SBATCH --{key}={_directive_value(value)}" for key, value in given.items() if value
+        ]
+        lines += [f"#SBATCH {_directive_value(line)}" for line in options.extra]
+        return "\n".join(lines) or "# no account, partition or further options given"
+
+    def _gpu_directive(self, gpus: int) -> str:
+        if self._options.no_gpus:
+            return "# CPU only"
+        kind = f"{self._options.gpu_type}:" if self._options.gpu_type else ""
+        return f"#SBATCH --gres=gpu:{_directive_value(kind)}{gpus}"
+
+
+def _directive_value(value: str) -> str:
+    if "\n" in value or "\r" in value:
+        raise ReproduceError(f"cluster option {value!r} contains a line break")
+    return value
+
+
+def submit(
+    suite: Suite, root: Path, options: ClusterOptions, suite_arguments: list[str], dry_run: bool
+) -> int:
+    """Submit everything, printing each script's name and job number; or print the scripts."""
+    jobs = build_jobs(suite, root, options, suite_arguments)
+    if dry_run:
+        for job in jobs:
+            waits = f", {job.dependency} {', '.join(job.after)}" if job.after else ""
+            print(f"##### {job.path}: {max(len(job.runs), 1)} task(s){waits}")
+            for index, name in enumerate(job.runs):
+                print(f"# task {index}: {name}")
+            print(job.script)
+        return 0
+    if shutil.which("sbatch") is None:
+        raise ReproduceError("sbatch was not found: submit on a Slurm login node, or use `run`")
+    if len(jobs) == 1:
+        print(f"{suite.name}: every run is finished; only the report is written")
+    for run in suite.runs:
+        prepare_run(suite.run_directory(root, run), suite.name, run)
+    directory = root / suite.name / "slurm"
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    numbers: dict[str, str] = {}
+    for job in jobs:
+        numbers[job.name] = _submit_one(job, numbers)
+        _record(directory, jobs, numbers)
+    return 0
+
+
+def _submit_one(job: Job, numbers: Mapping[str, str]) -> str:
+    path = job.path
+    write_atomically(path, job.script)
+    write_atomically(path.with_suffix(".tasks"), "".join(f"{name}\n" for name in job.runs))
+    command = ["sbatch", "--parsable"]
+    waits = [numbers[name] for name in job.after if name in numbers]
+    if waits:
+        command.append(f"--dependency={job.dependency}:{':'.join(waits)}")
+        if job.dependency != "afterany":
+            # A job whose predecessor failed would otherwise wait for ever.
+            command.append("--kill-on-invalid-dep=yes")
+    result = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise ReproduceError(f"sbatch refused {path}: {result.stderr.strip()}")
+    number = result.stdout.strip().split(";")[0]
+    print(f"{job.name}: job {number}, {max(len(job.runs), 1)} task(s), {path}")
+    return number
+
+
+def _record(directory: Path, jobs: list[Job], numbers: Mapping[str, str]) -> None:
+    """For `status`; written after every job, so that an interrupted submission is known too."""
+    content = {
+        job.name: {"job": numbers[job.name], "runs": list(job.runs)}
+        for job in jobs
+        if job.name in numbers and job.stage in ("train", "evaluate")
+    }
+    write_atomically(directory / "jobs.json", json.dumps(content, indent=1) + "\n")
+
+
+def submitted_jobs(suite_directory: Path) -> dict[str, tuple[str, list[str]]]:
+    """Job name -> (job number, run names in the order of array tasks) of the last submission."""
+    try:
+        text = (suite_directory / "slurm" / "jobs.json").read_text(encoding="utf-8")
+        content = json.loads(text)
+    except (OSError, ValueError):
+        return {}
+    return {
+        name: (str(entry["job"]), [str(run) for run in entry["runs"]])
+        for name, entry in content.items()
+    }
+
+
+# What one Slurm array task does; also usable by hand to repeat a single task.
+
+
+def run_task(suite: Suite, root: Path, stage: str, name: str, container: str | None) -> int:
+    """Prepare a data set, or train or evaluate a run; the exit code for the batch script."""
+    children = Children()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        # srun passes USR1 on to its tasks; on TERM it would end them without a chance to save.
+        signal.signal(number, lambda *_: children.stop(signal.SIGUSR1))
+    if stage == "data":
+        return _data_task(children, suite, root, name)
+    run = _named_run(suite, name)
+    directory = suite.run_directory(root, run)
+    prepare_run(directory, suite.name, run)
+    launcher = Launcher(srun=True, container=shlex.split(container or ""))
+    state = execute_run(
+        children,
+        launcher,
+        directory,
+        run,
+        {},
+        only_steps=lambda step: (step == "train") == (stage == "train"),
+    )
+    return _exit_code(directory, run, state, stage)
+
+
+def _data_task(children: Children, suite: Suite, root: Path, name: str) -> int:
+    users = [run for run in suite.runs if run.data == name]
+    if not users:
+        raise ReproduceError(f"suite {suite.name} has no data set {name!r}")
+    log = root / suite.name / "logs" / f"prepare-{name}.log"
+    prepare_data(children, suite.data[name], users[0], log, {})
+    return EXIT_REQUEUE if children.stopping else 0
+
+
+def _named_run(suite: Suite, name: str) -> Run:
+    for run in suite.runs:
+        if run.name == name:
+            return run
+    raise ReproduceError(f"suite {suite.name} has no run {name!r}: it changed after submission")
+
+
+def _exit_code(directory: Path, run: Run, state: RunState, stage: str) -> int:
+    if state.state == State.INTERRUPTED:
+        print(f"{run.name}: {stage} interrupted, exit code {EXIT_REQUEUE}", flush=True)
+        return EXIT_REQUEUE
+    if state.state == State.FAILED:
+        log = directory / "logs" / f"{state.step}.log"
+        print(f"{run.name}: {state.step} failed (exit code {state.exit_code}); {log}:")
+        print(tail(log), flush=True)
+        return 1
+    print(f"{run.name}: {stage} finished", flush=True)
+    return 0

@@ -1,1 +1,0 @@
-"""Repeat the paper: suites of runs, started locally or through Slurm, and their report."""

@@ -1,3 +1,0 @@
-"""What happens around the steps: validation, logging, checkpoints, signals."""
-
-from __future__ import annotations

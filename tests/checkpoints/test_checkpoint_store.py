@@ -1,0 +1,175 @@
+"""Complete or invisible: the store under crashes at every operation, damage and pruning."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.atomic_files import write_text
+from megatron.checkpoints.save_and_resume import find_checkpoint
+from megatron.checkpoints.store import CheckpointStore
+from megatron.errors import CheckpointError
+
+
+class Crash(BaseException):
+    """The process is gone: no handler may run."""
+
+
+def save(store: CheckpointStore, step: int, keep: int | None = None) -> None:
+    """What save_checkpoint does with the store."""
+    store.prepare(step)
+    for name in ("mp_rank_00_model_states.pt", "configs/resolved.yml"):
+        file = store.staging / f"global_step{step}" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(f"{name} of step {step}".encode() * 100)
+    store.commit(step)
+    store.prune(keep)
+
+
+@pytest.fixture
+def crash_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[str]]]:
+    """Count the operations that change the disk; before number n, crash."""
+    log: list[str] = []
+    limit = [-1]
+
+    def watch(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if len(log) == limit[0]:
+                raise Crash
+            log.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, step)
+
+    for owner, name in (
+        (Path, "rename"),
+        (Path, "replace"),
+        (Path, "mkdir"),
+        (Path, "write_bytes"),
+        (shutil, "rmtree"),
+        (os, "fsync"),
+    ):
+        watch(owner, name)
+
+    def arm(number: int) -> list[str]:
+        log.clear()
+        limit[0] = number
+        return log
+
+    yield arm
+
+
+def test_a_crash_before_any_operation_leaves_a_good_checkpoint(
+    tmp_path: Path, crash_at: Callable[[int], list[str]]
+) -> None:
+    log = crash_at(-1)
+    save(CheckpointStore(tmp_path / "probe"), 10, keep=1)
+    save(CheckpointStore(tmp_path / "probe"), 20, keep=1)
+    operations = len(log)
+    assert operations > 20
+    for number in range(operations):
+        store = CheckpointStore(tmp_path / f"run{number}")
+        crash_at(number)
+        try:
+            save(store, 10, keep=1)
+            save(store, 20, keep=1)
+        except Crash:
+            pass
+        crash_at(-1)
+        newest = store.newest()
+        if newest is not None:
+            store.verify(newest)
+        assert newest is not None or 20 not in store.steps()
+        store.clean()
+        save(store, 30, keep=1)
+        assert store.newest() == 30
+        assert sorted(p.name for p in store.directory.iterdir() if p.name[0] == ".") in (
+            [],
+            [".incomplete"],
+        )
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    (store.path(10) / "old").write_text("x")
+    save(store, 10)
+    assert not (store.path(10) / "old").exists()
+    store.verify(10)
+
+
+def test_pruning_never_takes_the_newest_written(tmp_path: Path) -> None:
+    """After going back to step 20, the checkpoint of step 30 is newer than that of step 40."""
+    store = CheckpointStore(tmp_path)
+    for step in (20, 40, 30):
+        save(store, step)
+    assert store.newest() == 30
+    assert store.prune(1) == [20, 40]
+    assert store.steps() == [30]
+    assert store.prune(None) == []
+
+
+def _truncate(root: Path) -> None:
+    file = root / "mp_rank_00_model_states.pt"
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def _flip(root: Path) -> None:
+    file = root / "mp_rank_00_model_states.pt"
+    content = bytearray(file.read_bytes())
+    content[50] ^= 1
+    file.write_bytes(content)
+
+
+def _remove(root: Path) -> None:
+    (root / "mp_rank_00_model_states.pt").unlink()
+
+
+def _break_sums(root: Path) -> None:
+    (root / "checksums.json").write_text('{"mp_rank_00_model')
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_truncate, "bytes instead of"),
+        (_flip, "does not match its checksum"),
+        (_remove, "mp_rank_00_model_states.pt is missing"),
+        (_break_sums, "checksums.json is not readable"),
+    ],
+)
+def test_damage_is_named_and_the_previous_offered(
+    tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (10, 20, 30):
+        save(store, step)
+    damage(store.path(30))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        store.verify(30)
+    assert "global_step30" in str(caught.value)
+    assert "--set iteration=20" in str(caught.value)
+    damage(store.path(20))
+    with pytest.raises(CheckpointError, match="iteration=10"):
+        store.verify(30)
+
+
+def test_a_missing_iteration_lists_those_there(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    with pytest.raises(CheckpointError, match=r"iteration = 15.*complete checkpoints: 10"):
+        find_checkpoint(store, 15)
+
+
+def test_latest_that_names_nothing_falls_back(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    write_text(tmp_path / "latest", "global_step99")
+    assert store.newest() == 10

@@ -1,0 +1,132 @@
+"""The C++ engine builds once, in a cache, and its absence is one warning and nothing more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.engines import attention
+from megatron.engines import cpp_build as compiled
+from megatron.errors import EngineError
+from tests.engines.conftest import force
+from tests.engines.reference import reference_attention, relative_error
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache, and a loader that has not tried yet."""
+    force("compiled", monkeypatch)  # skips without a compiler
+    monkeypatch.setenv("KERPLE_TILED_BACKEND", "auto")
+    monkeypatch.setenv("KERPLE_CACHE_DIR", str(tmp_path))
+    compiled._load_once.cache_clear()
+    yield tmp_path
+    compiled._load_once.cache_clear()
+
+
+def run_small() -> None:
+    q, k, v = (torch.randn(1, 2, 50, 16) for _ in range(3))
+    out = attention(q, k, v, engine="tiled")
+    assert relative_error(out, reference_attention(q, k, v)) < 2e-6
+
+
+def test_builds_once_and_leaves_only_the_library_and_its_lock(fresh: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiled.load_library() is not None
+    (library,) = fresh.glob("*.so")
+    assert sorted(path.suffix for path in fresh.iterdir()) == [".lock", ".so"]
+    built = library.stat().st_mtime_ns
+    compiled._load_once.cache_clear()
+    assert compiled.load_library() is not None
+    assert library.stat().st_mtime_ns == built
+
+
+def test_without_a_compiler_there_is_one_warning_and_the_same_result(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(fresh))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler found") as caught:
+        run_small()
+        run_small()
+    assert len(caught) == 1
+
+
+def test_a_compiler_that_fails_falls_back_with_its_message(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = fresh / "broken-cxx"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no such flag" >&2\nexit 1\n'
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.warns(UserWarning, match="broken-cxx failed: no such flag"):
+        run_small()
+    assert not list(fresh.glob("*.tmp"))
+
+
+def test_a_broken_library_in_the_cache_falls_back(fresh: Path) -> None:
+    target = fresh / f"attention-{compiled._fingerprint(compiled._find_compiler())}.so"
+    target.write_bytes(b"not a library")
+    with pytest.warns(UserWarning, match="no compiled C\\+\\+ version"):
+        run_small()
+
+
+def test_forcing_the_compiled_backend_without_a_compiler_is_an_error(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(fresh))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("KERPLE_TILED_BACKEND", "compiled")
+    with pytest.warns(UserWarning), pytest.raises(EngineError, match="install a C\\+\\+17"):
+        run_small()
+
+
+def test_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERPLE_TILED_BACKEND", "rust")
+    with pytest.raises(EngineError, match="auto, compiled or python"):
+        run_small()
+
+
+def test_read_only_cache_builds_in_a_private_directory(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = fresh / "file"
+    blocked.write_text("a file where the cache should be")
+    monkeypatch.setenv("KERPLE_CACHE_DIR", str(blocked))
+    directory = compiled._cache_directory()
+    assert directory != blocked
+    assert directory.stat().st_mode & 0o077 == 0
+    directory.rmdir()
+
+
+def test_waits_for_another_process_that_builds_but_not_for_ever(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_TIMEOUT_SECONDS", 0.3)
+    started = time.monotonic()
+    with (
+        compiled._locked(fresh / "x.lock"),
+        pytest.raises(compiled.BuildError, match="another process holds"),
+        compiled._locked(fresh / "x.lock"),
+    ):
+        pass
+    assert time.monotonic() - started < 5
+
+
+def test_processes_that_start_together_all_get_the_library(fresh: Path) -> None:
+    code = "from megatron.engines.cpp_build import load_library; assert load_library()"
+    processes = [
+        subprocess.Popen([sys.executable, "-W", "error", "-c", code], env=dict(os.environ))
+        for _ in range(2)
+    ]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert len(list(fresh.glob("*.so"))) == 1

@@ -1,0 +1,127 @@
+"""`auto` picks what can do the job; a forced engine that cannot says why and what to do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.engines import ENGINES, attention
+from megatron.engines.dispatch import Call, choose_engine
+from megatron.errors import EngineError
+from tests.engines.reference import reference_attention, relative_error
+
+
+def make(length: int = 32, heads: int = 2, dim: int = 16, keys: int | None = None) -> list:
+    return [torch.randn(1, heads, n, dim) for n in (length, keys or length, keys or length)]
+
+
+def call(length: int, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Call:
+    q, k, v = (x.to(dtype) for x in make(length))
+    return Call(q, k, v, None, None, None, 0.25, dropout)
+
+
+def test_auto_on_cpu_goes_by_length_dtype_and_dropout() -> None:
+    assert choose_engine(call(512)) == "tiled"
+    assert choose_engine(call(512, torch.bfloat16)) == "tiled"
+    assert choose_engine(call(1)) == "naive"
+    assert choose_engine(call(512, dropout=0.1)) == "naive"
+    assert choose_engine(call(512, torch.float64)) == "naive"
+
+
+@pytest.mark.parametrize("engine", ["auto", "naive", "tiled"])
+def test_scale_defaults_to_the_root_of_the_head_dim(engine: str) -> None:
+    q, k, v = make()
+    expected = attention(q, k, v, scale=1 / math.sqrt(16), engine=engine)
+    assert torch.equal(attention(q, k, v, engine=engine), expected)
+
+
+@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_auto_does_every_job(length: int, dtype: torch.dtype) -> None:
+    q, k, v = (x.to(dtype) for x in make(length, keys=40))
+    bias = -torch.rand(2, 40)
+    for dropout in (0.0, 0.5):
+        out = attention(q, k, v, bias, dropout=dropout)
+        assert out.dtype == dtype
+        assert out.shape == q.shape
+    out = attention(q, k, v, bias)
+    assert relative_error(out, reference_attention(q, k, v, bias)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("engine", "change", "says"),
+    [
+        ("tiled", {"dropout": 0.1}, "dropout=0.1"),
+        ("tiled", {"dtype": torch.float64}, "float64"),
+        ("triton", {}, "runs on GPU"),
+        ("flash", {}, "auto, naive, tiled, triton"),
+    ],
+)
+def test_forced_engine_that_cannot_says_why_and_the_fix(
+    engine: str, change: dict, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q, k, v = (x.to(change.get("dtype", torch.float32)) for x in make())
+    with pytest.raises(EngineError, match=says) as raised:
+        attention(q, k, v, engine=engine, dropout=change.get("dropout", 0.0))
+    assert "use " in str(raised.value)
+
+
+def test_engine_error_is_a_value_error_and_engines_are_named() -> None:
+    assert issubclass(EngineError, ValueError)
+    assert ENGINES == ("auto", "naive", "tiled", "triton")
+
+
+@pytest.mark.parametrize("engine", ["naive", "tiled"])
+def test_longer_table_is_cut_and_gets_zero_gradient_beyond(engine: str) -> None:
+    q, k, v = make()
+    table = (-torch.rand(2, 50)).requires_grad_()
+    out = attention(q, k, v, table, engine=engine)
+    torch.testing.assert_close(out, attention(q, k, v, table[:, :32], engine=engine))
+    (grad,) = torch.autograd.grad(out.square().sum(), table)
+    assert grad.shape == table.shape
+    assert grad[:, 32:].eq(0).all()
+    assert grad[:, :32].ne(0).any()
+
+
+@pytest.mark.parametrize("engine", ["auto", "naive", "tiled"])
+@pytest.mark.parametrize("name", ["bias", "weight"])
+def test_shorter_table_is_an_error(engine: str, name: str) -> None:
+    with pytest.raises(EngineError, match=f"{name} must be a table .heads=2, at least 32"):
+        attention(*make(), **{name: torch.zeros(2, 31)}, engine=engine)
+
+
+BAD = {
+    "three dimensions": (lambda q, k, v: (q[0], k, v), "batch, heads, length, head_dim"),
+    "heads differ": (lambda q, k, v: (q, k[:, :1], v[:, :1]), "agree"),
+    "values shorter": (lambda q, k, v: (q, k, v[:, :, 1:]), "agree"),
+    "more queries": (lambda q, k, v: (q, k[:, :, 1:], v[:, :, 1:]), "more queries than keys"),
+    "mixed dtypes": (lambda q, k, v: (q.bfloat16(), k, v), "one floating dtype"),
+    "integers": (lambda q, k, v: (q.int(), k.int(), v.int()), "one floating dtype"),
+    "empty": (lambda q, k, v: (q[:, :, :0], k, v), "must not be empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tensors_are_named(name: str) -> None:
+    change, says = BAD[name]
+    with pytest.raises(EngineError, match=says):
+        attention(*change(*make()))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window": 0}, "window=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": -0.1}, "dropout=-0.1"),
+        ({"scale": math.inf}, "scale=inf"),
+        ({"bias": torch.zeros(3, 32)}, "bias must be a table"),
+        ({"bias": torch.zeros(2, 32, dtype=torch.int64)}, "floating table"),
+    ],
+)
+def test_bad_options_are_named(options: dict, says: str) -> None:
+    with pytest.raises(EngineError, match=says):
+        attention(*make(), **options)

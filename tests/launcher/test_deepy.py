@@ -1,0 +1,275 @@
+"""deepy.py from the outside: processes, exit codes, signals, messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.launcher import planning as launcher
+from megatron.launcher.planning import count_gpus, plan_launch, read_hostfile
+from megatron.neox_arguments import NeoXArgs, decode_config
+
+from .conftest import REPOSITORY
+from .neox_arguments.samples import TINY
+
+TOY = """
+import sys, time
+from pathlib import Path
+from megatron.neox_arguments import environment_for, parse_command_line
+
+args, options = parse_command_line("toy.py")
+place = environment_for(args.launcher, options.local_rank)
+out = Path(args.checkpoint.save)
+{body}
+"""
+ALL_REDUCE = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", rank=place.rank, world_size=place.world_size)
+total = torch.tensor([float(place.rank + 1)])
+dist.all_reduce(total)
+(out / f"rank{place.rank}").write_text(f"{total.item()} {args.data.split}")
+dist.destroy_process_group()
+sys.exit(0 if args.runtime.seed == 0 else args.runtime.seed if place.rank == 1 else 0)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    values = {**TINY, "save": str(tmp_path), "split": "9,1, 0"}
+    (tmp_path / "toy.yml").write_text(json.dumps({**values, "wandb_group": "a b $(x) `y` \"z'"}))
+    (tmp_path / "toy.py").write_text(TOY.replace("{body}", ALL_REDUCE))
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    removed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    values = {key: value for key, value in os.environ.items() if key not in removed}
+    return {**values, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu"}
+
+
+def deepy(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "deepy.py"), *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=120, check=False
+    )
+
+
+def test_two_processes_meet_over_gloo_and_the_exit_code_comes_back(toy: Path) -> None:
+    with socket.socket() as busy:
+        busy.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            busy.bind(("127.0.0.1", 29500))
+            busy.listen()
+        except OSError:
+            pass  # somebody else holds it, which serves as well
+        result = deepy(toy / "toy.py", toy / "toy", "--set", "num_gpus=2", "seed=7")
+    assert (toy / "rank0").read_text() == "3.0 9,1, 0", result.stderr
+    assert (toy / "rank1").read_text() == "3.0 9,1, 0"
+    assert result.returncode == 7
+
+
+def test_srun_tasks_find_each_other_without_a_launcher(toy: Path) -> None:
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NODELIST": "node7"}
+    tasks = []
+    for rank in ("0", "1"):
+        task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}
+        command = [sys.executable, toy / "toy.py", toy / "toy.yml", "--set", "seed=0"]
+        tasks.append(subprocess.Popen(command, env={**environment(), **job, **task}))
+    assert [task.wait(timeout=120) for task in tasks] == [0, 0]
+    assert [(toy / f"rank{rank}").read_text() for rank in (0, 1)] == ["3.0 9,1, 0"] * 2
+
+
+def test_one_process_is_the_script_itself(toy: Path) -> None:
+    body = "(out / 'one').write_text(f'{place.source} {args.logging.wandb_group}'); sys.exit(5)"
+    (toy / "toy.py").write_text(TOY.replace("{body}", body))
+    assert deepy(toy / "toy.py", "-d", toy, "toy").returncode == 5
+    assert (toy / "one").read_text() == "single a b $(x) `y` \"z'"
+
+
+def test_terminating_deepy_ends_all_processes(toy: Path) -> None:
+    body = "import os\n(out / f'pid{place.rank}').write_text(str(os.getpid()))\ntime.sleep(100)\n"
+    (toy / "toy.py").write_text(TOY.replace("{body}", body))
+    command = [sys.executable, REPOSITORY / "deepy.py", toy / "toy.py", toy / "toy.yml"]
+    job = subprocess.Popen([*command, "--set", "num_gpus=2"], env=environment())
+    files = [toy / "pid0", toy / "pid1"]
+    try:
+        deadline = time.monotonic() + 90
+        while not all(file.exists() and file.read_text() for file in files):
+            assert time.monotonic() < deadline and job.poll() is None
+            time.sleep(0.1)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=60) != 0
+    finally:
+        job.kill()
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["toy.yml", "--set", "train_itres=3"], "train_iters"),
+        (["nothere.yml"], "nothere.yml"),
+        (["toy.yml", "--set", "hidden_size=33"], "hidden_size = 33"),
+        (["toy.yml", "--set", "hostfile=/nonexistent/hosts"], "hostfile"),
+        (["toy.yml", "--set", "model_parallel_size=2"], "1 processes"),
+        ([], "no config file"),
+    ],
+)
+def test_wrong_config_is_one_line_and_status_2(
+    toy: Path, arguments: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.launcher.deepy_command import main
+
+    with pytest.raises(SystemExit) as ending:
+        main([str(toy / "toy.py"), "-d", str(toy), *arguments])
+    assert ending.value.code == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and fragment in errors and "Traceback" not in errors
+
+
+def test_dry_run_explains_without_heavy_imports(toy: Path) -> None:
+    program = (
+        "import sys; from megatron.launcher.deepy_command import main\n"
+        f"code = main(['train.py', {str(REPOSITORY / 'configs' / 'small_bf16')!r}, '--override', "
+        f"{str(REPOSITORY / 'configs' / 'local_setup.yml')!r}, '--dry-run'])\n"
+        "assert code == 0 and 'torch' not in sys.modules and 'deepspeed' not in sys.modules"
+    )
+    (toy / "train.py").write_text("")
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, cwd=toy, env=environment(), check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    for fragment in (
+        "pos_emb: kerple_log", "162,322,968", "16,384 tokens per step", "819,200,000 tokens",
+        "GiB", "train.py --megatron_config",
+    ):  # fmt: skip
+        assert fragment in result.stdout
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.launcher.deepy_command import main
+
+    with pytest.raises(SystemExit) as ending:
+        main(["--help"])
+    assert ending.value.code == 0
+    text = capsys.readouterr().out
+    assert "--override" in text and "examples:" in text and "python deepy.py train.py" in text
+
+
+def test_shortcut_flags_set_their_keys(toy: Path) -> None:
+    from megatron.neox_arguments.command_line import parse_command_line
+
+    args, _ = parse_command_line(
+        "evaluate.py",
+        [str(toy / "toy.yml"), "--eval_tasks", "passkey", "lambada", "--iteration", "7", "-i", "in",
+         "-o", "out", "--wandb_group", "g: 1", "--eval_results_prefix", "p", "-H", "hosts"],
+    )  # fmt: skip
+    assert args.evaluation.eval_tasks == ["passkey", "lambada"]
+    assert args.checkpoint.iteration == 7
+    assert (args.generation.sample_input_file, args.generation.sample_output_file) == ("in", "out")
+    assert (args.logging.wandb_group, args.launcher.hostfile) == ("g: 1", "hosts")
+    assert args.evaluation.eval_results_prefix == "p"
+
+
+def config(**values: object) -> NeoXArgs:
+    return NeoXArgs.from_dict({**TINY, **values})
+
+
+def runner_options(arguments: list[str] | None) -> object:
+    from deepspeed.launcher.runner import parse_args
+
+    assert arguments is not None
+    return parse_args([*arguments, "train.py", "--megatron_config", "x"])
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text("# comment\nn1 slots=4\nn2 slots=4 # fast\n\n")
+    return path
+
+
+def test_hostfile_with_pdsh(hostfile: Path) -> None:
+    plan = plan_launch("train.py", config(hostfile=str(hostfile), num_gpus=2), {})
+    options = runner_options(plan.runner_arguments)
+    assert plan.world_size == 4
+    assert (options.hostfile, options.launcher, options.num_gpus) == (str(hostfile), "pdsh", 2)
+    assert options.user_args == ["--megatron_config", "x"]
+
+
+def test_include_and_no_ssh_check(hostfile: Path) -> None:
+    values = {"include": "n1@n2:0,1", "no_ssh_check": True, "master_addr": "10.0.0.1"}
+    plan = plan_launch("train.py", config(hostfile=str(hostfile), **values), {})
+    options = runner_options(plan.runner_arguments)
+    assert plan.world_size == 6
+    assert (options.include, options.no_ssh_check) == ("n1@n2:0,1", True)
+    assert options.master_addr == "10.0.0.1"
+
+
+def test_slurm_allocation_needs_neither_hostfile_nor_ssh() -> None:
+    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "4"}
+    values = {"launcher": "slurm", "account": "lab", "comment": "two words"}
+    plan = plan_launch("train.py", config(**values, launcher_args="--partition=a100"), environ)
+    options = runner_options(plan.runner_arguments)
+    assert (plan.world_size, plan.hosts) == (8, {"n1": 4, "n2": 4})
+    assert options.no_ssh_check and options.master_addr == "n1"
+    assert options.launcher_args == (
+        "--nodes=2 --ntasks-per-node=4 --partition=a100 --account=lab '--comment=two words'"
+    )
+    assert decode_config(plan.script_arguments[1]).launcher.master_addr == "n1"
+    with pytest.raises(ConfigError, match="allocation"):
+        plan_launch("train.py", config(launcher="slurm"), {})
+
+
+def test_slurm_runner_of_deepspeed_takes_our_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.launcher.multinode_runner import SlurmRunner
+    from deepspeed.launcher.runner import encode_world_info
+
+    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "2"}
+    plan = plan_launch("train.py", config(launcher="slurm", comment="a b"), environ)
+    active = {"n1": [0, 1], "n2": [0, 1]}
+    runner = SlurmRunner(
+        runner_options(plan.runner_arguments), encode_world_info(active), {"n1": 2, "n2": 2}
+    )
+    command = runner.get_cmd({}, active)
+    assert command[:3] == ["srun", "-n", "4"]
+    assert "--comment=a b" in command and "--gpus-per-node" not in command
+    assert command[-3:] == ["train.py", "--megatron_config", "x"]
+
+
+def test_cpu_shares_cores_and_keeps_a_chosen_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher.os, "cpu_count", lambda: 8)
+    plan = plan_launch("train.py", config(num_gpus=2, master_port=4321), {"DS_ACCELERATOR": "cpu"})
+    options = runner_options(plan.runner_arguments)
+    assert (options.num_gpus, options.master_port) == (2, 4321)
+    assert plan.environment == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "4"}
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus({}, tmp_path) == 3
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "1,2"}, tmp_path) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+    assert count_gpus({"DS_ACCELERATOR": "cpu"}, tmp_path) == 0
+
+
+@pytest.mark.parametrize("text", ["", "n1\n", "n1 slots=x", "n1 slots=0", "n1 slots=1\nn1 slots=1"])
+def test_broken_hostfiles(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="hostfile"):
+        read_hostfile(path)

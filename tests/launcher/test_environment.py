@@ -1,0 +1,118 @@
+"""Ranks from launchers, from Slurm, and from nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.launcher.environment import discover_environment, expand_hostlist
+
+SLURM_STEP = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NODELIST": "gpu[03-04]",
+}
+
+
+def test_nothing_set_is_one_process() -> None:
+    environ: dict[str, str] = {}
+    found = discover_environment(environ)
+    assert (found.rank, found.world_size, found.source) == (0, 1, "single")
+    assert environ["RANK"] == "0" and environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_a_second_single_process_finds_another_port() -> None:
+    with socket.socket() as busy:
+        with contextlib.suppress(OSError):  # somebody else holds it, which serves as well
+            busy.bind(("127.0.0.1", 29500))
+        assert discover_environment({}).master_port != 29500
+
+
+def test_launcher_variables_win_over_slurm() -> None:
+    environ = {
+        **SLURM_STEP, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234",
+        "MASTER_ADDR": "there",
+    }  # fmt: skip
+    found = discover_environment(environ)
+    assert (found.rank, found.world_size, found.local_rank) == (1, 2, 1)
+    assert (found.master_addr, found.master_port, found.source) == ("there", 1234, "launcher")
+
+
+def test_srun_task() -> None:
+    environ = dict(SLURM_STEP)
+    found = discover_environment(environ)
+    assert (found.rank, found.local_rank, found.world_size) == (5, 1, 8)
+    assert found.master_addr == "gpu03"
+    assert environ["WORLD_SIZE"] == "8"
+    assert environ["MASTER_PORT"] == str(found.master_port)
+    others = dict(SLURM_STEP, SLURM_PROCID="0", SLURM_LOCALID="0")
+    assert discover_environment(others).master_port == found.master_port
+
+
+def test_srun_on_one_node_uses_loopback() -> None:
+    assert discover_environment({**SLURM_STEP, "SLURM_NODELIST": "n1"}).master_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize("step", [None, "", "batch", "4294967291", "4294967290"])
+def test_batch_and_interactive_shells_are_one_process(step: str | None) -> None:
+    """sbatch sets SLURM_NTASKS and SLURM_PROCID=0 in a shell that is not a task: no waiting."""
+    environ = {key: value for key, value in SLURM_STEP.items() if key != "SLURM_STEP_ID"}
+    environ["SLURM_PROCID"] = "0"
+    if step is not None:
+        environ["SLURM_STEP_ID"] = step
+    found = discover_environment(environ)
+    assert (found.world_size, found.source) == (1, "single")
+
+
+def test_mpi_variables() -> None:
+    found = discover_environment(
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        },
+        master_addr="head",
+    )
+    assert (found.rank, found.local_rank, found.world_size) == (3, 1, 4)
+    assert found.master_addr == "head"
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "", "WORLD_SIZE": "2"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"},
+    ],
+)
+def test_broken_variables(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        discover_environment(environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("", []),
+        ("n1", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("gpu[08-10,3],login", ["gpu08", "gpu09", "gpu10", "gpu3", "login"]),
+        ("r[1-2]n[01-02]-ib", ["r1n01-ib", "r1n02-ib", "r2n01-ib", "r2n02-ib"]),
+    ],
+)
+def test_hostlists(text: str, hosts: list[str]) -> None:
+    assert expand_hostlist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["n[1-", "n]1", "n[a-b]", "n[1-999999999]"])
+def test_broken_hostlists(text: str) -> None:
+    with pytest.raises(ConfigError):
+        expand_hostlist(text)

@@ -1,0 +1,238 @@
+"""`run`: N at a time, resumable, honest about failures. Steps are stand-ins but for one test."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ReproduceError
+from megatron.paper import execute
+from megatron.paper.execute import Launcher, evaluate_command, prepare_command, train_command
+from megatron.paper.local import EXIT_INTERRUPTED, LocalOptions, run_suite
+from megatron.paper.run_files import State, prepare_run, read_state
+from megatron.paper.status import duration, progress_of, status_text
+from megatron.paper.suite import EvalStep, Suite, load_suite
+from tests.conftest import REPOSITORY
+
+STEP = """
+import json, pathlib, sys, time
+folder, step, seconds, fails = sys.argv[1:5]
+with open(folder + "/calls", "a") as file:
+    file.write(f"{step} {time.time()}\\n")
+if step == "train":
+    line = json.dumps({"step": 20, "loss": 4.5, "step_seconds": 0.1})
+    pathlib.Path(folder, "metrics.jsonl").write_text(line + "\\n")
+time.sleep(float(seconds))
+sys.exit(3 if fails == step and not pathlib.Path(folder, "mended").exists() else 0)
+"""
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Replace the real commands; returns a function that sets what they do."""
+    behaviour = {"seconds": "0", "fails": "", "failing": ""}
+
+    def command(directory: Path, name: str, step: str) -> list[str]:
+        fails = behaviour["fails"] if name.endswith(behaviour["failing"]) else ""
+        return [sys.executable, "-c", STEP, str(directory), step, behaviour["seconds"], fails]
+
+    monkeypatch.setattr(
+        execute, "train_command", lambda _, directory, run: command(directory, run.name, "train")
+    )
+    monkeypatch.setattr(
+        execute,
+        "evaluate_command",
+        lambda _, directory, run, step: command(directory, run.name, step.name),
+    )
+    monkeypatch.setattr(execute, "prepare_command", lambda *_: [sys.executable, "-c", ""])
+    return behaviour.update
+
+
+def smoke(root: Path, *only: str, **sets: object) -> Suite:
+    return load_suite("smoke", only or ["main"], runs_root=root, data_root=root, sets=sets)
+
+
+def calls(suite: Suite, root: Path, run: int = 0) -> list[str]:
+    path = suite.run_directory(root, suite.runs[run]) / "calls"
+    return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(suite: Suite, root: Path, **options: object) -> tuple[int, str]:
+    out = io.StringIO()
+    code = run_suite(suite, root, LocalOptions(**options), out)  # type: ignore[arg-type]
+    return code, out.getvalue()
+
+
+def test_every_step_in_order_and_then_nothing(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
+    suite = smoke(tmp_path)
+    assert run(suite, tmp_path, jobs=2)[0] == 0
+    assert calls(suite, tmp_path) == [
+        "train",
+        "extrapolation",
+        "positionwise-64",
+        "positionwise-64-w32",
+    ]
+    code, text = run(suite, tmp_path)
+    assert code == 0
+    assert "4 runs, 4 finished, 0 to do" in text
+    assert len(calls(suite, tmp_path)) == 4
+
+
+def test_runs_go_side_by_side(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
+    pretend({"seconds": "2"})
+    suite = smoke(tmp_path, "alibi")
+    run(suite, tmp_path, jobs=2)
+    starts = []
+    for index in (0, 1):
+        path = suite.run_directory(tmp_path, suite.runs[index]) / "calls"
+        starts.append(float(path.read_text().split()[1]))
+    assert abs(starts[0] - starts[1]) < 1.9
+
+
+def test_only_what_changed_is_repeated(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
+    run(smoke(tmp_path, "alibi"), tmp_path)
+    changed = smoke(tmp_path, "alibi", eval_num_sequences=5)
+    assert run(changed, tmp_path)[0] == 0
+    assert calls(changed, tmp_path) == ["train", "extrapolation", "extrapolation"]
+
+
+def test_a_changed_training_config_never_mixes_with_the_old_run(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
+    run(smoke(tmp_path, "alibi"), tmp_path)
+    changed = smoke(tmp_path, "alibi", train_iters=40)
+    with pytest.raises(ReproduceError, match="restart-changed"):
+        run(changed, tmp_path)
+    assert run(changed, tmp_path, restart_changed=True)[0] == 0
+    kept = list((tmp_path / "smoke").glob("*.old-*"))
+    assert len(kept) == 2
+    assert (kept[0] / "metrics.jsonl").exists()
+
+
+def test_failures_are_reported_and_repeated_on_request_only(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
+    pretend({"fails": "train", "failing": "1236"})
+    suite = smoke(tmp_path, "alibi")
+    code, text = run(suite, tmp_path)
+    assert code == 1
+    assert "failed: smoke.stdlib.alibi.1236, step train, exit code 3" in text
+    assert calls(suite, tmp_path, 0) == ["train", "extrapolation"]
+
+    code, text = run(suite, tmp_path)
+    assert code == 1
+    assert "--retry-failed" in text
+    assert calls(suite, tmp_path, 1) == ["train"]
+
+    (suite.run_directory(tmp_path, suite.runs[1]) / "mended").touch()
+    assert run(suite, tmp_path, retry_failed=True)[0] == 0
+    assert calls(suite, tmp_path, 1) == ["train", "train", "extrapolation"]
+
+
+def test_failed_data_preparation_shows_its_log(tmp_path: Path, pretend, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    bad = [sys.executable, "-c", "import sys; print('no space left'); sys.exit(4)"]
+    monkeypatch.setattr(execute, "prepare_command", lambda *_: bad)
+    with pytest.raises(ReproduceError, match=r"(?s)preparing stdlib failed.*no space left"):
+        run(smoke(tmp_path, "alibi"), tmp_path)
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
+    pretend({"seconds": "30"})
+    suite = smoke(tmp_path, "alibi")
+    directory = suite.run_directory(tmp_path, suite.runs[0])
+
+    def press_ctrl_c() -> None:
+        while not (directory / "metrics.jsonl").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    import threading
+
+    threading.Thread(target=press_ctrl_c).start()
+    started = time.monotonic()
+    code, text = run(suite, tmp_path)
+    assert code == EXIT_INTERRUPTED
+    assert time.monotonic() - started < 15
+    assert "the same command continues" in text
+    assert read_state(directory).state == State.INTERRUPTED
+
+    pretend({"seconds": "0"})
+    assert run(suite, tmp_path)[0] == 0
+
+
+def test_two_commands_do_not_work_on_one_run(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
+    suite = smoke(tmp_path, "alibi", "*.1235")
+    with execute._exclusive(suite.run_directory(tmp_path, suite.runs[0])):
+        code, text = run(suite, tmp_path)
+    assert code == 1
+    assert "another process works on this run" in text
+
+
+def test_status_tells_a_dead_process_from_a_running_one(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
+    import socket
+
+    suite = smoke(tmp_path, "alibi", "*.1235")
+    directory = suite.run_directory(tmp_path, suite.runs[0])
+    prepare_run(directory, suite.name, suite.runs[0])
+    assert "1 runs: 1 pending" in status_text(suite, tmp_path)
+    (directory / "metrics.jsonl").write_text(
+        '{"step": 5, "loss": 4.25, "step_seconds": 2.0}\n{"step": 6, "lo', encoding="utf-8"
+    )
+    state = {
+        "state": "running",
+        "step": "train",
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    (directory / "state.json").write_text(json.dumps(state))
+    line = progress_of(directory, suite.runs[0])
+    assert (line.state, line.step, line.loss, line.seconds_left) == ("running", 5, 4.25, 30.0)
+    assert "0:30" in status_text(suite, tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    (directory / "state.json").write_text(json.dumps({**state, "process": child.pid}))
+    assert progress_of(directory, suite.runs[0]).state == State.INTERRUPTED
+
+
+def test_commands_are_argument_lists_without_a_shell(tmp_path: Path) -> None:
+    suite = load_suite("paper", ["main", "github"], runs_root=tmp_path)
+    run_ = suite.runs[0]
+    train = train_command(Launcher(python="py"), tmp_path, run_)
+    assert train[:5] == ["py", "-u", "deepy.py", "train.py", str(tmp_path / "config.yml")]
+    step = EvalStep("positionwise", 4096, 512)
+    evaluate = evaluate_command(Launcher(python="py"), tmp_path, run_, step)
+    joined = " ".join(evaluate)
+    assert "--eval_tasks positionwise" in joined
+    assert "eval_lengths=[4096] eval_window=512" in joined
+    srun = train_command(Launcher(srun=True, container=["box"], python="py"), tmp_path, run_)
+    assert srun[0] == "srun"
+    assert srun[-5:] == ["box", "py", "-u", "train.py", str(tmp_path / "config.yml")]
+    prepare = prepare_command(suite.data["github"], run_.config, "py")
+    assert prepare[:5] == ["py", "-u", "prepare_data.py", "github", "-d"]
+    assert "--vocab-file" in prepare
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3665, "1:01:05"), (200000, "2.3 d")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_real_thing_once(tmp_path: Path) -> None:
+    """Data, training, evaluation and report of one tiny run through the command line."""
+    command = [sys.executable, "tools/reproduce.py", "run", "--suite", "smoke"]
+    command += ["--runs", str(tmp_path / "runs"), "--data", str(tmp_path / "data")]
+    command += ["--only", "alibi", "*.1235"]
+    result = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "1 runs, 0 finished, 1 to do" in result.stdout
+    assert "Python standard library" in result.stdout
+    page = (tmp_path / "runs" / "smoke" / "report" / "report.html").read_text(encoding="utf-8")
+    assert "1 of 1 finished" in page

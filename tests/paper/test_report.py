@@ -1,0 +1,127 @@
+"""The report: complete, self-contained, honest about what is missing."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.paper.claims import Verdict, check_claims
+from megatron.paper.run_files import record_command
+from megatron.paper.suite import Suite, load_suite
+from megatron.paper.suite_report import collect_results, make_report
+from megatron.paper.tables import DataSet
+from tests.paper.synthetic import write_run
+
+ONLY = ["stdlib", "main"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Suite, Path, Path]:
+    """The main table on one data set without sinusoidal and without rotary's last seed."""
+    root = tmp_path_factory.mktemp("runs")
+    suite = load_suite("laptop", ONLY, runs_root=root)
+    for run in suite.runs:
+        if run.method != "sinusoidal" and (run.method, run.seed) != ("rotary", 1237):
+            write_run(suite, root, run)
+    files = make_report(suite, root, command="tools/reproduce.py run --suite laptop")
+    return suite, root, files.directory
+
+
+def test_page_needs_nothing_from_outside(report: tuple[Suite, Path, Path]) -> None:
+    page = (report[2] / "report.html").read_text(encoding="utf-8")
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
+    assert "@import" not in page
+    assert "url(" not in page
+    assert "<script" not in page
+    assert page.count("<img") == page.count("data:image/svg+xml;base64,") >= 6
+
+
+def test_page_names_command_machine_and_missing_runs(report: tuple[Suite, Path, Path]) -> None:
+    page = (report[2] / "report.html").read_text(encoding="utf-8")
+    assert "tools/reproduce.py run --suite laptop" in page
+    assert "cores of" in page
+    assert "14 of 18 finished" in page
+    assert "<code>tiny.stdlib.rotary.1237</code>" in page
+
+
+def test_the_report_quotes_the_run_that_made_it(tmp_path: Path) -> None:
+    suite = load_suite("smoke", ["two_processes"], runs_root=tmp_path)
+    record_command(tmp_path / "smoke", "python tools/reproduce.py run --suite smoke -j 3", 7200, 0)
+    text = make_report(suite, tmp_path, command="report").markdown.read_text(encoding="utf-8")
+    assert "- Command: python tools/reproduce.py run --suite smoke -j 3" in text
+    assert "- Wall clock: 2.0 h in 1 call(s)" in text
+
+
+def test_a_missing_seed_is_not_filled_in(report: tuple[Suite, Path, Path]) -> None:
+    with (report[2] / "tables" / "main.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    seeds = {row["column"]: int(row["seeds"]) for row in rows}
+    assert seeds["Rotary"] == 2
+    assert seeds["(log)"] == 3
+    sinusoidal = [row for row in rows if row["column"] == "Sinusoidal"]
+    assert {row["mean"] for row in sinusoidal} == {""}
+    assert {row["note"] for row in sinusoidal} == {"missing"}
+
+
+def test_tables_and_figures_in_every_format(report: tuple[Suite, Path, Path]) -> None:
+    directory = report[2]
+    for name in ("main", "main_test", "main_speed"):
+        for suffix in ("md", "tex", "csv"):
+            assert (directory / "tables" / f"{name}.{suffix}").stat().st_size > 100
+    for name in ("perplexity", "positionwise_stdlib", "kernels", "effective_length", "parameters"):
+        for suffix in ("pdf", "png", "svg"):
+            assert (directory / "figures" / f"main_{name}.{suffix}").stat().st_size > 1000
+
+
+def test_markdown_links_exist(report: tuple[Suite, Path, Path]) -> None:
+    text = (report[2] / "report.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\((figures/[^)]+)\)", text)
+    assert links
+    assert all((report[2] / link).is_file() for link in links)
+
+
+def test_claims_are_judged_from_the_numbers(report: tuple[Suite, Path, Path]) -> None:
+    suite, root, _ = report
+    results = collect_results(suite, root)
+    findings = check_claims(results, "valid", (DataSet("stdlib", "stdlib"),))
+    verdicts = {finding.claim: finding.verdict for finding in findings}
+    assert verdicts["log is below ALiBi at every length"] is Verdict.AGREES
+    assert verdicts["T5 is best at the training length"] is Verdict.AGREES
+    rotary = next(claim for claim in verdicts if claim.startswith("rotary explodes"))
+    assert verdicts[rotary] is Verdict.AGREES
+    gaussian = next(claim for claim in verdicts if claim.startswith("Gaussian-like biases"))
+    assert verdicts[gaussian] is Verdict.NOT_MEASURED
+
+
+def test_contrary_results_are_reported_as_contrary(report: tuple[Suite, Path, Path]) -> None:
+    suite, root, _ = report
+    results = collect_results(suite, root)
+    for run in results.runs:
+        if run.key.method == "alibi":
+            run.perplexity = {key: value * 0.5 for key, value in run.perplexity.items()}
+    findings = check_claims(results, "valid", (DataSet("stdlib", "stdlib"),))
+    first = next(item for item in findings if item.claim == "log is below ALiBi at every length")
+    assert first.verdict is Verdict.DISAGREES
+    assert "0 of 6" in first.evidence
+
+
+def test_unreadable_results_are_named(tmp_path: Path) -> None:
+    suite = load_suite("smoke", ["kerple_log", "*.1235"], runs_root=tmp_path)
+    directory = write_run(suite, tmp_path, suite.runs[0])
+    broken = directory / "results" / "step20_extrapolation.json"
+    broken.write_text('{"task": "extrapolation", "resu', encoding="utf-8")
+    page = make_report(suite, tmp_path).html.read_text(encoding="utf-8")
+    assert "step20_extrapolation.json" in page
+    assert "Files that could not be read" in page
+
+
+def test_a_report_before_any_run_says_that_all_is_missing(tmp_path: Path) -> None:
+    suite = load_suite("paper", ["main"], runs_root=tmp_path)
+    files = make_report(suite, tmp_path)
+    text = files.markdown.read_text(encoding="utf-8")
+    assert "0 of 90 finished" in text
+    assert "| 512 | —<br><sub>paper 23.9 ± 0.6</sub> |" in text
+    assert not any(entry.cell.present for table in files.tables for entry in table.entries)

@@ -1,0 +1,160 @@
+"""Tables from our own runs: means, best in bold, daggers, missing runs, every output format."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.paper.cells import Cell, Rounding, cell_text, decimals_for
+from megatron.paper.render import to_csv, to_html, to_latex, to_markdown, to_text
+from megatron.paper.tables import (
+    DataSet,
+    Layout,
+    Point,
+    TableSpec,
+    lay_out,
+    measured_cells,
+    published_source,
+)
+
+SPEC = TableSpec(
+    key="main",
+    caption="Perplexity, x† where log is better (α=0.05)",
+    layout=Layout.STACKED,
+    methods=("kerple_log", "alibi", "rpe"),
+    data=(DataSet("stdlib", "Python standard library", "github"),),
+    points=(Point(128, 128), Point(128, 4096)),
+    rounding=Rounding.MAGNITUDE,
+    published_table="main",
+)
+
+PERPLEXITY = {
+    ("kerple_log", 128): {1235: 5.01, 1236: 5.11, 1237: 4.92},
+    ("kerple_log", 4096): {1235: 4.01, 1236: 4.12, 1237: 3.93},
+    ("alibi", 128): {1235: 5.06, 1236: 5.17, 1237: 4.96},
+    ("alibi", 4096): {1235: 4.51, 1236: 4.62, 1237: 4.41},
+    ("rpe", 128): {1235: 4.95, 1236: 5.06, 1237: 4.85},
+}
+
+
+def values(data: str, name: str, point: Point) -> Mapping[int, float]:
+    assert data == "stdlib"
+    return PERPLEXITY.get((name, point.length), {})
+
+
+def table():  # type: ignore[no-untyped-def]
+    return lay_out(SPEC, measured_cells(SPEC, values), published_source(SPEC))
+
+
+def entry(length: int, name: str):  # type: ignore[no-untyped-def]
+    row = next(row for row in table().blocks[0].rows if row.label == str(length))
+    return row.entries[SPEC.methods.index(name)]
+
+
+def test_mean_deviation_and_seeds() -> None:
+    cell = entry(128, "kerple_log").cell
+    assert cell.seeds == 3
+    assert entry(128, "kerple_log").text() == "5.01 ± 0.10"
+
+
+def test_best_is_bold_once_per_row() -> None:
+    assert entry(128, "rpe").cell.bold
+    assert not entry(128, "kerple_log").cell.bold
+    assert entry(4096, "kerple_log").cell.bold
+    assert not entry(4096, "alibi").cell.bold
+
+
+def test_a_mean_over_fewer_seeds_is_never_best() -> None:
+    def with_a_gap(data: str, name: str, point: Point) -> Mapping[int, float]:
+        found = values(data, name, point)
+        return {1237: found[1237]} if name == "rpe" and found else found
+
+    row = lay_out(SPEC, measured_cells(SPEC, with_a_gap)).blocks[0].rows[0]
+    assert [item.cell.bold for item in row.entries] == [True, False, False]
+
+
+def test_dagger_only_where_log_is_significantly_better() -> None:
+    assert entry(4096, "alibi").cell.dagger
+    assert not entry(128, "rpe").cell.dagger  # significantly different, but better
+    assert entry(128, "rpe").cell.p_value < 0.05
+    assert not entry(128, "kerple_log").cell.dagger
+
+
+def test_missing_runs_are_shown_as_missing_in_every_format() -> None:
+    assert entry(4096, "rpe").text() == "—"
+    assert not table().complete
+    assert "—" in to_markdown(table())
+    assert '<td class="missing">—' in to_html(table())
+    assert "& --" in to_latex(table())
+    missing = [row for row in csv.DictReader(io.StringIO(to_csv(table()))) if not row["mean"]]
+    assert [(row["column"], row["row"], row["note"]) for row in missing] == [
+        ("T5", "4096", "missing")
+    ]
+
+
+def test_published_numbers_stand_beside_ours_at_the_same_multiple() -> None:
+    """Trained at 128 and read at 4096 is 32x, which is 16384 in the paper."""
+    assert entry(4096, "kerple_log").published_text() == "2.75 ± 0.16"
+    assert "paper 2.75 ± 0.16" in to_markdown(table())
+    assert '<small class="paper">2.75 ± 0.16</small>' in to_html(table())
+    last = list(csv.DictReader(io.StringIO(to_csv(table()))))[-1]
+    assert (last["published_mean"], last["published_std"]) == ("3.35", "0.27")
+
+
+def test_csv_keeps_full_precision() -> None:
+    first = next(csv.DictReader(io.StringIO(to_csv(table()))))
+    assert float(first["mean"]) == pytest.approx((5.01 + 5.11 + 4.92) / 3, rel=1e-15)
+
+
+def test_latex_has_balanced_rows_and_no_bare_special_characters() -> None:
+    text = to_latex(table())
+    rows = [line for line in text.splitlines() if re.match(r"\s+\d+ &", line)]
+    assert len(rows) == 2
+    assert all(line.count("&") == 3 for line in rows)
+    assert text.count("{") == text.count("}")
+    assert "†" not in text
+    assert r"\textbf{4.02 $\pmb{\pm}$ 0.10}" in text
+    assert r"4.51 $\pm$ 0.11$^\dagger$" in text
+
+
+def test_terminal_table_is_aligned() -> None:
+    lines = to_text(table()).splitlines()
+    assert lines[0] == "Python standard library"
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_terminal_colours_do_not_change_the_width() -> None:
+    coloured = re.sub(r"\033\[[0-9;]*m", "", to_text(table(), color=True)).splitlines()
+    assert len({len(line) for line in coloured[1:]}) == 1
+
+
+@pytest.mark.parametrize("render", [to_markdown, to_html, to_latex, to_csv, to_text])
+def test_nothing_measured_gives_an_empty_table_not_an_error(render: Callable[..., str]) -> None:
+    empty = lay_out(SPEC, measured_cells(SPEC, lambda *_: {}))
+    assert "5.0" not in render(empty)
+    assert not any(item.cell.bold or item.cell.dagger for item in empty.entries)
+
+
+@pytest.mark.parametrize(
+    ("mean", "text"),
+    [(3.4049, "3.40"), (9.994, "9.99"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100")],
+)
+def test_three_significant_digits(mean: float, text: str) -> None:
+    assert cell_text(Cell(mean), Rounding.MAGNITUDE, 1) == text
+
+
+def test_huge_and_diverged_perplexities_stay_readable() -> None:
+    assert cell_text(Cell(1.234e12), Rounding.MAGNITUDE, 1) == "1.2e12"
+    assert cell_text(Cell(float("inf")), Rounding.MAGNITUDE, 1) == "inf"
+
+
+@given(st.floats(min_value=1.0, max_value=9e6))
+def test_printed_mean_is_within_half_a_unit(mean: float) -> None:
+    text = cell_text(Cell(mean), Rounding.MAGNITUDE, 1)
+    assert abs(float(text) - mean) <= 0.5 * 10 ** -decimals_for(mean) * (1 + 1e-9)
