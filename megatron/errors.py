@@ -64,8 +64,8 @@ class CheckpointError(KerpleError):
     """A checkpoint cannot be read, placed or written."""
 
 
-class NonFiniteError(KerpleError, RuntimeError):
-    """A layer's output, or its gradient, is not finite."""
+class NonFiniteError(RuntimeError):
+    """A layer's output, or its gradient, is not finite; the run ends as diverged."""
 
 
 class GenerationError(KerpleError):

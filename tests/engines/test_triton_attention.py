@@ -46,7 +46,7 @@ def test_the_modules_import_and_explain_themselves_without_triton() -> None:
 import sys
 sys.modules["triton"] = None  # import triton now fails
 import torch
-from megatron.model.kernels import triton_attention, triton_softmax
+from megatron.engines import triton_attention, triton_softmax
 x = torch.zeros(1, 1, 4, 32)
 print(triton_attention.can_run(x, x, x))
 print(triton_softmax.can_run_softmax(x))

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.evaluation import extrapolation, lm_eval_task, subject
+from megatron.evaluation import extrapolation, lm_eval_task
 from megatron.evaluation.evaluator import run_evaluation
+from megatron.generation import subject
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import FIXTURES, REPOSITORY

@@ -17,14 +17,14 @@ from megatron.errors import ConfigError
 from megatron.launcher import planning as launcher
 from megatron.launcher.planning import count_gpus, plan_launch, read_hostfile
 from megatron.neox_arguments import NeoXArgs, decode_config
-
-from .conftest import REPOSITORY
-from .neox_arguments.samples import TINY
+from tests.conftest import REPOSITORY
+from tests.neox_arguments.samples import TINY
 
 TOY = """
 import sys, time
 from pathlib import Path
-from megatron.neox_arguments import environment_for, parse_command_line
+from megatron.launcher.environment import environment_for
+from megatron.neox_arguments import parse_command_line
 
 args, options = parse_command_line("toy.py")
 place = environment_for(args.launcher, options.local_rank)

@@ -136,7 +136,7 @@ def test_a_broken_suite_file_names_the_place(
 
 
 def test_a_suite_of_ones_own(tmp_path: Path) -> None:
-    source = REPOSITORY / "megatron" / "reproduce" / "suites" / "smoke.yml"
+    source = REPOSITORY / "megatron" / "paper" / "suites" / "smoke.yml"
     path = tmp_path / "mine.yml"
     path.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     suite = load_suite(str(path), runs_root=tmp_path)

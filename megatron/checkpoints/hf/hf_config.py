@@ -79,7 +79,7 @@ def _kerple_values(spec: ModelSpec) -> dict[str, Any]:
     if pos_emb not in POSITIONS:
         raise CheckpointError(
             f"pos_emb: {spec.pos_emb!r} is a class of your own; the exported modelling file knows "
-            f"{', '.join(POSITIONS)}. Add its formula to megatron/checkpoints/hf/positions_kerple.py first."
+            f"{', '.join(POSITIONS)}. Add its formula to positions_kerple.py first."
         )
     return {
         "pos_emb": pos_emb,

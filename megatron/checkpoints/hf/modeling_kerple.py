@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.checkpoints.hf.positions_kerple import (
+from .configuration_kerple import KerpleNeoXConfig
+from .positions_kerple import (
     TABLES,
     PositionTables,
     rotary_angles,
     rotate,
     sinusoids,
 )
-from megatron.checkpoints.hf.scores_kerple import (
+from .scores_kerple import (
     LARGEST_SCORES,
     Scores,
     Tables,
