@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
-from megatron.engines import attention
+from megatron import attention
 from megatron.model.positional_embeddings import PositionOptions, build_positional_embedding
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.engines import attention
+from megatron import attention
 from megatron.model.positional_embeddings import PositionOptions, build_positional_embedding
 
 

@@ -6,52 +6,55 @@ Runs the compiled C++ implementation where there is a compiler, the PyTorch one 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.engines.call import OPERANDS, Call, Gradients, checked_call
 from megatron.engines.cpp_build import load_library
 from megatron.engines.cpu_compiled import CompiledBackend
 from megatron.engines.cpu_torch import TorchBackend
-from megatron.engines.pruning import TileCount, decay_bounds
-from megatron.engines.tiling import Backend, Inputs, Saved
+from megatron.engines.pruning import DecayBounds, TileCount, decay_bounds
 
 __all__ = ["tiled_attention", "tiled_forward_with_count"]
 
 
-def tiled_attention(
-    q_BHLD: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    *,
-    window: int | None,
-    scale: float,
-    pruning: bool = True,
-) -> Tensor:
-    return _Tiled.apply(q_BHLD, k_BHLD, v_BHLD, bias, weight, window, scale, pruning)
+class Backend(Protocol):
+    """What C++ and PyTorch have in common; calls come in fp32.
+
+    `lse` is the logsumexp of each row, in a form that only the same backend understands.
+    """
+
+    def forward(
+        self, call: Call, bounds: DecayBounds | None
+    ) -> tuple[Tensor, Tensor, TileCount]: ...
+
+    def backward(
+        self,
+        call: Call,
+        bounds: DecayBounds | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        wanted: frozenset[str],
+    ) -> Gradients: ...
 
 
-def tiled_forward_with_count(
-    q_BHLD: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    pruning: bool = True,
-) -> tuple[Tensor, TileCount]:
-    """Forward without gradients, and how many tiles the pruning left to visit."""
-    scale = q_BHLD.shape[-1] ** -0.5 if scale is None else scale
-    inputs = _inputs(q_BHLD, k_BHLD, v_BHLD, bias, weight, window, scale)
-    bounds = decay_bounds(inputs.bias, inputs.weight, k_BHLD.shape[2]) if pruning else None
-    saved, count = _backend().forward(inputs, bounds)
-    return saved.out.to(q_BHLD.dtype), count
+def tiled_attention(call: Call) -> Tensor:
+    return _Tiled.apply(call, *call.operands())
+
+
+def tiled_forward_with_count(*tensors: Tensor | None, **options: Any) -> tuple[Tensor, TileCount]:
+    """`attention` without gradients, and how many tiles the pruning left to visit."""
+    call = checked_call(*tensors, **options)  # type: ignore[arg-type]
+    out, _, count = _backend().forward(call.in_fp32(), _bounds(call))
+    return out.to(call.q.dtype), count
+
+
+def _bounds(call: Call) -> DecayBounds | None:
+    return decay_bounds(call) if call.pruning else None
 
 
 def _backend() -> Backend:
@@ -69,67 +72,36 @@ def _torch_backend() -> Backend:
     return TorchBackend()
 
 
-def _inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    window: int | None,
-    scale: float,
-    needs: tuple[bool, bool] = (False, False),
-) -> Inputs:
-    return Inputs(
-        q.detach().float(),
-        k.detach().float(),
-        v.detach().float(),
-        None if bias is None else bias.detach().float(),
-        None if weight is None else weight.detach().float(),
-        window,
-        scale,
-        *needs,
-    )
-
-
 class _Tiled(torch.autograd.Function):
+    """The call's tensors are passed beside it, for autograd to see them."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        weight: Tensor | None,
-        window: int | None,
-        scale: float,
-        pruning: bool,
-    ) -> Tensor:
-        inputs = _inputs(q, k, v, bias, weight, window, scale)
-        bounds = decay_bounds(inputs.bias, inputs.weight, k.shape[2]) if pruning else None
-        backend = _backend()
-        saved, _ = backend.forward(inputs, bounds)
-        out = saved.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, bias, weight, out, saved.lse)
-        ctx.window, ctx.scale, ctx.bounds, ctx.backend = window, scale, bounds, backend
+    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
+        bounds, backend = _bounds(call), _backend()
+        out, lse, _ = backend.forward(call.in_fp32(), bounds)
+        out = out.to(call.q.dtype)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.window, ctx.scale, ctx.bounds, ctx.backend = call.window, call.scale, bounds, backend
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, out, lse = ctx.saved_tensors
-        needs = (ctx.needs_input_grad[3], ctx.needs_input_grad[4])
-        inputs = _inputs(q, k, v, bias, weight, ctx.window, ctx.scale, needs)
-        saved = Saved(out.float(), lse)
-        grads = ctx.backend.backward(inputs, ctx.bounds, saved, grad_out.float())
+        *tensors, out, lse = ctx.saved_tensors
+        q, k, v, bias, weight = tensors
+        call = Call(q, k, v, bias, weight, window=ctx.window, scale=ctx.scale)
+        needed = zip(OPERANDS, ctx.needs_input_grad[1:], strict=True)
+        wanted = frozenset(name for name, needs in needed if needs)
+        grads = ctx.backend.backward(
+            call.in_fp32(), ctx.bounds, out.float(), lse, grad_out.float(), wanted
+        )
         return (
-            grads.q.to(q.dtype),
-            grads.k.to(k.dtype),
-            grads.v.to(v.dtype),
-            _table_gradient(grads.bias, bias),
-            _table_gradient(grads.weight, weight),
             None,
-            None,
-            None,
+            grads.q.to(call.q.dtype),
+            grads.k.to(call.k.dtype),
+            grads.v.to(call.v.dtype),
+            _table_gradient(grads.bias, call.bias),
+            _table_gradient(grads.weight, call.weight),
         )
 
 

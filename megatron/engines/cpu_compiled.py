@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.engines.call import Call, Gradients
 from megatron.engines.pruning import DecayBounds, TileCount
-from megatron.engines.tiling import Gradients, Inputs, Saved
 
 __all__ = ["CompiledBackend"]
 
@@ -57,68 +57,70 @@ class CompiledBackend:
         self._vector = int(library.attention_vector_length())
         assert library.attention_problem_size() == ctypes.sizeof(_Problem)
 
-    def forward(self, inputs: Inputs, bounds: DecayBounds | None) -> tuple[Saved, TileCount]:
-        call = _Call(inputs, bounds, self._vector)
-        batch, heads, q_len, _ = inputs.q.shape
-        out = _rows_apart(batch, heads, q_len, call.dim)
-        lse = inputs.q.new_empty(batch, heads, q_len)
-        call.set_rows("out", out)
-        call.set_pointer("lse", lse)
-        self._library.attention_forward(ctypes.byref(call.problem))
-        tiles = TileCount(call.problem.tiles, call.problem.tiles_visited)
-        return Saved(out[..., : inputs.q.shape[3]], lse), tiles
+    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
+        job = _Job(call, bounds, self._vector)
+        batch, heads, q_len, dim = call.q.shape
+        out = _rows_apart(batch, heads, q_len, job.dim)
+        lse = call.q.new_empty(batch, heads, q_len)
+        job.set_rows("out", out)
+        job.set_pointer("lse", lse)
+        self._library.attention_forward(ctypes.byref(job.problem))
+        tiles = TileCount(job.problem.tiles, job.problem.tiles_visited)
+        return out[..., :dim], lse, tiles
 
     def backward(
-        self, inputs: Inputs, bounds: DecayBounds | None, saved: Saved, grad_out: Tensor
+        self,
+        call: Call,
+        bounds: DecayBounds | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        wanted: frozenset[str],
     ) -> Gradients:
-        call = _Call(inputs, bounds, self._vector)
-        problem, parts = call.problem, call.problem.parts
-        batch, heads, q_len, dim = inputs.q.shape
-        k_len = inputs.k.shape[2]
-        call.set_rows("out", saved.out)
-        call.set_rows("grad_out", grad_out)
-        call.set_pointer("lse", saved.lse)
-        grad_q = _rows_apart(parts * batch, heads, q_len, call.dim)
-        grad_k = _rows_apart(batch, heads, k_len, call.dim)
-        grad_v = _rows_apart(batch, heads, k_len, call.dim)
+        job = _Job(call, bounds, self._vector)
+        problem, parts = job.problem, job.problem.parts
+        batch, heads, q_len, dim = call.q.shape
+        job.set_rows("out", out)
+        job.set_rows("grad_out", grad_out)
+        job.set_pointer("lse", lse)
+        grad_q = _rows_apart(parts * batch, heads, q_len, job.dim)
+        grad_k = _rows_apart(batch, heads, call.k_len, job.dim)
+        grad_v = _rows_apart(batch, heads, call.k_len, job.dim)
         for name, grad in (("grad_q", grad_q), ("grad_k", grad_k), ("grad_v", grad_v)):
-            call.set_rows(name, grad)
-        grad_bias = grad_weight = None
-        if inputs.needs_bias_grad:
-            grad_bias = call.set_table_gradient("grad_bias")
-        if inputs.needs_weight_grad:
-            grad_weight = call.set_table_gradient("grad_weight")
+            job.set_rows(name, grad)
+        grad_bias = job.set_table_gradient("grad_bias") if "bias" in wanted else None
+        grad_weight = job.set_table_gradient("grad_weight") if "weight" in wanted else None
         self._library.attention_backward(ctypes.byref(problem))
         if parts > 1:
-            grad_q = grad_q.view(parts, batch, heads, q_len, call.dim).sum(0)
+            grad_q = grad_q.view(parts, batch, heads, q_len, job.dim).sum(0)
         return Gradients(
             grad_q[..., :dim],
             grad_k[..., :dim],
             grad_v[..., :dim],
-            _by_distance(grad_bias, k_len),
-            _by_distance(grad_weight, k_len),
+            _by_distance(grad_bias, call.k_len),
+            _by_distance(grad_weight, call.k_len),
         )
 
 
-class _Call:
-    """The C struct of one call, and the tensors whose memory it points to."""
+class _Job:
+    """A call as C++ sees it: the struct, and the tensors whose memory it points to."""
 
-    def __init__(self, inputs: Inputs, bounds: DecayBounds | None, vector: int) -> None:
-        batch, heads, q_len, dim = inputs.q.shape
-        k_len = inputs.k.shape[2]
+    def __init__(self, call: Call, bounds: DecayBounds | None, vector: int) -> None:
+        batch, heads, q_len, dim = call.q.shape
+        k_len = call.k_len
         self.dim = -(-dim // vector) * vector
         self._alive: list[Tensor] = []
         self.problem = problem = _Problem()
         problem.batch, problem.heads, problem.q_len, problem.k_len = batch, heads, q_len, k_len
         problem.dim = self.dim
-        problem.window = k_len if inputs.window is None else inputs.window
+        problem.window = call.reach
         problem.threads = torch.get_num_threads()
         problem.parts = max(1, -(-_TASKS_PER_THREAD * problem.threads // (batch * heads)))
-        problem.scale = inputs.scale * _LOG2E
+        problem.scale = call.scale * _LOG2E
         problem.table_row = k_len + 2 * _MARGIN
-        for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+        for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
             self.set_rows(name, tensor)
-        self._set_tables(inputs, heads, k_len)
+        self._set_tables(call, heads, k_len)
         if bounds is not None:
             self._set_bounds(bounds)
 
@@ -141,19 +143,19 @@ class _Call:
         self.set_pointer(name, grad, _MARGIN)
         return grad
 
-    def _set_tables(self, inputs: Inputs, heads: int, k_len: int) -> None:
+    def _set_tables(self, call: Call, heads: int, k_len: int) -> None:
         table = torch.full((heads, self.problem.table_row), -math.inf)
         visible = table[:, _MARGIN : _MARGIN + k_len]
-        if inputs.bias is None:
+        if call.bias is None:
             visible.zero_()
         else:
-            torch.mul(inputs.bias[:, :k_len].flip(-1), _LOG2E, out=visible)
-        if inputs.window is not None:
-            visible[:, : k_len - inputs.window] = -math.inf
+            torch.mul(call.bias[:, :k_len].flip(-1), _LOG2E, out=visible)
+        if call.window is not None:
+            visible[:, : k_len - call.window] = -math.inf
         self.set_pointer("bias", table, _MARGIN)
-        if inputs.weight is not None:
+        if call.weight is not None:
             weight = torch.zeros_like(table)
-            weight[:, _MARGIN : _MARGIN + k_len] = inputs.weight[:, :k_len].flip(-1)
+            weight[:, _MARGIN : _MARGIN + k_len] = call.weight[:, :k_len].flip(-1)
             self.set_pointer("weight", weight, _MARGIN)
 
     def _set_bounds(self, bounds: DecayBounds) -> None:

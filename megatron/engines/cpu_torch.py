@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.engines.call import Call, Gradients
 from megatron.engines.distance import flipped_view, reversed_table
 from megatron.engines.pruning import DecayBounds, TileCount, head_windows
-from megatron.engines.tiling import Gradients, Inputs, Saved
 
 __all__ = ["TorchBackend"]
 
@@ -62,17 +62,12 @@ def _blocks(q_len: int, k_len: int, window: int, rows: int) -> list[_Block]:
     return blocks
 
 
-def _groups(inputs: Inputs, bounds: DecayBounds | None, size: int) -> list[_Group]:
-    heads, k_len = inputs.q.shape[1], inputs.k.shape[2]
-    widest = k_len if inputs.window is None else inputs.window
-    if bounds is None or inputs.bias is None:
-        order, windows = list(range(heads)), [widest] * heads
+def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[_Group]:
+    heads = call.q.shape[1]
+    if bounds is None:
+        order, windows = list(range(heads)), [call.reach] * heads
     else:
-        own_weight = None if inputs.weight is None else inputs.weight[:, 0]
-        found = head_windows(
-            bounds, inputs.q, inputs.k, inputs.v, inputs.bias[:, 0], own_weight, inputs.scale
-        )
-        windows = [min(widest, window) for window in found.tolist()]
+        windows = [min(call.reach, window) for window in head_windows(call, bounds).tolist()]
         order = sorted(range(heads), key=windows.__getitem__)
         size = _PRUNED_HEADS
     return [
@@ -84,40 +79,46 @@ def _groups(inputs: Inputs, bounds: DecayBounds | None, size: int) -> list[_Grou
 class TorchBackend:
     """Tiled attention out of torch operations only."""
 
-    def forward(self, inputs: Inputs, bounds: DecayBounds | None) -> tuple[Saved, TileCount]:
-        q_len, k_len = inputs.q.shape[2], inputs.k.shape[2]
-        bias, weight = _tables(inputs, _FORWARD_ROWS)
-        out = torch.empty_like(inputs.q)
-        lse = inputs.q.new_empty(inputs.q.shape[:3])
-        heads_at_once = inputs.q.shape[1] if weight is None else _HEADS
+    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
+        q_len, k_len = call.q.shape[2], call.k.shape[2]
+        bias, weight = _tables(call, _FORWARD_ROWS)
+        out = torch.empty_like(call.q)
+        lse = call.q.new_empty(call.q.shape[:3])
+        heads_at_once = call.q.shape[1] if weight is None else _HEADS
         visited = total = 0
-        for group in _groups(inputs, bounds, heads_at_once):
-            part = _Heads(inputs, bias, weight, group.heads)
+        for group in _groups(call, bounds, heads_at_once):
+            part = _Heads(call, bias, weight, group.heads)
             group_out, group_lse = torch.empty_like(part.q), part.q.new_empty(part.q.shape[:3])
             for block in _blocks(q_len, k_len, group.window, _FORWARD_ROWS):
                 group_out[:, :, block.queries], group_lse[:, :, block.queries] = part.forward(block)
             out[:, group.heads] = group_out.flip(2)
             lse[:, group.heads] = group_lse.flip(2)
             visited += len(group.heads) * _count_tiles(q_len, k_len, group.window)
-        total = inputs.q.shape[1] * _count_tiles(q_len, k_len, inputs.window or k_len)
-        return Saved(out, lse), TileCount(total, visited)
+        total = call.q.shape[1] * _count_tiles(q_len, k_len, call.reach)
+        return out, lse, TileCount(total, visited)
 
     def backward(
-        self, inputs: Inputs, bounds: DecayBounds | None, saved: Saved, grad_out: Tensor
+        self,
+        call: Call,
+        bounds: DecayBounds | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        wanted: frozenset[str],
     ) -> Gradients:
-        q_len, k_len = inputs.q.shape[2], inputs.k.shape[2]
-        bias, weight = _tables(inputs, _ROWS)
-        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
-        grad_bias = torch.zeros_like(bias) if inputs.needs_bias_grad else None
-        grad_weight = torch.zeros_like(bias) if inputs.needs_weight_grad else None
-        for group in _groups(inputs, bounds, _HEADS):
-            part = _Heads(inputs, bias, weight, group.heads)
-            out, grad, lse = (x[:, group.heads].flip(2) for x in (saved.out, grad_out, saved.lse))
+        q_len, k_len = call.q.shape[2], call.k.shape[2]
+        bias, weight = _tables(call, _ROWS)
+        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (call.q, call.k, call.v))
+        grad_bias = torch.zeros_like(bias) if "bias" in wanted else None
+        grad_weight = torch.zeros_like(bias) if "weight" in wanted else None
+        for group in _groups(call, bounds, _HEADS):
+            part = _Heads(call, bias, weight, group.heads)
+            rows = [x[:, group.heads].flip(2) for x in (out, grad_out, lse)]
             blocks = _blocks(q_len, k_len, group.window, _ROWS)
-            for b in range(inputs.q.shape[0]):
-                walk = _Backward(part, b, blocks, out[b], grad[b], lse[b])
+            for b in range(call.q.shape[0]):
+                walk = _Backward(part, b, blocks, *(x[b] for x in rows))
                 walk.run(blocks, grad_bias is not None, grad_weight is not None)
-                grad_q[b, group.heads] = walk.grad_q.flip(1).mul_(inputs.scale)
+                grad_q[b, group.heads] = walk.grad_q.flip(1).mul_(call.scale)
                 grad_k[b, group.heads], grad_v[b, group.heads] = walk.grad_k, walk.grad_v
                 if grad_bias is not None:
                     grad_bias[group.heads] += walk.grad_bias
@@ -137,24 +138,24 @@ def _by_distance(grad: Tensor | None, k_len: int) -> Tensor | None:
     return None if grad is None else grad[:, :k_len].flip(-1)
 
 
-def _tables(inputs: Inputs, rows: int) -> tuple[Tensor, Tensor | None]:
+def _tables(call: Call, rows: int) -> tuple[Tensor, Tensor | None]:
     """Both tables reversed, with room for `rows` queries; the bias hides what is not visible."""
-    heads, k_len = inputs.q.shape[1], inputs.k.shape[2]
-    bias = inputs.q.new_zeros(heads, k_len) if inputs.bias is None else inputs.bias
+    heads, k_len = call.q.shape[1], call.k.shape[2]
+    bias = call.q.new_zeros(heads, k_len) if call.bias is None else call.bias
     reversed_bias = reversed_table(bias, k_len, rows, -math.inf)
-    if inputs.window is not None:
-        reversed_bias[:, : k_len - inputs.window] = -math.inf
-    if inputs.weight is None:
+    if call.window is not None:
+        reversed_bias[:, : k_len - call.window] = -math.inf
+    if call.weight is None:
         return reversed_bias, None
-    return reversed_bias, reversed_table(inputs.weight, k_len, rows, 0.0)
+    return reversed_bias, reversed_table(call.weight, k_len, rows, 0.0)
 
 
 class _Heads:
     """The tensors of a few heads: flipped, scaled queries; keys, values, tables."""
 
-    def __init__(self, inputs: Inputs, bias: Tensor, weight: Tensor | None, heads: Tensor) -> None:
-        self.q = inputs.q[:, heads].flip(2).mul_(inputs.scale)
-        self.k, self.v = inputs.k[:, heads], inputs.v[:, heads]
+    def __init__(self, call: Call, bias: Tensor, weight: Tensor | None, heads: Tensor) -> None:
+        self.q = call.q[:, heads].flip(2).mul_(call.scale)
+        self.k, self.v = call.k[:, heads], call.v[:, heads]
         self.bias = bias[heads]
         self.weight = None if weight is None else weight[heads]
 

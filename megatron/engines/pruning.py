@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.engines.call import Call
+
 __all__ = ["DecayBounds", "TileCount", "decay_bounds", "head_windows", "visible_keys"]
 
 _EPSILON_LOG2 = 24.0
@@ -46,8 +48,9 @@ class DecayBounds:
     margin_log2: float
 
 
-def decay_bounds(bias: Tensor | None, weight: Tensor | None, k_len: int) -> DecayBounds | None:
+def decay_bounds(call: Call) -> DecayBounds | None:
     """Bounds for pruning, or None where no head's bias falls far enough for it to help."""
+    bias, weight, k_len = call.bias, call.weight, call.k_len
     if bias is None or k_len < _MIN_KEYS:
         return None
     margin_log2 = math.log2(k_len) + _EPSILON_LOG2
@@ -65,25 +68,21 @@ def _suffix_max(table: Tensor) -> Tensor:
     return table.flip(-1).cummax(-1).values.flip(-1)
 
 
-def head_windows(
-    bounds: DecayBounds,
-    q_BHLD: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    own_bias: Tensor,
-    own_weight: Tensor | None,
-    scale: float,
-) -> Tensor:
+@torch.no_grad()
+def head_windows(call: Call, bounds: DecayBounds) -> Tensor:
     """For each head, how many of the nearest keys its queries need, [heads]."""
-    q_len, k_len = q_BHLD.shape[2], k_BHLD.shape[2]
-    own_k, own_v = k_BHLD[:, :, k_len - q_len :], v_BHLD[:, :, k_len - q_len :]
-    own_score_BHL = (q_BHLD * own_k).sum(-1) * scale
-    if own_weight is not None:
-        own_score_BHL = own_score_BHL * own_weight[:, None]
-    least_own = (own_score_BHL + own_bias[:, None]).amin((0, 2))
+    q_BHLD, k_BHLD, v_BHLD = call.q.float(), call.k.float(), call.v.float()
+    own = slice(call.k_len - call.q_len, None)
+    own_k, own_v = k_BHLD[:, :, own], v_BHLD[:, :, own]
+    own_score_BHL = (q_BHLD * own_k).sum(-1) * call.scale
+    if call.weight is not None:
+        own_score_BHL = own_score_BHL * call.weight[:, :1].float()
+    if call.bias is not None:
+        own_score_BHL = own_score_BHL + call.bias[:, :1].float()
+    least_own = own_score_BHL.amin((0, 2))
     # A key counts in the sum of the weights whatever its value, hence the clamp at equal values.
     values = (_norm(v_BHLD).amax((0, 2)) / _norm(own_v).amin((0, 2))).log().clamp(min=0.0)
-    product = _norm(q_BHLD).amax((0, 2)) * _norm(k_BHLD).amax((0, 2)) * abs(scale)
+    product = _norm(q_BHLD).amax((0, 2)) * _norm(k_BHLD).amax((0, 2)) * abs(call.scale)
     reach = product[:, None] * (1.0 if bounds.weight_after is None else bounds.weight_after)
     slack = 0.01 + 1e-5 * (reach + least_own[:, None].abs())
     most = bounds.bias_after + reach + values[:, None] + slack
@@ -92,22 +91,10 @@ def head_windows(
     return (~negligible).sum(1).clamp(min=1)
 
 
-@torch.no_grad()
-def visible_keys(
-    q_BHLD: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-) -> Tensor | None:
-    """`head_windows` of a call in any precision, int32; None where pruning cannot help."""
-    bounds = decay_bounds(bias, weight, k_BHLD.shape[2])
-    if bounds is None or bias is None:
-        return None
-    own_weight = None if weight is None else weight[:, 0].float()
-    q, k, v = q_BHLD.float(), k_BHLD.float(), v_BHLD.float()
-    return head_windows(bounds, q, k, v, bias[:, 0].float(), own_weight, scale).int()
+def visible_keys(call: Call) -> Tensor | None:
+    """`head_windows` as int32; None where pruning cannot help."""
+    bounds = decay_bounds(call)
+    return None if bounds is None else head_windows(call, bounds).int()
 
 
 def _norm(x: Tensor) -> Tensor:

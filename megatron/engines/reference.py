@@ -13,41 +13,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.engines.call import Call
 from megatron.engines.distance import dense_matrix, sum_by_distance
 
 __all__ = ["fused_softmax", "naive_attention"]
 
 
-def naive_attention(
-    q_BHLD: Tensor,
-    k_BHLD: Tensor,
-    v_BHLD: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    *,
-    window: int | None,
-    scale: float,
-    dropout: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    batch, heads, q_len, _ = q_BHLD.shape
+def naive_attention(call: Call) -> Tensor:
+    batch, heads, q_len, _ = call.q.shape
     # The scale goes into the product, before it is rounded: unscaled fp16 scores may overflow.
     scores = torch.baddbmm(
-        q_BHLD.new_empty(1, 1, 1),
-        q_BHLD.flatten(0, 1),
-        k_BHLD.flatten(0, 1).transpose(-2, -1),
+        call.q.new_empty(1, 1, 1),
+        call.q.flatten(0, 1),
+        call.k.flatten(0, 1).transpose(-2, -1),
         beta=0.0,
-        alpha=scale,
+        alpha=call.scale,
     )
     probs = fused_softmax(
         scores.view(batch, heads, q_len, -1),
-        bias,
-        weight,
-        window=window,
-        dropout=dropout,
-        generator=generator,
+        call.bias,
+        call.weight,
+        window=call.window,
+        dropout=call.dropout,
+        generator=call.generator,
     )
-    return probs @ v_BHLD
+    return probs @ call.v
 
 
 # Scale + distance tables + causal mask + window + softmax in one function.

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.engines import ENGINES, attention
-from megatron.engines.dispatch import Call, choose_engine
+from megatron.engines.call import Call
+from megatron.engines.dispatch import choose_engine
 from megatron.errors import EngineError
 from tests.engines.reference import reference_attention, relative_error
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron.engines.call import checked_call
 from megatron.engines.cpu import tiled_forward_with_count
 from megatron.engines.pruning import decay_bounds, head_windows, visible_keys
 from tests.engines.reference import Case
@@ -52,7 +53,7 @@ def test_steep_heads_are_pruned_and_the_result_is_the_same(tiled: Engine) -> Non
 def test_flat_tables_are_not_pruned(tiled: Engine) -> None:
     q, k, v = draw()
     log = -torch.arange(LENGTH).log1p().repeat(HEADS, 1)
-    assert decay_bounds(log, None, LENGTH) is None
+    assert decay_bounds(checked_call(q, k, v, log)) is None
     assert share(q, k, v, log) == 1.0
 
 
@@ -143,9 +144,10 @@ def test_adverse_draws(
 def test_head_windows_are_true_bounds() -> None:
     """Beyond its window a head's keys hold less than 2^-24 of the own key's weight, in sum."""
     q, k, v = draw()
-    bounds = decay_bounds(alibi(), None, LENGTH)
+    call = checked_call(q, k, v, alibi())
+    bounds = decay_bounds(call)
     assert bounds is not None
-    windows = head_windows(bounds, q, k, v, alibi()[:, 0], None, DIM**-0.5)
+    windows = head_windows(call, bounds)
     assert windows.tolist() == sorted(windows.tolist())
     distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None, :]
     for head, window in enumerate(windows.tolist()):
@@ -157,8 +159,8 @@ def test_head_windows_are_true_bounds() -> None:
 
 def test_visible_keys_in_any_precision() -> None:
     q, k, v = (x.bfloat16() for x in draw())
-    visible = visible_keys(q, k, v, alibi(), None, DIM**-0.5)
+    visible = visible_keys(checked_call(q, k, v, alibi()))
     assert visible is not None
     assert visible.dtype == torch.int32
     assert visible[0] < 256
-    assert visible_keys(q, k, v, None, None, 1.0) is None
+    assert visible_keys(checked_call(q, k, v)) is None

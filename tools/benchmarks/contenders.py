@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.engines import attention
+from megatron import attention
 from megatron.model.position_base import PositionalEmbedding
 from megatron.model.positional_embeddings import PositionOptions, build_positional_embedding
 
