@@ -41,8 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
         "-t",
         "--tokenizer",
         choices=sorted(TOKENIZERS),
-        help="default: GPT2BPETokenizer; CharLevelTokenizer (bytes) for stdlib, django_docs and "
-        "your own text when no vocabulary is given",
+        help="default: GPT2BPETokenizer (python_projects, english_docs and latex_docs learn their "
+        "own vocabulary); CharLevelTokenizer (bytes) for stdlib, django_docs and your own text "
+        "when no vocabulary is given",
     )
     parser.add_argument("--vocab-file", type=Path, help="the tokenizer's vocabulary, or its folder")
     parser.add_argument("--merge-file", type=Path, help="the merges of GPT2BPETokenizer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,12 +12,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.atomic_files import atomic_writer
-from megatron.data.chunks import read_chunks
+from megatron.data.chunks import read_texts
 from megatron.data.streams import list_files
 from megatron.errors import DataError
+from megatron.tokenizer.byte_pairs import (
+    END_OF_TEXT,
+    not_empty,
+    train_byte_pairs,
+    write_gpt2_files,
+)
 
-END_OF_TEXT = "<|endoftext|>"
-PADDING = "<|padding|>"
 SMALLEST_VOCABULARY = 260  # 256 bytes, the end token, and something learned
 
 
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.vocab_size < SMALLEST_VOCABULARY:
             raise DataError(f"--vocab-size {args.vocab_size}: at least {SMALLEST_VOCABULARY}")
         files, _ = list_files(args.input)
-        texts = _texts(files, args.jsonl_key, args.max_megabytes)
+        texts = read_texts(files, args.jsonl_key, args.max_megabytes)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         size = TRAINERS[args.type](texts, args.output_dir, args.vocab_size, not args.quiet)
     except (DataError, OSError) as error:
@@ -57,67 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _texts(files: Sequence[Path], key: str, megabytes: float | None) -> Iterator[str]:
-    """Texts of all documents, until the limit; broken lines are simply no part of the sample."""
-    left = float("inf") if megabytes is None else megabytes * 1e6
-    for chunk in read_chunks(files):
-        parts = b"".join(chunk.parts).split(b"\n") if chunk.kind == "lines" else chunk.parts
-        for part in parts:
-            if left <= 0:
-                return
-            text = (
-                _json_text(part, key) if chunk.kind == "lines" else part.decode("utf-8", "replace")
-            )
-            if text:
-                left -= len(text)
-                yield text
-
-
-def _json_text(line: bytes, key: str) -> str:
-    try:
-        value = json.loads(line)[key]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
-
-
-def _train_bpe(texts: Iterator[str], size: int, progress: bool):  # type: ignore[no-untyped-def]
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END_OF_TEXT, PADDING],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=progress and sys.stderr.isatty(),
-    )
-    tokenizer.train_from_iterator(_not_empty(texts), trainer)
-    return tokenizer
-
-
-def _not_empty(texts: Iterator[str]) -> Iterator[str]:
-    first = next(texts, None)
-    if first is None:
-        raise DataError("no text in the input")
-    yield first
-    yield from texts
-
-
 def _gpt2_bpe(texts: Iterator[str], folder: Path, size: int, progress: bool) -> int:
-    tokenizer = _train_bpe(texts, size, progress)
-    model = json.loads(tokenizer.to_str())["model"]
-    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    with atomic_writer(folder / "vocab.json") as handle:
-        handle.write(json.dumps(model["vocab"], ensure_ascii=False).encode())
-    with atomic_writer(folder / "merges.txt") as handle:
-        handle.write(("#version: 0.2\n" + "\n".join(pairs) + "\n").encode())
-    return int(tokenizer.get_vocab_size())
+    return write_gpt2_files(train_byte_pairs(texts, size, progress), folder)
 
 
 def _hugging_face(texts: Iterator[str], folder: Path, size: int, progress: bool) -> int:
-    tokenizer = _train_bpe(texts, size, progress)
+    tokenizer = train_byte_pairs(texts, size, progress)
     with atomic_writer(folder / "tokenizer.json") as handle:
         handle.write(tokenizer.to_str(pretty=True).encode())
     return int(tokenizer.get_vocab_size())
@@ -126,7 +74,7 @@ def _hugging_face(texts: Iterator[str], folder: Path, size: int, progress: bool)
 def _sentence_piece(texts: Iterator[str], folder: Path, size: int, progress: bool) -> int:
     import sentencepiece
 
-    lines = (line for text in _not_empty(texts) for line in text.splitlines() if line)
+    lines = (line for text in not_empty(texts) for line in text.splitlines() if line)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

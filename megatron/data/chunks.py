@@ -6,14 +6,15 @@ grouped, and a document longer than a chunk is passed on in pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from megatron.data.streams import TextFile, open_members
 
-__all__ = ["DOCUMENT_SPLITTERS", "Chunk", "Problem", "read_chunks"]
+__all__ = ["DOCUMENT_SPLITTERS", "Chunk", "Problem", "read_chunks", "read_texts"]
 
 CHUNK_BYTES = 1 << 18
 PIECE_BYTES = 8 << 20  # a document longer than this is tokenized in pieces
@@ -77,6 +78,32 @@ def read_chunks(files: Iterable[Path], splitter: str = "file") -> Iterator[Chunk
                     chunk.consumed = finished + counting.count
                     yield chunk
             finished += path.stat().st_size
+
+
+def read_texts(
+    files: Sequence[Path], key: str = "text", megabytes: float | None = None
+) -> Iterator[str]:
+    """Texts of all documents, until the limit; broken lines are simply no part of them."""
+    left = float("inf") if megabytes is None else megabytes * 1e6
+    for chunk in read_chunks(files):
+        parts = b"".join(chunk.parts).split(b"\n") if chunk.kind == "lines" else chunk.parts
+        for part in parts:
+            if left <= 0:
+                return
+            text = (
+                _json_text(part, key) if chunk.kind == "lines" else part.decode("utf-8", "replace")
+            )
+            if text:
+                left -= len(text)
+                yield text
+
+
+def _json_text(line: bytes, key: str) -> str:
+    try:
+        value = json.loads(line)[key]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
 
 
 def _member_chunks(members: Iterator[TextFile], split: Splitter) -> Iterator[Chunk]:

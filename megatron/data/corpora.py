@@ -9,10 +9,12 @@ import sysconfig
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.atomic_files import atomic_writer
 from megatron.data.download import RemoteFile, download, file_sha256
+from megatron.data.package_text import Package, collect_packages
 from megatron.errors import DataError, DownloadError
 
 __all__ = ["SOURCES", "Source", "fetch", "standard_library_files"]
@@ -42,6 +44,7 @@ class Source:
     files: tuple[RemoteFile, ...] = ()
     collect: Callable[[Path], list[Path]] | None = None
     small: bool = False  # byte-level tokens by default, as nothing else is at hand
+    vocabulary: int | None = None  # size of the byte-pair vocabulary that it brings, if it does
 
 
 def standard_library_files() -> list[Path]:
@@ -103,6 +106,78 @@ def _pip_download(requirement: str, directory: Path) -> None:
     if finished.returncode:
         lines = finished.stderr.strip().splitlines() or ["no message"]
         raise DownloadError(f"pip could not download {requirement}: {lines[-1]}")
+
+
+def _from_packages(
+    name: str, description: str, licence: str, packages: tuple[Package, ...]
+) -> Source:
+    return Source(
+        name,
+        description,
+        licence,
+        collect=partial(collect_packages, packages),
+        vocabulary=STUDY_VOCABULARY,
+    )
+
+
+STUDY_VOCABULARY = 4096
+PYTHON_PROJECTS = (
+    Package(
+        "sympy",
+        "1.13.3",
+        "wheel",
+        "BSD-3-Clause",
+        (".py",),
+        sha256="54612cf55a62755ee71824ce692986f23c88ffa77207b30c1368eda4a7060f73",
+    ),
+    Package(
+        "Twisted",
+        "24.10.0",
+        "wheel",
+        "MIT",
+        (".py",),
+        sha256="67aa7c8aa94387385302acf44ade12967c747858c8bcce0f11d38077a11c5326",
+    ),
+)
+ENGLISH_DOCS = (
+    Package(
+        "anarchism",
+        "15.3-3",
+        "debian",
+        "GPL-2+ or GFDL-1.3+",
+        (".md",),
+        below="/markdown/",
+        sha256="cf21c10948b00e923c62eb31c39a3390413fa26c5ee0e3b925feb0ec7fe42948",
+    ),
+    Package("perl-doc", "5.36.0", "debian", "Artistic or GPL-1+", (".pod",)),
+    Package("python3.11-doc", "3.11.2", "debian", "PSF", (".rst.txt",), below="/_sources/"),
+)
+LATEX_DOCS = (
+    Package(
+        "texlive-publishers-doc",
+        "2022.20230122-4",
+        "debian",
+        "each package's own, mostly LPPL",
+        (".tex",),
+        sha256="9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765",
+    ),
+    Package(
+        "texlive-science-doc",
+        "2022.20230122-4",
+        "debian",
+        "each package's own, mostly LPPL",
+        (".tex",),
+        sha256="0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db",
+    ),
+    Package(
+        "texlive-pictures-doc",
+        "2022.20230122-3",
+        "debian",
+        "each package's own, mostly LPPL",
+        (".tex",),
+        sha256="9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751",
+    ),
+)
 
 
 def _pile_shards(numbers: range) -> tuple[RemoteFile, ...]:
@@ -220,6 +295,26 @@ SOURCES: dict[str, Source] = {
             "BSD-3-Clause",
             collect=_django_docs,
             small=True,
+        ),
+        _from_packages(
+            "python_projects",
+            "code: the Python sources of SymPy 1.13.3 and Twisted 24.10.0 (38 MB), through pip",
+            "BSD-3-Clause, MIT",
+            PYTHON_PROJECTS,
+        ),
+        _from_packages(
+            "english_docs",
+            "English: An Anarchist FAQ, the manuals of Perl and Python (31 MB), through apt-get "
+            "on Debian 12",
+            "GPL-2+ or GFDL-1.3+, Artistic or GPL-1+, PSF",
+            ENGLISH_DOCS,
+        ),
+        _from_packages(
+            "latex_docs",
+            "LaTeX: manuals and sample articles of TeX Live's packages (33 MB of 530 MB "
+            "downloaded), through apt-get on Debian 12",
+            "each package's own, mostly LPPL",
+            LATEX_DOCS,
         ),
     )
 }

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.data.chunks import read_texts
 from megatron.data.corpora import SOURCES, Source, fetch
 from megatron.data.indexed_dataset import describe_tokenizer, read_manifest
+from megatron.data.package_text import package_record
 from megatron.data.preprocess import Outcome, PreprocessOptions, output_prefixes, preprocess
 from megatron.data.streams import list_files
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.byte_pairs import MERGES, VOCABULARY, train_byte_pairs, write_gpt2_files
 
 __all__ = ["PrepareRequest", "gpt2_files", "prepare_corpus", "print_problems", "report"]
 
@@ -44,13 +47,17 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
     """Make ``{directory}/{name}/{name}_text_document``; no outcome if it was up to date."""
     source = _source(name, request)
     folder = request.directory / name
-    tokenizer = _tokenizer(source, request)
+    if not source.vocabulary:
+        tokenizer = _tokenizer(source, request)  # a missing vocabulary shows before the download
     if request.inputs:
         inputs = list(request.inputs)
     else:
         inputs = fetch(source, folder / "downloads", progress=request.options.progress)
     options = replace(request.options, splitter=_splitter(source, request))
     files, _ = list_files(inputs)
+    if source.vocabulary:
+        request = _with_own_vocabulary(source.vocabulary, request, folder, files)
+        tokenizer = _tokenizer(source, request)
     fingerprint = _fingerprint(files, tokenizer, options)
     prefix = output_prefixes(folder / name, options.keys)[0]
     manifest = read_manifest(prefix)
@@ -65,6 +72,8 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
             "files": len(files),
         },
     }
+    if not request.inputs and (packages := package_record(folder / "downloads")):
+        described["source"]["packages"] = packages
     if name == "stdlib" and not request.inputs:
         described["python"] = f"{platform.python_implementation()} {platform.python_version()}"
     return prefix, preprocess(inputs, folder / name, tokenizer, options, manifest=described)
@@ -112,6 +121,25 @@ def _tokenizer(source: Source, request: PrepareRequest) -> Tokenizer:
         found = gpt2_files(request.directory)
         vocab, merges = found or (vocab, merges)
     return build_tokenizer(kind, vocab_file=vocab, merge_file=merges)
+
+
+VOCABULARY_MEGABYTES = 20.0
+
+
+def _with_own_vocabulary(
+    size: int, request: PrepareRequest, folder: Path, files: Sequence[Path]
+) -> PrepareRequest:
+    """Use the corpus's own byte-pair vocabulary, learned once, unless the user has another."""
+    vocab, merges = folder / VOCABULARY, folder / MERGES
+    if request.tokenizer_type not in (None, "GPT2BPETokenizer"):
+        return request
+    if request.vocab_file not in (None, vocab, folder):
+        return request
+    if not (vocab.is_file() and merges.is_file()):
+        texts = read_texts(files, request.options.keys[0], VOCABULARY_MEGABYTES)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_gpt2_files(train_byte_pairs(texts, size, request.options.progress), folder)
+    return replace(request, vocab_file=vocab, merge_file=merges)
 
 
 def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, options: PreprocessOptions) -> str:

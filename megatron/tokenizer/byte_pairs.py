@@ -1,0 +1,65 @@
+"""Train a GPT-2-style byte-level byte-pair vocabulary."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.atomic_files import atomic_writer
+from megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = [
+    "END_OF_TEXT",
+    "MERGES",
+    "VOCABULARY",
+    "not_empty",
+    "train_byte_pairs",
+    "write_gpt2_files",
+]
+
+END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|padding|>"
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+
+
+def train_byte_pairs(texts: Iterator[str], size: int, progress: bool) -> Tokenizer:
+    """A tokenizer of ``size`` tokens: 256 bytes, the end token, padding, and what it learned."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT, PADDING],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=progress and sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(not_empty(texts), trainer)
+    return tokenizer
+
+
+def write_gpt2_files(tokenizer: Tokenizer, folder: Path) -> int:
+    """GPT-2's two files, vocab.json and merges.txt; the number of tokens."""
+    model = json.loads(tokenizer.to_str())["model"]
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    with atomic_writer(folder / MERGES) as handle:
+        handle.write(("#version: 0.2\n" + "\n".join(pairs) + "\n").encode())
+    with atomic_writer(folder / VOCABULARY) as handle:
+        handle.write(json.dumps(model["vocab"], ensure_ascii=False).encode())
+    return int(tokenizer.get_vocab_size())
+
+
+def not_empty(texts: Iterator[str]) -> Iterator[str]:
+    """The same texts, or an error if there is none."""
+    first = next(texts, None)
+    if first is None:
+        raise DataError("no text in the input")
+    yield first
+    yield from texts
