@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.launcher.deepy_command import main
+from megatron.commands import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("deepy", sys.argv[1:]))

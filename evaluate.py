@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.neox_arguments import parse_command_line
-
-
-def main() -> int:
-    """The exit code: 0 when every task gave a result."""
-    args, options = parse_command_line("evaluate.py")
-    from megatron.evaluation.evaluator import run_evaluation
-
-    return run_evaluation(args, options.local_rank)
-
+from megatron.commands import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("evaluate", sys.argv[1:]))

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megatron.neox_arguments import parse_command_line
-
-
-def main() -> int:
-    args, _ = parse_command_line("train.py")
-    from megatron.training.entry import run_and_report
-
-    return run_and_report(args)
-
+from megatron.commands import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("train", sys.argv[1:]))

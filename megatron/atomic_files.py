@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron.errors import OutputError
+
 __all__ = [
     "atomic_writer",
+    "check_writable",
     "fingerprint",
     "publish",
     "sync_directory",
@@ -62,6 +65,21 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Refuse now what could not be written after the work; makes the folder if need be."""
+    probe = temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"{option} {path}: cannot be written ({error.strerror}). Choose another place."
+        ) from error
 
 
 def write_text(path: Path, text: str, *, parents: bool = False) -> None:

@@ -16,7 +16,9 @@ __all__ = [
     "GenerationError",
     "KernelAnalysisError",
     "KerpleError",
+    "MissingPackageError",
     "NonFiniteError",
+    "OutputError",
     "PositionalEmbeddingError",
     "ReproduceError",
     "TokenizerError",
@@ -26,6 +28,14 @@ __all__ = [
 
 class KerpleError(ValueError):
     """What all errors below are."""
+
+
+class MissingPackageError(KerpleError):
+    """Something asked for needs a package that is not installed."""
+
+
+class OutputError(KerpleError):
+    """A file or folder cannot be written."""
 
 
 class ConfigError(KerpleError):

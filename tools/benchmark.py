@@ -8,11 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BENCHMARKS = {
     "attention": "attention engines against torch's own, dense paths and FlexAttention",
@@ -32,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("benchmark", choices=BENCHMARKS, metavar="benchmark")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="see `benchmark.py NAME --help`")
     chosen = parser.parse_args(argv)
-    module_name = f"tools.benchmarks.{chosen.benchmark}"
+    # A script's neighbours are top-level packages; for tests this is `tools.benchmark`.
+    package = f"{__package__}.benchmarks" if __package__ else "benchmarks"
+    module_name = f"{package}.{chosen.benchmark}"
     if importlib.util.find_spec(module_name) is None:
         parser.error(f"benchmark {chosen.benchmark!r} is not part of this installation")
     module = importlib.import_module(module_name)
@@ -45,4 +43,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from _start import start_main
+
+    start_main(main)

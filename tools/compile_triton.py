@@ -29,8 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from megatron.engines import triton_softmax
 from megatron.engines.triton_attention import padded_head_dim
 from megatron.engines.triton_compat import Launch, interpreted, triton, unavailable

@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from _start import start_main
 
+# isort: split
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -135,11 +137,11 @@ def _foreign_section() -> str:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     text = render()
     if options.check:
         if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
@@ -151,4 +153,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start_main(main)

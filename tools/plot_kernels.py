@@ -9,7 +9,6 @@ model (12 heads of 64); and one picture that compares the families.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import matplotlib as mpl
@@ -17,8 +16,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.model.kernel_theory import effective_length, heads_within
 from megatron.model.positional_embeddings import (

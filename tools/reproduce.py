@@ -3,12 +3,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from megatron.paper.cli import main
+from _start import start
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start("reproduce")

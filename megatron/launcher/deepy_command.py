@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.errors import ConfigError
 from megatron.launcher.planning import find_script, plan_launch, run
-from megatron.neox_arguments.command_line import add_config_arguments, exit_with_error, load_config
+from megatron.neox_arguments.command_line import add_config_arguments, load_config
 from megatron.neox_arguments.dry_run import dry_run_report
 
 EXAMPLES = """examples:
@@ -41,14 +40,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the job's exit code; 2 for a wrong config."""
     options = build_parser().parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
-    try:
-        script = find_script(options.script, Path(__file__).resolve().parents[2])
-        args = load_config(options)
-        plan = plan_launch(script, args)
-        if args.optimization.train_iters:
-            args.batch_plan(plan.world_size)
-    except ConfigError as error:
-        exit_with_error(error)
+    script = find_script(options.script, Path(__file__).resolve().parents[2])
+    args = load_config(options)
+    plan = plan_launch(script, args)
+    if args.optimization.train_iters:
+        args.batch_plan(plan.world_size)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.dry_run:

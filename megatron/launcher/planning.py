@@ -17,11 +17,14 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.launcher.environment import LOOPBACK, expand_hostlist, free_port
+from megatron.machine import count_gpus
 from megatron.neox_arguments import NeoXArgs, encode_config
 from megatron.neox_arguments.run_keys import LauncherArgs
+from megatron.terminal import PACKAGE
 
 DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
 RUNNER = "deepspeed.launcher.runner"
+LAUNCHABLE = ("train", "evaluate", "generate")
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,6 @@ class LaunchPlan:
             middle += ["--hostfile", "<" + ",".join(self.hosts) + ">"]
         words = [sys.executable, *middle, self.script, "--megatron_config"]
         return [*variables, *(shlex.quote(word) for word in words), payload]
-
-
-def count_gpus(environ: Mapping[str, str] | None = None, device_dir: Path = Path("/dev")) -> int:
-    """Visible GPUs, found without importing torch."""
-    variables = os.environ if environ is None else environ
-    if variables.get("DS_ACCELERATOR") == "cpu":
-        return 0
-    devices = [entry for entry in device_dir.glob("nvidia*") if entry.name[6:].isdigit()]
-    if not devices and (device_dir / "kfd").exists():
-        devices = list((device_dir / "dri").glob("renderD*"))
-    visible = variables.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(devices)
-    listed = [item for item in visible.split(",") if item.strip() and item.strip() != "-1"]
-    return min(len(listed), len(devices))
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -99,6 +87,9 @@ def find_script(name: str, root: Path) -> str:
     for candidate in (Path(name), Path(with_suffix), root / with_suffix):
         if candidate.is_file():
             return str(candidate)
+    if with_suffix.removesuffix(".py") in LAUNCHABLE:
+        # An installed package has no scripts beside it.
+        return str(PACKAGE / "commands" / with_suffix)
     raise ConfigError(f"{name}: no such script. Try train.py, evaluate.py or generate.py.")
 
 

@@ -9,10 +9,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, KerpleError
 from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.terminal import print_error
 
 # deepy.py hands the config over as one argument; Linux takes up to 128 KiB in one.
 MAX_PAYLOAD = 120_000
@@ -163,18 +164,11 @@ def parse_command_line(
             args = decode_config(options.megatron_config)
         else:
             args = load_config(options)
-    except ConfigError as error:
-        exit_with_error(error)
+    except KerpleError as error:
+        raise SystemExit(print_error(error)) from None
     if options.dry_run:
         from megatron.neox_arguments.dry_run import dry_run_report
 
         print(dry_run_report(args))
         raise SystemExit(0)
     return args, options
-
-
-def exit_with_error(error: Exception) -> NoReturn:
-    """`error: ...` on stderr, status 2, no traceback."""
-    for line in str(error).splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    raise SystemExit(2)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 
 import megatron
 from megatron.checkpoints import read_checkpoint
+from megatron.commands import run
 from tests.checkpoints.small_models import assert_equal_weights, logits_of, saved_model
-from tests.conftest import FIXTURES, REPOSITORY
+from tests.conftest import FIXTURES
 
-convert: Any = runpy.run_path(str(REPOSITORY / "tools" / "convert_checkpoint.py"))["main"]
-inspect: Any = runpy.run_path(str(REPOSITORY / "tools" / "inspect_checkpoint.py"))["main"]
+convert = partial(run, "convert_checkpoint")
+inspect = partial(run, "inspect_checkpoint")
 POWER = FIXTURES / "official_kerple_power_mp2"
 LOG = FIXTURES / "official_kerple_log"
 
@@ -44,7 +45,7 @@ def test_any_to_any_keeps_the_official_logits(tmp_path: Path) -> None:
 def test_a_failed_conversion_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert convert([str(POWER), str(tmp_path / "out"), "--to", "native", "--mp", "5"]) == 1
+    assert convert([str(POWER), str(tmp_path / "out"), "--to", "native", "--mp", "5"]) == 2
     assert "5" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -55,7 +56,7 @@ def test_a_destination_is_never_overwritten_by_accident(
     target = tmp_path / "out"
     target.mkdir()
     (target / "precious").write_text("")
-    assert convert([str(LOG), str(target), "--to", "native"]) == 1
+    assert convert([str(LOG), str(target), "--to", "native"]) == 2
     assert "exists" in capsys.readouterr().err
     assert (target / "precious").exists()
     assert convert([str(LOG), str(target), "--to", "native", "--overwrite"]) == 0
@@ -134,12 +135,12 @@ def test_a_config_can_be_given_where_none_was_saved(tmp_path: Path) -> None:
     config = tmp_path / "model.yml"
     (tmp_path / "run" / "configs" / "model.yml").rename(config)
     target = tmp_path / "out"
-    assert convert([str(tmp_path / "run"), str(target), "--to", "native"]) == 1
+    assert convert([str(tmp_path / "run"), str(target), "--to", "native"]) == 2
     given = ["--config", str(config)]
     assert convert([str(tmp_path / "run"), str(target), "--to", "native", *given]) == 0
     assert_equal_weights(read_checkpoint(LOG), read_checkpoint(target))
 
 
 def test_errors_are_one_line_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect(["nowhere"]) == 1
+    assert inspect(["nowhere"]) == 2
     assert capsys.readouterr().err == "error: nowhere: no such checkpoint directory\n"

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from megatron.commands import run as command_run
 from megatron.data import IndexedDataset
 from megatron.data import chunks as chunks_module
 from megatron.data.datasets import check_tokenizers
@@ -28,8 +29,6 @@ from megatron.data.preprocess import Outcome, PreprocessOptions, preprocess
 from megatron.errors import DataError
 from megatron.tokenizer import build_tokenizer
 from tests.conftest import REPOSITORY
-from tools import merge_datasets as merge_tool
-from tools import preprocess_data
 
 BYTES = build_tokenizer("CharLevelTokenizer")
 TEXTS = ["first document", "zweites Dökument\nmit Zeilen", "3"]
@@ -335,7 +334,7 @@ def command(tmp_path: Path, *extra: str) -> list[str]:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert preprocess_data.main(command(tmp_path)) == 0
+    assert command_run("preprocess_data", command(tmp_path)) == 0
     assert documents(tmp_path / "out_text_document") == ended([*TEXTS, "four"])
     printed = capsys.readouterr()
     assert "4 documents" in printed.out
@@ -343,11 +342,11 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert preprocess_data.main(command(tmp_path, "--strict")) == 2
+    assert command_run("preprocess_data", command(tmp_path, "--strict")) == 2
     assert "a.jsonl:4" in capsys.readouterr().err
     missing = command(tmp_path)
     missing[1] = str(tmp_path / "missing")
-    assert preprocess_data.main(missing) == 2
+    assert command_run("preprocess_data", missing) == 2
     assert "no such file" in capsys.readouterr().err
 
 
@@ -356,12 +355,17 @@ def test_merging_shards_by_command(tmp_path: Path, capsys: pytest.CaptureFixture
         (tmp_path / f"{name}.txt").write_text(name)
         run([tmp_path / f"{name}.txt"], tmp_path / "shards" / name)
     arguments = ["--input", str(tmp_path / "shards"), "--output-prefix", str(tmp_path / "all")]
-    assert merge_tool.main(arguments) == 0
+    assert command_run("merge_datasets", arguments) == 0
     assert documents(tmp_path / "all") == ended(["s1", "s2"])
     manifest = read_manifest(tmp_path / "all")
     assert manifest is not None and manifest["tokenizer"]["type"] == "CharLevelTokenizer"
-    assert merge_tool.main(["--input", str(tmp_path), "--output-prefix", str(tmp_path / "x")]) == 0
+    assert (
+        command_run(
+            "merge_datasets", ["--input", str(tmp_path), "--output-prefix", str(tmp_path / "x")]
+        )
+        == 0
+    )
     capsys.readouterr()
     bad = ["--input", str(tmp_path / "nothing"), "--output-prefix", str(tmp_path / "y")]
-    assert merge_tool.main(bad) == 2
+    assert command_run("merge_datasets", bad) == 2
     assert "error:" in capsys.readouterr().err

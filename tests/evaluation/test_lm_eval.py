@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from megatron.errors import EvaluationError
-from megatron.evaluation import lm_eval_adapter, lm_eval_hook, lm_eval_task
+from megatron.evaluation import lm_eval_adapter, lm_eval_task
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.lm_eval_adapter import KerpleNeoXLM
 from megatron.model import GPTModel
@@ -243,25 +243,6 @@ def assert_close(one: Any, other: Any) -> None:
         assert one == pytest.approx(other, rel=1e-5)
 
 
-def test_the_hook_registers_without_importing_anything_heavy(tmp_path: Path) -> None:
-    (tmp_path / lm_eval_hook.PTH_NAME).write_text(f"{REPOSITORY}\n{lm_eval_hook.PTH_TEXT}", "utf-8")
-    program = (
-        "import site, sys; site.addsitedir(sys.argv[1]);"
-        "assert not {'torch', 'lm_eval', 'numpy'} & set(sys.modules), 'the hook must cost nothing';"
-        "from lm_eval.api.registry import get_model;"
-        "print(get_model('kerple_neox').__name__, get_model('dummy').__name__)"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert found.stdout.split() == ["KerpleNeoXLM", "DummyLM"]
-
-
 def test_scores_agree_with_lm_evals_hugging_face_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,16 +274,7 @@ def test_scores_agree_with_lm_evals_hugging_face_model(
 
 @pytest.mark.slow
 def test_the_lm_eval_command_knows_our_model(tmp_path: Path) -> None:
-    """As after `lm_eval_hook install`: the .pth file runs, then lm-eval's own command."""
     args, model = local_run(tmp_path)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / lm_eval_hook.PTH_NAME).write_text(
-        f"{REPOSITORY}\n{lm_eval_hook.PTH_TEXT}", "utf-8"
-    )
-    command = (
-        "import site, sys; site.addsitedir(sys.argv.pop(1));"
-        "from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
-    )
     task = tmp_path / "tasks" / "local_choice.yaml"
     arguments = [
         *("run", "--model", "kerple_neox", "--tasks", str(task), "--output_path"),
@@ -310,9 +282,13 @@ def test_the_lm_eval_command_knows_our_model(tmp_path: Path) -> None:
         f"pretrained={args.checkpoint.load},max_length={CONTEXT}",
     ]
     subprocess.run(
-        [sys.executable, "-c", command, str(tmp_path / "site"), *arguments],
+        [sys.executable, "-m", "megatron.evaluation.lm_eval_cli", *arguments],
         cwd=tmp_path,
-        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "datasets")},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
+        },
         check=True,
         capture_output=True,
         timeout=180,
@@ -322,3 +298,22 @@ def test_the_lm_eval_command_knows_our_model(tmp_path: Path) -> None:
     expected = expected_choice(model, [row["question"] for row in QUESTIONS])
     assert found["acc,none"] == pytest.approx(expected["acc"])
     assert found["acc_norm,none"] == pytest.approx(expected["acc_norm"])
+
+
+def test_the_lm_eval_command_with_a_wrong_path_is_one_line(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "tasks", ["x"] * len(QUESTIONS))
+    task = tmp_path / "tasks" / "local_choice.yaml"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "megatron.evaluation.lm_eval_cli", "run", "--model"),
+            *("kerple_neox", "--tasks", str(task), "--model_args"),
+            "pretrained=nowhere",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "error: nowhere" in done.stderr and "Traceback" not in done.stderr

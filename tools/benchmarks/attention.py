@@ -16,7 +16,8 @@ import torch
 
 from megatron.engines.cpp_build import load_library
 from megatron.engines.cpu import tiled_forward_with_count
-from tools.benchmarks.contenders import (
+
+from .contenders import (
     Contender,
     Inputs,
     dense_forward,
@@ -25,8 +26,8 @@ from tools.benchmarks.contenders import (
     sdpa_dense_bias,
     tiled,
 )
-from tools.benchmarks.peak_memory import measure_forward
-from tools.benchmarks.timing import Target, Timings, interleave, render_table
+from .peak_memory import measure_forward
+from .timing import Target, Timings, interleave, render_table
 
 HEADS, DIM = 12, 64
 TRAINING_SIZES = {512: 4, 1024: 2, 2048: 1, 4096: 1}  # length: batch

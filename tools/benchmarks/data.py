@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 from megatron.data import build_train_valid_test_datasets
 from megatron.data.chunks import CHUNK_BYTES
 from megatron.data.corpora import standard_library_files

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.model import GPTModel, ModelSpec
-from tools.benchmarks.timing import Target, interleave, render_table
+
+from .timing import Target, interleave, render_table
 
 __all__ = ["add_arguments", "build", "run"]
 

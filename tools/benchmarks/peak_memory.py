@@ -1,6 +1,6 @@
 """Peak memory of one forward pass above its inputs, in a process of its own.
 
-`python -m tools.benchmarks.peak_memory LENGTH HEADS DIM THREADS` prints JSON.
+`python -m benchmarks.peak_memory LENGTH HEADS DIM THREADS` prints JSON.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def measure_forward(length: int, heads: int, dim: int, threads: int) -> dict[str
     """Seconds, bytes above the inputs and peak bytes of a tiled forward with a log bias."""
     arguments = [str(value) for value in (length, heads, dim, threads)]
     result = subprocess.run(
-        [sys.executable, "-m", "tools.benchmarks.peak_memory", *arguments],
-        cwd=Path(__file__).resolve().parent.parent.parent,
+        [sys.executable, "-m", "benchmarks.peak_memory", *arguments],
+        cwd=Path(__file__).resolve().parent.parent,
         capture_output=True,
         text=True,
         check=True,
@@ -38,7 +38,7 @@ def _status_bytes(key: str) -> int:
 def _main(length: int, heads: int, dim: int, threads: int) -> None:
     import torch
 
-    from tools.benchmarks.contenders import Inputs, tiled
+    from .contenders import Inputs, tiled
 
     torch.set_num_threads(threads)
     tiled(Inputs(1, heads, 256, dim, train=False), "kerple_log")()  # loads what there is to load

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from megatron.model.gpt import GPTModel
 from megatron.model.spec import ModelSpec
-from tools.benchmarks.timing import Target, interleave, render_table
+
+from .timing import Target, interleave, render_table
 
 EMBEDDINGS = ("kerple_log", "kerple_power", "alibi", "rpe", "none")
 PADDED_VOCABULARY = 50_304

@@ -1,0 +1,73 @@
+"""The commands: scripts of the checkout, and subcommands of the installed `kerple`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from megatron.errors import KerpleError
+from megatron.terminal import run_command
+
+__all__ = ["COMMANDS", "kerple", "run"]
+
+
+COMMANDS = {
+    "deepy": "start train, evaluate or generate on one or many processes",
+    "train": "train a model in this process (or in each of srun's)",
+    "evaluate": "measure a checkpoint: perplexity by length, retrieval, lm-eval tasks",
+    "generate": "write text with a checkpoint",
+    "prepare_data": "fetch a corpus, or take your own text, and tokenize it",
+    "preprocess_data": "tokenize text, with GPT-NeoX's flags",
+    "merge_datasets": "join token files",
+    "train_tokenizer": "train a tokenizer on your text",
+    "inspect_checkpoint": "show what a checkpoint holds, or what differs between two",
+    "convert_checkpoint": "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any",
+    "reshard_checkpoint": "make a run resume under another layout",
+    "reproduce": "repeat the paper, on a cluster or in miniature",
+    "lm_eval": "the lm_eval command with --model kerple_neox",
+}
+"""Each has a module with `main(argv)`: megatron.commands.NAME, or the one below."""
+
+ELSEWHERE = {
+    "deepy": "megatron.launcher.deepy_command",
+    "reproduce": "megatron.paper.cli",
+    "lm_eval": "megatron.evaluation.lm_eval_cli",
+}
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """One command with its arguments; the exit code."""
+
+    def main(arguments: Sequence[str] | None) -> int | None:
+        module = importlib.import_module(ELSEWHERE.get(name, f"{__name__}.{name}"))
+        code: int | None = module.main(arguments)
+        return code
+
+    return run_command(main, argv)
+
+
+def kerple(argv: Sequence[str] | None = None) -> int:
+    """The console script: `kerple NAME ARGUMENTS...`; hyphens and underscores are the same."""
+    return run_command(_kerple, argv)
+
+
+def _kerple(argv: Sequence[str] | None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_listing())
+        return 0
+    if words[0] in ("-V", "--version"):
+        from megatron import __version__
+
+        print(__version__)
+        return 0
+    name = words[0].replace("-", "_")
+    if name not in COMMANDS:
+        raise KerpleError(f"{words[0]}: no such command. There are: {', '.join(COMMANDS)}.")
+    return run(name, words[1:])
+
+
+def _listing() -> str:
+    lines = [f"  {name:<20}{summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(["usage: kerple COMMAND ...", "", "commands (kerple COMMAND --help):", *lines])

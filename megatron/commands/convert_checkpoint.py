@@ -1,0 +1,85 @@
+"""Convert a checkpoint: ours, official KERPLE, GPT-NeoX or Hugging Face, any to any.
+
+tools/convert_checkpoint.py RUN DST --to hf
+tools/convert_checkpoint.py RUN DST --to native --mp 2 --pp 1
+tools/convert_checkpoint.py HF_FOLDER DST --to neox --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", metavar="SRC", help="run directory, global_stepN or HF folder")
+    parser.add_argument("destination", metavar="DST", help="new directory")
+    parser.add_argument("--to", required=True, choices=("native", "hf", "neox"))
+    parser.add_argument("--mp", type=int, help="model-parallel size (native and neox; default 1)")
+    parser.add_argument(
+        "--pp",
+        type=int,
+        help="pipe-parallel size (native and neox): 0 writes one file per rank, 1 or more one file "
+        "per layer. Default: 0 for native, 1 for neox",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights; default: keep")
+    parser.add_argument("--iteration", type=int, help="which global_stepN; default: latest")
+    parser.add_argument("--config", nargs="*", help="YAML files, where none was saved inside")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    args = parser.parse_args(arguments)
+    if args.to == "hf" and (args.mp or args.pp):
+        parser.error("--mp and --pp are for native and neox; Hugging Face folders are not split")
+    if args.mp is not None and args.mp < 1:
+        parser.error(f"--mp {args.mp}: must be at least 1")
+    if args.pp is not None and args.pp < 0:
+        parser.error(f"--pp {args.pp}: must not be negative")
+    return args
+
+
+def convert(args: argparse.Namespace) -> str:
+    """Do it; returns what to say."""
+    import torch
+
+    from megatron.checkpoints import read_checkpoint
+    from megatron.checkpoints.output import new_directory
+    from megatron.checkpoints.writing import write_native, write_neox
+    from megatron.neox_arguments import NeoXArgs
+
+    dtype = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True)).get(
+        args.dtype
+    )
+    config = NeoXArgs.from_files(args.config) if args.config else None
+    checkpoint = read_checkpoint(args.source, iteration=args.iteration, config=config)
+    with new_directory(args.destination, overwrite=args.overwrite) as folder:
+        if args.to == "hf":
+            from megatron.checkpoints.hf.folder import write_hf
+
+            write_hf(checkpoint, folder, dtype=dtype)
+        else:
+            write = write_native if args.to == "native" else write_neox
+            pp = args.pp if args.pp is not None else int(args.to == "neox")
+            write(checkpoint, folder, mp=args.mp or 1, pp=pp, dtype=dtype)
+            _copy_tokenizer(checkpoint.layout.directory, folder)
+    return (
+        f"{args.source} ({checkpoint.kind}, step {checkpoint.iteration}, "
+        f"{checkpoint.num_parameters:,} parameters) -> {args.destination} ({args.to})"
+    )
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """A Hugging Face folder's tokenizer travels with its weights."""
+    if (source / "tokenizer.json").is_file():
+        shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    print(convert(parse(arguments)))
+    return 0

@@ -1,0 +1,22 @@
+"""Train a model: `python deepy.py train.py CONF.yml ...`, `srun python train.py ...` or alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron.terminal import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code; docs/reliability.md lists them."""
+    from megatron.neox_arguments import parse_command_line
+
+    args, _ = parse_command_line("train.py", argv)
+    from megatron.training.entry import run_and_report
+
+    return run_and_report(args)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,45 @@
+"""What this machine has, asked without importing torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["count_gpus", "memory_bytes"]
+
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def count_gpus(environ: Mapping[str, str] | None = None, device_dir: Path = Path("/dev")) -> int:
+    """GPUs that a process started now would see."""
+    variables = os.environ if environ is None else environ
+    if variables.get("DS_ACCELERATOR") == "cpu":
+        return 0
+    devices = [entry for entry in device_dir.glob("nvidia*") if entry.name[6:].isdigit()]
+    if not devices and (device_dir / "kfd").exists():
+        devices = list((device_dir / "dri").glob("renderD*"))
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(devices)
+    listed = [item for item in visible.split(",") if item.strip() and item.strip() != "-1"]
+    return min(len(listed), len(devices))
+
+
+def memory_bytes() -> int | None:
+    """Main memory that this process may use: the machine's, or its container's if that is less."""
+    try:
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+    for path in CGROUP_LIMITS:
+        try:
+            text = path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text.isdigit():
+            found = min(found, int(text))
+    return found

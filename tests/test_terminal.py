@@ -1,0 +1,181 @@
+"""The edge of every command: one line for an error, Ctrl-C, closed pipes, missing packages."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.atomic_files import check_writable
+from megatron.commands import COMMANDS, kerple
+from megatron.errors import DataError, MissingPackageError, OutputError
+from megatron.terminal import require, run_command, shown_command
+from tests.conftest import REPOSITORY
+
+SCRIPTS = ["train", "evaluate", "generate", "prepare_data", "deepy"]
+TOOLS = sorted(path.stem for path in (REPOSITORY / "tools").glob("*.py") if path.stem[0] != "_")
+
+
+def script(name: str) -> str:
+    place = REPOSITORY / f"{name}.py"
+    return str(place if place.is_file() else REPOSITORY / "tools" / f"{name}.py")
+
+
+def ending_with(error: BaseException) -> tuple[int, str]:
+    def main(argv: object) -> int:
+        raise error
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = run_command(main, [])
+    return code, said.getvalue()
+
+
+def test_errors_of_ours_and_of_the_system_are_one_line() -> None:
+    assert ending_with(DataError("data_path x: not there")) == (
+        2,
+        "error: data_path x: not there\n",
+    )
+    missing = FileNotFoundError(2, "No such file or directory", "here/there")
+    assert ending_with(missing) == (2, "error: here/there: No such file or directory\n")
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        ending_with(ZeroDivisionError())
+    with pytest.raises(ModuleNotFoundError):
+        ending_with(ModuleNotFoundError("x", name="megatron.nowhere"))
+
+
+def test_a_missing_package_is_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said = ending_with(ModuleNotFoundError("x", name="wandb.sdk"))
+    assert code == 2
+    assert said == (
+        "error: wandb is not installed: pip install -r requirements/requirements-wandb.txt\n"
+    )
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingPackageError, match=r"export needs transformers.*requirements-hf"):
+        require("transformers", "export")
+    code, said = ending_with(ModuleNotFoundError("x", name="pydantic"))
+    assert code == 2 and "source .venv/bin/activate" in said
+
+
+def test_ctrl_c_is_one_word_and_130(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from megatron.terminal import run_command\n"
+        "def main(argv):\n    print('ready', flush=True)\n    time.sleep(60)\n"
+        "sys.exit(run_command(main))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore SIGINT, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and errors == "interrupted\n"
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    program = f"{sys.executable} {script('deepy')} --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    many = (
+        f'{sys.executable} -c "from megatron.terminal import run_command; import sys; '
+        'sys.exit(run_command(lambda a: print(*range(100000), sep=chr(10))))" | head -n 1; '
+        "echo ${PIPESTATUS[0]}"
+    )
+    for command, last in ((program, ("0", "141")), (many, ("141",))):
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.stderr == "" and done.stdout.split()[-1] in last
+
+
+def test_outputs_are_tried_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match=r"^--out .*file/deep/x: cannot be written \(Not a direc"):
+        check_writable(tmp_path / "file" / "deep" / "x", "--out")
+    with pytest.raises(OutputError, match="Is a directory"):
+        check_writable(tmp_path, "--out")
+    check_writable(tmp_path / "new" / "x", "--out")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_library_warnings_are_not_shown_but_ours_are(tmp_path: Path) -> None:
+    program = (
+        "import sys, warnings; from megatron.terminal import run_command\n"
+        "def main(argv):\n"
+        "    warnings.warn_explicit('theirs', UserWarning, '/x/site-packages/lib.py', 1)\n"
+        "    warnings.warn_explicit('ours', UserWarning, sys.modules['megatron'].__file__, 1)\n"
+        "sys.exit(run_command(main))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == "warning: ours\n"
+
+
+@pytest.mark.parametrize("name", [n for n in TOOLS if n not in ("compile_triton", "plot_kernels")])
+def test_a_tool_without_the_package_says_how_to_install_it(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", script(name), "--help"],  # -S: no site-packages
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "make install" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_script_changes_the_import_path() -> None:
+    for path in [*REPOSITORY.glob("*.py"), *(REPOSITORY / "tools").rglob("*.py")]:
+        assert "sys.path.insert" not in path.read_text(encoding="utf-8"), path
+
+
+def test_the_kerple_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kerple(["--help"]) == 0
+    listing = capsys.readouterr().out
+    assert all(f"  {name} " in listing for name in COMMANDS)
+    assert kerple(["--version"]) == 0
+    assert capsys.readouterr().out.count(".") == 2
+    assert kerple(["evalaute"]) == 2
+    assert capsys.readouterr().err.startswith("error: evalaute: no such command")
+    with pytest.raises(SystemExit) as ending:
+        kerple(["prepare-data", "--help"])
+    assert ending.value.code == 0 and "corpora:" in capsys.readouterr().out
+
+
+def test_every_script_and_tool_has_its_subcommand() -> None:
+    maintainers = {"benchmark", "compile_triton", "generate_config_docs", "plot_kernels"}
+    assert set(SCRIPTS) | set(TOOLS) == (set(COMMANDS) - {"lm_eval"}) | maintainers
+
+
+def test_commands_are_shown_as_they_would_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert shown_command("evaluate") == "python evaluate.py"
+    assert shown_command("inspect_checkpoint") == "python tools/inspect_checkpoint.py"
+    monkeypatch.chdir(tmp_path)
+    assert shown_command("evaluate") == "kerple evaluate"
