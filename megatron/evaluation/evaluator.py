@@ -13,7 +13,8 @@ from megatron.evaluation.lm_eval_task import LMEvalTask, lm_eval_task_names
 from megatron.evaluation.results_schema import FORMAT, Cells, ResultStore
 from megatron.evaluation.tasks import TASKS, Context, EvaluationOptions, EvaluationTask, nearest
 from megatron.generation.subject import Subject, find_subject
-from megatron.mpu.job import Ranks, join_ranks
+from megatron.mpu.job import join_ranks
+from megatron.mpu.ranks import Ranks
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

@@ -21,7 +21,7 @@ from megatron.errors import EvaluationError
 from megatron.evaluation.losses import score_continuations
 from megatron.generation import Sampling, complete
 from megatron.generation.subject import check_vocabulary
-from megatron.mpu.job import Ranks
+from megatron.mpu.ranks import Ranks
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -87,7 +87,7 @@ class KerpleNeoXLM(TemplateLM):
 
         # lm-eval's own default is cuda:0 on every machine, so only an explicit choice that exists
         # here is taken.
-        here = pick_device()
+        here = str(pick_device())
         chosen = device if device and not (device.startswith("cuda") and here == "cpu") else here
         return load_pretrained(pretrained, device=chosen, iteration=iteration)
 

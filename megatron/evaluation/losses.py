@@ -14,7 +14,7 @@ from tqdm import tqdm
 from megatron.errors import EvaluationError
 from megatron.model.embedding import full_logits
 from megatron.model.spec import ModelSpec
-from megatron.mpu.job import Ranks
+from megatron.mpu.ranks import Ranks
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel

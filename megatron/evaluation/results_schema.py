@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.atomic_files import atomic_writer
 from megatron.errors import EvaluationError
-from megatron.mpu.job import Ranks
+from megatron.mpu.ranks import Ranks
 
 __all__ = ["FORMAT", "Cells", "ResultStore", "number", "text_table"]
 

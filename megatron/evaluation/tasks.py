@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.evaluation.results_schema import Cells
-from megatron.mpu.job import Ranks
+from megatron.mpu.ranks import Ranks
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel

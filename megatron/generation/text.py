@@ -20,11 +20,12 @@ from megatron.atomic_files import atomic_writer
 from megatron.errors import GenerationError
 from megatron.generation.decoding import Completion, Sampling, complete
 from megatron.generation.subject import find_subject
-from megatron.mpu.job import Ranks, join_ranks
+from megatron.mpu.job import join_ranks
+from megatron.mpu.ranks import Ranks
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel
-    from megatron.mpu.job import Ranks
+    from megatron.mpu.ranks import Ranks
     from megatron.neox_arguments import NeoXArgs
     from megatron.tokenizer import Tokenizer
 
