@@ -17,6 +17,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
+    from megatron.neox_arguments.command_line import add_allow_kernel_argument
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -34,6 +36,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iteration", type=int, help="which global_stepN; default: latest")
     parser.add_argument("--config", nargs="*", help="YAML files, where none was saved inside")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    add_allow_kernel_argument(parser)
     args = parser.parse_args(arguments)
     if args.to == "hf" and (args.mp or args.pp):
         parser.error("--mp and --pp are for native and neox; Hugging Face folders are not split")

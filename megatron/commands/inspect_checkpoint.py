@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
+    from megatron.neox_arguments.command_line import add_allow_kernel_argument
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,6 +29,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-weights", action="store_true", help="leave out the list of weights")
     parser.add_argument("--longest", type=int, default=20480, help="effective lengths up to this")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    add_allow_kernel_argument(parser)
     return parser.parse_args(arguments)
 
 

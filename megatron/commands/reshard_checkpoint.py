@@ -22,6 +22,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError
 from megatron.launcher.environment import free_port
+from megatron.neox_arguments.command_line import add_allow_kernel_argument
 from megatron.terminal import PACKAGE
 
 
@@ -45,7 +46,9 @@ def plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
         ) from error
 
 
-def run_ranks(source: Path, target: Path, step: int, world_size: int) -> int:
+def run_ranks(
+    source: Path, target: Path, step: int, world_size: int, kernels: Sequence[str]
+) -> int:
     """All ranks of the old layout; the first exit code that is not 0."""
     shared = {
         **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
@@ -58,7 +61,7 @@ def run_ranks(source: Path, target: Path, step: int, world_size: int) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     command = [sys.executable, "-m", "megatron.training.resharding"]
-    command += [str(source.resolve()), str(target.resolve()), str(step)]
+    command += [str(source.resolve()), str(target.resolve()), str(step), *kernels]
     ranks = [
         subprocess.Popen(
             command,
@@ -82,10 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="run directory with global_step* folders")
     parser.add_argument("target", type=Path, help="new directory for the universal checkpoint")
     parser.add_argument("--iteration", type=int, help="step to convert (default: the newest)")
+    add_allow_kernel_argument(parser)
     options = parser.parse_args(argv)
     step, world_size = plan(options.source, options.target, options.iteration)
     print(f"reading step {step} with {world_size} process(es) ...", flush=True)
-    code = run_ranks(options.source, options.target, step, world_size)
+    code = run_ranks(options.source, options.target, step, world_size, options.allow_kernel)
     if code == 0:
         print(f"wrote {CheckpointStore(options.target).path(step)}: set `load: {options.target}`")
     return code

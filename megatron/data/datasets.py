@@ -252,8 +252,19 @@ class BlendedDataset:
 
         if cache_dir is None:
             return build()
+
+        def check(arrays: Arrays) -> str | None:
+            if arrays.keys() != {"order", "numbers"}:
+                return "it holds other arrays"
+            order, numbers = arrays["order"], arrays["numbers"]
+            if not len(order) == len(numbers) == num_samples:
+                return "its arrays have other lengths"
+            if num_samples and (order.max() >= len(self.datasets) or numbers.min() < 0):
+                return "it names samples that are not there"
+            return None
+
         key = {"format": 1, "weights": self.weights, "samples": num_samples}
-        return cached_arrays(key, build, directory=cache_dir, name="blend")
+        return cached_arrays(key, build, directory=cache_dir, name="blend", check=check)
 
     def __len__(self) -> int:
         return len(self.order)

@@ -247,6 +247,10 @@ def _cached_index(
         index = build_sample_index(tokens.sizes, first, last, length, epochs, seed)
         return {"documents": index.documents, "ends": index.ends, "order": index.order}
 
+    def check(arrays: Arrays) -> str | None:
+        tokens_in_split = int(tokens.sizes[first:last].sum(dtype=np.int64))
+        return _problem(arrays, first, last, epochs * tokens_in_split, epochs, length)
+
     key = {
         "format": INDEX_FORMAT,
         "sizes": tokens.sizes_digest(),
@@ -256,7 +260,27 @@ def _cached_index(
         "seed": seed,
     }
     name = f"{tokens.prefix.name}_{name}"
-    return SampleIndex(**cached_arrays(key, build, directory=directory.expanduser(), name=name))
+    directory = directory.expanduser()
+    return SampleIndex(**cached_arrays(key, build, directory=directory, name=name, check=check))
+
+
+def _problem(
+    arrays: Arrays, first: int, last: int, total_tokens: int, epochs: int, length: int
+) -> str | None:
+    """Why a stored index cannot be this split's; None if every place it names exists."""
+    if arrays.keys() != {"documents", "ends", "order"}:
+        return "it holds other arrays"
+    documents, ends, order = arrays["documents"], arrays["ends"], arrays["order"]
+    samples = (total_tokens - 1) // length
+    if not len(documents) == len(ends) == (last - first) * epochs or len(order) != samples:
+        return "its arrays have other lengths"
+    if documents.min() < first or documents.max() >= last:
+        return "it names documents that are not there"
+    if ends[0] < 0 or (np.diff(ends) < 0).any() or int(ends[-1]) != total_tokens:
+        return "its documents do not follow each other"
+    if samples and (order.min() < 0 or order.max() >= samples):
+        return "it names samples that are not there"
+    return None
 
 
 def build_train_valid_test_datasets(

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.checkpoints import Checkpoint, place_weights, read_checkpoint
 from megatron.checkpoints.saved_config import tokenizer_of
 from megatron.model.gpt import GPTModel
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, trust
 
 __all__ = ["PretrainedModel", "load_pretrained"]
 
@@ -84,6 +84,7 @@ def load_pretrained(
     dtype: torch.dtype | None = torch.float32,
     iteration: int | None = None,
     config: NeoXArgs | Mapping[str, Any] | None = None,
+    allow_kernel: str | Sequence[str] | None = None,
 ) -> PretrainedModel:
     """A model from any checkpoint, in evaluation mode.
 
@@ -91,7 +92,10 @@ def load_pretrained(
     Read without any flag: our checkpoints, the official KERPLE ones, GPT-NeoX's of both
     generations, any pipe- or model-parallel size. `iteration` picks a step; `config` replaces
     the one saved inside. `dtype=None` keeps the precision of the embedding's weights.
+    A checkpoint with a kernel of your own loads if its module is imported already, or with
+    `allow_kernel="package.module:Class"`: what a checkpoint names is never imported by itself.
     """
+    trust.allow_kernel(allow_kernel)
     checkpoint = read_checkpoint(path, iteration=iteration, config=config)
     model = PretrainedModel.from_checkpoint(checkpoint)
     if dtype is None:

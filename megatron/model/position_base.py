@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
+from megatron.neox_arguments.trust import is_allowed, is_import_path
 
 __all__ = [
     "POSITIONAL_EMBEDDINGS",
@@ -199,14 +201,7 @@ def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
     resolved = canonical_name(name)
     if resolved in POSITIONAL_EMBEDDINGS:
         return POSITIONAL_EMBEDDINGS[resolved]
-    module_name, _, class_name = resolved.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r} cannot be imported ({error}); "
-            "check that the module is on PYTHONPATH and defines the class."
-        ) from error
+    found = _imported(resolved)
     if not (isinstance(found, type) and issubclass(found, PositionalEmbedding)):
         raise UnknownPositionalEmbeddingError(
             f"pos_emb: {name!r} is not a PositionalEmbedding; derive it from DistanceKernel, "
@@ -215,6 +210,34 @@ def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
     if not found.name:
         found.name = resolved
     return found
+
+
+def _imported(name: str) -> Any:
+    """The class `package.module:Class`: importing runs code, so that the user must have named it.
+
+    A class whose module this process has imported already runs nothing.
+    """
+    module_name, _, class_name = name.partition(":")
+    module = sys.modules.get(module_name)
+    if module is not None and class_name in vars(module):
+        return vars(module)[class_name]
+    if not is_import_path(name):
+        raise UnknownPositionalEmbeddingError(
+            f"pos_emb: {name!r:.80} is not of the form package.module:ClassName."
+        )
+    if not is_allowed(name):
+        raise UnknownPositionalEmbeddingError(
+            f"pos_emb: {name!r:.80} names a class to import, which a file that came with a "
+            f"checkpoint may not do. If the class is yours, add --allow-kernel {name:.80} (in "
+            f"Python: import its module first, or load_pretrained(..., allow_kernel={name!r:.80}))."
+        )
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnknownPositionalEmbeddingError(
+            f"pos_emb: {name!r} cannot be imported ({error}); "
+            "check that the module is on PYTHONPATH and defines the class."
+        ) from error
 
 
 def build_positional_embedding(name: str, options: PositionOptions) -> PositionalEmbedding:

@@ -6,6 +6,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments.arguments import GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.command_line import decode_config, encode_config, parse_command_line
+from megatron.neox_arguments.trust import allow_kernel
 
 __all__ = [
     "GROUPS",
@@ -14,6 +15,7 @@ __all__ = [
     "BatchPlan",
     "ConfigError",
     "NeoXArgs",
+    "allow_kernel",
     "decode_config",
     "encode_config",
     "parse_command_line",

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, KerpleError
 from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.trust import allow_kernel, kernels_in
 from megatron.terminal import print_error
 
 # deepy.py hands the config over as one argument; Linux takes up to 128 KiB in one.
@@ -60,6 +61,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="single values that win over all files, e.g. optimizer.params.lr=1e-4",
     )
+    add_allow_kernel_argument(parser)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
     parser.add_argument(*CONFIG_FLAGS["wandb_group"], help="wandb group of this run")
     parser.add_argument(*CONFIG_FLAGS["eval_tasks"], nargs="+", help="what evaluate.py runs")
@@ -69,6 +71,24 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(*CONFIG_FLAGS["hostfile"], help="hosts, one `name slots=N` a line")
     parser.add_argument(*CONFIG_FLAGS["sample_input_file"], help="prompts for generate.py")
     parser.add_argument(*CONFIG_FLAGS["sample_output_file"], help="where generate.py writes")
+
+
+def add_allow_kernel_argument(parser: argparse.ArgumentParser) -> None:
+    """For every command that opens checkpoints; what is named is allowed as it is parsed."""
+
+    def allowed(name: str) -> str:
+        allow_kernel(name)
+        return name
+
+    parser.add_argument(
+        "--allow-kernel",
+        "--allow_kernel",
+        action="append",
+        default=[],
+        type=allowed,
+        metavar="MODULE:CLASS",
+        help="import this class of yours if a checkpoint's pos_emb names it",
+    )
 
 
 def _add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +153,8 @@ def decode_config(payload: str) -> NeoXArgs:
         raise ConfigError(
             "--megatron_config is not a config made by deepy.py; pass YAML files instead."
         ) from e
+    if isinstance(config, dict):
+        allow_kernel(kernels_in(config))  # deepy.py has asked where the name came from
     return NeoXArgs.from_dict(config).with_sources(texts)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.normalize import NESTED_BLOCKS, normalize
+from megatron.neox_arguments.trust import allow_kernel, check_code_keys, kernels_in
 from megatron.neox_arguments.values import copy_plain
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
@@ -32,7 +33,9 @@ def read_layer(path: str | Path, known: list[str]) -> Layer:
     source = str(path)
     parsed = parse_yaml(text, source)
     plain = copy_plain({} if parsed is None else parsed, source)
-    return Layer(source, normalize(plain, known, source), text)
+    values = normalize(plain, known, source)
+    check_code_keys(path, values)
+    return Layer(source, values, text)
 
 
 def parse_set(assignment: str, known: list[str]) -> Layer:
@@ -52,7 +55,9 @@ def parse_set(assignment: str, known: list[str]) -> Layer:
         raise ConfigError(f"{source}: {parts[0][:80]} has no keys inside it; write {parts[0]}=...")
     for part in reversed(parts):
         value = {part: value}
-    return Layer(source, normalize(copy_plain(value, source), known, source))
+    values = normalize(copy_plain(value, source), known, source)
+    allow_kernel(kernels_in(values))
+    return Layer(source, values)
 
 
 _FREE_BLOCKS = frozenset({"data_types", "flops_profiler", "comms_logger", "deepspeed_extra_args"})

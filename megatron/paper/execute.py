@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
+from megatron.neox_arguments.trust import kernels_in
 from megatron.paper.run_files import (
     RunState,
     State,
@@ -203,6 +204,8 @@ class Launcher:
     python: str = sys.executable
 
     def command(self, script: str, config: Path, run: Run, arguments: Sequence[str]) -> list[str]:
+        if kernels := kernels_in(run.config):  # the suite names it; config.yml lies in a run folder
+            arguments = [*arguments, "--allow-kernel", *kernels]
         if self.srun:
             # The first rank that has saved must not end the others; a lost rank ends them soon.
             waits = ["--kill-on-bad-exit=0", "--wait=60"]

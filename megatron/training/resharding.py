@@ -16,7 +16,7 @@ from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, allow_kernel
 from megatron.training.engine import build_engine, build_module
 from megatron.training.run import find_vocabulary
 
@@ -67,8 +67,9 @@ def _publish(store: CheckpointStore, args: NeoXArgs, step: int) -> None:
 
 
 def main() -> int:
-    source, target, step = sys.argv[1:]
+    source, target, step, *kernels = sys.argv[1:]
     try:
+        allow_kernel(kernels)
         reshard(Path(source), Path(target), int(step))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

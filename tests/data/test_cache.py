@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,15 @@ import pytest
 
 from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
 from megatron.data import index_cache as cache_module
-from megatron.data.index_cache import cached_arrays, default_cache_dir, user_cache_dir
+from megatron.data.index_cache import (
+    MAGIC,
+    PREAMBLE,
+    cached_arrays,
+    default_cache_dir,
+    read_entry,
+    user_cache_dir,
+    write_entry,
+)
 
 KEY = {"sizes": "abc", "length": 4, "documents": [0, 3]}
 
@@ -84,6 +95,73 @@ def test_a_damaged_entry_is_rebuilt(
     assert builder.calls == 2
     assert "building it again" in caplog.text
     assert path.read_bytes() == good
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Rewrite an entry's header, with its length and checksum made right again."""
+    data = path.read_bytes()
+    _, length, _ = PREAMBLE.unpack(data[: PREAMBLE.size])
+    header = json.loads(data[PREAMBLE.size :][:length])
+    changed = json.dumps(change(header) or header).encode().ljust(length)
+    body = data[PREAMBLE.size + length :]
+    header["size"] = PREAMBLE.size + len(changed) + len(body)
+    changed = json.dumps(change(header) or header).encode().ljust(length)
+    path.write_bytes(PREAMBLE.pack(MAGIC, len(changed), zlib.crc32(changed)) + changed + body)
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "pointers": lambda h: h["arrays"][0].update(dtype="|O", length=500),
+    "text": lambda h: h["arrays"][0].update(dtype="<U8"),
+    "record": lambda h: h["arrays"][0].update(dtype="O,O"),
+    "no type": lambda h: h["arrays"][0].update(dtype=None),
+    "list as type": lambda h: h["arrays"][0].update(dtype=[["a", "|O"]]),
+    "negative length": lambda h: h["arrays"][0].update(length=-1),
+    "endless": lambda h: h["arrays"][0].update(length=2**62),
+    "length of words": lambda h: h["arrays"][0].update(length="many"),
+    "before the file": lambda h: h["arrays"][0].update(offset=-64),
+    "beyond the file": lambda h: h["arrays"][0].update(offset=1 << 40),
+    "crooked": lambda h: h["arrays"][0].update(offset=1),
+    "a list": lambda h: [1],
+    "no key": lambda h: h.update(key=None),
+    "no arrays": lambda h: h.update(arrays=None),
+    "arrays of numbers": lambda h: h.update(arrays=[1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_header_is_never_obeyed(tmp_path: Path, name: str) -> None:
+    builder = Builder()
+    get(tmp_path, builder)
+    forge(entry(tmp_path), FORGERIES[name])
+    get(tmp_path, builder)
+    assert builder.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("array", "value"), [("documents", 99), ("documents", -1), ("ends", 10**9), ("order", 10**6)]
+)
+def test_forged_numbers_with_right_checksums_are_not_used(
+    tmp_path: Path, array: str, value: int
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "d") as writer:
+        for number in range(4):
+            writer.add_document([number] * 10)
+
+    def texts() -> list[list[int]]:
+        train, _, _ = build_train_valid_test_datasets(
+            tmp_path / "d", "1", (5, 0, 0), 4, cache_dir=tmp_path / "cache"
+        )
+        assert train is not None
+        return [train[i]["text"].tolist() for i in range(len(train))]
+
+    honest = texts()
+    path = entry(tmp_path / "cache")
+    header = path.read_bytes()[PREAMBLE.size :]
+    content, _ = json.JSONDecoder().raw_decode(header.decode("latin-1"))
+    arrays = {name: a.copy() for name, a in read_entry(path, content["key"]).items()}
+    arrays[array][0] = value
+    write_entry(path, content["key"], arrays)
+    assert texts() == honest
 
 
 def test_an_entry_of_other_data_under_the_same_name_is_rebuilt(tmp_path: Path) -> None:

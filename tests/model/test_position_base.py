@@ -21,6 +21,7 @@ from megatron.model.positional_embeddings import (
     canonical_name,
     register,
 )
+from megatron.neox_arguments import allow_kernel
 from tests.model.position_helpers import OPTIONS, build
 
 
@@ -99,6 +100,7 @@ class TestCustomKernel:
     def test_the_example_runs_by_import_path(self, monkeypatch: pytest.MonkeyPatch) -> None:
         examples = Path(__file__).parents[2] / "examples"
         monkeypatch.syspath_prepend(str(examples))
+        allow_kernel("custom_kernel:RationalKernel")
         embedding = build("custom_kernel:RationalKernel")
         assert embedding.kind == "tables"
         r1, r2 = embedding.kernel_values().values()

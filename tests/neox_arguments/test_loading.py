@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,10 +92,11 @@ def test_own_kernel_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     write(tmp_path, "my_broken_positions.py", "1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert NeoXArgs.from_dict({**TINY, "pos_emb": "my_positions:Mine"}).model.pos_emb
+    config = write(tmp_path, "mine.yml", json.dumps(TINY))
+    assert NeoXArgs.from_files([config], sets=["pos_emb=my_positions:Mine"]).model.pos_emb
     for wrong in ("my_positions:Other", "no_such_module:X", "my_broken_positions:X", ":", "a:b:c"):
         with pytest.raises(ConfigError, match="pos_emb"):
-            NeoXArgs.from_dict({**TINY, "pos_emb": wrong})
+            NeoXArgs.from_files([config], sets=[f"pos_emb={wrong!r}"])
 
 
 @pytest.mark.parametrize(

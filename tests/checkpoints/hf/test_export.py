@@ -23,6 +23,7 @@ from megatron.checkpoints.hf.folder import MODEL_FILES, write_hf
 from megatron.checkpoints.hf.tokenizer_files import _library_of
 from megatron.checkpoints.writing import write_native
 from megatron.errors import CheckpointError
+from megatron.neox_arguments import allow_kernel
 from megatron.tokenizer import build_tokenizer
 from tests.checkpoints.small_models import (
     at_rest,
@@ -165,6 +166,7 @@ def test_the_card_tells_of_the_run_and_its_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_kernel_of_your_own_is_refused_with_the_fix(tmp_path: Path) -> None:
+    allow_kernel("tests.checkpoints.hf.own_kernel:OwnKernel")
     args = small_args(pos_emb="tests.checkpoints.hf.own_kernel:OwnKernel")
     with pytest.raises(CheckpointError, match=r"OwnKernel.*positions_kerple"):
         write_hf(at_rest(random_model(args), args), tmp_path)
