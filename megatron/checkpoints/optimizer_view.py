@@ -87,6 +87,20 @@ class Group:
         part = self.master.numel()
         return result.copy_(flat[rank * part : (rank + 1) * part])
 
+    def own_spans(self, rank: int, size: int) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Each parameter and where its elements, or some of them, lie in this rank's part."""
+        part = self.master.numel()
+        if self.process_group is None:
+            yield self.parameters[0], 0, part
+        elif self.piecewise:
+            for parameter, start, length in self._pieces(size):
+                own = min(max(_numel(parameter) - rank * length, 0), length)
+                yield parameter, start, start + own
+        else:
+            for parameter, offset in zip(self.parameters, self.offsets, strict=True):
+                start, stop = offset - rank * part, offset + _numel(parameter) - rank * part
+                yield parameter, min(max(start, 0), part), min(max(stop, 0), part)
+
     def _pieces(self, size: int) -> Iterator[tuple[nn.Parameter, int, int]]:
         start = 0
         for parameter in self.parameters:

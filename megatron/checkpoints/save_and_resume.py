@@ -124,7 +124,7 @@ def resume(
     options = args.checkpoint
     fresh = options.finetune
     optimizer = not (options.no_load_optim or fresh)
-    schedule = not (args.optimization.override_lr_scheduler or fresh)
+    schedule = not fresh
     if is_universal(store.path(step)):
         progress = load_universal(
             engine, store.path(step), args, parallel.tp, optimizer=optimizer, schedule=schedule

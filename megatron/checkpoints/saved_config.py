@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoints.earlier_runs import meaning_then
 from megatron.checkpoints.layouts import Layout
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.spec import ModelSpec
@@ -16,7 +17,15 @@ from megatron.neox_arguments.foreign_keys import UNIMPLEMENTED
 from megatron.neox_arguments.normalize import canonical_key
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
-__all__ = ["OURS_ALONE", "RESOLVED", "args_from", "is_ours", "read_saved_config"]
+__all__ = [
+    "OURS_ALONE",
+    "RESOLVED",
+    "args_from",
+    "as_it_began",
+    "is_ours",
+    "read_saved_config",
+    "tokenizer_of",
+]
 
 # Keys that neither GPT-NeoX nor the official KERPLE code knows: one of them marks our own files.
 OURS_ALONE = frozenset(
@@ -44,16 +53,19 @@ def read_saved_config(layout: Layout) -> dict[str, Any]:
     """Flat canonical keys from `configs/*.yml` of the checkpoint (or of its run)."""
     for folder in (layout.directory / "configs", layout.root / "configs"):
         files = sorted([*folder.glob("*.yml"), *folder.glob("*.yaml")])
-        resolved = [path for path in files if path.name == RESOLVED and is_ours(_read(path))]
+        resolved = next((path for path in files if path.name == RESOLVED), None)
+        if resolved is not None and is_ours(saved := read_config_file(resolved)):
+            return {**saved, **meaning_then(saved)}
         if files:
-            return _merge(resolved or files)
+            return _merge(files)
     raise CheckpointError(
         f"{layout.directory}: no configs/*.yml inside, so the model's shape is unknown; "
         "give the config it was trained with (config=...)"
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The keys of one saved file, in today's spelling."""
     try:
         content = parse_yaml(read_text(path), str(path))
     except ConfigError as error:
@@ -68,7 +80,7 @@ def _merge(files: list[Path]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     for path in files:
-        for key, value in _read(path).items():
+        for key, value in read_config_file(path).items():
             if key in _MODEL_KEYS and key in merged and merged[key] != value:
                 raise CheckpointError(
                     f"{key} is {merged[key]!r:.80} in {origin[key]} and {value!r:.80} in {path}: "
@@ -105,6 +117,18 @@ def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
             stacklevel=2,
         )
         return args
+
+
+def as_it_began(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
+    """The config to resume `checkpoint` (a global_stepN) with, whenever its run began."""
+    file = checkpoint / "configs" / RESOLVED
+    saved = read_config_file(file) if file.is_file() else {}
+    if not is_ours(saved):
+        return args
+    changes = meaning_then(saved)
+    if args.optimization.override_lr_scheduler or args.checkpoint.finetune:
+        changes.pop("lr_decay_rule", None)
+    return args.replace(**changes) if changes else args
 
 
 def tokenizer_of(args: NeoXArgs, source: Path) -> Any:

@@ -42,21 +42,39 @@ class OptimizationArgs(Group):
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = Field(
         "linear", description="Shape of the learning-rate decay after warmup."
     )
-    lr_decay_iters: PositiveInt | None = Field(
-        None, description="Step at which min_lr is reached; null means train_iters."
+    lr_decay_rule: Literal["neox", "kerple", "earlier"] = Field(
+        "neox",
+        description="Whose formulas: GPT-NeoX's (neox), or the official KERPLE fork's, which made "
+        "the paper's numbers (kerple: the first step has rate 0, a cosine ends above 0). A run "
+        "that began before this key existed keeps its own (earlier).",
     )
-    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end of the decay.")
+    lr_decay_iters: PositiveInt | None = Field(
+        None, description="Step at which the decay ends; null means train_iters."
+    )
+    min_lr: NonNegativeFloat = Field(0.0, description="Lowest learning rate after warmup.")
     warmup: Fraction = Field(
         0.01, description="Linear warmup as a fraction of lr_decay_iters (0.01 is 1%)."
     )
     override_lr_scheduler: bool = Field(
-        False, description="On resume take the schedule of this config, not the checkpoint's."
+        False,
+        description="On resume take the schedule of this config from the step reached, also the "
+        "lr_decay_rule of a run that began before that key existed.",
     )
     use_checkpoint_lr_scheduler: bool = Field(
         False, description="On resume take the checkpoint's schedule, not this config's."
     )
     weight_decay: NonNegativeFloat = Field(
         0.1, description="Decoupled weight decay; never applied to norms, biases or kernels."
+    )
+    kerple_lr_scale: NonNegativeFloat = Field(
+        1.0,
+        description="Learning rate of kernel parameters and of T5's table as a multiple of the "
+        "model's; 0 keeps them as they are.",
+    )
+    kerple_weight_decay: NonNegativeFloat = Field(
+        0.0,
+        description="Decoupled weight decay of kernel parameters and of T5's table. The official "
+        "fork decays them by weight_decay, GPT-NeoX T5's table.",
     )
     gradient_clipping: NonNegativeFloat = Field(
         1.0, description="Clip the global gradient norm here; 0 turns clipping off."

@@ -18,7 +18,9 @@ from megatron.model.pipeline import build_pipeline
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.training.gradients import own_whole_step
-from megatron.training.optimizer import Schedule, Scheduler, build_optimizer, parameter_groups
+from megatron.training.kernel_rate import scale_kernel_steps
+from megatron.training.optimizer import build_optimizer, parameter_groups
+from megatron.training.schedule import Schedule, Scheduler
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -31,9 +33,10 @@ def build_schedule(args: NeoXArgs) -> Schedule:
     return Schedule(
         peak=optimization.lr,
         minimum=optimization.min_lr,
-        warmup_steps=int(optimization.warmup * steps),
+        warmup_steps=optimization.warmup * steps,
         decay_steps=steps,
         style=optimization.lr_decay_style,
+        rule=optimization.lr_decay_rule,
     )
 
 
@@ -61,7 +64,9 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
     engine, _, _, _ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
-        lr_scheduler=Scheduler(optimizer, build_schedule(args)),
+        lr_scheduler=Scheduler(
+            optimizer, build_schedule(args), keep_saved=options.use_checkpoint_lr_scheduler
+        ),
         config=args.deepspeed_config(dist.get_world_size()),
         mpu=None if pipelined else parallel.grid,
         dist_init_required=False,
@@ -69,6 +74,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
     engine.checkpoint_engine = SafeCheckpointEngine()
     # DeepSpeed puts a program beside each ZeRO checkpoint; tools/convert_checkpoint.py does more.
     engine._copy_recovery_script = lambda save_path: None
+    scale_kernel_steps(engine, scale=options.kerple_lr_scale, decay=options.kerple_weight_decay)
     _clip_by_whole_norm(engine, parallel)
     if args.optimization.zero_stage == 3:
         _announce_borrowed_weights(module)

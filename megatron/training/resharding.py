@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.atomic_files import write_text
 from megatron.checkpoints.save_and_resume import Resumed, resume, together, write_configs
+from megatron.checkpoints.saved_config import RESOLVED, as_it_began
 from megatron.checkpoints.store import CheckpointStore, tag_of
 from megatron.checkpoints.universal_engine import LATEST, export, progress_of
 from megatron.errors import CheckpointError
@@ -24,14 +25,15 @@ from megatron.training.run import find_vocabulary
 def reshard(source: Path, target: Path, step: int) -> None:
     """Called on every rank of the layout that `source` was written under."""
     store = CheckpointStore(source)
-    args = NeoXArgs.from_files([str(store.path(step) / "configs" / "resolved.yml")])
+    saved = NeoXArgs.from_files([str(store.path(step) / "configs" / RESOLVED)])
+    args = as_it_began(saved.replace(finetune=False, override_lr_scheduler=False), store.path(step))
     parallel = start_distributed(args)
     set_seeds(args.runtime.seed, parallel)
     vocabulary = find_vocabulary(args)
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
     engine = build_engine(args, build_module(args, spec, parallel), parallel)
     # All of the checkpoint, however the run that wrote it had begun.
-    everything = args.replace(finetune=False, no_load_optim=False, override_lr_scheduler=False)
+    everything = args.replace(no_load_optim=False)
     resumed = resume(engine, store, everything, step, parallel)
     write_universal(engine, CheckpointStore(target), args, resumed, parallel, vocabulary.size)
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.checkpoints import load_weights
 from megatron.checkpoints.save_and_resume import Resumed, clean_up, find_checkpoint, resume
+from megatron.checkpoints.saved_config import as_it_began
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore
 from megatron.checkpoints.universal import is_universal
 from megatron.data.datasets import check_tokenizers
@@ -27,7 +28,7 @@ from megatron.training.control_hooks import (
     StopWhenDiverged,
     Validate,
 )
-from megatron.training.engine import build_engine, build_module
+from megatron.training.engine import build_engine, build_module, build_schedule
 from megatron.training.kernel_hooks import ProjectKernels, RecordKernels
 from megatron.training.metrics import Sinks, build_sinks
 from megatron.training.progress_hooks import CloseSinks, RecordMetrics, ShowProgress
@@ -94,6 +95,7 @@ class NameFirstBadLayer(Hook):
 def train(args: NeoXArgs) -> int:
     """Train as the config says; returns the process's exit code."""
     parallel = start_distributed(args)
+    args = _as_the_run_began(args)
     vocabulary = find_vocabulary(args)
     set_seeds(args.runtime.seed, parallel)
     plan = args.batch_plan(dist.get_world_size())
@@ -118,9 +120,17 @@ def train(args: NeoXArgs) -> int:
     trainer.hooks = build_hooks(args, trainer, plan, sinks, spec)
     if trainer.is_main:
         print(_opening_line(args, trainer, engine), flush=True)
+        if build_schedule(args).rises_again(trainer.train_iters):
+            print(_RISES, flush=True)
     if trainer.train_iters == 0:
         return _evaluate_only(trainer, sinks)
     return trainer.run()
+
+
+_RISES = (
+    "warning: train_iters is beyond lr_decay_iters, and with lr_decay_rule neox a cosine rises "
+    "again after it, as in GPT-NeoX"
+)
 
 
 def _directory(args: NeoXArgs) -> Path | None:
@@ -129,6 +139,24 @@ def _directory(args: NeoXArgs) -> Path | None:
 
 def _load_directory(args: NeoXArgs) -> str | None:
     return args.checkpoint.save if args.checkpoint.load == "auto" else args.checkpoint.load
+
+
+def _as_the_run_began(args: NeoXArgs) -> NeoXArgs:
+    """A run from before a key existed is resumed with what it did then."""
+    load = _load_directory(args)
+    store = CheckpointStore(Path(load)) if load else None
+    step = find_checkpoint(store, args.checkpoint.iteration) if store else None
+    if store is None or step is None:
+        return args
+    began = as_it_began(args, store.path(step))
+    changed = began.optimization.lr_decay_rule != args.optimization.lr_decay_rule
+    if changed and dist.get_rank() == 0:
+        print(
+            f"{store.path(step)} is of a run from before lr_decay_rule existed: it goes on with "
+            "its schedule (override_lr_scheduler: true takes the config's)",
+            flush=True,
+        )
+    return began
 
 
 def _load_foreign_weights(

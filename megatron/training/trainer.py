@@ -97,7 +97,7 @@ class Trainer:
 
     def _take_step(self) -> StepReport:
         assert self.train_batches is not None
-        rate = float(self.stepper.engine.optimizer.param_groups[0]["lr"])
+        rate = float(self.stepper.engine.lr_scheduler.get_lr()[0])
         start = time.perf_counter()
         loss = float(self.stepper.train(self.train_batches))
         self.step += 1

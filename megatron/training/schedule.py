@@ -1,0 +1,138 @@
+"""The learning rate over a run: GPT-NeoX's rule, the official KERPLE fork's, and our first one.
+
+`step` is the number of optimizer steps already taken, so the first step has the rate of step 0.
+GPT-NeoX's and the fork's warmup need not be a whole number of steps (1% of 150 steps is 1.5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch.optim import Optimizer
+
+HALVING = 0.693
+"""The exponential decay halves the rate: both code bases write ln 2 with three digits."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a function of the steps taken."""
+
+    peak: float
+    minimum: float
+    warmup_steps: float
+    decay_steps: int
+    style: str
+    rule: str = "neox"
+
+    def __call__(self, step: int) -> float:
+        """The rate of the step that follows `step` steps."""
+        return RULES[self.rule](self, step)
+
+    def rises_again(self, last_step: int) -> bool:
+        """Whether the rate grows after the decay: GPT-NeoX's cosine does, past its end."""
+        return self.rule == "neox" and self.style == "cosine" and last_step > self.decay_steps + 1
+
+
+def neox_rate(schedule: Schedule, step: int) -> float:
+    """GPT-NeoX: the decay begins after warmup and ends at decay_steps."""
+    peak, warmup = schedule.peak, schedule.warmup_steps
+    if warmup > 0 and step <= warmup:
+        return peak * max(1, step) / warmup
+    done, end = step - warmup, (schedule.decay_steps - warmup) or 1
+    if schedule.style == "cosine":
+        half = (peak - schedule.minimum) / 2.0
+        rate = schedule.minimum + half * (math.cos(math.pi * done / end) + 1)
+    else:
+        rate = _monotone(schedule.style, peak, done, end)
+    return max(rate, schedule.minimum)
+
+
+def kerple_rate(schedule: Schedule, step: int) -> float:
+    """The official fork: the first step has rate 0, and the decay stops warmup steps before 0."""
+    peak, warmup, end = schedule.peak, schedule.warmup_steps, schedule.decay_steps
+    counted = min(step, end - warmup)
+    if warmup > 0 and step <= warmup:
+        return peak * counted / warmup
+    done = counted - warmup
+    if schedule.style == "cosine":
+        rate = peak / 2.0 * (math.cos(math.pi * done / end) + 1)
+    else:
+        rate = _monotone(schedule.style, peak, done, end)
+    return max(rate, schedule.minimum)
+
+
+def _monotone(style: str, peak: float, done: float, end: float) -> float:
+    if style == "linear":
+        return peak * (end - done) / end
+    if style == "exponential":
+        return peak * math.exp(-HALVING * done / end)
+    return peak  # constant
+
+
+def earlier_rate(schedule: Schedule, step: int) -> float:
+    """This library before it had `lr_decay_rule`: every style ends at the minimum."""
+    warmup = int(schedule.warmup_steps)
+    if step < warmup:
+        return schedule.peak * (step + 1) / warmup
+    if step >= schedule.decay_steps and schedule.style != "constant":
+        return schedule.minimum
+    done = (step - warmup) / max(schedule.decay_steps - warmup, 1)
+    left = EARLIER_DECAYS[schedule.style](done)
+    return schedule.minimum + left * (schedule.peak - schedule.minimum)
+
+
+EARLIER_DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "exponential": lambda done: math.exp(-5.0 * done),
+}
+
+RULES: dict[str, Callable[[Schedule, int], float]] = {
+    "neox": neox_rate,
+    "kerple": kerple_rate,
+    "earlier": earlier_rate,
+}
+"""`lr_decay_rule` -> the rate."""
+
+
+class Scheduler:
+    """Sets the rate of every parameter group; DeepSpeed steps it and saves its state."""
+
+    def __init__(
+        self, optimizer: Optimizer, schedule: Schedule, *, keep_saved: bool = False
+    ) -> None:
+        """`keep_saved`: a loaded state brings its own schedule, not only the step."""
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.keep_saved = keep_saved
+        self.steps = 0
+        self._apply()
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Count one optimizer step and set the rate of the next."""
+        self.steps += 1
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        return [self.schedule(self.steps)]
+
+    get_last_lr = get_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "schedule": asdict(self.schedule)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = int(state["steps"])
+        if self.keep_saved and "schedule" in state:
+            self.schedule = replace(self.schedule, **state["schedule"])
+        self._apply()
+
+    def _apply(self) -> None:
+        rate = self.schedule(self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
