@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from megatron import kernel
 from megatron.model.kernel_theory import effective_length, is_cpd
 from megatron.model.positional_embeddings import (
     DistanceKernel,
-    PositionOptions,
     Positive,
     Uniform,
-    build_positional_embedding,
     register,
 )
 
@@ -31,14 +30,11 @@ class RationalKernel(DistanceKernel):
 
 
 def main() -> None:
-    options = PositionOptions(
-        num_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=512
-    )
-    kernel = build_positional_embedding("rational", options)
-    table = kernel(512).bias.detach()
-    print("parameters:", {name: value.tolist() for name, value in kernel.kernel_values().items()})
+    rational = kernel("rational", heads=4)
+    table = rational(512).bias.detach()
+    print("parameters:", {name: value.tolist() for name, value in rational.kernel_values().items()})
     print("bias at distances 0, 1, 10, 100:", table[:, [0, 1, 10, 100]].tolist())
-    print("effective length per head:", effective_length(kernel))
+    print("effective length per head:", effective_length(rational))
     print("CPD on 128 points:", is_cpd(table, points=128))
 
 

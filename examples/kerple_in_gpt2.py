@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
-from megatron import attention
-from megatron.model.positional_embeddings import PositionOptions, build_positional_embedding
+from megatron import attention, kernel
 
 
 class NoPositions(nn.Module):
@@ -29,8 +28,7 @@ class NoPositions(nn.Module):
 def add_kerple(model: GPT2LMHeadModel, pos_emb: str = "kerple_log") -> GPT2LMHeadModel:
     """The ten lines: a kernel shared by all layers, used by every attention of this model."""
     heads, width = model.config.n_head, model.config.n_embd
-    options = PositionOptions(heads, width // heads, width, max_position_embeddings=0)
-    model.kernel = build_positional_embedding(pos_emb, options)
+    model.kernel = kernel(pos_emb, heads=heads, head_dim=width // heads)
     model.transformer.wpe = NoPositions()
 
     def kerple_attention(

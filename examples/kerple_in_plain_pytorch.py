@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron import attention
-from megatron.model.positional_embeddings import PositionOptions, build_positional_embedding
+from megatron import attention, kernel
 
 
 class KerpleAttention(nn.Module):
@@ -23,8 +22,7 @@ class KerpleAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        options = PositionOptions(heads, width // heads, width, max_position_embeddings=0)  # KERPLE
-        self.kernel = build_positional_embedding(pos_emb, options)  # KERPLE
+        self.kernel = kernel(pos_emb, heads=heads, head_dim=width // heads)  # KERPLE
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape

@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.engines import attention
     from megatron.generation.pretrained import load_pretrained
+    from megatron.model.standalone import kernel
 
-__all__ = ["__version__", "attention", "load_pretrained"]
+__all__ = ["__version__", "attention", "kernel", "load_pretrained"]
 __version__ = "0.1.0"
 
-
-# The public names and where they live, loaded on first use: importing the package alone must not
-# import torch.
 _HOMES = {
     "attention": "megatron.engines",
+    "kernel": "megatron.model.standalone",
     "load_pretrained": "megatron.generation.pretrained",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    """The public functions on first use: importing the package must not import torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,14 +20,12 @@ from torch import Tensor
 from megatron.model.kernel_theory import effective_length, heads_within
 from megatron.model.positional_embeddings import (
     POSITIONAL_EMBEDDINGS,
-    PositionOptions,
     TableEmbedding,
     build_positional_embedding,
 )
+from megatron.model.standalone import position_options
 
-OPTIONS = PositionOptions(
-    num_heads=12, head_dim=64, hidden_size=768, max_position_embeddings=512, seed=1234
-)
+OPTIONS = position_options(heads=12, head_dim=64, seed=1234)
 LENGTH = 513
 NEAR = 33  # Gaussians are over within a few positions
 FLOOR = -20.0  # a key with such a bias is out of reach of softmax

@@ -14,6 +14,7 @@ from megatron.checkpoints.weight_names import FIRST_LAYER, split_name
 from megatron.model.kernel_theory import effective_length
 from megatron.model.positional_embeddings import (
     PositionalEmbedding,
+    PositionOptions,
     TableEmbedding,
     build_positional_embedding,
 )
@@ -83,8 +84,7 @@ class KernelReport:
 def kernel_of(checkpoint: Checkpoint, longest: int = 20480) -> list[KernelReport]:
     """The kernels of a checkpoint: one, or one per layer; none where positions are not tables."""
     spec = checkpoint.spec
-    options = spec.position_options(tp_rank=0, tp_size=1)
-    module = build_positional_embedding(spec.pos_emb, options)
+    module = build_positional_embedding(spec.pos_emb, PositionOptions(spec))
     if not isinstance(module, TableEmbedding):
         return []
     per_layer = spec.kerple_share == "per_layer"

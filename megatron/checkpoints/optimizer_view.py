@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from megatron.checkpoints.sharding import Sharding, with_rows
 from megatron.checkpoints.weight_names import strip_prefix
 from megatron.errors import CheckpointError
-from megatron.model.spec import ModelSpec
 from megatron.mpu import TensorParallel
 
 if TYPE_CHECKING:
@@ -253,7 +252,7 @@ def place(
 
     `padded_vocabulary`: rows that a vocabulary has here, if its padding may differ from the source.
     """
-    sharding = Sharding.of(ModelSpec.from_args(args, 0), neox=False)
+    sharding = Sharding.of(args.model, neox=False)
     states: dict[nn.Parameter, States] = {}
     for parameter, name in canonical_names(engine.module).items():
         shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))

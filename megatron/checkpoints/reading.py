@@ -105,7 +105,7 @@ def _config_of(
 
 def _sharding(args: NeoXArgs, shards: list[dict[str, Tensor]], *, native: bool) -> Sharding:
     """The cuts; the head's is told by its shape, for the two generations' defaults differ."""
-    sharding = Sharding.of(ModelSpec.from_args(args, 0), neox=not native)
+    sharding = Sharding.of(args.model, neox=not native)
     head = shards[0].get(f"{args.model.num_layers + 4}.final_linear.weight")
     if head is None or len(shards) == 1:
         return sharding

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import OWNER, NeoXArgs
 from megatron.neox_arguments.foreign_keys import UNIMPLEMENTED
+from megatron.neox_arguments.model_keys import KEYS_OF_OURS
 from megatron.neox_arguments.normalize import canonical_key
+from megatron.neox_arguments.values import facts_of
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
 __all__ = [
@@ -27,18 +28,15 @@ __all__ = [
     "tokenizer_of",
 ]
 
-# Keys that neither GPT-NeoX nor the official KERPLE code knows: one of them marks our own files.
-OURS_ALONE = frozenset(
-    {
-        "attention_engine",
-        "attention_pruning",
-        "kerple_constraint",
-        "kerple_bias_scale",
-        "kerple_share",
-        "kerple_legacy_bf16",
-    }
-)
-_MODEL_KEYS = {field.name for field in fields(ModelSpec)}
+# Keys that tell our own files: others may have rope_scaling in them by another hand.
+OURS_ALONE = KEYS_OF_OURS - {"rope_scaling"}
+# Files that disagree on these still describe one model.
+_NOT_SHAPING = {"seq_length", "seq_length_val", "attention_config", "make_vocab_size_divisible_by"}
+_MODEL_KEYS = {
+    key
+    for key, field in ModelSpec.model_fields.items()
+    if key not in _NOT_SHAPING and facts_of(field).get("effect") != "none"
+}
 _NEEDED_GROUPS = ("model", "tokenizer")
 # Our own checkpoints hold the user's YAML files and beside them what they came to.
 RESOLVED = "resolved.yml"

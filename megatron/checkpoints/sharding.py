@@ -18,7 +18,7 @@ from megatron.checkpoints.weight_names import split_name
 from megatron.errors import CheckpointError
 from megatron.model.mlp import GATED
 from megatron.model.positional_embeddings import canonical_name
-from megatron.model.spec import ModelSpec
+from megatron.neox_arguments.model_keys import ModelArgs
 
 __all__ = ["Sharding", "merge_shards", "split_weights", "with_rows"]
 
@@ -43,13 +43,13 @@ class Sharding:
     sums_parallel_biases: bool = False
 
     @classmethod
-    def of(cls, spec: ModelSpec, *, neox: bool) -> Sharding:
+    def of(cls, model: ModelArgs, *, neox: bool) -> Sharding:
         """The cuts of a model; `neox` for files of GPT-NeoX or the official KERPLE code."""
         return cls(
-            gated=spec.activation in GATED,
-            head=spec.output_layer_parallelism,
-            t5=canonical_name(spec.pos_emb) == "rpe",
-            sums_parallel_biases=neox and spec.gpt_j_residual,
+            gated=model.activation in GATED,
+            head=model.output_layer_parallelism,
+            t5=canonical_name(model.pos_emb) == "rpe",
+            sums_parallel_biases=neox and model.gpt_j_residual,
         )
 
     def dim(self, name: str) -> int | None:

@@ -39,7 +39,6 @@ from megatron.checkpoints.universal_metadata import (
     other_names,
 )
 from megatron.errors import CheckpointError
-from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState, TensorParallel
 from megatron.tokenizer import padded_vocab_size
 
@@ -67,7 +66,7 @@ def export(
 
     A write that fails is raised at the end: the ranks meet in collectives between their files.
     """
-    sharding = Sharding.of(ModelSpec.from_args(args, 0), neox=False)
+    sharding = Sharding.of(args.model, neox=False)
     names = canonical_names(engine.module)
     writes = parallel.dp_rank == 0 and parallel.tp.rank == 0
     files: SafeCheckpointEngine = engine.checkpoint_engine

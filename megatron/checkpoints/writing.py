@@ -24,6 +24,7 @@ from megatron.model.positional_embeddings import (
 )
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import OWNER, NeoXArgs
+from megatron.neox_arguments.model_keys import KEYS_OF_OURS
 
 __all__ = [
     "cast_weights",
@@ -67,7 +68,7 @@ def write_native(
         args = checkpoint.args.replace(model_parallel_size=mp, pipe_parallel_size=pp)
     except ConfigError as error:
         raise CheckpointError(f"--mp {mp} --pp {pp} does not suit this model: {error}") from error
-    sharding = Sharding.of(ModelSpec.from_args(args, checkpoint.padded_vocab_size), neox=False)
+    sharding = Sharding.of(args.model, neox=False)
     shards = split_weights(cast_weights(checkpoint.weights, dtype), sharding, mp)
     directory = _start(root, checkpoint.iteration)
     _write_shards(directory, shards, checkpoint.iteration, by_layer=pp >= 1)
@@ -160,14 +161,7 @@ _OFFICIAL_POSITIONS = {
 }
 _NEOX_POSITIONS = ("learned", "sinusoidal", "rpe", "rotary", "alibi", "none")
 _GROUPS = ("model", "parallel", "optimization", "tokenizer", "runtime")
-_NOT_THEIRS = {
-    "kerple_constraint",
-    "kerple_bias_scale",
-    "kerple_share",
-    "kerple_legacy_bf16",
-    "rope_scaling",
-    "attention_engine",
-    "attention_pruning",
+_NOT_THEIRS = KEYS_OF_OURS | {
     "max_consecutive_nonfinite",
     "distributed_timeout_minutes",
     "detect_anomaly",

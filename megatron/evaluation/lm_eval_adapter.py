@@ -95,7 +95,7 @@ class KerpleNeoXLM(TemplateLM):
         config = getattr(self.model, "config", None)
         if config is not None:
             return int(config.model.seq_length)
-        return self.model.spec.max_position_embeddings
+        return self.model.spec.position_rows
 
     @property
     def eot_token_id(self) -> int:

@@ -19,7 +19,7 @@ class LearnedEmbedding(InputEmbedding):
         super().__init__(options)
         shape = (options.max_position_embeddings, options.hidden_size)
         values = torch.randn(shape, generator=options.generator("position_embeddings"))
-        self.weight = nn.Parameter(values * options.init_std)
+        self.weight = nn.Parameter(values * options.init_method_std)
 
     def forward(self, x_BLH: Tensor, offset: int = 0) -> Tensor:
         end, table_length = offset + x_BLH.shape[1], self.weight.shape[0]

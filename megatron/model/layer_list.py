@@ -24,6 +24,7 @@ from megatron.model.norms import build_norm
 from megatron.model.positional_embeddings import (
     InputEmbedding,
     PositionalEmbedding,
+    PositionOptions,
     RotaryEmbedding,
     TableEmbedding,
     build_positional_embedding,
@@ -125,9 +126,7 @@ class LayerFactory:
 
     def positions(self, layer: int | None = None) -> PositionalEmbedding:
         """The positional embedding; `layer` gives each layer a draw of its own."""
-        options = self.spec.position_options(
-            tp_rank=self.tp.rank, tp_size=self.tp.size, layer=layer
-        )
+        options = PositionOptions(self.spec, layer, self.tp.rank, self.tp.size)
         return build_positional_embedding(self.spec.pos_emb, options)
 
     def _norm(self) -> nn.Module:
@@ -173,7 +172,7 @@ class LayerFactory:
         spec = self.spec
         return MLP(
             spec.hidden_size,
-            spec.feed_forward_size,
+            spec.ffn_size,
             activation=spec.activation_name,
             bias=spec.use_bias_in_mlp,
             init=self._init(spec.init_method),

@@ -25,13 +25,6 @@ ACTIVATIONS: dict[str, Activation] = {
 GATED: dict[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu}
 
 
-def default_intermediate_size(hidden_size: int, activation: str) -> int:
-    """GPT-NeoX's 4h, or two thirds of it (in steps of 64) for gated activations."""
-    if activation not in GATED:
-        return 4 * hidden_size
-    return -(-(8 * hidden_size // 3) // 64) * 64
-
-
 class MLP(nn.Module):
     """h -> 4h -> h, or with a gate: half of the first projection multiplies the other."""
 

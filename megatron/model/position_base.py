@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -34,39 +34,45 @@ __all__ = [
 Kind = Literal["input", "rotation", "tables", "none"]
 
 
+class MissingOptionError(PositionalEmbeddingError, AttributeError):
+    """A positional embedding reads a key that nobody gave."""
+
+
 @dataclass(frozen=True)
 class PositionOptions:
-    """Everything a positional embedding may need; sizes are those of the whole model."""
+    """What a positional embedding is told: the model's keys, and which heads are its own.
 
-    num_heads: int
-    head_dim: int
-    hidden_size: int
-    max_position_embeddings: int
-    rpe_num_buckets: int = 32
-    rpe_max_distance: int = 128
-    rotary_pct: float = 1.0
-    rotary_emb_base: float = 10000
-    rope_scaling: Mapping[str, Any] | None = None
-    constraint: str = "ste"
-    bias_scale: str = "post"
-    legacy_bf16: bool = False
-    init_std: float = 0.02
-    seed: int = 1234
+    `options.rpe_num_buckets` is the config key of that name: `config` is anything that has the
+    model's keys as attributes. Sizes are those of the whole model.
+    """
+
+    config: Any
     layer: int | None = None  # set by `kerple_share: per_layer`, so that layers start different
     tp_rank: int = 0
     tp_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.bias_scale not in ("post", "pre"):
-            raise PositionalEmbeddingError(
-                f"kerple_bias_scale: {self.bias_scale!r} is not one of 'post', 'pre'."
-            )
         if self.num_heads % self.tp_size or not 0 <= self.tp_rank < self.tp_size:
             raise PositionalEmbeddingError(
                 f"num_attention_heads: {self.num_heads} heads cannot be split over "
                 f"model_parallel_size {self.tp_size} (rank {self.tp_rank}); "
                 "use a number of heads that model_parallel_size divides."
             )
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__") or key == "config":  # asked by copy and pickle
+            raise AttributeError(key)
+        try:
+            return getattr(self.config, key)
+        except AttributeError as error:
+            raise MissingOptionError(
+                f"this positional embedding needs {key}, which was not given; give {key}=..."
+            ) from error
+
+    @property
+    def num_heads(self) -> int:
+        """All heads of the model."""
+        return int(self.config.num_attention_heads)
 
     @property
     def local_heads(self) -> slice:

@@ -110,7 +110,11 @@ class DistanceKernel(TableEmbedding):
             raise PositionalEmbeddingError(
                 f"{type(self).__name__} defines neither bias() nor weight(); write one of them."
             )
-        self._constraint = constraint_named(options.constraint)
+        if options.kerple_bias_scale not in ("post", "pre"):
+            raise PositionalEmbeddingError(
+                f"kerple_bias_scale: {options.kerple_bias_scale!r} is not one of 'post', 'pre'."
+            )
+        self._constraint = constraint_named(options.kerple_constraint)
         for name, spec in self.learnable.items():
             everyone = spec.init.draw(options.num_heads, options.generator(name))
             raw = self._constraint.raw(everyone[options.local_heads], spec)
@@ -121,13 +125,13 @@ class DistanceKernel(TableEmbedding):
         d = self.distances(length)
         if values:
             d = d.to(next(iter(values.values())).dtype)
-        if self.options.legacy_bf16:
+        if self.options.kerple_legacy_bf16:
             d, values = d.bfloat16(), {name: value.bfloat16() for name, value in values.items()}
         tables = {}
         for table, names in self._arguments.items():
             formula: Callable[..., Tensor] = getattr(self, table)
             tables[table] = _at_least_fp32(formula(d, *(values[name] for name in names)))
-        if "bias" in tables and self.options.bias_scale == "pre":
+        if "bias" in tables and self.options.kerple_bias_scale == "pre":
             tables["bias"] = tables["bias"] / math.sqrt(self.options.head_dim)
         return Tables(**tables)
 

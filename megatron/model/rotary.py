@@ -123,7 +123,7 @@ class RotaryEmbedding(PositionalEmbedding):
         frequencies, self.attention_factor = rotary_frequencies(
             self.rotary_dim,
             options.rotary_emb_base,
-            options.rope_scaling,
+            dict(options.rope_scaling) if options.rope_scaling else None,
             options.max_position_embeddings,
         )
         # Plain attributes: module.to(bf16) would cast buffers.

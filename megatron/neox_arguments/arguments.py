@@ -98,9 +98,6 @@ class NeoXArgs(Group):
     @classmethod
     def _from_canonical(cls, values: dict[str, Any]) -> NeoXArgs:
         values = _check_kv_heads(resolve_precision(values))
-        if values.get("max_position_embeddings") is None:
-            default = ModelArgs.model_fields["seq_length"].default
-            values["max_position_embeddings"] = values.get("seq_length") or default
         grouped: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
         for key, value in values.items():
             if value is not None:

@@ -1,10 +1,17 @@
-"""The model: sizes, norms, positions, attention, initialisation, dropout."""
+"""The model: sizes, norms, positions, attention, initialisation, dropout.
+
+A key is declared here once. The model's builders (`ModelSpec`), the positional embeddings
+(`PositionOptions`) and the Hugging Face config of an export (`KerpleNeoXConfig`) are derived from
+these fields, so that a new key is one field here and the code that reads it. `about(...)` says
+where a key is called otherwise, or does not go.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megatron.neox_arguments.values import (
     NO_EFFECT,
@@ -13,6 +20,8 @@ from megatron.neox_arguments.values import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    about,
+    facts_of,
 )
 
 Activation = Literal[
@@ -48,109 +57,186 @@ class RopeScaling(Group):
 class ModelArgs(Group):
     """Sizes, norms, positions, attention, initialisation and dropout."""
 
-    num_layers: PositiveInt = Field(description="Number of transformer layers.")
-    hidden_size: PositiveInt = Field(
-        description="Width of the residual stream; a multiple of num_attention_heads."
+    num_layers: PositiveInt = Field(
+        description="Number of transformer layers.",
+        json_schema_extra=about(hf="num_hidden_layers", hf_default=12),
     )
-    num_attention_heads: PositiveInt = Field(description="Number of attention heads.")
+    hidden_size: PositiveInt = Field(
+        description="Width of the residual stream; a multiple of num_attention_heads.",
+        json_schema_extra=about(hf_default=768),
+    )
+    num_attention_heads: PositiveInt = Field(
+        description="Number of attention heads.",
+        json_schema_extra=about(hf_default=12),
+    )
     intermediate_size: PositiveInt | None = Field(
         None,
         description="Width of the MLP; null means 4 x hidden_size, or two thirds of that in steps "
         "of 64 for gated activations.",
+        json_schema_extra=about(hf_default=3072),
     )
-    seq_length: PositiveInt = Field(2048, description="Training sequence length in tokens.")
+    seq_length: PositiveInt = Field(
+        2048,
+        description="Training sequence length in tokens.",
+        json_schema_extra=about(hf="train_length", hf_default=512),
+    )
     seq_length_val: PositiveInt | None = Field(
         None,
         description="Sequence length of the validation and test data; null means seq_length. "
         "May be longer than anything seen in training.",
+        json_schema_extra=about(hf=None),
     )
     max_position_embeddings: PositiveInt | None = Field(
         None,
         description="Rows of the learned position table; null means seq_length. Only `learned` "
         "is limited by it: every other pos_emb may be evaluated at any length.",
+        json_schema_extra=about(hf_default=512),
     )
     norm: Literal["layernorm", "rmsnorm", "scalenorm"] = Field(
         "layernorm", description="Normalisation layer."
     )
-    layernorm_epsilon: PositiveFloat = Field(1.0e-5, description="Epsilon of layernorm.")
-    rms_norm_epsilon: PositiveFloat = Field(1.0e-8, description="Epsilon of rmsnorm.")
-    scalenorm_epsilon: PositiveFloat = Field(1.0e-8, description="Epsilon of scalenorm.")
+    layernorm_epsilon: PositiveFloat = Field(
+        1.0e-5,
+        description="Epsilon of layernorm.",
+        json_schema_extra=about(hf=None),
+    )
+    rms_norm_epsilon: PositiveFloat = Field(
+        1.0e-8,
+        description="Epsilon of rmsnorm.",
+        json_schema_extra=about(hf=None),
+    )
+    scalenorm_epsilon: PositiveFloat = Field(
+        1.0e-8,
+        description="Epsilon of scalenorm.",
+        json_schema_extra=about(hf=None),
+    )
     pos_emb: str = Field(
         "learned",
         description="Positional embedding: a registered name (learned, sinusoidal, rotary, rpe, "
         "alibi, none, kerple_log, kerple_power, ...), one of the official KERPLE fork's names "
         "(kerple_power_ap_, ...), or `module:ClassName` of your own.",
+        json_schema_extra=about(hf_default="kerple_log"),
     )
     rpe_num_buckets: PositiveInt = Field(32, description="T5 bias: number of distance buckets.")
     rpe_max_distance: PositiveInt = Field(
         128, description="T5 bias: distances from here on share the last bucket."
     )
     rotary_pct: Fraction = Field(1.0, description="Fraction of each head that is rotated.")
-    rotary_emb_base: PositiveFloat = Field(10000, description="Base of the rotary frequencies.")
+    rotary_emb_base: PositiveFloat = Field(
+        10000,
+        description="Base of the rotary frequencies.",
+        json_schema_extra=about(hf="rotary_base", hf_default=10000.0),
+    )
     rope_scaling: RopeScaling | None = Field(
         None,
         description="Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, "
         "original_max_position: 2048}.",
+        json_schema_extra=about(hf="rotary_scaling", ours=True),
     )
     kerple_constraint: Literal["ste", "project", "softplus"] = Field(
         "ste",
         description="How kernel parameters stay in their range: a straight-through clamp (what "
         "the official code amounts to), a projection after each step, or softplus.",
+        json_schema_extra=about(ours=True),
     )
     kerple_bias_scale: Literal["post", "pre"] = Field(
         "post",
         description="Add the bias after q.k/sqrt(d) (post, as the official code) or divide it by "
         "sqrt(d) too (pre, as Eq. 1 of the paper).",
+        json_schema_extra=about(ours=True),
     )
     kerple_share: Literal["all", "per_layer"] = Field(
-        "all", description="One kernel for all layers, or one per layer."
+        "all",
+        description="One kernel for all layers, or one per layer.",
+        json_schema_extra=about(ours=True),
     )
     kerple_legacy_bf16: bool = Field(
         False,
         description="Compute distances and bias in bf16 as the official code does (coarse beyond "
         "256 tokens); for reproducing its numbers only.",
+        json_schema_extra=about(ours=True),
     )
     attention_config: list[Any] | None = Field(
         None,
         description='Attention type per layer, e.g. [[["global"], 12]]. Only `global` (or `flash`, '
         "the same attention) is implemented; use sliding_window_width for a window.",
+        json_schema_extra=about(hf=None),
     )
     sliding_window_width: PositiveInt | None = Field(
-        None, description="Attend to at most this many tokens, the query included; null: all."
+        None,
+        description="Attend to at most this many tokens, the query included; null: all.",
+        json_schema_extra=about(hf="attention_window"),
     )
     attention_engine: Literal["auto", "naive", "tiled", "triton"] = Field(
-        "auto", description="Attention implementation; auto takes the fastest that fits."
+        "auto",
+        description="Attention implementation; auto takes the fastest that fits.",
+        json_schema_extra=about(hf=None, ours=True),
     )
     attention_pruning: bool = Field(
-        True, description="Let engines skip blocks that cannot change the result."
+        True,
+        description="Let engines skip blocks that cannot change the result.",
+        json_schema_extra=about(hf=None, ours=True),
     )
-    activation: Activation = Field("gelu", description="Activation of the MLP.")
+    activation: Activation = Field(
+        "gelu",
+        description="Activation of the MLP.",
+        json_schema_extra=about(hf="hidden_act"),
+    )
     gpt_j_residual: bool = Field(
-        False, description="Attention and MLP in parallel: x + attn(ln1(x)) + mlp(ln2(x))."
+        False,
+        description="Attention and MLP in parallel: x + attn(ln1(x)) + mlp(ln2(x)).",
+        json_schema_extra=about(hf="use_parallel_residual"),
     )
     gpt_j_tied: bool = Field(
-        False, description="With gpt_j_residual: one norm feeds both branches."
+        False,
+        description="With gpt_j_residual: one norm feeds both branches.",
+        json_schema_extra=about(hf="share_parallel_norm"),
     )
     no_weight_tying: bool = Field(
-        False, description="Give the head its own matrix instead of the embedding's."
+        False,
+        description="Give the head its own matrix instead of the embedding's.",
+        json_schema_extra=about(hf=None),
     )
     output_layer_parallelism: Literal["column", "row"] = Field(
         "column",
         description="Split the head over the vocabulary (column) or over the hidden size (row, "
         "the official KERPLE fork's default).",
+        json_schema_extra=about(hf=None),
     )
     make_vocab_size_divisible_by: PositiveInt = Field(
-        128, description="Pad the vocabulary to a multiple of this times model_parallel_size."
+        128,
+        description="Pad the vocabulary to a multiple of this times model_parallel_size.",
+        json_schema_extra=about(hf=None),
     )
-    use_bias_in_norms: bool = Field(True, description="Bias in norms.")
-    use_bias_in_attn_linear: bool = Field(True, description="Bias in attention projections.")
-    use_bias_in_mlp: bool = Field(True, description="Bias in MLP projections.")
-    init_method: InitMethod = Field("normal", description="Initialisation of weights.")
+    use_bias_in_norms: bool = Field(
+        True,
+        description="Bias in norms.",
+        json_schema_extra=about(hf="norm_bias"),
+    )
+    use_bias_in_attn_linear: bool = Field(
+        True,
+        description="Bias in attention projections.",
+        json_schema_extra=about(hf="attention_bias"),
+    )
+    use_bias_in_mlp: bool = Field(
+        True,
+        description="Bias in MLP projections.",
+        json_schema_extra=about(hf="mlp_bias"),
+    )
+    init_method: InitMethod = Field(
+        "normal",
+        description="Initialisation of weights.",
+        json_schema_extra=about(hf=None),
+    )
     output_layer_init_method: InitMethod = Field(
-        "scaled_normal", description="Initialisation of the projections back to the residual."
+        "scaled_normal",
+        description="Initialisation of the projections back to the residual.",
+        json_schema_extra=about(hf=None),
     )
     init_method_std: NonNegativeFloat = Field(
-        0.02, description="Standard deviation of normal initialisations."
+        0.02,
+        description="Standard deviation of normal initialisations.",
+        json_schema_extra=about(hf="initializer_range"),
     )
     attention_dropout: Fraction = Field(0.0, description="Dropout of attention weights.")
     hidden_dropout: Fraction = Field(0.0, description="Dropout of both residual branches.")
@@ -183,6 +269,7 @@ class ModelArgs(Group):
         False,
         description="Use the tanh approximation of GELU, which is what GPT-NeoX's fused kernel "
         "computes. Nothing is faster for it here.",
+        json_schema_extra=about(hf=None),
     )
     bias_dropout_fusion: bool = Field(
         False,
@@ -200,6 +287,14 @@ class ModelArgs(Group):
         json_schema_extra=NO_EFFECT,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_position_rows(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("max_position_embeddings") is None:
+            default = cls.model_fields["seq_length"].default
+            return {**values, "max_position_embeddings": values.get("seq_length") or default}
+        return values
+
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
@@ -215,6 +310,12 @@ class ModelArgs(Group):
         return 4 * self.hidden_size
 
     @property
+    def activation_name(self) -> str:
+        """GPT-NeoX's fused GELU is the tanh approximation: its flag chooses the function."""
+        tanh = self.activation == "gelu" and self.bias_gelu_fusion
+        return "gelu_tanh" if tanh else self.activation
+
+    @property
     def position_rows(self) -> int:
         """max_position_embeddings with its default filled in."""
         return self.max_position_embeddings or self.seq_length
@@ -223,3 +324,29 @@ class ModelArgs(Group):
     def validation_length(self) -> int:
         """seq_length_val with its default filled in."""
         return self.seq_length_val or self.seq_length
+
+
+@dataclass(frozen=True)
+class HFKey:
+    """A model key in a Hugging Face config of ours."""
+
+    key: str
+    name: str
+    default: Any
+
+
+def hugging_face_keys() -> tuple[HFKey, ...]:
+    """Every model key that a Hugging Face config carries, in the order of declaration."""
+    keys = []
+    for key, field in ModelArgs.model_fields.items():
+        facts = facts_of(field)
+        name = facts.get("hf", key)
+        if name is not None:
+            keys.append(HFKey(key, name, facts.get("hf_default", field.default)))
+    return tuple(keys)
+
+
+KEYS_OF_OURS: frozenset[str] = frozenset(
+    key for key, field in ModelArgs.model_fields.items() if facts_of(field).get("ours")
+)
+"""Model keys that neither GPT-NeoX nor the official KERPLE code knows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from megatron.errors import ConfigError
 
@@ -58,8 +59,26 @@ PositiveIntList = Annotated[list[PositiveInt], BeforeValidator(_comma_text_to_li
 TextList = Annotated[list[str], BeforeValidator(_text_to_list)]
 WeightList = Annotated[list[NonNegativeFloat], BeforeValidator(_text_to_list)]
 
-NO_EFFECT: dict[str, Any] = {"effect": "none"}
+NO_EFFECT: dict[str, Any] = {"effect": "none", "hf": None}
 """Marks a field that is accepted for old files only; the reference page says so."""
+
+
+def about(**facts: Any) -> dict[str, Any]:
+    """What else is true of a key, beside its type, default and meaning.
+
+    hf          its name in a Hugging Face config of ours (default: the same name; None: not there)
+    hf_default  its default there, where that is not the one here
+    ours        neither GPT-NeoX nor the official KERPLE code knows it
+    """
+    unknown = set(facts) - {"hf", "hf_default", "ours"}
+    if unknown:
+        raise TypeError(f"about() knows hf, hf_default and ours, not {', '.join(unknown)}")
+    return facts
+
+
+def facts_of(field: FieldInfo) -> dict[str, Any]:
+    """What `about` or NO_EFFECT said of a field."""
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 class Group(BaseModel):

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads_within
 from megatron.model.positional_embeddings import (
     DistanceKernel,
-    PositionOptions,
     TableEmbedding,
     build_positional_embedding,
 )
+from megatron.model.standalone import position_options
 from megatron.paper.methods import method
 from megatron.paper.published import published_seconds_per_step
 from megatron.paper.results import ResultSet, RunResults
@@ -262,10 +262,7 @@ def kernel_bias(
     Fixed kernels (ALiBi) need no values; a learned kernel without its values has no curve.
     """
     heads = len(next(iter(values.values()))) if values else num_heads
-    options = PositionOptions(
-        num_heads=heads, head_dim=64, hidden_size=64 * heads, max_position_embeddings=length
-    )
-    embedding = build_positional_embedding(method, options)
+    embedding = build_positional_embedding(method, position_options(heads=heads, head_dim=64))
     if isinstance(embedding, DistanceKernel):
         if set(values) < set(embedding.learnable):
             return None

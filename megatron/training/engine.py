@@ -59,7 +59,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
         eps=options.optimizer.params.eps,
     )
     pipelined = args.parallel.pipe_parallel_size >= 1
-    sharding = Sharding.of(ModelSpec.from_args(args, 0), neox=False)
+    sharding = Sharding.of(args.model, neox=False)
     note_cuts(module, sharding, parallel.tp.size)
     engine, _, _, _ = deepspeed.initialize(
         model=module,

@@ -273,7 +273,7 @@ def build_hooks(
 
 def flops_per_token(spec: ModelSpec, length: int) -> float:
     """Forward and backward of one token: 6 per weight, and attention over half the length."""
-    per_layer = 4 * spec.hidden_size**2 + 2 * spec.hidden_size * spec.feed_forward_size
+    per_layer = 4 * spec.hidden_size**2 + 2 * spec.hidden_size * spec.ffn_size
     head = spec.hidden_size * spec.padded_vocab_size
     attention = spec.num_layers * spec.hidden_size * length
     return 6.0 * (spec.num_layers * per_layer + head + attention)

@@ -147,7 +147,10 @@ def finite_difference_norms(model: GPTModel, tokens: torch.Tensor) -> torch.Tens
 
 
 def test_gradient_norms_agree_with_finite_differences() -> None:
-    spec = ModelSpec(64, 1, 8, 2, 16, pos_emb="alibi", attention_engine="naive")
+    spec = ModelSpec(
+        padded_vocab_size=64, num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=16,
+        pos_emb="alibi", attention_engine="naive",
+    )  # fmt: skip
     model = sharpened(GPTModel(spec)).double()
     tokens = torch.tensor([3, 1, 4, 1, 5])
     expected = finite_difference_norms(model, tokens)

@@ -149,7 +149,10 @@ def test_logits_are_those_of_the_model() -> None:
 
 
 def text_generator(**options: object) -> TextGenerator:
-    spec = ModelSpec(512, 1, 32, 2, 16, pos_emb="kerple_log")
+    spec = ModelSpec(
+        padded_vocab_size=512, num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=16,
+        pos_emb="kerple_log",
+    )  # fmt: skip
     tokenizer = build_tokenizer("CharLevelTokenizer")
     return TextGenerator(sharpened(GPTModel(spec)), tokenizer, **options)  # type: ignore[arg-type]
 

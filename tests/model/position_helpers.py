@@ -15,18 +15,25 @@ from megatron.model.positional_embeddings import (
     Tables,
     build_positional_embedding,
 )
+from megatron.model.standalone import position_options
 
-OPTIONS = PositionOptions(
-    num_heads=12, head_dim=64, hidden_size=768, max_position_embeddings=512, seed=7
-)
+_LAYOUT = ("layer", "tp_rank", "tp_size")
 KERNELS = sorted(n for n, c in POSITIONAL_EMBEDDINGS.items() if issubclass(c, DistanceKernel))
 TABLES = sorted(n for n, c in POSITIONAL_EMBEDDINGS.items() if issubclass(c, TableEmbedding))
 LEARNED_TABLES = [*KERNELS, "rpe"]
 CONSTRAINTS = ["ste", "project", "softplus"]
 
 
+def options(*, heads: int = 12, head_dim: int = 64, **changes: object) -> PositionOptions:
+    """Options of any kind, unchecked: what the embeddings themselves refuse is to be seen."""
+    layout = {key: changes.pop(key) for key in _LAYOUT if key in changes}
+    built = position_options(heads=heads, head_dim=head_dim, max_position_embeddings=512, seed=7)
+    vars(built.config).update(changes)
+    return replace(built, **layout)
+
+
 def build(name: str, **changes: object) -> PositionalEmbedding:
-    return build_positional_embedding(name, replace(OPTIONS, **changes))
+    return build_positional_embedding(name, options(**changes))
 
 
 def kernel(name: str, **changes: object) -> DistanceKernel:

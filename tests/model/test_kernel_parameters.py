@@ -14,7 +14,7 @@ from tests.model.position_helpers import CONSTRAINTS, KERNELS, build, kernel, pr
 
 class TestConstraints:
     def test_ste_clamps_forward_and_passes_the_gradient(self) -> None:
-        power = kernel("kerple_power", num_heads=4)
+        power = kernel("kerple_power", heads=4)
         with torch.no_grad():
             power.r1.copy_(torch.tensor([-3.0, 0.0, 0.5, 7.0]))
             power.r2.copy_(torch.tensor([-1.0, 1.0, 5.0, 2.0]))
@@ -28,7 +28,7 @@ class TestConstraints:
         assert power.r1[0] == -3.0  # the stored value moves freely, as the fp32 master did
 
     def test_project_clamps_in_place_with_a_plain_gradient(self) -> None:
-        power = kernel("kerple_power", constraint="project", num_heads=4)
+        power = kernel("kerple_power", kerple_constraint="project", heads=4)
         assert power.r1.min() >= 0.01
         with torch.no_grad():
             power.r1.copy_(torch.tensor([-3.0, 0.01, 0.5, 7.0]))
@@ -46,7 +46,7 @@ class TestConstraints:
         reference = kernel(name)
         values = {key: v.clamp(0.05, 1.95) for key, v in reference.kernel_values().items()}
         for constraint in CONSTRAINTS:
-            embedding = kernel(name, constraint=constraint)
+            embedding = kernel(name, kerple_constraint=constraint)
             embedding.set_kernel_values_(values)
             for key, value in embedding.kernel_values().items():
                 torch.testing.assert_close(value, values[key], rtol=1e-5, atol=1e-6)
@@ -54,7 +54,7 @@ class TestConstraints:
     def test_softplus_starts_where_the_others_start(self) -> None:
         for name in KERNELS:
             start = kernel(name).kernel_values()
-            for key, value in kernel(name, constraint="softplus").kernel_values().items():
+            for key, value in kernel(name, kerple_constraint="softplus").kernel_values().items():
                 torch.testing.assert_close(value, start[key], rtol=1e-4, atol=3e-4)
 
     @settings(max_examples=50, deadline=None)
@@ -66,7 +66,7 @@ class TestConstraints:
     def test_whatever_is_stored_the_values_stay_in_bounds(
         self, constraint: str, raw: float, dtype: torch.dtype
     ) -> None:
-        embedding = kernel("kerple_log3", constraint=constraint).to(dtype)
+        embedding = kernel("kerple_log3", kerple_constraint=constraint).to(dtype)
         with torch.no_grad():
             for parameter in embedding.parameters():
                 parameter.fill_(raw)
@@ -75,7 +75,7 @@ class TestConstraints:
 
     @pytest.mark.parametrize("constraint", CONSTRAINTS)
     def test_an_optimizer_stays_in_bounds_and_comes_back(self, constraint: str) -> None:
-        power = kernel("kerple_power", constraint=constraint)
+        power = kernel("kerple_power", kerple_constraint=constraint)
         optimizer = torch.optim.SGD(power.parameters(), lr=0.05)
         for sign in (-1, 1):  # first towards the bounds, then back
             for _ in range(40):
@@ -89,14 +89,14 @@ class TestConstraints:
 
     def test_unknown_constraint_names_the_key(self) -> None:
         with pytest.raises(PositionalEmbeddingError, match="kerple_constraint: 'hard'"):
-            kernel("kerple_log", constraint="hard")
+            kernel("kerple_log", kerple_constraint="hard")
 
 
 class TestGradients:
     @pytest.mark.parametrize("constraint", CONSTRAINTS)
     @pytest.mark.parametrize("name", KERNELS)
     def test_gradcheck_in_float64_from_distance_zero(self, name: str, constraint: str) -> None:
-        embedding = kernel(name, num_heads=3, constraint=constraint)
+        embedding = kernel(name, heads=3, kerple_constraint=constraint)
         embedding.set_kernel_values_(
             {key: torch.tensor([0.3, 0.9, 1.4]) for key in embedding.learnable}
         )
@@ -119,7 +119,7 @@ class TestGradients:
     def test_finite_at_the_bounds_in_every_precision(
         self, name: str, constraint: str, dtype: torch.dtype
     ) -> None:
-        embedding = kernel(name, num_heads=4, constraint=constraint)
+        embedding = kernel(name, heads=4, kerple_constraint=constraint)
         extremes = torch.tensor([-1.0, 0.01, 2.0, 50.0])
         embedding.set_kernel_values_(dict.fromkeys(embedding.learnable, extremes))
         embedding.to(dtype)
@@ -145,7 +145,7 @@ class TestGradients:
 
     @pytest.mark.parametrize("name", KERNELS)
     def test_legacy_bf16_trains(self, name: str) -> None:
-        embedding = kernel(name, legacy_bf16=True)
+        embedding = kernel(name, kerple_legacy_bf16=True)
         for table in present(embedding(512)):
             table.mean().backward()
         assert all(p.grad.isfinite().all() for p in embedding.parameters())

@@ -21,12 +21,10 @@ from megatron.model.kernel_theory import (
 )
 from megatron.model.positional_embeddings import (
     DistanceKernel,
-    PositionOptions,
     TableEmbedding,
-    build_positional_embedding,
 )
+from megatron.model.standalone import kernel
 
-OPTIONS = PositionOptions(num_heads=1, head_dim=64, hidden_size=64, max_position_embeddings=512)
 POINTS = 48
 SCALES = st.floats(0.01, 20)
 EXPONENTS = st.floats(0.01, 2)
@@ -38,12 +36,7 @@ property_test = settings(max_examples=40, deadline=None)
 
 
 def embedding(name: str, heads: int = 1) -> TableEmbedding:
-    options = PositionOptions(
-        num_heads=heads, head_dim=64, hidden_size=64 * heads, max_position_embeddings=512
-    )
-    built = build_positional_embedding(name, options)
-    assert isinstance(built, TableEmbedding)
-    return built
+    return kernel(name, heads=heads, head_dim=64)
 
 
 def tables_of(name: str, data: st.DataObject, points: int = POINTS):

@@ -22,7 +22,7 @@ from megatron.model.positional_embeddings import (
     register,
 )
 from megatron.neox_arguments import allow_kernel
-from tests.model.position_helpers import OPTIONS, build
+from tests.model.position_helpers import build, options
 
 
 class TestRegistry:
@@ -85,7 +85,7 @@ class TestRegistry:
             learnable: ClassVar = {"r1": Exponent(Uniform(0, 1))}
 
         with pytest.raises(PositionalEmbeddingError, match=r"neither bias\(\) nor weight\(\)"):
-            Empty(OPTIONS)
+            Empty(options())
 
     def test_heads_that_do_not_divide_say_so(self) -> None:
         with pytest.raises(PositionalEmbeddingError, match="num_attention_heads: 12"):
@@ -93,7 +93,7 @@ class TestRegistry:
 
     def test_bad_bias_scale_names_the_key(self) -> None:
         with pytest.raises(PositionalEmbeddingError, match="kerple_bias_scale: 'both'"):
-            build("kerple_log", bias_scale="both")
+            build("kerple_log", kerple_bias_scale="both")
 
 
 class TestCustomKernel:

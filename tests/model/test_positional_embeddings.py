@@ -11,7 +11,6 @@ from megatron.model.positional_embeddings import Tables, alibi_slopes, t5_bucket
 from tests.model.position_helpers import (
     KERNELS,
     LEARNED_TABLES,
-    OPTIONS,
     TABLES,
     build,
     kernel,
@@ -43,7 +42,7 @@ class TestFormulas:
         tables = embedding(70)._asdict()
         values = {key: value.tolist() for key, value in embedding.kernel_values().items()}
         assert list(values) == [f"r{i + 1}" for i in range(len(values))]
-        for head in range(OPTIONS.num_heads):
+        for head in range(12):
             r = [values[key][head] for key in values]
             for table, formula in FORMULAS[name].items():
                 expected = torch.tensor([formula(d, r) for d in range(70)])
@@ -64,18 +63,18 @@ class TestFormulas:
 
     @pytest.mark.parametrize("name", ["kerple_log", "kerple_bias_wht"])
     def test_pre_scale_divides_the_bias_alone_by_sqrt_head_dim(self, name: str) -> None:
-        post, pre = build(name)(50), build(name, bias_scale="pre")(50)
+        post, pre = build(name)(50), build(name, kerple_bias_scale="pre")(50)
         torch.testing.assert_close(pre.bias * 8, post.bias)
         if post.weight is not None:
             assert torch.equal(pre.weight, post.weight)
 
     def test_legacy_bf16_rounds_as_the_official_code(self) -> None:
-        power = kernel("kerple_power", legacy_bf16=True)
+        power = kernel("kerple_power", kerple_legacy_bf16=True)
         power.set_kernel_values_({"r1": torch.ones(12), "r2": torch.ones(12)})
         bias = power(16384).bias
         assert bias is not None and bias.dtype == torch.float32
         assert len(bias[0].unique()) == 1025  # as measured on the official code
-        log, exact = kernel("kerple_log", legacy_bf16=True), kernel("kerple_log")
+        log, exact = kernel("kerple_log", kerple_legacy_bf16=True), kernel("kerple_log")
         values = {"r1": torch.full((12,), 2.0), "r2": torch.full((12,), 1.0)}
         log.set_kernel_values_(values)
         exact.set_kernel_values_(values)
@@ -92,7 +91,7 @@ class TestFormulas:
             mask = torch.ones(1, 5)
             bloom = build_alibi_tensor(mask, heads, torch.float32).view(heads, 5)
             torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), bloom[:, 1])
-            bias = build("alibi", num_heads=heads)(5).bias
+            bias = build("alibi", heads=heads)(5).bias
             # Bloom adds slope * key position: relative to the query's own position it is ours.
             torch.testing.assert_close(bias, bloom.flip(1) - bloom[:, -1:])
 
@@ -124,7 +123,7 @@ class TestFormulas:
         assert rpe.weight.grad[31].eq(8 * (bias[0] == rpe.weight[31, 0] * 8).sum()).all()
 
     def test_sandwich_is_the_inner_product_of_sinusoids(self) -> None:
-        bias = build("sandwich", num_heads=8)(400).bias
+        bias = build("sandwich", heads=8)(400).bias
         assert torch.equal(bias[:, 0], torch.zeros(8))
         exponents = [2 * i / 128 for i in range(1, 65)]
         for d in (1, 17, 399):
@@ -148,7 +147,7 @@ OFFICIAL_RANGES = {  # mind the swap of a and p between log and power
 class TestInitialisation:
     @pytest.mark.parametrize("name", sorted(OFFICIAL_RANGES))
     def test_starts_uniform_as_the_official_code(self, name: str) -> None:
-        embedding = kernel(name, num_heads=4096)
+        embedding = kernel(name, heads=4096)
         for parameter, high in OFFICIAL_RANGES[name].items():
             values = embedding.get_parameter(parameter)
             assert values.min() >= 0 and values.max() < high
@@ -160,7 +159,7 @@ class TestInitialisation:
         assert kernel("kerple_power").official_names == {"r1": "bias_a", "r2": "bias_p"}
 
     def test_t5_starts_with_xavier(self) -> None:
-        weight = build("rpe", num_heads=256, rpe_num_buckets=64).weight
+        weight = build("rpe", heads=256, rpe_num_buckets=64).weight
         assert weight.std().item() == pytest.approx(math.sqrt(2 / (64 + 256)), rel=0.05)
 
     @pytest.mark.parametrize("name", LEARNED_TABLES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,12 +19,15 @@ from megatron.model.positional_embeddings import (
     build_positional_embedding,
     rotary_frequencies,
 )
+from tests.model.position_helpers import options as any_options
 
-OPTIONS = PositionOptions(num_heads=4, head_dim=32, hidden_size=128, max_position_embeddings=64)
+
+def options(**changes: object) -> PositionOptions:
+    return any_options(heads=4, head_dim=32, **{"max_position_embeddings": 64, **changes})
 
 
 def rotary(**changes: object) -> RotaryEmbedding:
-    built = build_positional_embedding("rotary", replace(OPTIONS, **changes))
+    built = build_positional_embedding("rotary", options(**changes))
     assert isinstance(built, RotaryEmbedding)
     return built
 
@@ -146,7 +148,7 @@ def test_bad_rotary_options_name_the_key(changes: dict, message: str) -> None:
 
 
 def test_sinusoidal_is_sines_then_cosines_of_the_position() -> None:
-    embedding = build_positional_embedding("sinusoidal", OPTIONS)
+    embedding = build_positional_embedding("sinusoidal", options())
     added = embedding(torch.zeros(2, 30, 128), offset=1000)
     for at, i in [(0, 0), (7, 3), (29, 63)]:
         angle = (1000 + at) / 10000 ** (2 * i / 128)
@@ -156,9 +158,9 @@ def test_sinusoidal_is_sines_then_cosines_of_the_position() -> None:
 
 
 def test_sinusoidal_keeps_fp32_angles_after_a_module_cast() -> None:
-    embedding = build_positional_embedding("sinusoidal", OPTIONS)
+    embedding = build_positional_embedding("sinusoidal", options())
     exact = embedding(torch.zeros(1, 500, 128))
-    cast = build_positional_embedding("sinusoidal", OPTIONS).bfloat16()
+    cast = build_positional_embedding("sinusoidal", options()).bfloat16()
     low = cast(torch.zeros(1, 500, 128, dtype=torch.bfloat16))
     assert low.dtype == torch.bfloat16
     assert (low.float() - exact).abs().max() < 0.005
@@ -166,11 +168,11 @@ def test_sinusoidal_keeps_fp32_angles_after_a_module_cast() -> None:
 
 def test_sinusoidal_needs_an_even_width() -> None:
     with pytest.raises(PositionalEmbeddingError, match="even hidden_size, got 127"):
-        build_positional_embedding("sinusoidal", replace(OPTIONS, hidden_size=127))
+        build_positional_embedding("sinusoidal", options(hidden_size=127))
 
 
 def test_learned_adds_its_rows_and_trains_them() -> None:
-    embedding = build_positional_embedding("learned", OPTIONS)
+    embedding = build_positional_embedding("learned", options())
     assert {name: tuple(p.shape) for name, p in embedding.named_parameters()} == {
         "weight": (64, 128)
     }
@@ -183,6 +185,6 @@ def test_learned_adds_its_rows_and_trains_them() -> None:
 
 @pytest.mark.parametrize(("length", "offset"), [(65, 0), (1, 64), (5, 60)])
 def test_learned_past_its_table_says_what_to_do(length: int, offset: int) -> None:
-    embedding = build_positional_embedding("learned", OPTIONS)
+    embedding = build_positional_embedding("learned", options())
     with pytest.raises(PositionalEmbeddingError, match=r"64 positions .max_position_embeddings"):
         embedding(torch.zeros(1, length, 128), offset=offset)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron import attention
 from megatron.model.position_base import PositionalEmbedding
-from megatron.model.positional_embeddings import PositionOptions, build_positional_embedding
+from megatron.model.positional_embeddings import build_positional_embedding
+from megatron.model.standalone import position_options
 
 __all__ = ["Inputs", "dense_forward", "flex_forward", "sdpa_causal", "sdpa_dense_bias", "tiled"]
 
@@ -33,13 +34,7 @@ class Inputs:
         self.heads, self.length, self.dim = heads, length, dim
 
     def kernel(self, name: str, seed: int = 1234) -> PositionalEmbedding:
-        options = PositionOptions(
-            num_heads=self.heads,
-            head_dim=self.dim,
-            hidden_size=self.heads * self.dim,
-            max_position_embeddings=self.length,
-            seed=seed,
-        )
+        options = position_options(heads=self.heads, head_dim=self.dim, seed=seed)
         return build_positional_embedding(name, options)
 
     def finish(self, out: Tensor, kernel: PositionalEmbedding | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
+from megatron.checkpoints.hf.keys_kerple import written_out
 from megatron.checkpoints.hf.model_card import model_card
 from megatron.checkpoints.hf.tokenizer_files import tokenizer_settings, write_tokenizer
 from megatron.checkpoints.layouts import Layout
@@ -65,6 +66,7 @@ def write_hf(checkpoint: Checkpoint, folder: Path, *, dtype: torch.dtype | None 
     if ours:
         for name in MODEL_FILES:
             shutil.copyfile(Path(__file__).with_name(name), folder / name)
+        (folder / "keys_kerple.py").write_text(written_out(), encoding="utf-8")
     (folder / "README.md").write_text(model_card(checkpoint, config, problem), encoding="utf-8")
 
 

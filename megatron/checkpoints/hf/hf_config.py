@@ -15,10 +15,10 @@ from megatron.checkpoints.hf.modeling_kerple import ACTIVATIONS, GATED
 from megatron.checkpoints.hf.positions_kerple import TABLES
 from megatron.checkpoints.weight_names import FIRST_LAYER, split_name
 from megatron.errors import CheckpointError
-from megatron.model.mlp import default_intermediate_size
 from megatron.model.positional_embeddings import canonical_name
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys
 
 __all__ = ["args_from_hf", "from_hf_names", "hf_config", "is_plain_gpt_neox", "to_hf_names"]
 
@@ -26,17 +26,27 @@ POSITIONS = (*TABLES, "rotary", "learned", "sinusoidal", "none")
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_tanh")
 
 
+# What transformers' GPTNeoXConfig can say; any other key must be as it is by default.
+_PLAIN_KEYS = {
+    "num_layers", "hidden_size", "num_attention_heads", "intermediate_size",
+    "max_position_embeddings", "seq_length", "pos_emb", "rotary_pct", "rotary_emb_base",
+    "activation", "gpt_j_residual", "use_bias_in_attn_linear", "hidden_dropout",
+    "attention_dropout", "init_method_std",
+}  # fmt: skip
+# What rotary models never look at.
+_OF_OTHER_POSITIONS = {
+    "rpe_num_buckets", "rpe_max_distance", "kerple_constraint", "kerple_bias_scale",
+    "kerple_share", "kerple_legacy_bf16",
+}  # fmt: skip
+
+
 def is_plain_gpt_neox(spec: ModelSpec) -> bool:
     """Whether transformers' own GPTNeoXForCausalLM computes exactly this model."""
+    shaping = {key.key for key in hugging_face_keys()} - _PLAIN_KEYS - _OF_OTHER_POSITIONS
     return (
         canonical_name(spec.pos_emb) == "rotary"
-        and not spec.rope_scaling
-        and spec.norm == "layernorm"
         and spec.activation_name in ("gelu", "gelu_tanh", "relu")
-        and spec.use_bias_in_norms
-        and spec.use_bias_in_mlp
-        and spec.sliding_window_width is None
-        and not (spec.gpt_j_residual and spec.gpt_j_tied)
+        and all(getattr(spec, key) == ModelArgs.model_fields[key].default for key in shaping)
     )
 
 
@@ -44,62 +54,49 @@ def hf_config(
     spec: ModelSpec, args: NeoXArgs, *, iteration: int, eos: int | None
 ) -> PretrainedConfig:
     """GPTNeoXConfig where that is the same model, else KerpleNeoXConfig."""
-    common: dict[str, Any] = {
+    values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
+    values |= {
         "vocab_size": spec.padded_vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_attention_heads,
-        "intermediate_size": spec.feed_forward_size,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "use_parallel_residual": spec.gpt_j_residual,
-        "attention_bias": spec.use_bias_in_attn_linear,
-        "hidden_dropout": spec.hidden_dropout,
-        "attention_dropout": spec.attention_dropout,
-        "initializer_range": spec.init_method_std,
+        "intermediate_size": spec.ffn_size,
+        "hidden_act": spec.activation_name,
         "tie_word_embeddings": not spec.no_weight_tying,
         "bos_token_id": eos,
         "eos_token_id": eos,
     }
     if is_plain_gpt_neox(spec):
-        tanh = spec.activation_name == "gelu_tanh"
-        common |= {
-            "hidden_act": "gelu_pytorch_tanh" if tanh else spec.activation_name,
-            "layer_norm_eps": spec.layernorm_epsilon,
-            "rotary_pct": spec.rotary_pct,
-            "rotary_emb_base": spec.rotary_emb_base,
-        }
-        return GPTNeoXConfig(**common)
-    return KerpleNeoXConfig(
-        **common, **_kerple_values(spec), train_length=args.model.seq_length, iteration=iteration
-    )
-
-
-def _kerple_values(spec: ModelSpec) -> dict[str, Any]:
+        return _gpt_neox_config(values, spec)
     pos_emb = canonical_name(spec.pos_emb)
     if pos_emb not in POSITIONS:
         raise CheckpointError(
             f"pos_emb: {spec.pos_emb!r} is a class of your own; the exported modelling file knows "
-            f"{', '.join(POSITIONS)}. Add its formula to positions_kerple.py first."
+            f"{', '.join(POSITIONS)}. Add its formula to "
+            "megatron/checkpoints/hf/positions_kerple.py first."
         )
-    return {
+    scaling = spec.rope_scaling
+    values |= {
         "pos_emb": pos_emb,
-        "norm": spec.norm,
-        "norm_eps": _epsilon(spec),
-        "hidden_act": spec.activation_name,
-        "share_parallel_norm": spec.gpt_j_tied,
-        "norm_bias": spec.use_bias_in_norms,
-        "mlp_bias": spec.use_bias_in_mlp,
-        "attention_window": spec.sliding_window_width,
-        "rpe_num_buckets": spec.rpe_num_buckets,
-        "rpe_max_distance": spec.rpe_max_distance,
-        "rotary_pct": spec.rotary_pct,
-        "rotary_base": spec.rotary_emb_base,
-        "rotary_scaling": dict(spec.rope_scaling) if spec.rope_scaling else None,
-        "kerple_constraint": spec.kerple_constraint,
-        "kerple_bias_scale": spec.kerple_bias_scale,
-        "kerple_share": spec.kerple_share,
-        "kerple_legacy_bf16": spec.kerple_legacy_bf16,
+        "norm_eps": getattr(spec, _EPSILONS[spec.norm]),
+        "rotary_scaling": scaling.model_dump(exclude_none=True) if scaling else None,
+        "iteration": iteration,
     }
+    return KerpleNeoXConfig(**values)
+
+
+def _gpt_neox_config(values: dict[str, Any], spec: ModelSpec) -> GPTNeoXConfig:
+    same = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+        "intermediate_size", "max_position_embeddings", "use_parallel_residual", "attention_bias",
+        "hidden_dropout", "attention_dropout", "initializer_range", "tie_word_embeddings",
+        "bos_token_id", "eos_token_id", "rotary_pct",
+    )  # fmt: skip
+    act = spec.activation_name
+    theirs: dict[str, Any] = {name: values[name] for name in same}
+    theirs |= {
+        "hidden_act": "gelu_pytorch_tanh" if act == "gelu_tanh" else act,
+        "layer_norm_eps": spec.layernorm_epsilon,
+        "rotary_emb_base": spec.rotary_emb_base,
+    }
+    return GPTNeoXConfig(**theirs)
 
 
 _EPSILONS = {
@@ -109,44 +106,24 @@ _EPSILONS = {
 }
 
 
-def _epsilon(spec: ModelSpec) -> float:
-    return float(getattr(spec, _EPSILONS[spec.norm]))
-
-
 def args_from_hf(config: PretrainedConfig, source: Path) -> NeoXArgs:
     """The NeoX config of a Hugging Face folder of ours, or of a GPT-NeoX one."""
-    values = _shared_values(config)
     if isinstance(config, KerpleNeoXConfig):
-        values |= _from_kerple(config)
+        values = _from_kerple(config, source)
     elif config.model_type == "gpt_neox":
-        values |= _from_gpt_neox(config, source)
+        values = _from_gpt_neox(config, source)
     else:
         raise CheckpointError(
             f"{source / 'config.json'}: model_type {config.model_type!r} is not one that can be "
             "converted; there are kerple_neox and gpt_neox"
         )
-    usual = default_intermediate_size(values["hidden_size"], values["activation"])
-    if values["intermediate_size"] == usual:
-        del values["intermediate_size"]
-    return NeoXArgs.from_dict(values)
-
-
-def _shared_values(config: PretrainedConfig) -> dict[str, Any]:
-    values: Any = config
-    return {
-        "num_layers": values.num_hidden_layers,
-        "hidden_size": values.hidden_size,
-        "num_attention_heads": values.num_attention_heads,
-        "intermediate_size": values.intermediate_size,
-        "max_position_embeddings": values.max_position_embeddings,
-        "gpt_j_residual": values.use_parallel_residual,
-        "use_bias_in_attn_linear": values.attention_bias,
-        "hidden_dropout": values.hidden_dropout,
-        "attention_dropout": values.attention_dropout,
-        "init_method_std": values.initializer_range,
-        "no_weight_tying": not values.tie_word_embeddings,
+    values |= {
+        "no_weight_tying": not config.tie_word_embeddings,
         "train_micro_batch_size_per_gpu": 1,
     }
+    width = values.pop("intermediate_size")
+    args = NeoXArgs.from_dict(values)
+    return args if args.model.ffn_size == width else args.replace(intermediate_size=width)
 
 
 def _activation(name: str, source: Path) -> dict[str, Any]:
@@ -157,26 +134,11 @@ def _activation(name: str, source: Path) -> dict[str, Any]:
     return {"activation": name}
 
 
-def _from_kerple(config: KerpleNeoXConfig) -> dict[str, Any]:
-    return {
-        "seq_length": config.train_length,
-        "pos_emb": config.pos_emb,
-        "norm": config.norm,
+def _from_kerple(config: KerpleNeoXConfig, source: Path) -> dict[str, Any]:
+    values = {key.key: getattr(config, key.name) for key in hugging_face_keys()}
+    return values | {
         _EPSILONS[config.norm]: config.norm_eps,
-        **_activation(config.hidden_act, Path()),
-        "gpt_j_tied": config.share_parallel_norm,
-        "use_bias_in_norms": config.norm_bias,
-        "use_bias_in_mlp": config.mlp_bias,
-        "sliding_window_width": config.attention_window,
-        "rpe_num_buckets": config.rpe_num_buckets,
-        "rpe_max_distance": config.rpe_max_distance,
-        "rotary_pct": config.rotary_pct,
-        "rotary_emb_base": config.rotary_base,
-        "rope_scaling": config.rotary_scaling,
-        "kerple_constraint": config.kerple_constraint,
-        "kerple_bias_scale": config.kerple_bias_scale,
-        "kerple_share": config.kerple_share,
-        "kerple_legacy_bf16": config.kerple_legacy_bf16,
+        **_activation(config.hidden_act, source),
     }
 
 
@@ -191,7 +153,17 @@ def _from_gpt_neox(config: PretrainedConfig, source: Path) -> dict[str, Any]:
     share = rope.get("partial_rotary_factor", getattr(values, "rotary_pct", 0.25))
     base = rope.get("rope_theta", getattr(values, "rotary_emb_base", 10000))
     return {
+        "num_layers": values.num_hidden_layers,
+        "hidden_size": values.hidden_size,
+        "num_attention_heads": values.num_attention_heads,
+        "intermediate_size": values.intermediate_size,
+        "max_position_embeddings": values.max_position_embeddings,
         "seq_length": values.max_position_embeddings,
+        "gpt_j_residual": values.use_parallel_residual,
+        "use_bias_in_attn_linear": values.attention_bias,
+        "hidden_dropout": values.hidden_dropout,
+        "attention_dropout": values.attention_dropout,
+        "init_method_std": values.initializer_range,
         "pos_emb": "rotary",
         "rotary_pct": share,
         "rotary_emb_base": base,

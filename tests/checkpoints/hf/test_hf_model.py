@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from transformers import AutoModelForCausalLM, StaticCache
 from megatron.checkpoints.hf import (
     KerpleNeoXConfig,
     KerpleNeoXForCausalLM,
+    folder,
     modeling_kerple,
     scores_kerple,
 )
-from megatron.checkpoints.hf.folder import write_hf
+from megatron.checkpoints.hf.folder import MODEL_FILES, write_hf
 from megatron.checkpoints.hf.hf_config import POSITIONS
 from megatron.model.gpt import GPTModel
 from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS
+from megatron.neox_arguments.model_keys import HFKey, hugging_face_keys
 from tests.checkpoints.small_models import at_rest, logits_of, random_model, small_args, tokens
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -76,7 +79,16 @@ def test_every_positional_embedding_beyond_the_training_length(
 
 
 def test_the_modelling_file_knows_every_registered_positional_embedding() -> None:
-    assert set(POSITIONS) == set(POSITIONAL_EMBEDDINGS)
+    ours = {n for n, cls in POSITIONAL_EMBEDDINGS.items() if cls.__module__.startswith("megatron")}
+    assert set(POSITIONS) == ours
+
+
+@pytest.mark.parametrize("key", hugging_face_keys(), ids=lambda key: key.key)
+def test_every_key_of_the_exported_config_is_read_by_the_exported_code(key: HFKey) -> None:
+    """A key that is declared, exported and then forgotten would make another model."""
+    source = "".join((Path(folder.__file__).with_name(name)).read_text() for name in MODEL_FILES)
+    told_only = {"train_length"}
+    assert key.name in told_only or re.search(rf"config\.({key.name}|{key.key})\b", source)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
