@@ -38,7 +38,7 @@ def bucket_edges(
 
 @task("positionwise")
 class Positionwise(EvaluationTask):
-    """Loss in buckets of positions at the longest of `eval_lengths` that can be done."""
+    """Loss at each position, and in buckets, at the longest of `eval_lengths` that can be done."""
 
     needs_data = True
 
@@ -113,6 +113,7 @@ def _measure(context: Context, split: Split, length: int) -> dict[str, Any]:
     return {
         "length": length,
         "buckets": buckets,
+        "by_position": [round(float(loss), 4) for loss in by_position],
         "window": options.window,
         "sequences": len(sequences),
     }

@@ -146,6 +146,7 @@ def test_positionwise_buckets_average_the_position_losses(tmp_path: Path) -> Non
     assert (entry["length"], entry["window"], entry["sequences"]) == (32, None, 5)
     edges = [(bucket["start"], bucket["end"]) for bucket in entry["buckets"]]
     assert edges == [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)]
+    assert entry["by_position"] == pytest.approx(by_position.tolist(), abs=1e-4)
     for bucket in entry["buckets"]:
         expected = float(by_position[bucket["start"] : bucket["end"]].mean())
         assert bucket["loss"] == pytest.approx(expected, rel=1e-5)
