@@ -6,11 +6,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron import __version__
 from megatron.atomic_files import fingerprint
 from megatron.errors import EvaluationError
 from megatron.evaluation import extrapolation, passkey, positionwise, receptive_field, sliding
 from megatron.evaluation.lm_eval_task import LMEvalTask, lm_eval_task_names
-from megatron.evaluation.results_schema import FORMAT, Cells, ResultStore
+from megatron.evaluation.results_schema import (
+    FORMAT,
+    Cells,
+    ResultStore,
+    recorded_settings,
+    weights_id,
+)
 from megatron.evaluation.tasks import TASKS, Context, EvaluationOptions, EvaluationTask, nearest
 from megatron.generation.subject import Subject, find_subject
 from megatron.mpu.job import join_ranks
@@ -129,6 +136,11 @@ class Evaluation:
     def _key(self, task: EvaluationTask) -> str:
         return fingerprint([FORMAT, task.name, *self._model_key(), task.parameters(self.options)])
 
+    def _settings(self, task: EvaluationTask) -> dict[str, Any]:
+        """What would make another result of the same checkpoint."""
+        model = self.args.model.model_dump(mode="json")
+        return recorded_settings(task.parameters(self.options), model)
+
     def _content(
         self, task: EvaluationTask, results: dict[str, Any], cells: Cells
     ) -> dict[str, Any]:
@@ -146,6 +158,9 @@ class Evaluation:
             "train_length": self.options.train_length,
             "parameters": model.num_parameters(),
             "window": self.options.window,
+            "settings": self._settings(task),
+            "checkpoint_id": weights_id(self.subject.checkpoint),
+            "version": __version__,
             "results": results,
             "errors": cells.errors,
         }
@@ -158,7 +173,7 @@ class Evaluation:
         for error in content["errors"]:
             where = " ".join(str(value) for key, value in error.items() if key != "error")
             self.say(f"not measured: {where}: {error['error']}")
-        self.say(f"results: {self.store.path(name)}")
+        self.say(f"results: {self.store.path(name, content['settings'])}")
 
 
 def _holds_anything(results: dict[str, Any]) -> bool:

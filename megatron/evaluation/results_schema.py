@@ -1,6 +1,7 @@
-"""Result files: what was measured, kept so that nothing need be measured twice.
+"""Result files: what was measured, with everything that made it, in one form for all readers.
 
-    <prefix>_<task>.json                     the newest result of a task
+    <prefix>_<task>.json                     a result
+    <prefix>_<task>.<settings>.json          the same task under other settings: another file
     <prefix folder>/cache/<task>-<key>.json  every finished result, by what it depends on
     <prefix folder>/cache/<task>-<key>.part  the cells of an unfinished one
 
@@ -12,16 +13,152 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.atomic_files import atomic_writer
+from pydantic import BaseModel, ConfigDict, ValidationError
+from tabulate import tabulate
+
+from megatron.atomic_files import atomic_writer, fingerprint
 from megatron.errors import EvaluationError
-from megatron.mpu.ranks import Ranks
 
-__all__ = ["FORMAT", "Cells", "ResultStore", "number", "text_table"]
+if TYPE_CHECKING:
+    from megatron.mpu.ranks import Ranks
 
-FORMAT = 1
+__all__ = [
+    "FORMAT",
+    "MODEL_KEYS",
+    "Bucket",
+    "Cells",
+    "LengthEntry",
+    "PositionEntry",
+    "Result",
+    "ResultStore",
+    "number",
+    "read_result",
+    "recorded_settings",
+    "text_table",
+    "weights_id",
+]
+
+FORMAT = 2
+"""1 (before `settings`, `checkpoint_id` and `version` were recorded) is still read."""
+MODEL_KEYS = ("rope_scaling", "kerple_legacy_bf16")
+"""Model keys that an evaluation may change after training, and that change its numbers."""
 Content = dict[str, Any]
+
+
+# The form of a result.
+
+
+class _Open(BaseModel):
+    """Tasks may add fields of their own."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class LengthEntry(_Open):
+    """What was measured at one length."""
+
+    length: int
+    loss: float | None = None
+    ppl: float | None = None
+    tokens: int = 0
+    sequences: int = 0
+
+
+class Bucket(_Open):
+    """The mean loss of the positions from `start` up to, but not including, `end`."""
+
+    start: int
+    end: int
+    loss: float
+
+
+class PositionEntry(_Open):
+    length: int
+    buckets: list[Bucket]
+    window: int | None = None
+    sequences: int = 0
+
+
+class Result(_Open):
+    """One result file. `settings`, `checkpoint_id` and `version` are None in files of format 1."""
+
+    format: int
+    task: str
+    iteration: int
+    pos_emb: str
+    seed: int
+    train_length: int
+    results: Content
+    checkpoint: str = ""
+    data_seed: int | None = None
+    protocol: str | None = None
+    parameters: int | None = None
+    window: int | None = None
+    errors: list[Content] = []
+    settings: Content | None = None
+    checkpoint_id: str | None = None
+    version: str | None = None
+
+    def by_length(self) -> dict[str, list[LengthEntry]]:
+        """By split, for the tasks that measure at each length."""
+        return {
+            split: [LengthEntry.model_validate(entry) for entry in entries]
+            for split, entries in self.results.items()
+        }
+
+    def by_position(self) -> dict[str, PositionEntry]:
+        """By split, for `positionwise`."""
+        return {split: PositionEntry.model_validate(entry) for split, entry in self.results.items()}
+
+
+def read_result(path: Path) -> Result:
+    """A checked result; what is wrong with a file is one line with its name."""
+    try:
+        result = Result.model_validate_json(path.read_bytes())
+        if result.task.startswith("positionwise"):
+            result.by_position()
+        elif result.task.startswith("extrapolation"):
+            result.by_length()
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise EvaluationError(
+            f"{path}: not a result file: {f'{place}: ' if place else ''}{first['msg']}"
+        ) from error
+    except (OSError, AttributeError) as error:
+        raise EvaluationError(f"{path}: not a result file: {error}") from error
+    return result
+
+
+def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -> Content:
+    """A task's parameters as they are written down, so that results can be told apart.
+
+    Data files are known by name, share and size; not by time, which a copy changes.
+    """
+    settings: Content = json.loads(json.dumps(parameters))
+    files = settings.pop("files", None)
+    if files is not None:
+        settings["data"] = [
+            {"split": split, "prefix": prefix, "share": share, "bytes": state[0] if state else None}
+            for split, prefix, share, state in files
+        ]
+    settings["model"] = {key: model[key] for key in MODEL_KEYS if model.get(key)}
+    return settings
+
+
+def weights_id(checkpoint: Path) -> str | None:
+    """Names the weights by their checksums; None for a checkpoint that has none, or is gone."""
+    from megatron.checkpoints.store import CHECKSUMS
+
+    sums = read_json(checkpoint / CHECKSUMS)
+    if not sums:
+        return None
+    return fingerprint({name: sums[name] for name in sums if "optim_states" not in name})
+
+
+# Files.
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -87,9 +224,12 @@ class ResultStore:
                     "set eval_results_prefix to another place"
                 ) from error
 
-    def path(self, name: str) -> Path:
-        """Where the newest result of a task is."""
-        return self._prefix.with_name(f"{self._prefix.name}_{name}.json")
+    def path(self, name: str, settings: Mapping[str, Any]) -> Path:
+        """The task's own file; beside it if that holds a result of other settings."""
+        plain = self._prefix.with_name(f"{self._prefix.name}_{name}.json")
+        if not plain.exists() or (read_json(plain) or {}).get("settings") == settings:
+            return plain
+        return plain.with_suffix(f".{fingerprint(settings)[:8]}.json")
 
     def finished(self, name: str, key: str) -> Content | None:
         """An earlier result for the very same question."""
@@ -100,8 +240,8 @@ class ResultStore:
         return Cells(self._cached(name, key).with_suffix(".part"), key, self._ranks)
 
     def publish(self, name: str, key: str, content: Mapping[str, Any]) -> Path:
-        """Write a finished result under its key and as the newest one."""
-        path = self.path(name)
+        """Write a finished result under its key and as the one of its settings."""
+        path = self.path(name, content["settings"])
         if self._ranks.is_main:
             write_json(self._cached(name, key), dict(content))
             if read_json(path) != content:
@@ -121,12 +261,14 @@ def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned to the right, under a line."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str] | None = None
+) -> str:
+    """Columns under a line, aligned to the right unless `align` says otherwise."""
+    return tabulate(
+        [list(row) for row in rows],
+        list(header),
+        tablefmt="simple",
+        disable_numparse=True,
+        colalign=list(align or ["right"] * len(header)) if rows else None,
+    )

@@ -1,16 +1,30 @@
-"""One cell of a results table, and how many digits of it are printed."""
+"""One cell of a results table: mean and deviation over seeds, the paper's t-test, its digits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["MISSING", "Cell", "Rounding", "cell_text", "decimals_for", "reference_decimals"]
+__all__ = [
+    "ALPHA",
+    "MISSING",
+    "Cell",
+    "PairedTest",
+    "Rounding",
+    "cell_text",
+    "compare_paired",
+    "decimals_for",
+    "reference_decimals",
+    "summarize",
+]
 
 MISSING = "—"
 """Printed where a result does not exist. Nothing is ever filled in."""
+ALPHA = 0.05
+"""Significance level of the paper."""
 
 _SCIENTIFIC_FROM = 1e7
 
@@ -47,6 +61,55 @@ class Cell:
     @property
     def present(self) -> bool:
         return self.mean is not None
+
+
+def summarize(values: Iterable[float]) -> Cell:
+    """Mean and sample standard deviation (n - 1); one value alone has no deviation."""
+    numbers = list(values)
+    if not numbers:
+        return Cell()
+    if not all(math.isfinite(number) for number in numbers):
+        # One diverged seed makes the mean meaningless: say so instead of hiding the seed.
+        return Cell(math.inf, None, len(numbers))
+    deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
+    return Cell(statistics.fmean(numbers), deviation, len(numbers))
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Result of the t-test; `p_value` is None where the test is not defined."""
+
+    p_value: float | None
+    mean_difference: float | None
+    pairs: int
+
+    def reference_is_better(self, alpha: float = ALPHA) -> bool:
+        """Is the reference's perplexity significantly lower? (The paper's dagger.)"""
+        if self.p_value is None or self.mean_difference is None:
+            return False
+        return self.p_value < alpha and self.mean_difference > 0
+
+
+def compare_paired(reference: Mapping[int, float], candidate: Mapping[int, float]) -> PairedTest:
+    """Two-sided paired t-test over the seeds that both have.
+
+    Undefined, hence never significant, with fewer than two common seeds, with a diverged seed,
+    or when every pair is equal.
+    """
+    seeds = sorted(set(reference) & set(candidate))
+    first = [reference[seed] for seed in seeds]
+    second = [candidate[seed] for seed in seeds]
+    differences = [after - before for before, after in zip(first, second, strict=True)]
+    if len(seeds) < 2 or not all(math.isfinite(difference) for difference in differences):
+        return PairedTest(None, None, len(seeds))
+    mean = statistics.fmean(differences)
+    if len(set(differences)) == 1:
+        # No spread at all: scipy would divide by zero.
+        return PairedTest(0.0 if mean else None, mean, len(seeds))
+    from scipy import stats
+
+    p_value = float(stats.ttest_rel(second, first).pvalue)
+    return PairedTest(p_value if math.isfinite(p_value) else None, mean, len(seeds))
 
 
 def decimals_for(mean: float) -> int:

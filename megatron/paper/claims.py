@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron.paper.results import ResultSet
-from megatron.paper.statistics import compare_paired, summarize
-from megatron.paper.tables import DataSet, Point
+from megatron.paper.cells import compare_paired, summarize
+from megatron.paper.run_results import ResultSet
+from megatron.paper.suite_file import DataSet, Point
 
 __all__ = ["Finding", "Verdict", "check_claims"]
 
@@ -46,7 +46,7 @@ class _View:
         return self.results.train_length(self.data.name) or 1
 
     def seeds(self, name: str, length: int) -> dict[int, float]:
-        point = Point(self.train_length, length)
+        point = Point(train_length=self.train_length, length=length)
         return self.results.perplexity(self.split, self.data.name, name, point)
 
     def mean(self, name: str, length: int) -> float | None:

@@ -8,14 +8,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from megatron.errors import ReproduceError
-from megatron.paper.execute import REPOSITORY
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
+
+if TYPE_CHECKING:
+    from megatron.paper.tables import Table
 
 __all__ = ["main"]
 
@@ -156,18 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _place(directory: str) -> Path:
-    """Relative to the repository when started there, so that configs stay portable."""
-    path = Path(directory)
-    return path if path.is_absolute() or Path.cwd() == REPOSITORY else path.resolve()
-
-
 def _suite(options: argparse.Namespace) -> Suite:
     return load_suite(
         options.suite,
         options.only,
-        runs_root=_place(options.runs),
-        data_root=_place(options.data),
+        runs_root=Path(options.runs),
+        data_root=Path(options.data),
         sets=_sets(options.sets),
     )
 
@@ -189,7 +185,7 @@ def _plan(options: argparse.Namespace) -> int:
     from megatron.paper.plan import plan_text
     from megatron.paper.run_files import prepare_run
 
-    suite, root = _suite(options), _place(options.runs)
+    suite, root = _suite(options), Path(options.runs)
     print(plan_text(suite), end="")
     if options.list:
         print("\n".join(["", *(run.name for run in suite.runs)]))
@@ -206,7 +202,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.jobs < 1:
         raise ReproduceError(f"-j {options.jobs}: at least one run at a time")
-    suite, root = _suite(options), _place(options.runs)
+    suite, root = _suite(options), Path(options.runs)
     chosen = LocalOptions(options.jobs, options.retry_failed, options.restart_changed)
     started = time.monotonic()
     code = run_suite(suite, root, chosen)
@@ -221,12 +217,32 @@ def _command_line() -> str:
 
 
 def _write_report(suite: Suite, root: Path, out: Path | None) -> None:
-    from megatron.paper.console import print_tables
-    from megatron.paper.suite_report import make_report
+    from megatron.paper.pages import to_text
+    from megatron.paper.report import make_report
 
     files = make_report(suite, root, out, _command_line())
-    print_tables([table for table in files.tables if not table.key.endswith("_test")], sys.stdout)
+    if not any(entry.cell.present for table in files.tables for entry in table.entries):
+        print(f"{suite.name}: nothing is finished under {root / suite.name}; all cells are empty")
+    color = sys.stdout.isatty()
+    for table in files.tables:
+        if table.key.endswith("_test") or not any(entry.cell.present for entry in table.entries):
+            continue
+        print(f"\n{to_text(table, color=color)}", end="")
+        print(_legend(table, color))
     print(f"\nReport: {files.html}")
+
+
+def _legend(table: Table, color: bool) -> str:
+    """What the marks in this very table mean."""
+    cells = [entry.cell for entry in table.entries]
+    marks = []
+    if any(cell.bold for cell in cells):
+        marks.append(f"{'bold' if color else '*'}: best in its row.")
+    if any(cell.dagger for cell in cells):
+        marks.append("†: KERPLE-log is significantly better.")
+    if any(not cell.present and not cell.note for cell in cells):
+        marks.append("—: missing.")
+    return " ".join(marks)
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -250,8 +266,8 @@ def _submit(options: argparse.Namespace) -> int:
         setup=tuple(options.setup),
         extra=tuple(options.sbatch),
     )
-    root = _place(options.runs)
-    arguments = [f"--suite={options.suite}", f"--runs={root}", f"--data={_place(options.data)}"]
+    root = Path(options.runs)
+    arguments = [f"--suite={options.suite}", f"--runs={root}", f"--data={Path(options.data)}"]
     arguments += [f"--only={name}" for name in options.only]
     arguments += [f"--set={item}" for item in options.sets]
     return submit(_suite(options), root, chosen, arguments, options.dry_run)
@@ -260,7 +276,7 @@ def _submit(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     from megatron.paper.status import status_text
 
-    suite, root = _suite(options), _place(options.runs)
+    suite, root = _suite(options), Path(options.runs)
     while True:
         text = status_text(suite, root)
         print("\033[2J\033[H" + text if options.watch and sys.stdout.isatty() else text, end="")
@@ -272,14 +288,14 @@ def _status(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
-    _write_report(_suite(options), _place(options.runs), out)
+    _write_report(_suite(options), Path(options.runs), out)
     return 0
 
 
 def _worker(options: argparse.Namespace) -> int:
     from megatron.paper.slurm import run_task
 
-    suite, root = _suite(options), _place(options.runs)
+    suite, root = _suite(options), Path(options.runs)
     if options.stage == "report":
         _write_report(suite, root, None)
         return 0
@@ -300,3 +316,7 @@ _COMMANDS = {
     "report": _report,
     "worker": _worker,
 }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
+import megatron
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments.trust import kernels_in
@@ -23,22 +25,23 @@ from megatron.paper.run_files import (
     RunState,
     State,
     done_steps,
-    expected_steps,
     mark_done,
     read_state,
+    step_names,
     write_state,
 )
-from megatron.paper.suite import DataSource, EvalStep, Run
+from megatron.paper.suite import EvalStep, Run
+from megatron.paper.suite_file import DataSet
 
 __all__ = [
     "EXIT_REQUEUE",
-    "REPOSITORY",
     "Children",
     "Launcher",
     "evaluate_command",
     "execute_run",
     "prepare_command",
     "prepare_data",
+    "script_path",
     "train_command",
 ]
 
@@ -68,7 +71,6 @@ class Children:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    cwd=REPOSITORY,
                     env={**os.environ, **environment},
                     start_new_session=True,
                 )
@@ -99,25 +101,16 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
         return
 
 
-@contextmanager
-def _exclusive(directory: Path) -> Iterator[None]:
-    """At most one process works on a run directory, also across jobs on one file system."""
-    import fcntl
-
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ReproduceError(f"{directory}: another process works on this run") from error
-        yield
-
-
 def prepare_data(
-    children: Children, source: DataSource, run: Run, log: Path, environment: Mapping[str, str]
+    children: Children,
+    source: DataSet,
+    data_root: Path,
+    run: Run,
+    log: Path,
+    environment: Mapping[str, str],
 ) -> None:
     """prepare_data.py decides itself whether its output is up to date."""
-    code = children.start(prepare_command(source, run.config), log, environment)
+    code = children.start(prepare_command(source, data_root, run.config), log, environment)
     if code != 0 and not children.stopping:
         raise ReproduceError(
             f"preparing {source.name} failed with exit code {code}; the last lines of {log}:\n"
@@ -143,33 +136,46 @@ def execute_run(
     only_steps: Callable[[str], bool] = lambda step: True,
 ) -> RunState:
     """All unfinished steps in order; the state is on disk at every moment."""
-    with _exclusive(directory):
-        expected = expected_steps(run)
-        commands: dict[str, Callable[[], list[str]]] = {
-            "train": partial(train_command, launcher, directory, run)
-        }
-        for step in run.evaluations:
-            commands[step.name] = partial(evaluate_command, launcher, directory, run, step)
-        state = read_state(directory)
-        for name, value in expected.items():
-            if name in done_steps(directory, expected) or not only_steps(name):
-                continue
-            state = _execute_step(
-                children, directory, name, value, commands[name], environment, state
-            )
-            if state.state != State.RUNNING:
-                return state
-        finished = done_steps(directory, expected) == set(expected)
-        state = RunState(State.DONE if finished else State.PENDING, "", 0, state.seconds)
-        write_state(directory, state)
-        return state
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        # At most one process works on a run, also across jobs on one file system.
+        with FileLock(directory / ".lock", timeout=0):
+            return _execute_steps(children, launcher, directory, run, environment, only_steps)
+    except Timeout as error:
+        raise ReproduceError(f"{directory}: another process works on this run") from error
+
+
+def _execute_steps(
+    children: Children,
+    launcher: Launcher,
+    directory: Path,
+    run: Run,
+    environment: Mapping[str, str],
+    only_steps: Callable[[str], bool],
+) -> RunState:
+    commands: dict[str, Callable[[], list[str]]] = {
+        "train": partial(train_command, launcher, directory, run)
+    }
+    for step in run.evaluations:
+        commands[step.name] = partial(evaluate_command, launcher, directory, run, step)
+    state = read_state(directory)
+    for name, command in commands.items():
+        if name in done_steps(directory, run) or not only_steps(name):
+            continue
+        state = _execute_step(children, directory, run, name, command, environment, state)
+        if state.state != State.RUNNING:
+            return state
+    finished = done_steps(directory, run) == set(step_names(run))
+    state = RunState(State.DONE if finished else State.PENDING, "", 0, state.seconds)
+    write_state(directory, state)
+    return state
 
 
 def _execute_step(
     children: Children,
     directory: Path,
+    run: Run,
     name: str,
-    value: str,
     command: Callable[[], list[str]],
     environment: Mapping[str, str],
     before: RunState,
@@ -181,7 +187,7 @@ def _execute_step(
     seconds = time.monotonic() - start
     spent = before.seconds + seconds
     if code == 0:
-        mark_done(directory, name, value, seconds)
+        mark_done(directory, name, run, seconds)
         return RunState(State.RUNNING, name, 0, spent)
     interrupted = children.stopping or code == EXIT_REQUEUE
     state = RunState(State.INTERRUPTED if interrupted else State.FAILED, name, code, spent)
@@ -191,8 +197,17 @@ def _execute_step(
 
 # The commands of each step, as argument lists: prepare_data.py, train.py, evaluate.py.
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-"""Steps are started here, where deepy.py lives and relative paths of configs begin."""
+
+def script_path(name: str) -> str:
+    """deepy.py, prepare_data.py and so on: in the working directory, or beside the package."""
+    package = Path(megatron.__file__).resolve().parent
+    for folder in (Path.cwd(), package.parent):
+        if (folder / name).is_file() and (folder / "deepy.py").is_file():
+            return name if folder == Path.cwd() else str(folder / name)
+    raise ReproduceError(
+        f"{name} is neither here nor in {package.parent}: start this command in a checkout of "
+        "the repository, whose scripts it calls"
+    )
 
 
 @dataclass(frozen=True)
@@ -210,22 +225,24 @@ class Launcher:
             # The first rank that has saved must not end the others; a lost rank ends them soon.
             waits = ["--kill-on-bad-exit=0", "--wait=60"]
             start = ["srun", f"--ntasks={run.gpus}", *waits, *self.container]
-            return [*start, self.python, "-u", script, str(config), *arguments]
+            return [*start, self.python, "-u", script_path(script), str(config), *arguments]
         # Several runs on one machine must not share the port of their process groups.
         port = ["--set", f"master_port={free_port()}"]
-        return [self.python, "-u", "deepy.py", script, str(config), *arguments, *port]
+        start = [self.python, "-u", script_path("deepy.py"), script]
+        return [*start, str(config), *arguments, *port]
 
 
 def prepare_command(
-    source: DataSource, config: Mapping[str, Any], python: str = sys.executable
+    source: DataSet, data_root: Path, config: Mapping[str, Any], python: str = sys.executable
 ) -> list[str]:
     """Download or read, tokenize with the runs' own tokenizer, and index one data set."""
-    command = [python, "-u", "prepare_data.py", source.source, "-d", source.directory]
+    command = [python, "-u", script_path("prepare_data.py"), source.source or source.name]
+    command += ["-d", str(data_root)]
     command += ["-t", str(config["tokenizer_type"])]
     for key, flag in (("vocab_file", "--vocab-file"), ("merge_file", "--merge-file")):
         if config.get(key):
             command += [flag, str(config[key])]
-    return [*command, *source.arguments]
+    return [*command, *source.prepare]
 
 
 def train_command(launcher: Launcher, directory: Path, run: Run) -> list[str]:

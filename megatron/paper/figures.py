@@ -11,29 +11,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
 
-from megatron.paper.methods import method
-from megatron.paper.results import Positionwise, ResultSet
-from megatron.paper.statistics import summarize
+from megatron.evaluation.results_schema import PositionEntry
+from megatron.paper.cells import summarize
+from megatron.paper.methods import label_of, line_style
+from megatron.paper.run_results import ResultSet
 from megatron.paper.style import figure_style, finish_axes, new_figure, plain_log_axis
-from megatron.paper.tables import DataSet, Point
+from megatron.paper.suite_file import DataSet, Point, Positionwise
 
-__all__ = ["PositionCurve", "perplexity_by_length", "positionwise_perplexity", "training_loss"]
+__all__ = ["perplexity_by_length", "positionwise_perplexity", "training_loss"]
 
 _ZOOM_FROM_RATIO = 4.0
 """Above this spread a second row zooms in on the methods that do not explode."""
-
-
-@dataclass(frozen=True)
-class PositionCurve:
-    """One line of the position-wise figure."""
-
-    method: str
-    window: int | None = None
-
-    @property
-    def label(self) -> str:
-        label = method(self.method).label
-        return f"{label}, windowed@{self.window}" if self.window else label
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,9 @@ def _curves(results: ResultSet, split: str, data: str, methods: Sequence[str]) -
     for name in methods:
         curve = _Curve(name, [], [], [])
         for length in results.lengths(split, data, name):
-            values = results.perplexity(split, data, name, Point(train_length, length))
+            values = results.perplexity(
+                split, data, name, Point(train_length=train_length, length=length)
+            )
             summary = summarize(values.values())
             if summary.mean is not None and math.isfinite(summary.mean):
                 curve.lengths.append(length)
@@ -92,12 +82,12 @@ def _spread(curves: list[_Curve]) -> float:
 
 def _length_panel(axes: Axes, curves: list[_Curve], title: str, train_length: int | None) -> None:
     for curve in curves:
-        style = method(curve.name)
+        style = line_style(curve.name)
         means, deviations = np.array(curve.means), np.array(curve.deviations)
         axes.plot(
             curve.lengths,
             means,
-            label=style.label,
+            label=label_of(curve.name),
             color=style.color,
             marker=style.marker,
             linestyle=style.dashes,
@@ -140,29 +130,23 @@ def _outside_legend(figure: Figure, axes: Axes) -> None:
 
 
 def positionwise_perplexity(
-    results: ResultSet,
-    split: str,
-    data: DataSet,
-    length_curves: Sequence[tuple[int, Sequence[PositionCurve]]],
+    results: ResultSet, split: str, data: DataSet, entries: Sequence[Positionwise]
 ) -> Figure | None:
-    """Perplexity by position, one panel per evaluation length, with the windowed line."""
-    panels = []
-    for length, curves in length_curves:
-        lines = [
-            (curve, found)
-            for curve in curves
-            if (found := results.positionwise(data.name, curve.method, length, curve.window, split))
-        ]
-        if lines:
-            panels.append((length, lines))
+    """Perplexity by position, one panel per evaluation length, with the windowed line last."""
+    panels: dict[int, list[tuple[str, int | None, list[PositionEntry]]]] = {}
+    for item in sorted(entries, key=lambda entry: (entry.length, entry.window or 0)):
+        for name in item.methods if item.data == data.name else []:
+            found = results.positions(data.name, name, item.length, item.window, split)
+            if found:
+                panels.setdefault(item.length, []).append((name, item.window, found))
     if not panels:
         return None
     with figure_style():
         figure = new_figure(len(panels), width=5.2, height=3.8)
         grid = figure.subplots(1, len(panels), squeeze=False)
-        for axes, (length, lines) in zip(grid[0], panels, strict=True):
-            for curve, found in lines:
-                _position_line(axes, curve, found)
+        for axes, (length, lines) in zip(grid[0], panels.items(), strict=True):
+            for name, window, found in lines:
+                _position_line(axes, name, window, found)
             train_length = results.train_length(data.name)
             if train_length is not None:
                 axes.axvline(train_length, color="#999999", linestyle=":", linewidth=1.2, zorder=1)
@@ -185,9 +169,11 @@ def _position_ticks(axes: Axes, length: int) -> None:
     plain_log_axis(axes.yaxis)
 
 
-def _position_line(axes: Axes, curve: PositionCurve, found: list[Positionwise]) -> None:
+def _position_line(
+    axes: Axes, name: str, window: int | None, found: Sequence[PositionEntry]
+) -> None:
     """Geometric middle of each bucket; the mean loss over seeds with equal buckets."""
-    style = method(curve.method)
+    style = line_style(name)
     first = found[0].buckets
     same = [item.buckets for item in found if len(item.buckets) == len(first)]
     losses = np.array([[bucket.loss for bucket in buckets] for buckets in same])
@@ -197,10 +183,10 @@ def _position_line(axes: Axes, curve: PositionCurve, found: list[Positionwise]) 
     axes.plot(
         middles,
         np.exp(np.minimum(losses.mean(axis=0), 700.0)),
-        label=curve.label,
-        color="#555555" if curve.window else style.color,
-        linestyle="--" if curve.window else style.dashes,
-        marker=None if len(first) > 40 or curve.window else style.marker,
+        label=f"{label_of(name)}, windowed@{window}" if window else label_of(name),
+        color="#555555" if window else style.color,
+        linestyle="--" if window else style.dashes,
+        marker=None if len(first) > 40 or window else style.marker,
         markersize=4,
     )
 
@@ -212,7 +198,7 @@ def training_loss(
     shown = [
         item
         for item in data
-        if any(run.losses for run in results.runs if run.key.data == item.name)
+        if any(found.losses for found in results.runs if found.run.data == item.name)
     ]
     if not shown:
         return None
@@ -224,11 +210,11 @@ def training_loss(
                 runs = [run for run in results.of(item.name, name) if run.losses]
                 if runs:
                     steps, losses = zip(*runs[0].losses, strict=True)
-                    style = method(name)
+                    style = line_style(name)
                     axes.plot(
                         steps,
                         losses,
-                        label=style.label,
+                        label=label_of(name),
                         color=style.color,
                         linestyle=style.dashes,
                         linewidth=1.3,

@@ -19,12 +19,13 @@ from megatron.model.positional_embeddings import (
     build_positional_embedding,
 )
 from megatron.model.standalone import position_options
-from megatron.paper.methods import method
+from megatron.paper.cells import summarize
+from megatron.paper.methods import label_of
 from megatron.paper.published import published_seconds_per_step
-from megatron.paper.results import ResultSet, RunResults
-from megatron.paper.statistics import summarize
+from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.style import data_color, figure_style, finish_axes, new_figure, plain_log_axis
-from megatron.paper.tables import REFERENCE_METHOD, DataSet
+from megatron.paper.suite_file import DataSet
+from megatron.paper.tables import REFERENCE_METHOD
 
 __all__ = [
     "effective_lengths",
@@ -68,7 +69,7 @@ def kernel_functions(
         grid = figure.subplots(len(rows), len(names), squeeze=False, sharey=True)
         for row, item in enumerate(rows):
             for column, name in enumerate(names):
-                title = f"{method(name).label}: {item.title}"
+                title = f"{label_of(name)}: {item.title}"
                 kernel = found.get((item.name, name))
                 values = kernel[1] if kernel else {}
                 bias = kernel_bias(name, values, heads, max_distance + 1) if kernel else None
@@ -127,7 +128,7 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             finish_axes(
                 axes,
-                title=method(name).label,
+                title=label_of(name),
                 xlabel="distance d = |m − n| (tokens)",
                 ylabel="heads (effective length ≤ d)",
             )
@@ -186,7 +187,7 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
                         label=item.title,
                     )
             meaning = "exponent r₂" if name == "kerple_power" else "inner scale r₂"
-            finish_axes(axes, title=method(name).label, xlabel="scale r₁", ylabel=meaning)
+            finish_axes(axes, title=label_of(name), xlabel="scale r₁", ylabel=meaning)
             axes.set_xscale("log")
             axes.set_yscale("log")
             plain_log_axis(axes.xaxis)
@@ -214,7 +215,7 @@ def training_speed(
         own = _bars(axes, shown, ours.__getitem__, 0.2, "#0072B2")
         published = _bars(axes, shown, lambda name: paper.get(name), -0.2, "#BBBBBB")
         axes.axvline(1.0, color="#444444", linewidth=1)
-        axes.set_yticks(range(len(shown)), [method(name).label for name in shown])
+        axes.set_yticks(range(len(shown)), [label_of(name) for name in shown])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlim(0, axes.get_xlim()[1] * 1.12)

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
 from megatron.errors import ReproduceError
-from megatron.paper.console import LiveLines
 from megatron.paper.execute import Children, Launcher, execute_run, prepare_data, tail
-from megatron.paper.progress import duration, progress_of
 from megatron.paper.run_files import RunState, State, move_aside, prepare_run, read_state
+from megatron.paper.status import duration, progress_of
 from megatron.paper.suite import Run, Suite
 
 __all__ = ["LocalOptions", "run_suite"]
 
 EXIT_INTERRUPTED = 130
+_PLAIN_INTERVAL = 30.0
+_TERMINAL_INTERVAL = 0.5
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,10 @@ def _prepare_all_data(
         users = [run for run in todo if run.data == source.name]
         if not users or work.children.stopping:
             continue
-        live.say(f"data: {source.title} ({source.prefix})")
+        live.say(f"data: {source.title} ({source.prefix(work.suite.data_root)})")
         log = work.root / work.suite.name / "logs" / f"prepare-{source.name}.log"
-        prepare_data(work.children, source, users[0], log, environment)
+        root = work.suite.data_root
+        prepare_data(work.children, source, root, users[0], log, environment)
 
 
 def _run_all(work: _Work, todo: list[Run], environment: dict[str, str], live: LiveLines) -> None:
@@ -187,3 +190,50 @@ def _conclude(work: _Work, todo: list[Run], live: LiveLines) -> int:
         return EXIT_INTERRUPTED
     unfinished = [run for run in todo if work.outcomes[run.name].state != State.DONE]
     return 1 if failed or unfinished else 0
+
+
+# What the terminal shows: live lines that redraw in place.
+
+
+class LiveLines:
+    """Lasting messages above, changing lines below; plain lines now and then without a terminal."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._terminal = out.isatty()
+        self._shown = 0
+        self._last = 0.0
+        self._lock = threading.RLock()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self.clear()
+            self._out.write(text + "\n")
+            self._out.flush()
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Replace the changing lines, not more often than anyone can read."""
+        with self._lock:
+            now = time.monotonic()
+            interval = _TERMINAL_INTERVAL if self._terminal else _PLAIN_INTERVAL
+            if now - self._last < interval:
+                return
+            first = self._last == 0.0
+            self._last = now
+            if not self._terminal:
+                if not first:
+                    self._out.write("\n".join(lines) + "\n")
+                    self._out.flush()
+                return
+            self.clear()
+            width = shutil.get_terminal_size().columns - 1
+            self._out.write("".join(line[:width] + "\n" for line in lines))
+            self._out.flush()
+            self._shown = len(lines)
+
+    def clear(self) -> None:
+        with self._lock:
+            if self._terminal and self._shown:
+                self._out.write(f"\033[{self._shown}A\033[J")
+                self._out.flush()
+            self._shown = 0

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["METHODS", "Method", "method"]
+__all__ = ["LineStyle", "label_of", "line_style"]
+
+_LABELS = {
+    "kerple_log": "KERPLE-log",
+    "kerple_power": "KERPLE-power",
+    "alibi": "ALiBi",
+    "rpe": "T5 bias",
+    "rotary": "Rotary",
+    "sinusoidal": "Sinusoidal",
+    "kerple_log3": "KERPLE 3-para-log",
+    "kerple_bias_wht": "KERPLE bias+wht",
+    "gauss_wht1": "1-para-wht",
+    "gauss_wht2": "2-para-wht",
+    "gauss_bias2": "2-para-bias",
+    "gauss_bias3": "3-para-bias",
+    "sandwich": "Sandwich",
+    "learned": "Learned",
+    "none": "NoPE",
+}
+
+
+def label_of(name: str) -> str:
+    """The one name a person reads; an embedding of the user's own is shown under its own."""
+    return _LABELS.get(name, name)
 
 
 @dataclass(frozen=True)
-class Method:
-    """Display names and line style of one `pos_emb`.
-
-    `label` stands alone ("KERPLE-log"); `column` stands under `group` in a table's head.
-    """
-
-    name: str
-    label: str
-    column: str
-    group: str = ""
+class LineStyle:
     color: str = "#555555"
     marker: str = "o"
     dashes: str = "-"
@@ -28,28 +42,24 @@ class Method:
 _BLUE, _SKY, _ORANGE, _GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 _VERMILION, _PURPLE, _BLACK, _GREY = "#D55E00", "#CC79A7", "#000000", "#7F7F7F"
 
-METHODS: dict[str, Method] = {
-    entry.name: entry
-    for entry in (
-        Method("kerple_log", "KERPLE-log", "(log)", "KERPLE", _BLUE, "o"),
-        Method("kerple_power", "KERPLE-power", "(power)", "KERPLE", _SKY, "s", "--"),
-        Method("alibi", "ALiBi", "ALiBi", "", _ORANGE, "^"),
-        Method("rpe", "T5 bias", "T5", "", _GREEN, "D"),
-        Method("rotary", "Rotary", "Rotary", "", _VERMILION, "v"),
-        Method("sinusoidal", "Sinusoidal", "Sinusoidal", "", _PURPLE, "X"),
-        Method("kerple_log3", "KERPLE 3-para-log", "(3-para-log)", "", _BLACK, "P", "--"),
-        Method("kerple_bias_wht", "KERPLE bias+wht", "(bias+wht)", "", _GREY, "h", "-."),
-        Method("gauss_wht1", "1-para-wht", "1-para-wht", "", _ORANGE, "<", ":"),
-        Method("gauss_wht2", "2-para-wht", "2-para-wht", "", _VERMILION, ">", "--"),
-        Method("gauss_bias2", "2-para-bias", "2-para-bias", "", _PURPLE, "p", "-."),
-        Method("gauss_bias3", "3-para-bias", "3-para-bias", "", _GREEN, "*", ":"),
-        Method("sandwich", "Sandwich", "Sandwich", "", _BLACK, "d", ":"),
-        Method("learned", "Learned", "Learned", "", _GREY, "x", ":"),
-        Method("none", "NoPE", "NoPE", "", _BLACK, "+", "-."),
-    )
+_STYLES = {
+    "kerple_log": LineStyle(_BLUE, "o"),
+    "kerple_power": LineStyle(_SKY, "s", "--"),
+    "alibi": LineStyle(_ORANGE, "^"),
+    "rpe": LineStyle(_GREEN, "D"),
+    "rotary": LineStyle(_VERMILION, "v"),
+    "sinusoidal": LineStyle(_PURPLE, "X"),
+    "kerple_log3": LineStyle(_BLACK, "P", "--"),
+    "kerple_bias_wht": LineStyle(_GREY, "h", "-."),
+    "gauss_wht1": LineStyle(_ORANGE, "<", ":"),
+    "gauss_wht2": LineStyle(_VERMILION, ">", "--"),
+    "gauss_bias2": LineStyle(_PURPLE, "p", "-."),
+    "gauss_bias3": LineStyle(_GREEN, "*", ":"),
+    "sandwich": LineStyle(_BLACK, "d", ":"),
+    "learned": LineStyle(_GREY, "x", ":"),
+    "none": LineStyle(_BLACK, "+", "-."),
 }
 
 
-def method(name: str) -> Method:
-    """Display data of a method; an embedding of the user's own is shown under its own name."""
-    return METHODS.get(name) or Method(name, name, name)
+def line_style(name: str) -> LineStyle:
+    return _STYLES.get(name, LineStyle())

@@ -1,21 +1,37 @@
-"""One self-contained HTML page: inline style, inline figures, nothing from the network."""
+"""Write tables and the report: HTML, Markdown and LaTeX from templates, text by tabulate, CSV."""
 
 from __future__ import annotations
 
-import html
+import csv
+import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from tabulate import tabulate
+
 from megatron.paper.claims import Finding
-from megatron.paper.render import to_html, to_markdown
 from megatron.paper.style import PlotFile
-from megatron.paper.tables import Table
+from megatron.paper.tables import Block, Entry, Table
 
-__all__ = ["Chapter", "Page", "page_html", "page_markdown"]
+__all__ = [
+    "Chapter",
+    "Listing",
+    "Page",
+    "page_html",
+    "page_markdown",
+    "to_csv",
+    "to_html",
+    "to_latex",
+    "to_markdown",
+    "to_text",
+]
 
-_STYLE_SHEET = Path(__file__).resolve().parent / "report.css"
+DAGGER = "†"
+TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass
@@ -41,107 +57,173 @@ class Chapter:
         return not (self.tables or self.figures or self.findings or self.notes)
 
 
+@dataclass(frozen=True)
+class Listing:
+    """Names at the end of the page: what is missing, outdated, foreign or unreadable."""
+
+    title: str
+    about: str
+    items: tuple[str, ...]
+
+
 @dataclass
 class Page:
     title: str
     lead: str
     facts: list[tuple[str, str]]
     chapters: list[Chapter]
-    missing: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    listings: list[Listing] = field(default_factory=list)
+
+    @property
+    def shown(self) -> list[Chapter]:
+        return [chapter for chapter in self.chapters if not chapter.empty]
+
+
+@lru_cache(maxsize=1)
+def _templates() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=select_autoescape(["html.j2"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"tex": _latex_escape, "latex_row": latex_row, "markdown": to_markdown}
+    environment.globals |= {"groups": _groups, "published": _published_text}
+    return environment
 
 
 def page_html(page: Page) -> str:
-    chapters = [chapter for chapter in page.chapters if not chapter.empty]
-    links = "".join(f'<a href="#{c.anchor}">{html.escape(c.title)}</a>' for c in chapters)
-    facts = "".join(
-        f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in page.facts
-    )
-    body = [
-        f"<h1>{html.escape(page.title)}</h1>",
-        f'<p class="lead">{html.escape(page.lead)}</p>',
-        f'<dl class="facts">{facts}</dl>',
-        f"<nav>{links}</nav>",
-        *(_chapter_html(chapter) for chapter in chapters),
-        _list_html("Missing runs", page.missing),
-        _list_html("Files that could not be read", page.problems),
-    ]
-    style = _STYLE_SHEET.read_text(encoding="utf-8")
-    content = "\n".join(part for part in body if part)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(page.title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{content}\n</main>\n</body>\n</html>\n"
-    )
-
-
-def _chapter_html(chapter: Chapter) -> str:
-    parts = [f'<h2 id="{chapter.anchor}">{html.escape(chapter.title)}</h2>']
-    parts += [f"<p>{html.escape(note)}</p>" for note in chapter.notes]
-    if chapter.findings:
-        parts.append(_findings_html(chapter.findings))
-    tables = [f'<div class="scroll">{to_html(table)}</div>' for table in chapter.tables]
-    tables += [
-        f"<details><summary>The same on another split ({html.escape(table.key)})</summary>"
-        f'<div class="scroll">{to_html(table)}</div></details>'
-        for table in chapter.folded
-    ]
-    plots = [_figure_html(plot) for plot in chapter.figures]
-    return "\n".join([*parts, *tables[:1], *plots[:1], *tables[1:], *plots[1:]])
-
-
-def _figure_html(plot: PlotFile) -> str:
-    title = html.escape(plot.title)
-    return (
-        f'<figure id="figure-{plot.key}"><img alt="{title}" src="{plot.data_uri}">'
-        f"<figcaption><strong>{title}.</strong> {html.escape(plot.caption)}</figcaption></figure>"
-    )
-
-
-def _findings_html(findings: Sequence[Finding]) -> str:
-    rows = []
-    for finding in findings:
-        css = finding.verdict.value.replace(" ", "-")
-        rows.append(
-            f"<tr><td>{html.escape(finding.claim)}</td><td>{html.escape(finding.data)}</td>"
-            f'<td class="verdict {css}">{finding.verdict.value}</td>'
-            f"<td>{html.escape(finding.evidence)}</td></tr>"
-        )
-    head = "<tr><th>The paper says</th><th>Data</th><th>Our result</th><th>Evidence</th></tr>"
-    return f'<div class="scroll"><table class="claims">{head}{"".join(rows)}</table></div>'
-
-
-def _list_html(title: str, items: Sequence[str]) -> str:
-    if not items:
-        return ""
-    lines = "".join(f"<li><code>{html.escape(item)}</code></li>" for item in items)
-    return f'<h2>{html.escape(title)} ({len(items)})</h2><ul class="missing-runs">{lines}</ul>'
+    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    return _templates().get_template("report.html.j2").render(page=page, style=style)
 
 
 def page_markdown(page: Page) -> str:
     """The same report for GitHub; figures are links to the PNG files beside it."""
-    parts = [f"# {page.title}", page.lead]
-    parts.append("\n".join(f"- {name}: {value}" for name, value in page.facts))
-    for chapter in page.chapters:
-        if chapter.empty:
-            continue
-        parts += [f"## {chapter.title}", *chapter.notes]
-        if chapter.findings:
-            parts.append(_findings_markdown(chapter.findings))
-        parts += [to_markdown(table).rstrip() for table in [*chapter.tables, *chapter.folded]]
-        for plot in chapter.figures:
-            parts.append(
-                f"![{plot.title}](figures/{plot.key}.png)\n\n*{plot.title}.* {plot.caption}"
-            )
-    for title, items in (("Missing runs", page.missing), ("Unreadable files", page.problems)):
-        if items:
-            listed = "\n".join(f"- `{item}`" for item in items)
-            parts.append(f"## {title} ({len(items)})\n\n{listed}")
+    text = _templates().get_template("report.md.j2").render(page=page)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def to_html(table: Table) -> str:
+    """A `<table>`; the paper's number stands below ours in grey."""
+    module = _templates().get_template("table.html.j2").module
+    return str(module.results_table(table))  # type: ignore[attr-defined]
+
+
+def to_latex(table: Table) -> str:
+    """A `table` environment in the paper's form (needs amsmath)."""
+    return _templates().get_template("table.tex.j2").render(table=table)
+
+
+def to_markdown(table: Table) -> str:
+    """GitHub Markdown; the paper's number follows ours in small type."""
+    parts = [f"**{table.key}.** {table.caption}"]
+    for block in table.blocks:
+        if block.title:
+            parts.append(f"#### {block.title}")
+        rows = [[row.label, *map(_markdown_cell, row.entries)] for row in block.rows]
+        align = ["left", *["right"] * len(block.columns)]
+        text = tabulate(rows, _heads(block), tablefmt="pipe", disable_numparse=True, colalign=align)
+        parts.append(text)
     return "\n\n".join(parts) + "\n"
 
 
-def _findings_markdown(findings: Sequence[Finding]) -> str:
-    lines = ["| The paper says | Data | Our result | Evidence |", "| --- | --- | --- | --- |"]
-    lines += [f"| {f.claim} | {f.data} | **{f.verdict.value}** | {f.evidence} |" for f in findings]
-    return "\n".join(lines)
+def _markdown_cell(entry: Entry) -> str:
+    text = f"**{entry.text()}**" if entry.cell.bold else entry.text()
+    text += DAGGER if entry.cell.dagger else ""
+    if entry.published is not None:
+        text += f"<br><sub>paper {_published_text(entry)}</sub>"
+    return text
+
+
+def to_text(table: Table, *, color: bool = False) -> str:
+    """Aligned columns for a terminal; best in bold (ANSI) or with a star."""
+    parts: list[str] = []
+    for block in table.blocks:
+        rows = [[row.label, *(_plain(entry, color) for entry in row.entries)] for row in block.rows]
+        align = ["right"] * len(_heads(block))
+        text = tabulate(
+            rows, _heads(block), tablefmt="simple", disable_numparse=True, colalign=align
+        )
+        parts.append(f"{block.title}\n{text}" if block.title else text)
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(entry: Entry, color: bool) -> str:
+    text = entry.text() + (DAGGER if entry.cell.dagger else "")
+    if not entry.cell.bold:
+        return text
+    return f"\033[1;32m{text}\033[0m" if color else f"{text}*"
+
+
+def to_csv(table: Table) -> str:
+    """One line per cell with full precision, ours and the paper's."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    head = "table,block,group,column,row,mean,std,seeds,bold,dagger,p_value,note"
+    writer.writerow([*head.split(","), "published_mean", "published_std", "published_dagger"])
+    for block in table.blocks:
+        for row in block.rows:
+            for column, entry in zip(block.columns, row.entries, strict=True):
+                place = [table.key, block.title, column.group, column.label, row.label]
+                writer.writerow([*place, *_csv_values(entry)])
+    return out.getvalue()
+
+
+def _csv_values(entry: Entry) -> list[object]:
+    cell, paper = entry.cell, entry.published
+    blank = ""
+    values: list[object] = [
+        blank if cell.mean is None else repr(cell.mean),
+        blank if cell.std is None else repr(cell.std),
+        cell.seeds,
+        int(cell.bold),
+        int(cell.dagger),
+        blank if cell.p_value is None else repr(cell.p_value),
+        cell.note or (blank if cell.present else "missing"),
+    ]
+    if paper is None or paper.mean is None:
+        return [*values, blank, blank, blank]
+    return [*values, paper.mean, blank if paper.std is None else paper.std, int(paper.dagger)]
+
+
+# Pieces that several formats share.
+
+
+def _heads(block: Block) -> list[str]:
+    """One line of heads, where a format has no place for groups of columns."""
+    heads = [f"{column.group} {column.label}".strip() for column in block.columns]
+    return [block.corner, *heads]
+
+
+def _groups(block: Block) -> list[tuple[str, int]]:
+    """Runs of neighbouring columns under the same head: [("GitHub", 2), ("ArXiv", 2)]."""
+    runs = groupby(block.columns, key=lambda column: column.group)
+    return [(group, len(list(columns))) for group, columns in runs]
+
+
+def _published_text(entry: Entry) -> str:
+    dagger = DAGGER if entry.published and entry.published.dagger else ""
+    return entry.published_text() + dagger
+
+
+def latex_row(label: str, entries: tuple[Entry, ...]) -> str:
+    cells = [_latex_escape(label), *(_latex_cell(entry) for entry in entries)]
+    return " & ".join(cells) + r"\\"
+
+
+def _latex_cell(entry: Entry) -> str:
+    plus_minus = r" $\pmb{\pm}$ " if entry.cell.bold else r" $\pm$ "
+    text = entry.text(plus_minus, missing="--")
+    if entry.cell.bold:
+        text = rf"\textbf{{{text}}}"
+    return text + (r"$^\dagger$" if entry.cell.dagger else "")
+
+
+_LATEX = {"%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "±": r"$\pm$", "†": r"$^\dagger$"}
+_LATEX |= {"×": r"$\times$", "—": "---", "–": "--", "α": r"$\alpha$"}
+
+
+def _latex_escape(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)

@@ -133,12 +133,12 @@ def _total_line(suite: Suite) -> str:
 def _data_lines(suite: Suite) -> Iterable[str]:
     for source in suite.used_data:
         if source.raw_gigabytes is None:
-            yield f"Data: {source.title} in {source.prefix}.bin"
+            yield f"Data: {source.title} in {source.prefix(suite.data_root)}.bin"
             continue
         tokens = source.raw_gigabytes * 1e9 / _BYTES_PER_TOKEN_OF_TEXT
         yield (
             f"Data: {source.title}, {source.raw_gigabytes:g} GB raw, about {_bytes(2 * tokens)} "
-            f"as tokens in {source.prefix}.bin"
+            f"as tokens in {source.prefix(suite.data_root)}.bin"
         )
 
 

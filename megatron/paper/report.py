@@ -1,77 +1,47 @@
-"""Put a suite's results together: tables in four formats, figures in three, and one page."""
+"""From a suite and its run directories to the report: tables, figures, claims, one page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import os
+import platform
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from megatron import __version__
 from megatron.atomic_files import write_text
 from megatron.paper.claims import check_claims
-from megatron.paper.figures import (
-    PositionCurve,
-    perplexity_by_length,
-    positionwise_perplexity,
-    training_loss,
-)
+from megatron.paper.figures import perplexity_by_length, positionwise_perplexity, training_loss
 from megatron.paper.kernel_figures import (
     effective_lengths,
     kernel_functions,
     learned_parameters,
     training_speed,
 )
-from megatron.paper.pages import Chapter, Page, page_html, page_markdown
-from megatron.paper.render import to_csv, to_latex, to_markdown
-from megatron.paper.results import ResultSet
-from megatron.paper.speed import speed_table
-from megatron.paper.style import PlotFile, save_figure
-from megatron.paper.tables import (
-    DataSet,
-    Layout,
-    Table,
-    TableSpec,
-    lay_out,
-    measured_cells,
-    published_source,
+from megatron.paper.pages import (
+    Chapter,
+    Listing,
+    Page,
+    page_html,
+    page_markdown,
+    to_csv,
+    to_latex,
+    to_markdown,
 )
+from megatron.paper.result_fit import Fit
+from megatron.paper.run_files import done_steps, read_history, step_names, step_seconds
+from megatron.paper.run_results import ResultSet, finite, read_run
+from megatron.paper.style import PlotFile, save_figure
+from megatron.paper.suite import Suite
+from megatron.paper.suite_file import DataSet, Layout, Section, TableSpec
+from megatron.paper.tables import Table, lay_out, measured_cells, published_source, speed_table
 
-__all__ = ["PositionPanel", "ReportFiles", "ReportSection", "ReportSpec", "write_report"]
-
-
-@dataclass(frozen=True)
-class PositionPanel:
-    """One position-wise figure: a data set, a length, and its lines."""
-
-    data: str
-    length: int
-    curves: tuple[PositionCurve, ...]
-
-
-@dataclass(frozen=True)
-class ReportSection:
-    name: str
-    title: str
-    models: tuple[str, ...]
-    methods: tuple[str, ...]
-    data: tuple[DataSet, ...]
-    heads: int
-    table: TableSpec | None = None
-    speed_caption: str | None = None
-    speed_data: tuple[str, ...] = ()
-    positions: tuple[PositionPanel, ...] = ()
-
-
-@dataclass(frozen=True)
-class ReportSpec:
-    title: str
-    lead: str
-    splits: tuple[str, ...]
-    sections: tuple[ReportSection, ...]
-    facts: list[tuple[str, str]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    machine: str = "this machine"
+__all__ = ["ReportFiles", "collect_results", "machine_name", "make_report"]
 
 
 @dataclass(frozen=True)
@@ -80,65 +50,122 @@ class ReportFiles:
     html: Path
     markdown: Path
     tables: tuple[Table, ...]
+    finished: int
+    """Runs with all their steps done."""
 
 
-def write_report(spec: ReportSpec, results: ResultSet, directory: Path) -> ReportFiles:
-    """Write report.html, report.md, tables/ and figures/; missing results stay missing."""
-    directory.mkdir(parents=True, exist_ok=True)
-    chapters = [_claims_chapter(spec, results)]
-    for section in spec.sections:
-        chapters.append(_section_chapter(spec, section, results, directory))
+def collect_results(suite: Suite, root: Path) -> ResultSet:
+    """What all runs have so far."""
+    return ResultSet(tuple(read_run(suite.run_directory(root, run), run) for run in suite.runs))
+
+
+def make_report(
+    suite: Suite, root: Path, directory: Path | None = None, command: str = ""
+) -> ReportFiles:
+    """Write report.html, report.md, tables/ and figures/ of whatever is finished."""
+    directory = directory or root / suite.name / "report"
+    results = collect_results(suite, root)
+    missing = [
+        run.name
+        for run in suite.runs
+        if done_steps(suite.run_directory(root, run), run) != set(step_names(run))
+    ]
+    chapters = [_section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
-    chapters[0], chapters[1] = chapters[1], chapters[0]
-    page = Page(spec.title, spec.lead, spec.facts, chapters, spec.missing, results.problems)
+    chapters.insert(1, _claims_chapter(suite, results))
+    page = Page(
+        f"KERPLE: the {suite.name} suite",
+        suite.about + ".",
+        _facts(suite, root, results, len(missing), command),
+        chapters,
+        _listings(results, missing),
+    )
     tables = tuple(table for chapter in chapters for table in [*chapter.tables, *chapter.folded])
     for table in tables:
-        _write_table(table, directory / "tables")
-    _write_text(directory / "report.html", page_html(page))
-    _write_text(directory / "report.md", page_markdown(page))
-    return ReportFiles(directory, directory / "report.html", directory / "report.md", tables)
+        for suffix, render in (("md", to_markdown), ("tex", to_latex), ("csv", to_csv)):
+            _write(directory / "tables" / f"{table.key}.{suffix}", render(table))
+    _write(directory / "report.html", page_html(page))
+    _write(directory / "report.md", page_markdown(page))
+    finished = len(suite.runs) - len(missing)
+    html, markdown = directory / "report.html", directory / "report.md"
+    return ReportFiles(directory, html, markdown, tables, finished)
 
 
-def _write_text(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     """An interrupted report leaves the old one in place."""
     write_text(path, text, parents=True)
 
 
-def _write_table(table: Table, directory: Path) -> None:
-    _write_text(directory / f"{table.key}.md", to_markdown(table))
-    _write_text(directory / f"{table.key}.tex", to_latex(table))
-    _write_text(directory / f"{table.key}.csv", to_csv(table))
+def _listings(results: ResultSet, missing: list[str]) -> list[Listing]:
+    """What the tables leave out, and why."""
+    checks = [
+        (item.run.name, name, check)
+        for item in results.runs
+        for name, check in item.checks.items()
+        if item.last_step or check.fit is not Fit.MISSING
+    ]
+    unfit = [
+        f"{run}: {step}: {check.fit.value}: {check.detail}"
+        for run, step, check in checks
+        if check.fit is not Fit.COMPLETE
+    ]
+    older = [f"{run}: {step}" for run, step, check in checks if not check.recorded]
+    refused = [f"{run}: {note}" for run, _, check in checks for note in check.not_measurable]
+    unused = [line for item in results.runs for line in item.unused]
+    problems = [line for item in results.runs for line in item.problems]
+    listings = [
+        Listing("Missing runs", "Not finished: their cells show “—”.", tuple(missing)),
+        Listing(
+            "Results that are missing, outdated or foreign",
+            "Left out of every table; `tools/reproduce.py run` evaluates them again.",
+            tuple(unfit),
+        ),
+        Listing("Not measurable", "evaluate.py tried and said why not.", tuple(refused)),
+        Listing(
+            "Results of an older version",
+            "Their files did not record every setting. What they record (seed, protocol, number of "
+            "sequences, lengths, window, step) agrees with the suite; data files and weights "
+            "could not be checked.",
+            tuple(older),
+        ),
+        Listing(
+            "Result files that no table uses",
+            "Made with other settings or from another checkpoint than the suite asks for.",
+            tuple(unused),
+        ),
+        Listing("Files that could not be read", "Nothing of them is shown.", tuple(problems)),
+    ]
+    return [listing for listing in listings if listing.items]
 
 
-def _claims_chapter(spec: ReportSpec, results: ResultSet) -> Chapter:
+def _claims_chapter(suite: Suite, results: ResultSet) -> Chapter:
     """Only claims about data sets of stacked or side-by-side tables (one training length)."""
     data: dict[str, DataSet] = {}
     models: list[str] = []
-    for section in spec.sections:
+    for section in suite.sections:
         if section.table and section.table.layout is not Layout.BY_METHOD:
             if models and set(section.models) - set(models):
                 continue
             models += section.models
-            data |= {item.name: item for item in section.data}
-    findings = check_claims(results.of_models(models), spec.splits[0], tuple(data.values()))
+            data |= {item.name: item for item in suite.data_of(section)}
+    findings = check_claims(results.of_models(models), suite.splits[0], tuple(data.values()))
     return Chapter("The paper's claims against these results", findings=findings)
 
 
 def _section_chapter(
-    spec: ReportSpec, section: ReportSection, results: ResultSet, directory: Path
+    suite: Suite, section: Section, results: ResultSet, directory: Path
 ) -> Chapter:
     own = results.of_models(section.models)
     chapter = Chapter(section.title)
     if section.table:
-        for index, split in enumerate(spec.splits):
+        for index, split in enumerate(suite.splits):
             table = _result_table(section.table, own, split, first=index == 0)
             (chapter.tables if index == 0 else chapter.folded).append(table)
-    if section.speed_caption:
+    if section.speed:
         seconds = {m: own.seconds_per_step(section.speed_data, m) for m in section.methods}
-        chapter.tables.append(
-            speed_table(f"{section.name}_speed", section.speed_caption, section.methods, seconds)
-        )
-    chapter.figures = _figures(spec, section, own, directory / "figures")
+        key, caption = f"{section.name}_speed", section.speed.caption
+        chapter.tables.append(speed_table(key, caption, section.methods, seconds))
+    chapter.figures = _figures(suite, section, own, directory / "figures")
     return chapter
 
 
@@ -171,34 +198,33 @@ _EFFECTIVE_CAPTION = (
 )
 
 
-def _figures(
-    spec: ReportSpec, section: ReportSection, results: ResultSet, directory: Path
-) -> list[PlotFile]:
+def _figures(suite: Suite, section: Section, results: ResultSet, directory: Path) -> list[PlotFile]:
     plots: list[PlotFile] = []
 
     def add(name: str, title: str, caption: str, figure: Figure | None) -> None:
         if figure is not None:
             plots.append(save_figure(figure, directory, f"{section.name}_{name}", title, caption))
 
-    split, data, methods = spec.splits[0], section.data, section.methods
+    split, data, methods = suite.splits[0], suite.data_of(section), section.methods
     if section.table:
         by_length = perplexity_by_length(results, split, data, methods)
         add("perplexity", f"Perplexity against length ({split})", _LENGTH_CAPTION, by_length)
     for item in data:
-        panels = [panel for panel in section.positions if panel.data == item.name]
-        curves = [(panel.length, panel.curves) for panel in panels]
-        by_position = positionwise_perplexity(results, split, item, curves)
+        by_position = positionwise_perplexity(results, split, item, section.positionwise)
         add(f"positionwise_{item.name}", "Position-wise perplexity", _POSITION_CAPTION, by_position)
     if section.table:
+        own = results.of_methods(methods)
+        runs = suite.runs_of(section)
+        heads = int(runs[0].config["num_attention_heads"]) if runs else 1
         reach = 32 * max((results.train_length(item.name) or 0) for item in data)
-        functions = kernel_functions(_drawn(results, methods), data, section.heads, reach)
+        functions = kernel_functions(own, data, heads, reach)
         add("kernels", "Kernel functions per head", _KERNEL_CAPTION, functions)
-        counts = effective_lengths(_drawn(results, methods), data, section.heads)
+        counts = effective_lengths(own, data, heads)
         add("effective_length", "Heads by effective length", _EFFECTIVE_CAPTION, counts)
-        learned = learned_parameters(_drawn(results, methods), data)
+        learned = learned_parameters(own, data)
         add("parameters", "Learned r1 and r2", "One point per head and seed.", learned)
-    if section.speed_caption:
-        speed = training_speed(results, section.speed_data, methods, spec.machine)
+    if section.speed:
+        speed = training_speed(results, section.speed_data, methods, machine_name())
         caption = "Median seconds per step, mean over seeds, as a multiple of KERPLE-log's."
         add("speed", "Training time per step", caption, speed)
     if section.table:
@@ -207,6 +233,77 @@ def _figures(
     return plots
 
 
-def _drawn(results: ResultSet, methods: Sequence[str]) -> ResultSet:
-    wanted: Callable[[str], bool] = set(methods).__contains__
-    return ResultSet(tuple(run for run in results.runs if wanted(run.key.method)))
+def _facts(
+    suite: Suite, root: Path, results: ResultSet, missing: int, command: str
+) -> list[tuple[str, str]]:
+    total = len(suite.runs)
+    seeds = sorted({run.seed for run in suite.runs})
+    facts = [
+        ("Runs", f"{total - missing} of {total} finished; seeds {', '.join(map(str, seeds))}"),
+        ("Machine", f"{machine_name()} (of this report)"),
+        ("Software", _software()),
+    ]
+    versions = sorted({name for item in results.runs for name in item.versions})
+    if versions and versions != [__version__]:
+        facts.append(("Results", f"made by version {', '.join(versions)}"))
+    spent = _time_spent(suite, root)
+    if spent:
+        facts.append(("Time", spent))
+    history = read_history(root / suite.name)
+    if history:
+        wall = sum(finite(entry.get("seconds")) or 0.0 for entry in history)
+        facts.append(("Wall clock", f"{_hours(wall)} in {len(history)} call(s) of run"))
+        command = str(history[-1].get("command", command))
+    facts.append(("Written", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())))
+    if command:
+        facts.insert(0, ("Command", command))
+    return facts
+
+
+def _time_spent(suite: Suite, root: Path) -> str:
+    train = evaluate = 0.0
+    for run in suite.runs:
+        directory = suite.run_directory(root, run)
+        train += step_seconds(directory, "train") or 0.0
+        evaluate += sum(step_seconds(directory, step.name) or 0.0 for step in run.evaluations)
+    if not train:
+        return ""
+    return f"{_hours(train)} training and {_hours(evaluate)} evaluating, summed over runs"
+
+
+def _hours(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def machine_name() -> str:
+    """Processor, cores and GPUs; no host name, reports are published."""
+    cores = f"{os.cpu_count() or 1} cores of {_processor()}"
+    if shutil.which("nvidia-smi") is None:
+        return f"{cores}, no GPU"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = [line.strip() for line in listed.stdout.splitlines() if line.strip()]
+    return f"{len(names)} x {names[0]}, {cores}" if names else f"{cores}, no GPU"
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    for line in text.splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _software() -> str:
+    parts = [f"KERPLE-NeoX {__version__}", f"Python {platform.python_version()}"]
+    for package in ("torch", "deepspeed", "scipy"):
+        try:
+            parts.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(parts)

@@ -4,7 +4,8 @@ runs/<suite>/<run>/
     config.yml            the complete config, the only input of every step
     run.json              which run this is: suite, sections, model, data, method, seed
     state.json            what happened last: running, interrupted, failed or done
-    .done/<step>.json     one marker per finished step, with the hash of what it depended on
+    .done/<step>.json     one marker per finished step, with the hash of what it depended on; an
+                          evaluation counts as finished only if its results fit the suite, too
     logs/<step>.log       output of each step, appended on every attempt
 """
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ import yaml
 
 from megatron.atomic_files import write_text
 from megatron.errors import ReproduceError
+from megatron.evaluation.results_schema import read_json
+from megatron.paper.result_fit import Fit, check_steps
+from megatron.paper.run_results import finite
 from megatron.paper.suite import Run
 
 __all__ = [
@@ -28,8 +31,14 @@ __all__ = [
     "State",
     "done_steps",
     "mark_done",
+    "move_aside",
     "prepare_run",
+    "read_history",
     "read_state",
+    "record_command",
+    "step_names",
+    "step_seconds",
+    "trained",
     "write_state",
 ]
 
@@ -55,11 +64,6 @@ class RunState:
     host: str = ""
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """In a folder that may not exist yet."""
-    write_text(path, text, parents=True)
-
-
 def config_text(run: Run) -> str:
     head = f"# Run {run.name}, written by tools/reproduce.py. Edit the suite, not this file.\n"
     body = yaml.safe_dump(dict(run.config), sort_keys=True, default_flow_style=None, width=100)
@@ -74,7 +78,7 @@ def prepare_run(directory: Path, suite_name: str, run: Run) -> None:
             f"{directory} holds a run with another training config. Move it aside, or let "
             "`tools/reproduce.py run --restart-changed` do that (nothing is deleted)."
         )
-    write_atomically(directory / "config.yml", config_text(run))
+    write_text(directory / "config.yml", config_text(run), parents=True)
     description = {
         "suite": suite_name,
         "run": run.name,
@@ -85,7 +89,7 @@ def prepare_run(directory: Path, suite_name: str, run: Run) -> None:
         "seed": run.seed,
         "train_hash": run.train_hash,
     }
-    write_atomically(directory / "run.json", json.dumps(description, indent=1) + "\n")
+    write_text(directory / "run.json", json.dumps(description, indent=1) + "\n")
 
 
 def _recorded_train_hash(directory: Path) -> str | None:
@@ -93,7 +97,7 @@ def _recorded_train_hash(directory: Path) -> str | None:
     started = (directory / "metrics.jsonl").exists() or (directory / "latest").exists()
     if not (started or (directory / ".done" / "train.json").exists()):
         return None
-    content = _read_json(directory / "run.json")
+    content = read_json(directory / "run.json") or {}
     value = content.get("train_hash")
     return str(value) if value else None
 
@@ -108,48 +112,56 @@ def move_aside(directory: Path, run: Run) -> Path | None:
     return target
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def read_state(directory: Path) -> RunState:
-    content = _read_json(directory / "state.json")
-    known = {key: content[key] for key in RunState.__dataclass_fields__ if key in content}
-    return RunState(**known)
+    """What happened last; a damaged file is as good as none."""
+    content = read_json(directory / "state.json") or {}
+    process, code = content.get("process"), content.get("exit_code")
+    return RunState(
+        str(content.get("state", State.PENDING)),
+        str(content.get("step", "")),
+        code if isinstance(code, int) else None,
+        finite(content.get("seconds")) or 0.0,
+        process if isinstance(process, int) else None,
+        str(content.get("host", "")),
+    )
 
 
 def write_state(directory: Path, state: RunState) -> None:
-    write_atomically(directory / "state.json", json.dumps(state.__dict__, indent=1) + "\n")
+    write_text(directory / "state.json", json.dumps(state.__dict__, indent=1) + "\n", parents=True)
 
 
-def expected_steps(run: Run) -> dict[str, str]:
-    """Every step of a run with the hash that its marker must carry, in order."""
-    steps = {"train": run.train_hash}
-    steps |= {step.name: run.step_hash(step) for step in run.evaluations}
-    return steps
+def step_names(run: Run) -> list[str]:
+    """Every step of a run, in order."""
+    return ["train", *(step.name for step in run.evaluations)]
 
 
-def done_steps(directory: Path, expected: Mapping[str, str]) -> set[str]:
-    """Steps whose marker matches what the suite asks for now."""
-    return {
-        name
-        for name, value in expected.items()
-        if _read_json(directory / ".done" / f"{name}.json").get("hash") == value
-    }
+def trained(directory: Path, run: Run) -> bool:
+    """Whether training is finished, with the config that the suite has now."""
+    return _marker(directory, "train").get("hash") == run.train_hash
 
 
-def mark_done(directory: Path, step: str, value: str, seconds: float) -> None:
+def done_steps(directory: Path, run: Run) -> set[str]:
+    """Finished steps: training by its marker, an evaluation by results that the suite can use."""
+    if not trained(directory, run):
+        return set()
+    checks = check_steps(directory, run)
+    return {"train", *(name for name, check in checks.items() if check.fit is Fit.COMPLETE)}
+
+
+def mark_done(directory: Path, step: str, run: Run, seconds: float) -> None:
+    """Note that a step ended well: what it depended on, and how long it took."""
+    evaluations = {item.name: run.step_hash(item) for item in run.evaluations}
+    value = {"train": run.train_hash, **evaluations}[step]
     content = {"hash": value, "seconds": round(seconds, 1), "time": int(time.time())}
-    write_atomically(directory / ".done" / f"{step}.json", json.dumps(content) + "\n")
+    write_text(directory / ".done" / f"{step}.json", json.dumps(content) + "\n", parents=True)
 
 
 def step_seconds(directory: Path, step: str) -> float | None:
-    value = _read_json(directory / ".done" / f"{step}.json").get("seconds")
-    return float(value) if value is not None else None
+    return finite(_marker(directory, step).get("seconds"))
+
+
+def _marker(directory: Path, step: str) -> dict[str, Any]:
+    return read_json(directory / ".done" / f"{step}.json") or {}
 
 
 def record_command(suite_directory: Path, command: str, seconds: float, exit_code: int) -> None:
@@ -163,13 +175,15 @@ def record_command(suite_directory: Path, command: str, seconds: float, exit_cod
 
 def read_history(suite_directory: Path) -> list[dict[str, Any]]:
     try:
-        lines = (suite_directory / "history.jsonl").read_text(encoding="utf-8").splitlines()
+        text = (suite_directory / "history.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     entries = []
-    for line in lines:
+    for line in text.splitlines():
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict):
+            entries.append(entry)
     return entries

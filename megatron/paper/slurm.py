@@ -12,7 +12,6 @@ import json
 import shlex
 import shutil
 import signal
-import string
 import subprocess
 import sys
 import time
@@ -20,23 +19,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+import megatron
+from megatron.atomic_files import write_text
 from megatron.errors import ReproduceError
 from megatron.paper.execute import (
     EXIT_REQUEUE,
-    REPOSITORY,
     Children,
     Launcher,
     execute_run,
     prepare_data,
     tail,
 )
-from megatron.paper.progress import progress_of
-from megatron.paper.run_files import RunState, State, done_steps, prepare_run, write_atomically
+from megatron.paper.run_files import RunState, State, done_steps, prepare_run, step_names, trained
 from megatron.paper.suite import Run, Suite
 
 __all__ = ["ClusterOptions", "Job", "build_jobs", "run_task", "submit", "submitted_jobs"]
 
-TEMPLATES = REPOSITORY / "tools" / "slurm"
+TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def build_jobs(
     open_runs = [
         run
         for run in suite.runs
-        if progress_of(suite.run_directory(root, run), run).state != State.DONE
+        if done_steps(suite.run_directory(root, run), run) != set(step_names(run))
     ]
     directory = root / suite.name / "slurm"
     script = _Script(suite, directory, time.strftime("%Y%m%d-%H%M%S"), options, suite_arguments)
@@ -101,9 +102,7 @@ def _model_jobs(
 ) -> list[Job]:
     own = [run for run in open_runs if run.model == model]
     names = tuple(run.name for run in own)
-    untrained = [
-        run for run in own if not done_steps(suite.run_directory(root, run), _train_only(run))
-    ]
+    untrained = [run for run in own if not trained(suite.run_directory(root, run), run)]
     gpus = own[0].gpus
     jobs = []
     # Evaluation waits task by task, so both arrays must have the same tasks; a task whose
@@ -117,10 +116,6 @@ def _model_jobs(
         script.job("evaluate", names, model=model, gpus=gpus, after=after, dependency=dependency)
     )
     return jobs
-
-
-def _train_only(run: Run) -> dict[str, str]:
-    return {"train": run.train_hash}
 
 
 class _Script:
@@ -156,7 +151,12 @@ class _Script:
         self, stage: str, tasks: tuple[str, ...], task_file: Path, model: str, gpus: int
     ) -> str:
         options = self._options
-        template = string.Template((TEMPLATES / f"{stage}.sbatch").read_text(encoding="utf-8"))
+        environment = Environment(
+            loader=FileSystemLoader(TEMPLATES),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            autoescape=False,  # noqa: S701 - a shell script; every value is quoted below
+        )
         values: dict[str, object] = {
             "suite": self._suite.name,
             "model": model,
@@ -172,14 +172,16 @@ class _Script:
             "log_directory": _directive_value((self._directory / "logs").resolve().as_posix()),
             "directives": self._directives(),
             "gpu_directive": self._gpu_directive(gpus),
-            "repository": shlex.quote(str(REPOSITORY)),
+            "place": shlex.quote(str(Path.cwd())),
+            "package": shlex.quote(str(Path(megatron.__file__).resolve().parents[1])),
             "setup": "\n".join(options.setup) or ":",
             "worker": self._worker(task_file if tasks else None),
         }
-        return template.substitute({key: str(value) for key, value in values.items()})
+        return environment.get_template(f"{stage}.sbatch.j2").render(values)
 
     def _worker(self, task_file: Path | None) -> str:
-        words = [sys.executable, "-u", "tools/reproduce.py", "worker", *self._suite_arguments]
+        words = [sys.executable, "-u", "-m", "megatron.paper.cli", "worker"]
+        words += self._suite_arguments
         if self._options.container:
             words.append(f"--container={self._options.container}")
         if task_file is not None:
@@ -243,8 +245,8 @@ def submit(
 
 def _submit_one(job: Job, numbers: Mapping[str, str]) -> str:
     path = job.path
-    write_atomically(path, job.script)
-    write_atomically(path.with_suffix(".tasks"), "".join(f"{name}\n" for name in job.runs))
+    write_text(path, job.script, parents=True)
+    write_text(path.with_suffix(".tasks"), "".join(f"{name}\n" for name in job.runs))
     command = ["sbatch", "--parsable"]
     waits = [numbers[name] for name in job.after if name in numbers]
     if waits:
@@ -267,7 +269,7 @@ def _record(directory: Path, jobs: list[Job], numbers: Mapping[str, str]) -> Non
         for job in jobs
         if job.name in numbers and job.stage in ("train", "evaluate")
     }
-    write_atomically(directory / "jobs.json", json.dumps(content, indent=1) + "\n")
+    write_text(directory / "jobs.json", json.dumps(content, indent=1) + "\n")
 
 
 def submitted_jobs(suite_directory: Path) -> dict[str, tuple[str, list[str]]]:
@@ -294,7 +296,7 @@ def run_task(suite: Suite, root: Path, stage: str, name: str, container: str | N
         signal.signal(number, lambda *_: children.stop(signal.SIGUSR1))
     if stage == "data":
         return _data_task(children, suite, root, name)
-    run = _named_run(suite, name)
+    run = suite.run_named(name)
     directory = suite.run_directory(root, run)
     prepare_run(directory, suite.name, run)
     launcher = Launcher(srun=True, container=shlex.split(container or ""))
@@ -314,15 +316,8 @@ def _data_task(children: Children, suite: Suite, root: Path, name: str) -> int:
     if not users:
         raise ReproduceError(f"suite {suite.name} has no data set {name!r}")
     log = root / suite.name / "logs" / f"prepare-{name}.log"
-    prepare_data(children, suite.data[name], users[0], log, {})
+    prepare_data(children, suite.data[name], suite.data_root, users[0], log, {})
     return EXIT_REQUEUE if children.stopping else 0
-
-
-def _named_run(suite: Suite, name: str) -> Run:
-    for run in suite.runs:
-        if run.name == name:
-            return run
-    raise ReproduceError(f"suite {suite.name} has no run {name!r}: it changed after submission")
 
 
 def _exit_code(directory: Path, run: Run, state: RunState, stage: str) -> int:

@@ -1,39 +1,128 @@
-"""`tools/reproduce.py status`: every run with its state, step, loss and ETA."""
+"""`tools/reproduce.py status`: each run's state, step, loss, time left and place in Slurm."""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import socket
 import subprocess
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.paper.progress import RunProgress, duration, progress_of
-from megatron.paper.run_files import State
+from megatron.evaluation.results_schema import text_table
+from megatron.paper.result_fit import Fit, check_steps
+from megatron.paper.run_files import State, done_steps, read_state, step_names
+from megatron.paper.run_results import finite, read_metrics
 from megatron.paper.slurm import submitted_jobs
-from megatron.paper.suite import Suite
+from megatron.paper.suite import Run, Suite
 
-__all__ = ["queue_states", "status_text"]
+__all__ = ["RunProgress", "duration", "progress_of", "queue_states", "status_text"]
+
+_TAIL_BYTES = 16384
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    name: str
+    state: str
+    stage: str = ""
+    step: int = 0
+    total: int = 0
+    loss: float | None = None
+    seconds_left: float | None = None
+
+    def cells(self) -> list[str]:
+        """Name, state, stage, step, loss and time left."""
+        loss = f"{self.loss:.3f}" if self.loss is not None else ""
+        running = self.state == State.RUNNING and self.seconds_left is not None
+        left = duration(self.seconds_left or 0) if running else ""
+        step = f"{self.step}/{self.total}" if self.step else ""
+        return [self.name, self.state, self.stage, step, loss, left]
+
+    def line(self) -> str:
+        """The same on one line."""
+        name, state, stage, step, loss, left = self.cells()
+        parts = [f"{name:<34}", f"{state:<11}", stage, step, loss and f"loss {loss}"]
+        return "  ".join(part for part in [*parts, left and f"{left} left"] if part).rstrip()
+
+
+def duration(seconds: float) -> str:
+    whole = max(round(seconds), 0)
+    hours, rest = divmod(whole, 3600)
+    if hours >= 48:
+        return f"{hours / 24:.1f} d"
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def progress_of(directory: Path, run: Run) -> RunProgress:
+    """From the files in the run's directory."""
+    state = read_state(directory)
+    done = done_steps(directory, run)
+    total = int(run.config["train_iters"])
+    step, loss, pace = _last_metrics(directory / "metrics.jsonl")
+    name = state.state
+    if done == set(step_names(run)):
+        name = State.DONE
+    elif name == State.DONE:
+        name = State.PENDING  # the suite asks for more than was done
+    elif name == State.RUNNING and not _alive(state.process, state.host):
+        name = State.INTERRUPTED
+    stage = state.step if name in (State.RUNNING, State.INTERRUPTED, State.FAILED) else ""
+    left = pace * (total - step) if pace is not None and stage == "train" else None
+    return RunProgress(run.name, name, stage, step, total, loss, left)
+
+
+def _alive(process: int | None, host: str) -> bool:
+    """Only a process on this machine can be checked; others are believed."""
+    if process is None or host != socket.gethostname():
+        return True
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _last_metrics(path: Path) -> tuple[int, float | None, float | None]:
+    """Step, loss and seconds per step from the end of the file, whatever its size."""
+    step, loss, pace = 0, None, None
+    for entry in read_metrics(path, _TAIL_BYTES):
+        step = max(step, entry["step"])
+        loss = finite(entry.get("loss")) or loss
+        pace = finite(entry.get("step_seconds")) or pace
+    return step, loss, pace
 
 
 def status_text(suite: Suite, root: Path) -> str:
     """From the run directories, and squeue where there is one."""
     queued = queue_states(suite, root)
-    rows = [progress_of(suite.run_directory(root, run), run) for run in suite.runs]
-    head = f"{'run':<36}{'state':<13}{'stage':<22}{'step':>14}{'loss':>9}{'left':>10}  queue"
-    lines = [head, *(_row(progress, queued.get(progress.name, "")) for progress in rows)]
-    counts = Counter(progress.state for progress in rows)
-    summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
-    return "\n".join([*lines, "", f"{len(rows)} runs: {summary}"]) + "\n"
+    rows, states, unfit = [], Counter[str](), []
+    for run in suite.runs:
+        directory = suite.run_directory(root, run)
+        progress = progress_of(directory, run)
+        states[progress.state] += 1
+        rows.append([*progress.cells(), queued.get(run.name, "")])
+        unfit += _unfit(directory, run)
+    head = ["run", "state", "stage", "step", "loss", "left", "queue"]
+    align = ["left", "left", "left", "right", "right", "right", "left"]
+    summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    lines = [text_table(head, rows, align), "", f"{len(rows)} runs: {summary}"]
+    if unfit:
+        lines += ["", "results that `run` (or `submit`) will make again:", *unfit]
+    return "\n".join(lines) + "\n"
 
 
-def _row(progress: RunProgress, queue: str) -> str:
-    step = f"{progress.step}/{progress.total}" if progress.step else ""
-    loss = f"{progress.loss:.3f}" if progress.loss is not None else ""
-    running = progress.state == State.RUNNING and progress.seconds_left is not None
-    left = duration(progress.seconds_left or 0) if running else ""
-    start = f"{progress.name:<36}{progress.state:<13}{progress.stage:<22}"
-    return f"{start}{step:>14}{loss:>9}{left:>10}  {queue}".rstrip()
+def _unfit(directory: Path, run: Run) -> list[str]:
+    checks = check_steps(directory, run)
+    return [
+        f"  {run.name} {name}: {check.fit.value}: {check.detail}"
+        for name, check in checks.items()
+        if check.fit in (Fit.OUTDATED, Fit.FOREIGN)
+    ]
 
 
 def queue_states(suite: Suite, root: Path) -> dict[str, str]:

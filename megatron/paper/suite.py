@@ -6,43 +6,25 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import ReproduceError
-from megatron.paper.cells import Rounding
 from megatron.paper.suite_file import (
-    ModelFile,
-    PositionwiseFile,
-    SectionFile,
+    DataSet,
+    Model,
+    Point,
+    Section,
     SuiteFile,
     read_suite_file,
 )
-from megatron.paper.tables import DataSet, Layout, Point, TableSpec
 
-__all__ = ["DataSource", "EvalStep", "Run", "Section", "Suite", "load_suite"]
+__all__ = ["EvalStep", "Run", "Suite", "load_suite"]
 
 
 _PLACES = frozenset({"save", "load"})
 """A run may move to another disk and is still the same run."""
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """A data set and how prepare_data.py makes it."""
-
-    name: str
-    title: str
-    source: str
-    directory: str
-    arguments: tuple[str, ...] = ()
-    published: str | None = None
-    raw_gigabytes: float | None = None
-
-    @property
-    def prefix(self) -> str:
-        return f"{self.directory}/{self.source}/{self.source}_text_document"
 
 
 @dataclass(frozen=True)
@@ -72,6 +54,8 @@ class Run:
     config: Mapping[str, Any]
     sections: tuple[str, ...] = ()
     evaluations: tuple[EvalStep, ...] = ()
+    splits: tuple[str, ...] = ("valid",)
+    """Those that the report shows; both are evaluated."""
 
     @property
     def train_length(self) -> int:
@@ -93,32 +77,32 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Section:
-    name: str
-    title: str
-    methods: tuple[str, ...]
-    data: tuple[DataSet, ...]
-    models: tuple[str, ...]
-    table: TableSpec | None = None
-    speed_caption: str | None = None
-    speed_data: tuple[str, ...] = ()
-    positionwise: tuple[PositionwiseFile, ...] = ()
-
-
-@dataclass(frozen=True)
 class Suite:
     name: str
     about: str
     splits: tuple[str, ...]
     sections: tuple[Section, ...]
     runs: tuple[Run, ...]
-    data: Mapping[str, DataSource] = field(default_factory=dict)
+    data: Mapping[str, DataSet]
+    data_root: Path
 
     def run_directory(self, root: Path, run: Run) -> Path:
         return root / self.name / run.name
 
+    def run_named(self, name: str) -> Run:
+        for run in self.runs:
+            if run.name == name:
+                return run
+        raise ReproduceError(f"suite {self.name} has no run {name!r}: it changed after submission")
+
+    def runs_of(self, section: Section) -> list[Run]:
+        return [run for run in self.runs if section.name in run.sections]
+
+    def data_of(self, section: Section) -> tuple[DataSet, ...]:
+        return tuple(self.data[name] for name in section.data)
+
     @property
-    def used_data(self) -> list[DataSource]:
+    def used_data(self) -> list[DataSet]:
         names = dict.fromkeys(run.data for run in self.runs)
         return [self.data[name] for name in names]
 
@@ -152,42 +136,26 @@ class _Expansion:
     def __init__(
         self, name: str, file: SuiteFile, runs_root: Path, data_root: Path, sets: Mapping[str, Any]
     ) -> None:
-        self._name = name
-        self._file = file
-        self._runs_root = runs_root
-        self._sets = sets
-        self._data = {
-            key: DataSource(
-                key,
-                item.title,
-                item.source or key,
-                data_root.as_posix(),
-                tuple(item.prepare),
-                item.published,
-                item.raw_gigabytes,
-            )
-            for key, item in file.data.items()
-        }
+        self._name, self._file, self._sets = name, file, sets
+        self._runs_root, self._data_root = runs_root, data_root
 
     def suite(self) -> Suite:
         runs: dict[str, Run] = {}
         for name, section in self._file.sections.items():
             for run in self._section_runs(name, section):
                 runs[run.name] = _merge(runs[run.name], run) if run.name in runs else run
-        sections = tuple(
-            self._section(name, section) for name, section in self._file.sections.items()
-        )
         return Suite(
             self._name,
             self._file.about,
             tuple(self._file.splits),
-            sections,
+            tuple(self._with_table(section) for section in self._file.sections.values()),
             tuple(self._with_lengths(run) for run in runs.values()),
-            self._data,
+            self._file.data,
+            self._data_root,
         )
 
     def _model(self, name: str) -> tuple[dict[str, Any], int]:
-        chain: list[ModelFile] = []
+        chain: list[Model] = []
         following: str | None = name
         while following is not None:
             if len(chain) > len(self._file.models):
@@ -201,7 +169,7 @@ class _Expansion:
             gpus = model.gpus or gpus
         return config, gpus
 
-    def _section_runs(self, name: str, section: SectionFile) -> Iterable[Run]:
+    def _section_runs(self, name: str, section: Section) -> Iterable[Run]:
         for model in section.models:
             for data in section.data:
                 for method in section.methods:
@@ -209,15 +177,16 @@ class _Expansion:
                         yield self._run(name, section, model, data, method, seed)
 
     def _run(
-        self, section_name: str, section: SectionFile, model: str, data: str, method: str, seed: int
+        self, section_name: str, section: Section, model: str, data: str, method: str, seed: int
     ) -> Run:
         config, gpus = self._model(model)
         name = f"{model}.{data}.{method}.{seed}"
         directory = (self._runs_root / self._name / name).as_posix()
         config |= self._file.data[data].config | self._file.method_config.get(method, {})
-        config |= {"pos_emb": method, "seed": seed, "data_path": self._data[data].prefix}
+        tokens = self._file.data[data].prefix(self._data_root)
+        config |= {"pos_emb": method, "seed": seed, "data_path": tokens}
         config |= {"save": directory, "load": directory, "num_gpus": gpus, **self._sets}
-        lengths = _lengths(section, model)
+        lengths = section.lengths_of(model)
         steps = [EvalStep("extrapolation")] if lengths else []
         steps += [
             EvalStep("positionwise", item.length, item.window)
@@ -225,63 +194,32 @@ class _Expansion:
             if item.data == data and method in item.methods
         ]
         config["eval_lengths"] = lengths
-        return Run(name, model, data, method, seed, gpus, config, (section_name,), tuple(steps))
+        splits = tuple(self._file.splits)
+        identity = (name, model, data, method, seed, gpus)
+        return Run(*identity, config, (section_name,), tuple(steps), splits)
 
     def _with_lengths(self, run: Run) -> Run:
         """Keys that follow from others; a run that no table reads has no lengths."""
         config = {key: value for key, value in run.config.items() if value != []}
         return replace(run, config=dict(sorted(config.items())))
 
-    def _section(self, name: str, section: SectionFile) -> Section:
-        data = tuple(
-            DataSet(key, self._file.data[key].title, self._file.data[key].published)
-            for key in section.data
-        )
-        speed = section.speed
-        return Section(
-            name,
-            section.title,
-            tuple(section.methods),
-            data,
-            tuple(section.models),
-            self._table(name, section, data),
-            speed.caption if speed else None,
-            tuple(speed.data or section.data) if speed else (),
-            tuple(section.positionwise),
-        )
-
-    def _table(
-        self, name: str, section: SectionFile, data: tuple[DataSet, ...]
-    ) -> TableSpec | None:
+    def _with_table(self, section: Section) -> Section:
+        """The section's table with what follows from the rest of the file."""
         table = section.table
         if table is None:
-            return None
-        points = [
-            Point(int(self._model(model)[0]["seq_length"]), length)
+            return section
+        points = tuple(
+            Point(train_length=int(self._model(model)[0]["seq_length"]), length=length)
             for model in section.models
-            for length in table.lengths or _lengths(section, model)
-        ]
-        return TableSpec(
-            key=name,
-            caption=table.caption,
-            layout=Layout(table.layout),
-            methods=tuple(section.methods),
-            data=data,
-            points=tuple(points),
-            rounding=Rounding(table.rounding),
-            integer_methods=tuple(table.integer_methods),
-            full_labels=table.full_labels,
-            mark_best=table.mark_best,
-            mark_significance=table.mark_significance,
-            published_table=table.published,
-            published_train_length=table.published_train_length,
+            for length in table.lengths or section.lengths_of(model)
         )
-
-
-def _lengths(section: SectionFile, model: str) -> list[int]:
-    if isinstance(section.lengths, dict):
-        return list(section.lengths.get(model, []))
-    return list(section.lengths)
+        filled = {
+            "key": section.name,
+            "methods": tuple(section.methods),
+            "data": tuple(self._file.data[name] for name in section.data),
+            "points": points,
+        }
+        return section.model_copy(update={"table": table.model_copy(update=filled)})
 
 
 def _merge(first: Run, second: Run) -> Run:
@@ -343,7 +281,14 @@ def _select(suite: Suite, chosen: list[str]) -> Suite:
 
 def _narrowed(section: Section, methods: set[str], data: set[str]) -> Section:
     """The section's tables with the chosen methods and data sets only."""
-    kept_methods = tuple(name for name in section.methods if not methods or name in methods)
-    kept_data = tuple(item for item in section.data if not data or item.name in data)
-    table = section.table and replace(section.table, methods=kept_methods, data=kept_data)
-    return replace(section, methods=kept_methods, data=kept_data, table=table)
+    kept_methods = [name for name in section.methods if not methods or name in methods]
+    kept_data = [name for name in section.data if not data or name in data]
+    kept: dict[str, Any] = {"methods": kept_methods, "data": kept_data}
+    if section.table:
+        kept["table"] = section.table.model_copy(
+            update={
+                "methods": tuple(kept_methods),
+                "data": tuple(item for item in section.table.data if item.name in kept_data),
+            }
+        )
+    return section.model_copy(update=kept)

@@ -1,37 +1,50 @@
-"""The form of a suite file, checked once when it is read."""
+"""The form of a suite file, checked once when it is read: models, data sets, sections, tables."""
 
 from __future__ import annotations
 
+import re
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.errors import ReproduceError
 from megatron.paper.cells import Rounding
-from megatron.paper.tables import Layout
 
 __all__ = [
-    "DataFile",
-    "ModelFile",
-    "PositionwiseFile",
-    "SectionFile",
-    "SpeedFile",
+    "DataSet",
+    "Layout",
+    "Model",
+    "Point",
+    "Positionwise",
+    "Section",
     "SuiteFile",
-    "TableFile",
+    "TableSpec",
     "available_suites",
     "read_suite_file",
 ]
 
 SUITE_DIRECTORY = Path(__file__).resolve().parent / "suites"
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+"""Names become folders and files: nothing that leads elsewhere."""
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ModelFile(_Strict):
+class Layout(str, Enum):
+    STACKED = "stacked"
+    """One block per data set, methods as columns, lengths as rows (main, Gaussian, long, large)."""
+    SIDE_BY_SIDE = "side_by_side"
+    """One block, data sets as column groups (complicated kernels)."""
+    BY_METHOD = "by_method"
+    """Methods as rows, lengths as columns grouped by training length (WikiText-103)."""
+
+
+class Model(_Strict):
     """A model with its training recipe; `config` holds ordinary NeoX keys."""
 
     extends: str | None = None
@@ -39,8 +52,12 @@ class ModelFile(_Strict):
     config: dict[str, Any]
 
 
-class DataFile(_Strict):
-    title: str
+class DataSet(_Strict):
+    """A data set, how prepare_data.py makes it, and the paper's that it is shown beside."""
+
+    name: str = ""
+    """The key in the suite file."""
+    title: str = ""
     published: str | None = None
     """The paper's data set whose numbers are printed beside ours."""
     source: str | None = None
@@ -50,69 +67,117 @@ class DataFile(_Strict):
     """Further arguments for prepare_data.py, for instance --input."""
     config: dict[str, Any] = {}
 
+    def prefix(self, data_root: Path) -> str:
+        """Where its tokens are."""
+        source = self.source or self.name
+        return f"{data_root.as_posix()}/{source}/{source}_text_document"
 
-class PositionwiseFile(_Strict):
+
+class Point(_Strict):
+    """A model trained at one length and evaluated at another."""
+
+    train_length: int
+    length: int
+
+    @property
+    def multiple(self) -> float:
+        return self.length / self.train_length
+
+
+class Positionwise(_Strict):
     data: str
     methods: list[str]
     length: int = Field(ge=1)
     window: int | None = Field(default=None, ge=1)
 
 
-class TableFile(_Strict):
+class TableSpec(_Strict):
+    """What a table shows. The last four follow from its section and are not in the file."""
+
     layout: Layout
     caption: str
     rounding: Rounding = Rounding.REFERENCE
-    integer_methods: list[str] = []
-    full_labels: bool = False
-    lengths: list[int] | None = None
+    integer_methods: tuple[str, ...] = ()
+    full_labels: bool = True
+    """No effect any more: a method has one name everywhere."""
+    lengths: tuple[int, ...] | None = None
     mark_best: bool = True
     mark_significance: bool = True
     published: str | None = None
+    """The paper's table whose numbers stand beside ours."""
     published_train_length: int = 512
+    key: str = ""
+    methods: tuple[str, ...] = ()
+    data: tuple[DataSet, ...] = ()
+    points: tuple[Point, ...] = ()
 
 
-class SpeedFile(_Strict):
+class Speed(_Strict):
     caption: str
     data: list[str] | None = None
 
 
-class SectionFile(_Strict):
+class Section(_Strict):
+    """A part of the suite: its runs, its evaluations, and what the report shows of them."""
+
+    name: str = ""
+    """The key in the suite file."""
     title: str
     models: list[str]
     methods: list[str]
     data: list[str]
     seeds: list[int] | None = None
     lengths: list[int] | dict[str, list[int]] = []
-    positionwise: list[PositionwiseFile] = []
-    table: TableFile | None = None
-    speed: SpeedFile | None = None
+    positionwise: list[Positionwise] = []
+    table: TableSpec | None = None
+    speed: Speed | None = None
+
+    def lengths_of(self, model: str) -> list[int]:
+        if isinstance(self.lengths, dict):
+            return list(self.lengths.get(model, []))
+        return list(self.lengths)
+
+    @property
+    def speed_data(self) -> list[str]:
+        return (self.speed.data or self.data) if self.speed else []
 
 
 class SuiteFile(_Strict):
     about: str
     seeds: list[int]
     splits: list[str] = ["valid"]
-    models: dict[str, ModelFile]
-    data: dict[str, DataFile]
-    sections: dict[str, SectionFile]
+    models: dict[str, Model]
+    data: dict[str, DataSet]
+    sections: dict[str, Section]
     method_config: dict[str, dict[str, Any]] = {}
     """Keys that only some methods need, by method."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_parts(cls, content: Any) -> Any:
+        """Data sets and sections know their own names."""
+        if not isinstance(content, dict):
+            return content
+        for kind in ("data", "sections"):
+            parts = content.get(kind)
+            if isinstance(parts, dict):
+                content = {**content, kind: {k: _named(k, part) for k, part in parts.items()}}
+        return content
+
+
+def _named(name: str, part: Any) -> Any:
+    return {**part, "name": name} if isinstance(part, dict) else part
 
 
 def available_suites() -> list[str]:
     return sorted(path.stem for path in SUITE_DIRECTORY.glob("*.yml"))
 
 
-def _suite_path(name: str) -> Path:
-    if name.endswith((".yml", ".yaml")):
-        return Path(name)
-    return SUITE_DIRECTORY / f"{name}.yml"
-
-
 def read_suite_file(name: str) -> SuiteFile:
     """Read a shipped suite by name, or a user's own by its path (ending in .yml)."""
-    path = _suite_path(name)
-    if not path.is_file():
+    own = name.endswith((".yml", ".yaml"))
+    path = Path(name) if own else SUITE_DIRECTORY / f"{name}.yml"
+    if not path.is_file() or (not own and name not in available_suites()):
         known = ", ".join(available_suites())
         raise ReproduceError(
             f"no suite {name!r}: use one of {known}, or the path of your own .yml file"
@@ -120,7 +185,7 @@ def read_suite_file(name: str) -> SuiteFile:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         suite = SuiteFile.model_validate(content)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ReproduceError(f"{path}: not valid YAML: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
@@ -131,12 +196,13 @@ def read_suite_file(name: str) -> SuiteFile:
 
 
 def _check_names(path: Path, suite: SuiteFile) -> None:
-    """Every model and data set that a section names must exist."""
+    """Every name is safe as a file name, and every model and data set that is named exists."""
     for name, section in suite.sections.items():
         for kind, used, known in (
             ("models", section.models, suite.models),
             ("data", section.data, suite.data),
             ("positionwise data", [item.data for item in section.positionwise], suite.data),
+            ("speed data", section.speed_data, suite.data),
         ):
             for item in used:
                 if item not in known:
@@ -144,6 +210,14 @@ def _check_names(path: Path, suite: SuiteFile) -> None:
                     raise ReproduceError(
                         f"{path}: section {name}: {kind}: {item!r} is not defined (have {options})"
                     )
+    methods = {method for section in suite.sections.values() for method in section.methods}
+    sources = {data.source for data in suite.data.values() if data.source}
+    for item in [*suite.models, *suite.data, *suite.sections, *methods, *sources]:
+        if not _SAFE_NAME.fullmatch(item):
+            raise ReproduceError(
+                f"{path}: {item!r} cannot be a name: letters, digits and _ . : - only, as it "
+                "becomes the name of a folder"
+            )
     for name, model in suite.models.items():
         if model.extends is not None and model.extends not in suite.models:
             raise ReproduceError(

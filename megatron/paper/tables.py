@@ -7,82 +7,38 @@ with the paper's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from megatron.paper.cells import Cell, Rounding, cell_text, reference_decimals
-from megatron.paper.methods import method
-from megatron.paper.published import published_cell
-from megatron.paper.statistics import compare_paired, summarize
+from megatron.paper.cells import (
+    Cell,
+    Rounding,
+    cell_text,
+    compare_paired,
+    reference_decimals,
+    summarize,
+)
+from megatron.paper.methods import label_of
+from megatron.paper.published import published_cell, published_seconds_per_step
+from megatron.paper.suite_file import DataSet, Layout, Point, TableSpec
 
 __all__ = [
     "REFERENCE_METHOD",
     "Block",
     "CellSource",
     "Column",
-    "DataSet",
     "Entry",
-    "Layout",
-    "Point",
     "Row",
     "Table",
-    "TableSpec",
     "lay_out",
     "measured_cells",
     "published_source",
+    "published_speed_table",
+    "speed_table",
 ]
 
 REFERENCE_METHOD = "kerple_log"
 """Every other method is tested against this one, as in the paper."""
-
-
-class Layout(str, Enum):
-    STACKED = "stacked"
-    """One block per data set, methods as columns, lengths as rows (main, Gaussian, long, large)."""
-    SIDE_BY_SIDE = "side_by_side"
-    """One block, data sets as column groups (complicated kernels)."""
-    BY_METHOD = "by_method"
-    """Methods as rows, lengths as columns grouped by training length (WikiText-103)."""
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """A data set of a table and the paper's data set that it is shown beside, if any."""
-
-    name: str
-    title: str
-    published: str | None = None
-
-
-@dataclass(frozen=True)
-class Point:
-    """A model trained at one length and evaluated at another."""
-
-    train_length: int
-    length: int
-
-    @property
-    def multiple(self) -> float:
-        return self.length / self.train_length
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    key: str
-    caption: str
-    layout: Layout
-    methods: tuple[str, ...]
-    data: tuple[DataSet, ...]
-    points: tuple[Point, ...]
-    rounding: Rounding = Rounding.REFERENCE
-    integer_methods: tuple[str, ...] = ()
-    full_labels: bool = False
-    mark_best: bool = True
-    mark_significance: bool = True
-    published_table: str | None = None
-    published_train_length: int = 512
-
 
 CellSource = Callable[[str, str, Point], Cell | None]
 """(data set, method, point) -> cell, or None if there is no such result."""
@@ -146,14 +102,14 @@ def published_source(spec: TableSpec) -> CellSource:
 
     def source(data: str, name: str, point: Point) -> Cell | None:
         paper_data = next((item.published for item in spec.data if item.name == data), None)
-        if spec.published_table is None or paper_data is None:
+        if spec.published is None or paper_data is None:
             return None
         if spec.layout is Layout.BY_METHOD:
             train_length, length = point.train_length, point.length
         else:
             train_length = spec.published_train_length
             length = round(point.multiple * train_length)
-        return published_cell(spec.published_table, paper_data, train_length, length, name)
+        return published_cell(spec.published, paper_data, train_length, length, name)
 
     return source
 
@@ -163,17 +119,13 @@ def measured_cells(
 ) -> CellSource:
     """Cells from perplexities by seed: mean, deviation, best in bold, dagger against log."""
 
-    def summary_cell(data: str, name: str, point: Point) -> Cell:
-        summary = summarize(values(data, name, point).values())
-        return Cell(summary.mean, summary.std, summary.seeds)
-
     def source(data: str, name: str, point: Point) -> Cell | None:
-        cell = summary_cell(data, name, point)
+        cell = summarize(values(data, name, point).values())
         if not cell.present:
             return None
         if spec.mark_best:
             # Seeds differ more than methods do: a mean over fewer seeds is never called best.
-            rivals = [summary_cell(data, other, point) for other in spec.methods]
+            rivals = [summarize(values(data, other, point).values()) for other in spec.methods]
             most = max(rival.seeds for rival in rivals)
             best = min(mean for rival, mean in _with_means(rivals) if rival.seeds == most)
             cell = replace(cell, bold=cell.seeds == most and cell.mean == best)
@@ -246,24 +198,17 @@ class _Placer:
         )
 
 
-def _column(spec: TableSpec, name: str, group: str | None = None) -> Column:
-    shown = method(name)
-    if spec.full_labels:
-        return Column(shown.label, group or "")
-    return Column(shown.column, shown.group if group is None else group)
-
-
 def _stacked_block(spec: TableSpec, placed: _Placer, data: DataSet) -> Block:
     rows = tuple(
         Row(str(point.length), tuple(placed.entry(data, name, point) for name in spec.methods))
         for point in spec.points
     )
-    return Block(data.title, "Extrp.", tuple(_column(spec, name) for name in spec.methods), rows)
+    return Block(data.title, "Extrp.", tuple(Column(label_of(name)) for name in spec.methods), rows)
 
 
 def _side_by_side_block(spec: TableSpec, placed: _Placer) -> Block:
     columns = tuple(
-        _column(spec, name, group=data.title) for data in spec.data for name in spec.methods
+        Column(label_of(name), data.title) for data in spec.data for name in spec.methods
     )
     rows = tuple(
         Row(
@@ -280,7 +225,36 @@ def _by_method_block(spec: TableSpec, placed: _Placer, data: DataSet) -> Block:
         Column(str(point.length), f"train length {point.train_length}") for point in spec.points
     )
     rows = tuple(
-        Row(method(name).label, tuple(placed.entry(data, name, point) for point in spec.points))
+        Row(label_of(name), tuple(placed.entry(data, name, point) for point in spec.points))
         for name in spec.methods
     )
     return Block(data.title, "Extrp. length", columns, rows)
+
+
+# The training-time tables: seconds per step by method.
+
+
+def speed_table(
+    key: str, caption: str, methods: Sequence[str], seconds: Mapping[str, Mapping[int, float]]
+) -> Table:
+    """Mean seconds per step over seeds, with the paper's A100 beside."""
+    paper = published_seconds_per_step()
+    cells = {name: summarize(seconds.get(name, {}).values()) for name in methods}
+    return _speed_table(key, caption, cells, paper)
+
+
+def published_speed_table(key: str, caption: str, methods: Sequence[str]) -> Table:
+    """The paper's own numbers through the same layout."""
+    paper = published_seconds_per_step()
+    return _speed_table(key, caption, {name: Cell(paper.get(name)) for name in methods}, {})
+
+
+def _speed_table(
+    key: str, caption: str, cells: Mapping[str, Cell], paper: Mapping[str, float]
+) -> Table:
+    entries = tuple(
+        Entry(cell, Rounding.THREE_DECIMALS, 3, Cell(paper[name]) if name in paper else None)
+        for name, cell in cells.items()
+    )
+    columns = tuple(Column(label_of(name)) for name in cells)
+    return Table(key, caption, (Block("", "", columns, (Row("sec/step", entries),)),))

@@ -1,0 +1,204 @@
+"""Does a result file answer the suite's question? What does not is named, never mixed in.
+
+A file counts if it was made with the suite's settings from the run's last checkpoint; otherwise it
+is outdated (of another checkpoint or other data) or foreign (made with other settings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import EvaluationError
+from megatron.evaluation.results_schema import MODEL_KEYS, Result, read_result, weights_id
+from megatron.paper.suite import EvalStep, Run
+
+__all__ = ["Fit", "ResultFiles", "StepCheck", "check_steps", "wanted_cells"]
+
+_DEFAULT_PROTOCOL, _DEFAULT_SEQUENCES = "fixed_sequences", 320
+
+
+class Fit(str, Enum):
+    """How a step's results on disk relate to what the suite asks for."""
+
+    COMPLETE = "complete"
+    MISSING = "missing"
+    OUTDATED = "outdated"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    fit: Fit
+    detail: str = ""
+    not_measurable: tuple[str, ...] = ()
+    """What evaluate.py tried and could not measure, with the reason."""
+    recorded: bool = True
+    """False if the file is of an older version, which did not record all its settings."""
+
+
+def _expected(run: Run, step: EvalStep) -> dict[str, Any]:
+    config = run.config
+    lengths = [step.length] if step.length else list(config.get("eval_lengths", []))
+    protocol = config.get("eval_protocol") or _DEFAULT_PROTOCOL
+    expected = {
+        "seed": run.seed,
+        "pos_emb": run.method,
+        "train_length": run.train_length,
+        "window": step.window,
+        "eval_protocol": protocol,
+        "eval_num_sequences": config.get("eval_num_sequences") or _DEFAULT_SEQUENCES,
+        "data_seed": config.get("data_seed") or run.seed,
+        "data": Path(str(config.get("data_path"))).name,
+        "split": str(config.get("split")),
+        "model settings": {key: config[key] for key in MODEL_KEYS if config.get(key)},
+    }
+    if protocol == "fixed_tokens" or step.length:
+        # The tokens that are compared, and the length that is looked at, follow from the longest.
+        expected["longest length"] = max(lengths, default=0)
+    if step.task == "positionwise":
+        kind = config.get("positionwise_buckets") or "log"
+        expected["buckets"] = [kind, config.get("positionwise_bucket_count")]
+    return expected
+
+
+def _recorded(result: Result, step: EvalStep) -> dict[str, Any]:
+    """The same facts of a file; older ones did not record all."""
+    facts: dict[str, Any] = {
+        "seed": result.seed,
+        "pos_emb": result.pos_emb,
+        "train_length": result.train_length,
+        "window": result.window,
+        "eval_protocol": result.protocol,
+        "data_seed": result.data_seed if result.data_seed is not None else result.seed,
+    }
+    settings = result.settings
+    if settings is not None:
+        data = settings.get("data") or []
+        facts |= {
+            "eval_num_sequences": settings.get("num_sequences"),
+            "data": ", ".join(sorted({Path(item["prefix"]).name for item in data})),
+            "split": ", ".join(sorted({str(item["share"]) for item in data})),
+            "longest length": max(settings.get("lengths") or [0]),
+            "buckets": settings.get("buckets"),
+            "model settings": settings.get("model") or {},
+        }
+        return facts
+    # The number of sequences at the longest length; fewer than asked for if the split was small.
+    if step.length:
+        entries = [(item.length, item.sequences) for item in result.by_position().values()]
+    else:
+        lists = result.by_length().values()
+        entries = [(item.length, item.sequences) for items in lists for item in items]
+    longest, sequences = max(entries, default=(0, 0))
+    return facts | {"eval_num_sequences": sequences, "longest length": longest}
+
+
+def _differences(result: Result, run: Run, step: EvalStep) -> str:
+    """Settings that are not the suite's; empty if all that is recorded agrees."""
+    expected, found = _expected(run, step), _recorded(result, step)
+    return ", ".join(
+        f"{key} {found[key]} instead of {value}"
+        for key, value in expected.items()
+        if key in found and found[key] != value
+    )
+
+
+def _outdated(result: Result, run: Run, directory: Path) -> str:
+    """Why the file is not of the run's last checkpoint or data; empty if it is."""
+    wanted = int(run.config["train_iters"])
+    if result.iteration != wanted:
+        return f"of step {result.iteration}, and the run ends at {wanted}"
+    current = weights_id(directory / f"global_step{wanted}") if result.checkpoint_id else None
+    if current is not None and current != result.checkpoint_id:
+        return "of other weights than the checkpoint has now"
+    for item in (result.settings or {}).get("data") or []:
+        tokens = Path(str(run.config.get("data_path")) + ".bin")
+        if item.get("bytes") and tokens.is_file() and tokens.stat().st_size != item["bytes"]:
+            return f"of other data than {tokens} holds now"
+    return ""
+
+
+def _answers(result: Result, step: EvalStep) -> bool:
+    """The step's task, at its window and, by position, at its length."""
+    if result.task.removesuffix("_windowed") != step.task or result.window != step.window:
+        return False
+    if step.length is None:
+        return True
+    return any(entry.length == step.length for entry in result.by_position().values())
+
+
+@dataclass
+class ResultFiles:
+    """The result files of one run directory, sorted into those that count and the others."""
+
+    directory: Path
+    run: Run
+    results: list[tuple[Path, Result]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for path in sorted((self.directory / "results").glob("*.json")):
+            try:
+                self.results.append((path, read_result(path)))
+            except EvaluationError as error:
+                self.problems.append(str(error))
+        # Where an older file agrees with a newer one, the newer one is read last and stays.
+        self.results.sort(key=lambda item: item[1].format)
+
+    def sort(self, step: EvalStep) -> tuple[list[Result], list[tuple[Fit, Path, str]]]:
+        good: list[Result] = []
+        bad: list[tuple[Fit, Path, str]] = []
+        for path, result in self.results:
+            if not _answers(result, step):
+                continue
+            if why := _differences(result, self.run, step):
+                bad.append((Fit.FOREIGN, path, why))
+            elif why := _outdated(result, self.run, self.directory):
+                bad.append((Fit.OUTDATED, path, why))
+            else:
+                good.append(result)
+        return good, bad
+
+    def check(self, step: EvalStep) -> StepCheck:
+        good, bad = self.sort(step)
+        wanted = wanted_cells(self.run, step)
+        failed = {
+            (error.get("split"), error.get("length")): str(error.get("error"))
+            for result in good
+            for error in result.errors
+        }
+        measured = {cell for result in good for cell in _cells(result, step)}
+        absent = [cell for cell in wanted if cell not in measured and cell not in failed]
+        if good and not absent:
+            notes = tuple(f"{s} at {n}: {failed[s, n]}" for s, n in wanted if (s, n) in failed)
+            return StepCheck(
+                Fit.COMPLETE, "", notes, all(result.settings is not None for result in good)
+            )
+        if bad:
+            fit, path, why = bad[-1]
+            return StepCheck(fit, f"{path.name} is {why}")
+        cells = ", ".join(f"{split} {length}" for split, length in absent)
+        return StepCheck(Fit.MISSING, f"not measured: {cells}" if good else "no result")
+
+
+def wanted_cells(run: Run, step: EvalStep) -> list[tuple[str, int]]:
+    lengths = [step.length] if step.length else list(run.config.get("eval_lengths", []))
+    return [(split, int(length)) for split in run.splits for length in lengths]
+
+
+def _cells(result: Result, step: EvalStep) -> Iterator[tuple[str, int]]:
+    if step.length:
+        yield from ((split, entry.length) for split, entry in result.by_position().items())
+        return
+    for split, entries in result.by_length().items():
+        yield from ((split, entry.length) for entry in entries)
+
+
+def check_steps(directory: Path, run: Run) -> dict[str, StepCheck]:
+    """Every evaluation of a run: is its result there, and the one that the suite asks for?"""
+    files = ResultFiles(directory, run)
+    return {step.name: files.check(step) for step in run.evaluations}

@@ -1,0 +1,222 @@
+"""Read what runs left behind: results of the suite's settings, metrics, learned kernels.
+
+Everything is optional: a run that has not started, or that stopped half-way, contributes what it
+has; what cannot be read or used is named, not skipped silently.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.evaluation.results_schema import PositionEntry, Result
+from megatron.paper.result_fit import ResultFiles, StepCheck, wanted_cells
+from megatron.paper.suite import EvalStep, Run
+from megatron.paper.suite_file import Point
+
+__all__ = [
+    "Positions",
+    "ResultSet",
+    "RunResults",
+    "finite",
+    "read_metrics",
+    "read_run",
+]
+
+_WARMUP_STEPS = 10
+"""The first steps compile and fill caches; they are left out of the seconds per step."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Loss by position in one run."""
+
+    split: str
+    entry: PositionEntry
+
+
+@dataclass
+class RunResults:
+    run: Run
+    perplexity: dict[tuple[str, int], float] = field(default_factory=dict)
+    """(split, length) -> perplexity"""
+    positions: list[Positions] = field(default_factory=list)
+    kernel: dict[str, list[float]] = field(default_factory=dict)
+    """Last logged kernel parameters, per head."""
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    seconds_per_step: float | None = None
+    last_step: int = 0
+    checks: dict[str, StepCheck] = field(default_factory=dict)
+    """By the name of the evaluation step."""
+    unused: list[str] = field(default_factory=list)
+    """Result files that the tables leave out, each with the reason."""
+    versions: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+# What a run has to show.
+
+
+def read_run(directory: Path, run: Run) -> RunResults:
+    """All results of one run directory, which need not exist."""
+    files = ResultFiles(directory, run)
+    results = RunResults(run, problems=list(files.problems))
+    unused: dict[Path, str] = {}
+    for step in run.evaluations:
+        good, bad = files.sort(step)
+        results.checks[step.name] = files.check(step)
+        unused |= {path: f"{fit.value}: {why}" for fit, path, why in bad}
+        for result in good:
+            results.versions.add(result.version or "0.1.0 or older")
+            _add_cells(results, result, step)
+    results.unused = [f"{path}: {why}" for path, why in unused.items()]
+    _read_training(directory / "metrics.jsonl", results)
+    return results
+
+
+def _add_cells(results: RunResults, result: Result, step: EvalStep) -> None:
+    wanted = set(wanted_cells(results.run, step))
+    if step.length:
+        for split, entry in result.by_position().items():
+            if (split, entry.length) in wanted:
+                results.positions.append(Positions(split, entry))
+        return
+    for split, entries in result.by_length().items():
+        for item in entries:
+            if (split, item.length) not in wanted:
+                continue
+            if item.ppl is not None:
+                results.perplexity[split, item.length] = item.ppl
+            elif item.loss is not None:
+                results.perplexity[split, item.length] = _exp(item.loss)
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def finite(value: object) -> float | None:
+    """A number from a file that anything may have been written to."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl, or of its end, with a usable step; broken ones are left out."""
+    try:
+        with path.open("rb") as file:
+            if last_bytes is not None and path.stat().st_size > last_bytes:
+                file.seek(-last_bytes, os.SEEK_END)
+                file.readline()
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        step = finite(entry.get("step")) if isinstance(entry, dict) else None
+        if step is not None:
+            yield {**entry, "step": int(step)}
+
+
+def _read_training(path: Path, results: RunResults) -> None:
+    seconds: list[float] = []
+    for entry in read_metrics(path):
+        step = entry["step"]
+        results.last_step = max(results.last_step, step)
+        loss, pace = finite(entry.get("loss")), finite(entry.get("step_seconds"))
+        if loss is not None:
+            results.losses.append((step, loss))
+        if pace is not None and step > _WARMUP_STEPS:
+            seconds.append(pace)
+        if isinstance(entry.get("kernel"), dict):
+            results.kernel = _kernel_values(entry["kernel"]) or results.kernel
+    results.seconds_per_step = statistics.median(seconds) if seconds else None
+
+
+def _kernel_values(content: Mapping[str, Any]) -> dict[str, list[float]]:
+    values = {}
+    for name, entries in content.items():
+        numbers = [finite(entry) for entry in entries] if isinstance(entries, list) else [None]
+        if None not in numbers:
+            values[str(name)] = [number for number in numbers if number is not None]
+    return values
+
+
+# All results of a suite, with the questions that tables, figures and claims ask of them.
+
+
+@dataclass(frozen=True)
+class ResultSet:
+    runs: tuple[RunResults, ...]
+
+    def of_models(self, models: Iterable[str]) -> ResultSet:
+        wanted = set(models)
+        return ResultSet(tuple(item for item in self.runs if item.run.model in wanted))
+
+    def of_methods(self, methods: Iterable[str]) -> ResultSet:
+        wanted = set(methods)
+        return ResultSet(tuple(item for item in self.runs if item.run.method in wanted))
+
+    def of(self, data: str, method: str) -> list[RunResults]:
+        return [item for item in self.runs if (item.run.data, item.run.method) == (data, method)]
+
+    def perplexity(self, split: str, data: str, method: str, point: Point) -> dict[int, float]:
+        """Perplexity by seed at one length."""
+        return {
+            item.run.seed: item.perplexity[split, point.length]
+            for item in self.of(data, method)
+            if item.run.train_length == point.train_length
+            and (split, point.length) in item.perplexity
+        }
+
+    def table_values(self, split: str) -> Callable[[str, str, Point], Mapping[int, float]]:
+        def values(data: str, method: str, point: Point) -> Mapping[int, float]:
+            return self.perplexity(split, data, method, point)
+
+        return values
+
+    def lengths(self, split: str, data: str, method: str) -> list[int]:
+        found = {
+            length
+            for item in self.of(data, method)
+            for (run_split, length) in item.perplexity
+            if run_split == split
+        }
+        return sorted(found)
+
+    def train_length(self, data: str) -> int | None:
+        lengths = [item.run.train_length for item in self.runs if item.run.data == data]
+        return min(lengths, default=None)
+
+    def seconds_per_step(self, data: Iterable[str], method: str) -> dict[int, float]:
+        wanted = set(data)
+        return {
+            item.run.seed: item.seconds_per_step
+            for item in self.runs
+            if item.run.data in wanted
+            and item.run.method == method
+            and item.seconds_per_step is not None
+        }
+
+    def positions(
+        self, data: str, method: str, length: int, window: int | None, split: str
+    ) -> list[PositionEntry]:
+        return [
+            found.entry
+            for item in self.of(data, method)
+            for found in item.positions
+            if (found.entry.length, found.entry.window, found.split) == (length, window, split)
+        ]
