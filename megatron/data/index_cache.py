@@ -18,13 +18,11 @@ work twice.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import struct
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock, Timeout
 
 from megatron.atomic_files import atomic_writer
 
@@ -217,14 +216,13 @@ def _checked_entry(entry: Any, size: int) -> tuple[str, np.dtype[Any], int, int,
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Best effort: after the timeout, or where locks do not exist, we simply build as well."""
-    with path.open("a") as handle:
-        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:
-                break
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=LOCK_TIMEOUT_SECONDS)
+    except (Timeout, OSError, NotImplementedError):
         yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()

@@ -10,7 +10,6 @@ Environment: KERPLE_TILED_BACKEND = auto | compiled | python; KERPLE_CACHE_DIR; 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
@@ -18,11 +17,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from megatron.errors import EngineError
 
@@ -141,17 +141,11 @@ def _user_cache() -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock file; gives up after a while rather than stall a training run."""
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise BuildError(f"another process holds {path}") from None
-                time.sleep(0.05)
-        yield
+    try:
+        with FileLock(path, timeout=_TIMEOUT_SECONDS):
+            yield
+    except Timeout as error:
+        raise BuildError(f"another process holds {path}") from error
 
 
 def _compile(compiler: str, target: Path) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tabulate
 from pydantic import BaseModel, ConfigDict, ValidationError
-from tabulate import tabulate
 
 from megatron.atomic_files import atomic_writer, fingerprint
 from megatron.errors import EvaluationError
@@ -127,7 +127,7 @@ def read_result(path: Path) -> Result:
         raise EvaluationError(
             f"{path}: not a result file: {f'{place}: ' if place else ''}{first['msg']}"
         ) from error
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, TypeError) as error:
         raise EvaluationError(f"{path}: not a result file: {error}") from error
     return result
 
@@ -262,13 +262,19 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str] | None = None
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    align: Sequence[str] | None = None,
+    style: str = "simple",
 ) -> str:
     """Columns under a line, aligned to the right unless `align` says otherwise."""
-    return tabulate(
+    return tabulate.tabulate(
         [list(row) for row in rows],
         list(header),
-        tablefmt="simple",
+        tablefmt=style,
         disable_numparse=True,
         colalign=list(align or ["right"] * len(header)) if rows else None,
     )
+
+
+tabulate.MIN_PADDING = 0  # heads need no room beyond that of their column

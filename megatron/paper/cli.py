@@ -221,14 +221,14 @@ def _write_report(suite: Suite, root: Path, out: Path | None) -> None:
     from megatron.paper.report import make_report
 
     files = make_report(suite, root, out, _command_line())
-    if not any(entry.cell.present for table in files.tables for entry in table.entries):
-        print(f"{suite.name}: nothing is finished under {root / suite.name}; all cells are empty")
     color = sys.stdout.isatty()
-    for table in files.tables:
-        if table.key.endswith("_test") or not any(entry.cell.present for entry in table.entries):
-            continue
-        print(f"\n{to_text(table, color=color)}", end="")
-        print(_legend(table, color))
+    shown = [table for table in files.tables if not table.key.endswith("_test")]
+    for table in shown:
+        if any(entry.cell.present for entry in table.entries):
+            print(f"\n{to_text(table, color=color)}{_legend(table, color)}")
+    empty = [table.key for table in shown if not any(entry.cell.present for entry in table.entries)]
+    if empty:
+        print(f"\nno results of the suite's settings: {', '.join(empty)} (see `status`)")
     print(f"\nReport: {files.html}")
 
 

@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-from tabulate import tabulate
 
+from megatron.evaluation.results_schema import text_table
 from megatron.paper.claims import Finding
 from megatron.paper.style import PlotFile
 from megatron.paper.tables import Block, Entry, Table
@@ -124,8 +124,7 @@ def to_markdown(table: Table) -> str:
             parts.append(f"#### {block.title}")
         rows = [[row.label, *map(_markdown_cell, row.entries)] for row in block.rows]
         align = ["left", *["right"] * len(block.columns)]
-        text = tabulate(rows, _heads(block), tablefmt="pipe", disable_numparse=True, colalign=align)
-        parts.append(text)
+        parts.append(text_table(_heads(block), rows, align, "pipe"))
     return "\n\n".join(parts) + "\n"
 
 
@@ -142,10 +141,7 @@ def to_text(table: Table, *, color: bool = False) -> str:
     parts: list[str] = []
     for block in table.blocks:
         rows = [[row.label, *(_plain(entry, color) for entry in row.entries)] for row in block.rows]
-        align = ["right"] * len(_heads(block))
-        text = tabulate(
-            rows, _heads(block), tablefmt="simple", disable_numparse=True, colalign=align
-        )
+        text = text_table(_heads(block), rows)
         parts.append(f"{block.title}\n{text}" if block.title else text)
     return "\n\n".join(parts) + "\n"
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron import __version__
 from megatron.data import IndexedDataset, build_train_valid_test_datasets
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.positionwise import bucket_edges
@@ -79,7 +80,7 @@ def test_perplexity_per_character(tmp_path: Path) -> None:
 def test_result_file_says_what_was_measured(tmp_path: Path) -> None:
     args, model = write_run(tmp_path, eval_lengths=[8])
     content = evaluated(args, "extrapolation")
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert content["task"] == "extrapolation"
     assert content["checkpoint"].endswith("run/global_step10")
     assert content["iteration"] == 10
@@ -89,6 +90,15 @@ def test_result_file_says_what_was_measured(tmp_path: Path) -> None:
     assert content["seed"] == 1234
     assert content["parameters"] == sum(p.numel() for p in model.parameters())
     assert len(content["config_hash"]) == 16
+    assert content["version"] == __version__
+    settings = content["settings"]
+    assert settings["lengths"] == [8]
+    assert settings["num_sequences"] == 5
+    assert [(item["split"], item["share"]) for item in settings["data"]] == [
+        ("valid", "0.5,0.3,0.2"),
+        ("test", "0.5,0.3,0.2"),
+    ]
+    assert settings["data"][0]["bytes"] == Path(f"{args.data.data_path}.bin").stat().st_size
 
 
 def test_fixed_tokens_scores_the_very_same_tokens(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from tests.evaluation.test_perplexity import official_texts
 
 def result_of(args: NeoXArgs, name: str) -> dict[str, Any]:
     assert run_evaluation(args.replace(eval_tasks=[name])) == 0
-    path = Path(args.checkpoint.load or "") / "results" / f"step10_{name}.json"
+    folder = Path(args.checkpoint.load or "") / "results"
+    path = max(folder.glob(f"step10_{name}*.json"), key=lambda found: found.stat().st_mtime_ns)
     content: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return content
 

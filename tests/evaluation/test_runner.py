@@ -51,9 +51,12 @@ def test_other_parameters_or_weights_are_another_evaluation(tmp_path: Path) -> N
     before = result(args)["results"]
     more = args.replace(eval_num_sequences=7)
     assert run_evaluation(more) == 0
-    assert result(args)["results"]["valid"][0]["sequences"] == 7
-    assert run_evaluation(args) == 0  # the first one is remembered
-    assert result(args)["results"] == before
+    assert result(args)["results"] == before, "another setting must be another file"
+    (other,) = (tmp_path / "run" / "results").glob("step10_extrapolation.*.json")
+    assert json.loads(other.read_text())["results"]["valid"][0]["sequences"] == 7
+    assert run_evaluation(args) == 0
+    assert run_evaluation(more) == 0
+    assert len(list((tmp_path / "run" / "results").glob("*.json"))) == 2
     shutil.rmtree(tmp_path / "run" / "global_step10")
     write_checkpoint(tmp_path / "run", {**args.to_dict(), "seed": 99})
     assert run_evaluation(args) == 0

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.paper.run_files import expected_steps, mark_done, prepare_run
-from megatron.paper.suite import Run, Suite
+from megatron.paper.run_files import mark_done, prepare_run, step_names
+from megatron.paper.suite import EvalStep, Run, Suite
 
 GROWTH = {
     "kerple_log": -0.06,
@@ -44,27 +44,49 @@ def loss_at(run: Run, length: int) -> float:
     return base + seed_shift + start + GROWTH[run.method] * octaves + bend + noise
 
 
-def result_file(run: Run, task: str, results: object) -> dict[str, object]:
+def result_file(run: Run, step: EvalStep, results: object) -> dict[str, object]:
+    """A result as evaluate.py writes it under the suite's settings."""
+    config = run.config
+    lengths = [step.length] if step.length else config["eval_lengths"]
+    settings = {
+        "data": [
+            {"split": split, "prefix": config["data_path"], "share": config["split"], "bytes": None}
+            for split in ("valid", "test")
+        ],
+        "protocol": config["eval_protocol"],
+        "num_sequences": config["eval_num_sequences"],
+        "data_seed": run.seed,
+        "window": step.window,
+        "lengths": lengths,
+        "model": {},
+    }
+    if step.task == "positionwise":
+        settings["buckets"] = ["log", None]
     return {
-        "format": 1,
-        "task": task,
-        "checkpoint": "global_step20",
-        "iteration": 20,
+        "format": 2,
+        "task": step.task,
+        "checkpoint": f"global_step{config['train_iters']}",
+        "iteration": config["train_iters"],
         "config_hash": "0" * 16,
         "pos_emb": run.method,
         "seed": run.seed,
-        "protocol": "fixed_tokens",
+        "data_seed": run.seed,
+        "protocol": config["eval_protocol"],
         "train_length": run.train_length,
         "parameters": 1000,
+        "window": step.window,
+        "settings": settings,
+        "checkpoint_id": None,
+        "version": "0.1.0",
         "results": results,
+        "errors": [],
     }
 
 
-def write_run(suite: Suite, root: Path, run: Run) -> Path:
-    directory = suite.run_directory(root, run)
-    prepare_run(directory, suite.name, run)
-    (directory / "results").mkdir(parents=True, exist_ok=True)
-    lengths = run.config["eval_lengths"]
+def step_result(run: Run, step: EvalStep) -> dict[str, object]:
+    if step.task == "positionwise":
+        assert step.length is not None
+        return result_file(run, step, positions(run, step.length, step.window))
     entries = {
         split: [
             {
@@ -75,23 +97,37 @@ def write_run(suite: Suite, root: Path, run: Run) -> Path:
                 "tokens": 4096,
                 "sequences": 4096 // length,
             }
-            for length in lengths
+            for length in run.config["eval_lengths"]
         ]
-        for split in suite.splits
+        for split in run.splits
     }
-    _dump(directory, "step20_extrapolation", result_file(run, "extrapolation", entries))
+    return result_file(run, step, entries)
+
+
+def result_name(run: Run, step: EvalStep) -> str:
+    if step.length is None:
+        return f"step{run.config['train_iters']}_{step.task}.json"
+    return f"length{step.length}_{step.task}{f'_window{step.window}' if step.window else ''}.json"
+
+
+def write_results(directory: Path, run: Run) -> None:
+    (directory / "results").mkdir(parents=True, exist_ok=True)
     for step in run.evaluations:
-        if step.task == "positionwise":
-            assert step.length is not None
-            content = positions(run, suite, step.length, step.window)
-            _dump(directory, step.name, result_file(run, "positionwise", content))
+        path = directory / "results" / result_name(run, step)
+        path.write_text(json.dumps(step_result(run, step)), encoding="utf-8")
+
+
+def write_run(suite: Suite, root: Path, run: Run) -> Path:
+    directory = suite.run_directory(root, run)
+    prepare_run(directory, suite.name, run)
+    write_results(directory, run)
     _write_metrics(directory, run)
-    for name, value in expected_steps(run).items():
-        mark_done(directory, name, value, 12.0)
+    for name in step_names(run):
+        mark_done(directory, name, run, 12.0)
     return directory
 
 
-def positions(run: Run, suite: Suite, length: int, window: int | None) -> dict[str, object]:
+def positions(run: Run, length: int, window: int | None) -> dict[str, object]:
     edges = [0, *(2**k for k in range(1, int(math.log2(length)) + 1))]
     buckets = []
     for start, end in pairwise(edges):
@@ -100,14 +136,7 @@ def positions(run: Run, suite: Suite, length: int, window: int | None) -> dict[s
         buckets.append(
             {"start": start, "end": end, "loss": loss, "ppl": math.exp(loss), "tokens": end - start}
         )
-    return {
-        split: {"length": length, "buckets": buckets, "window": window} for split in suite.splits
-    }
-
-
-def _dump(directory: Path, name: str, content: object) -> None:
-    path = directory / "results" / f"{name}.json"
-    path.write_text(json.dumps(content), encoding="utf-8")
+    return {split: {"length": length, "buckets": buckets, "window": window} for split in run.splits}
 
 
 def _write_metrics(directory: Path, run: Run) -> None:

@@ -7,12 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.paper.figures import (
-    PositionCurve,
-    perplexity_by_length,
-    positionwise_perplexity,
-    training_loss,
-)
+from megatron.paper.figures import perplexity_by_length, positionwise_perplexity, training_loss
 from megatron.paper.kernel_figures import (
     effective_lengths,
     kernel_bias,
@@ -20,15 +15,17 @@ from megatron.paper.kernel_figures import (
     learned_parameters,
     training_speed,
 )
-from megatron.paper.results import ResultSet, RunKey, RunResults
+from megatron.paper.report import collect_results
+from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.style import save_figure
 from megatron.paper.suite import load_suite
-from megatron.paper.suite_report import collect_results
-from megatron.paper.tables import DataSet
+from megatron.paper.suite_file import DataSet, Positionwise
 from tests.paper.synthetic import write_run
 
-STDLIB = DataSet("stdlib", "Python standard library")
+STDLIB = DataSet(name="stdlib", title="Python standard library")
 EMPTY = ResultSet(())
+POSITIONS = Positionwise(data="stdlib", methods=["kerple_log"], length=1024)
+WINDOWED = Positionwise(data="stdlib", methods=["kerple_log"], length=1024, window=128)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +65,7 @@ def test_a_zoomed_row_appears_when_a_method_explodes(results: ResultSet) -> None
 
 
 def test_windowed_line_stands_beside_the_others(results: ResultSet) -> None:
-    curves = [PositionCurve("kerple_log"), PositionCurve("kerple_log", 128)]
-    figure = positionwise_perplexity(results, "valid", STDLIB, [(1024, curves)])
+    figure = positionwise_perplexity(results, "valid", STDLIB, [POSITIONS, WINDOWED])
     assert figure is not None
     shown = lines(figure.axes[0])
     windowed = shown["KERPLE-log, windowed@128"].get_ydata()
@@ -103,7 +99,8 @@ def test_one_kernel_line_per_head(results: ResultSet) -> None:
 
 
 def test_effective_length_counts_heads() -> None:
-    run = RunResults(RunKey("tiny", "stdlib", "kerple_power", 1, 128))
+    suite = load_suite("laptop", ["main", "stdlib", "kerple_power", "*.1235"])
+    run = RunResults(suite.runs[0])
     run.kernel = {"r1": [1.0, 0.01], "r2": [1.0, 1.0]}  # below -2 from 3 and from 201 on
     run.last_step = 1
     figure = effective_lengths(ResultSet((run,)), [STDLIB], 2)
@@ -129,8 +126,7 @@ def test_speed_is_relative_to_log(results: ResultSet) -> None:
 def test_nothing_is_drawn_without_results() -> None:
     methods = ["kerple_log", "alibi"]
     assert perplexity_by_length(EMPTY, "valid", [STDLIB], methods) is None
-    curves = [(1024, [PositionCurve("alibi")])]
-    assert positionwise_perplexity(EMPTY, "valid", STDLIB, curves) is None
+    assert positionwise_perplexity(EMPTY, "valid", STDLIB, [POSITIONS]) is None
     assert kernel_functions(EMPTY, [STDLIB], 4, 128) is None
     assert effective_lengths(EMPTY, [STDLIB], 4) is None
     assert learned_parameters(EMPTY, [STDLIB]) is None

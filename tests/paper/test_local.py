@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from megatron.errors import ReproduceError
 from megatron.paper import execute
@@ -19,18 +20,22 @@ from megatron.paper.execute import Launcher, evaluate_command, prepare_command, 
 from megatron.paper.local import EXIT_INTERRUPTED, LocalOptions, run_suite
 from megatron.paper.run_files import State, prepare_run, read_state
 from megatron.paper.status import duration, progress_of, status_text
-from megatron.paper.suite import EvalStep, Suite, load_suite
+from megatron.paper.suite import EvalStep, Run, Suite, load_suite
 from tests.conftest import REPOSITORY
+from tests.paper.synthetic import result_name, step_result
 
 STEP = """
 import json, pathlib, sys, time
-folder, step, seconds, fails = sys.argv[1:5]
+folder, step, seconds, fails, result, content = sys.argv[1:]
 with open(folder + "/calls", "a") as file:
     file.write(f"{step} {time.time()}\\n")
 if step == "train":
     line = json.dumps({"step": 20, "loss": 4.5, "step_seconds": 0.1})
     pathlib.Path(folder, "metrics.jsonl").write_text(line + "\\n")
 time.sleep(float(seconds))
+if result and fails != step:
+    pathlib.Path(folder, "results").mkdir(exist_ok=True)
+    pathlib.Path(folder, "results", result).write_text(content)
 sys.exit(3 if fails == step and not pathlib.Path(folder, "mended").exists() else 0)
 """
 
@@ -40,17 +45,20 @@ def pretend(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """Replace the real commands; returns a function that sets what they do."""
     behaviour = {"seconds": "0", "fails": "", "failing": ""}
 
-    def command(directory: Path, name: str, step: str) -> list[str]:
-        fails = behaviour["fails"] if name.endswith(behaviour["failing"]) else ""
-        return [sys.executable, "-c", STEP, str(directory), step, behaviour["seconds"], fails]
+    def command(directory: Path, run: Run, step: EvalStep | None = None) -> list[str]:
+        fails = behaviour["fails"] if run.name.endswith(behaviour["failing"]) else ""
+        name, result, content = "train", "", ""
+        if step is not None:
+            name, result = step.name, result_name(run, step)
+            content = json.dumps(step_result(run, step))
+        place = [str(directory), name, behaviour["seconds"], fails]
+        return [sys.executable, "-c", STEP, *place, result, content]
 
-    monkeypatch.setattr(
-        execute, "train_command", lambda _, directory, run: command(directory, run.name, "train")
-    )
+    monkeypatch.setattr(execute, "train_command", lambda _, directory, run: command(directory, run))
     monkeypatch.setattr(
         execute,
         "evaluate_command",
-        lambda _, directory, run, step: command(directory, run.name, step.name),
+        lambda _, directory, run, step: command(directory, run, step),
     )
     monkeypatch.setattr(execute, "prepare_command", lambda *_: [sys.executable, "-c", ""])
     return behaviour.update
@@ -166,7 +174,9 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path, pretend) ->
 
 def test_two_commands_do_not_work_on_one_run(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
     suite = smoke(tmp_path, "alibi", "*.1235")
-    with execute._exclusive(suite.run_directory(tmp_path, suite.runs[0])):
+    directory = suite.run_directory(tmp_path, suite.runs[0])
+    directory.mkdir(parents=True)
+    with FileLock(directory / ".lock"):
         code, text = run(suite, tmp_path)
     assert code == 1
     assert "another process works on this run" in text
@@ -211,7 +221,7 @@ def test_commands_are_argument_lists_without_a_shell(tmp_path: Path) -> None:
     srun = train_command(Launcher(srun=True, container=["box"], python="py"), tmp_path, run_)
     assert srun[0] == "srun"
     assert srun[-5:] == ["box", "py", "-u", "train.py", str(tmp_path / "config.yml")]
-    prepare = prepare_command(suite.data["github"], run_.config, "py")
+    prepare = prepare_command(suite.data["github"], suite.data_root, run_.config, "py")
     assert prepare[:5] == ["py", "-u", "prepare_data.py", "github", "-d"]
     assert "--vocab-file" in prepare
 

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from megatron.paper.pages import latex_row
 from megatron.paper.published import published_cells, published_seconds_per_step
-from megatron.paper.render import latex_row
-from megatron.paper.speed import published_speed_table
-from megatron.paper.suite import Section, load_suite
-from megatron.paper.tables import Table, lay_out, published_source
+from megatron.paper.suite import load_suite
+from megatron.paper.suite_file import Section
+from megatron.paper.tables import Table, lay_out, published_source, published_speed_table
 from tests.conftest import FIXTURES
 
 SECTIONS = {section.name: section for section in load_suite("paper").sections}

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.paper.claims import Verdict, check_claims
+from megatron.paper.report import collect_results, make_report
 from megatron.paper.run_files import record_command
+from megatron.paper.status import status_text
 from megatron.paper.suite import Suite, load_suite
-from megatron.paper.suite_report import collect_results, make_report
-from megatron.paper.tables import DataSet
+from megatron.paper.suite_file import DataSet
 from tests.paper.synthetic import write_run
 
 ONLY = ["stdlib", "main"]
@@ -32,7 +33,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Suite, Path, Path]
 
 def test_page_needs_nothing_from_outside(report: tuple[Suite, Path, Path]) -> None:
     page = (report[2] / "report.html").read_text(encoding="utf-8")
-    assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
+    assert not re.findall(r'src="(?!data:)', page)
+    links = re.findall(r'href="(?!#)([^"]*)"', page)
+    assert links
+    assert all((report[2] / link).is_file() for link in links)
     assert "@import" not in page
     assert "url(" not in page
     assert "<script" not in page
@@ -60,7 +64,7 @@ def test_a_missing_seed_is_not_filled_in(report: tuple[Suite, Path, Path]) -> No
         rows = list(csv.DictReader(file))
     seeds = {row["column"]: int(row["seeds"]) for row in rows}
     assert seeds["Rotary"] == 2
-    assert seeds["(log)"] == 3
+    assert seeds["KERPLE-log"] == 3
     sinusoidal = [row for row in rows if row["column"] == "Sinusoidal"]
     assert {row["mean"] for row in sinusoidal} == {""}
     assert {row["note"] for row in sinusoidal} == {"missing"}
@@ -86,7 +90,7 @@ def test_markdown_links_exist(report: tuple[Suite, Path, Path]) -> None:
 def test_claims_are_judged_from_the_numbers(report: tuple[Suite, Path, Path]) -> None:
     suite, root, _ = report
     results = collect_results(suite, root)
-    findings = check_claims(results, "valid", (DataSet("stdlib", "stdlib"),))
+    findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
     verdicts = {finding.claim: finding.verdict for finding in findings}
     assert verdicts["log is below ALiBi at every length"] is Verdict.AGREES
     assert verdicts["T5 is best at the training length"] is Verdict.AGREES
@@ -100,9 +104,9 @@ def test_contrary_results_are_reported_as_contrary(report: tuple[Suite, Path, Pa
     suite, root, _ = report
     results = collect_results(suite, root)
     for run in results.runs:
-        if run.key.method == "alibi":
+        if run.run.method == "alibi":
             run.perplexity = {key: value * 0.5 for key, value in run.perplexity.items()}
-    findings = check_claims(results, "valid", (DataSet("stdlib", "stdlib"),))
+    findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
     first = next(item for item in findings if item.claim == "log is below ALiBi at every length")
     assert first.verdict is Verdict.DISAGREES
     assert "0 of 6" in first.evidence
@@ -123,5 +127,30 @@ def test_a_report_before_any_run_says_that_all_is_missing(tmp_path: Path) -> Non
     files = make_report(suite, tmp_path)
     text = files.markdown.read_text(encoding="utf-8")
     assert "0 of 90 finished" in text
-    assert "| 512 | —<br><sub>paper 23.9 ± 0.6</sub> |" in text
+    assert re.search(r"\| 512 +\| +—<br><sub>paper 23.9 ± 0.6</sub> \|", text)
     assert not any(entry.cell.present for table in files.tables for entry in table.entries)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"step": 1e999, "loss": 1}', b"\xff\xfe", b'{"step": "x"}', b"[]"]
+)
+def test_a_damaged_metrics_line_is_left_out(tmp_path: Path, line: bytes) -> None:
+    suite = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path)
+    directory = write_run(suite, tmp_path, suite.runs[0])
+    path = directory / "metrics.jsonl"
+    bad = [line, b'{"step": 201, "loss": NaN, "kernel": {"r1": 3, "r2": [1e999]}}', b'{"step": 2']
+    path.write_bytes(path.read_bytes() + b"\n".join(bad) + b"\n")
+    assert "1 runs: 1 done" in status_text(suite, tmp_path)
+    assert len(collect_results(suite, tmp_path).runs[0].losses) == 200
+
+
+@pytest.mark.parametrize("name", ["state.json", ".done/train.json", "run.json", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"[]", b'{"hash": {}, "seconds": "x", "state": 1}']
+)
+def test_damaged_run_files_are_no_crash(tmp_path: Path, name: str, content: bytes) -> None:
+    suite = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path)
+    directory = write_run(suite, tmp_path, suite.runs[0])
+    (directory / name).write_bytes(content)
+    assert "1 runs: 1" in status_text(suite, tmp_path)
+    collect_results(suite, tmp_path)

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.paper.results import read_metrics
+from megatron.paper.run_results import read_metrics
 from tests.conftest import REPOSITORY
 
 pytestmark = [

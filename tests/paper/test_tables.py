@@ -12,26 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.paper.cells import Cell, Rounding, cell_text, decimals_for
-from megatron.paper.render import to_csv, to_html, to_latex, to_markdown, to_text
-from megatron.paper.tables import (
-    DataSet,
-    Layout,
-    Point,
-    TableSpec,
-    lay_out,
-    measured_cells,
-    published_source,
-)
+from megatron.paper.pages import to_csv, to_html, to_latex, to_markdown, to_text
+from megatron.paper.suite_file import DataSet, Layout, Point, TableSpec
+from megatron.paper.tables import lay_out, measured_cells, published_source
 
 SPEC = TableSpec(
     key="main",
     caption="Perplexity, x† where log is better (α=0.05)",
     layout=Layout.STACKED,
     methods=("kerple_log", "alibi", "rpe"),
-    data=(DataSet("stdlib", "Python standard library", "github"),),
-    points=(Point(128, 128), Point(128, 4096)),
+    data=(DataSet(name="stdlib", title="Python standard library", published="github"),),
+    points=(Point(train_length=128, length=128), Point(train_length=128, length=4096)),
     rounding=Rounding.MAGNITUDE,
-    published_table="main",
+    published="main",
 )
 
 PERPLEXITY = {
@@ -94,7 +87,7 @@ def test_missing_runs_are_shown_as_missing_in_every_format() -> None:
     assert "& --" in to_latex(table())
     missing = [row for row in csv.DictReader(io.StringIO(to_csv(table()))) if not row["mean"]]
     assert [(row["column"], row["row"], row["note"]) for row in missing] == [
-        ("T5", "4096", "missing")
+        ("T5 bias", "4096", "missing")
     ]
 
 

@@ -1,0 +1,194 @@
+"""A table never mixes settings: what does not fit is named, left out, and evaluated again."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.paper.report import make_report
+from megatron.paper.result_fit import Fit, check_steps
+from megatron.paper.run_files import done_steps
+from megatron.paper.run_results import read_run
+from megatron.paper.status import status_text
+from megatron.paper.suite import Run, Suite, load_suite
+from tests.conftest import REPOSITORY
+from tests.paper.synthetic import write_run
+
+
+@pytest.fixture
+def one_run(tmp_path: Path) -> tuple[Suite, Run, Path]:
+    suite = load_suite("laptop", ["main", "stdlib", "alibi", "*.1235"], runs_root=tmp_path)
+    run = suite.runs[0]
+    return suite, run, write_run(suite, tmp_path, run)
+
+
+def change(directory: Path, settings: dict[str, Any] | None = None, **fields: Any) -> Path:
+    """Rewrite the extrapolation result as another evaluation would have left it."""
+    path = directory / "results" / "step500_extrapolation.json"
+    content = json.loads(path.read_text())
+    content |= fields
+    if settings is not None:
+        content["settings"] |= settings
+    path.write_text(json.dumps(content))
+    return path
+
+
+def fit(directory: Path, run: Run) -> tuple[Fit, str]:
+    check = check_steps(directory, run)["extrapolation"]
+    return check.fit, check.detail
+
+
+def test_the_suites_own_results_fit(one_run: tuple[Suite, Run, Path]) -> None:
+    _, run, directory = one_run
+    assert {check.fit for check in check_steps(directory, run).values()} == {Fit.COMPLETE}
+    assert "extrapolation" in done_steps(directory, run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "message"),
+    [
+        ({"num_sequences": 2}, {}, "eval_num_sequences 2 instead of 8"),
+        ({"lengths": [128, 256]}, {}, "longest length 256 instead of 4096"),
+        ({}, {"window": 128, "task": "extrapolation"}, "no result"),
+        ({}, {"protocol": "fixed_sequences"}, "eval_protocol fixed_sequences"),
+        ({}, {"seed": 7}, "seed 7 instead of 1235"),
+        ({}, {"data_seed": 7}, "data_seed 7 instead of 1235"),
+        ({}, {"pos_emb": "rotary"}, "pos_emb rotary instead of alibi"),
+        ({"model": {"kerple_legacy_bf16": True}}, {}, "model settings"),
+        (
+            {"data": [{"split": "valid", "prefix": "d/other_text_document", "share": "90,5,5"}]},
+            {},
+            "data other_text_document instead of stdlib_text_document",
+        ),
+    ],
+)
+def test_other_settings_are_foreign(
+    one_run: tuple[Suite, Run, Path], settings: dict[str, Any], fields: Any, message: str
+) -> None:
+    _, run, directory = one_run
+    change(directory, settings, **fields)
+    verdict, detail = fit(directory, run)
+    assert message in detail
+    assert verdict is (Fit.MISSING if message == "no result" else Fit.FOREIGN)
+    assert "extrapolation" not in done_steps(directory, run)
+    assert not read_run(directory, run).perplexity
+
+
+def test_a_report_leaves_out_what_is_foreign_and_says_so(one_run: tuple[Suite, Run, Path]) -> None:
+    suite, _, directory = one_run
+    change(directory, {"num_sequences": 2})
+    files = make_report(suite, directory.parents[1])
+    table = next(item for item in files.tables if item.key == "main")
+    assert not any(entry.cell.present for entry in table.entries), "a foreign number in a table"
+    message = "foreign: step500_extrapolation.json is eval_num_sequences 2 instead of 8"
+    assert message in files.html.read_text(encoding="utf-8")
+    assert message in status_text(suite, directory.parents[1])
+
+
+def test_another_checkpoint_or_other_data_is_outdated(
+    one_run: tuple[Suite, Run, Path], tmp_path: Path
+) -> None:
+    _, run, directory = one_run
+    change(directory, iteration=300)
+    assert fit(directory, run) == (
+        Fit.OUTDATED,
+        "step500_extrapolation.json is of step 300, and the run ends at 500",
+    )
+    (directory / "global_step500").mkdir()
+    sums = {"mp_rank_00_model_states.pt": [1, "00"]}
+    (directory / "global_step500" / "checksums.json").write_text(json.dumps(sums))
+    change(directory, iteration=500, checkpoint_id="of other weights")
+    assert fit(directory, run)[0] is Fit.OUTDATED
+    assert "other weights" in fit(directory, run)[1]
+
+
+def test_a_length_that_was_tried_and_failed_is_not_tried_for_ever(
+    one_run: tuple[Suite, Run, Path],
+) -> None:
+    _, run, directory = one_run
+    path = change(directory)
+    content = json.loads(path.read_text())
+    for split in ("valid", "test"):
+        content["results"][split] = content["results"][split][:-1]
+    path.write_text(json.dumps(content))
+    assert fit(directory, run) == (Fit.MISSING, "not measured: valid 4096, test 4096")
+    errors = [{"split": s, "length": 4096, "error": "too short"} for s in ("valid", "test")]
+    change(directory, errors=errors)
+    check = check_steps(directory, run)["extrapolation"]
+    assert check.fit is Fit.COMPLETE
+    assert check.not_measurable == ("valid at 4096: too short", "test at 4096: too short")
+
+
+def older(directory: Path, sequences: int) -> None:
+    """As version 655be44 wrote it: no settings, no identity; 8 sequences at the longest length."""
+    path = change(directory, format=1)
+    content = json.loads(path.read_text())
+    for key in ("settings", "checkpoint_id", "version"):
+        content.pop(key, None)
+    for entries in content["results"].values():
+        for entry in entries:
+            entry["sequences"] = sequences * 4096 // entry["length"]
+    path.write_text(json.dumps(content))
+
+
+def test_older_files_count_if_what_they_record_agrees(one_run: tuple[Suite, Run, Path]) -> None:
+    suite, run, directory = one_run
+    older(directory, sequences=8)
+    check = check_steps(directory, run)["extrapolation"]
+    assert (check.fit, check.recorded) == (Fit.COMPLETE, False)
+    text = make_report(suite, directory.parents[1]).markdown.read_text(encoding="utf-8")
+    assert "Results of an older version (1)" in text
+    older(directory, sequences=2)
+    assert fit(directory, run)[0] is Fit.FOREIGN
+
+
+@pytest.mark.slow
+def test_an_evaluation_by_hand_never_enters_the_table(tmp_path: Path) -> None:
+    """The whole story through the command line: a run, a smaller evaluation by hand, a report."""
+    places = ["--runs", str(tmp_path / "runs"), "--data", str(tmp_path / "data")]
+    suite = ["--suite", "smoke", "--only", "alibi", "*.1235", *places]
+
+    def call(*command: str) -> str:
+        result = subprocess.run(
+            [sys.executable, *command],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    def rows() -> list[dict[str, str]]:
+        path = tmp_path / "runs" / "smoke" / "report" / "tables" / "main.csv"
+        with path.open(encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    call("tools/reproduce.py", "run", *suite)
+    before = rows()
+    directory = tmp_path / "runs" / "smoke" / "smoke.stdlib.alibi.1235"
+    own = directory / "results" / "step20_extrapolation.json"
+    kept = own.read_bytes()
+    by_hand = ["--set", "eval_lengths=[32]", "eval_num_sequences=1", "do_test=false"]
+    call("deepy.py", "evaluate.py", str(directory / "config.yml"), *by_hand)
+    assert own.read_bytes() == kept
+    call("tools/reproduce.py", "report", *suite)
+    assert rows() == before
+
+    # An older version overwrote the file: the number is left out, said, and measured again.
+    (other,) = (directory / "results").glob("step20_extrapolation.*.json")
+    shutil.move(other, own)
+    out = call("tools/reproduce.py", "report", *suite)
+    assert "no results of the suite's settings: main" in out
+    assert {row["mean"] for row in rows() if row["table"] == "main"} == {""}
+    assert "foreign" in call("tools/reproduce.py", "status", *suite)
+    assert "1 to do" in call("tools/reproduce.py", "run", *suite)
+    assert rows() == before
