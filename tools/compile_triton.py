@@ -1,21 +1,23 @@
 #!/usr/bin/env python
 """Compile the Triton kernels for GPUs that need not be here, and report what they cost.
 
-Every configuration that the launchers can choose (head dimension, dtype, tables, forward and
-backward) is compiled for the A100 (sm_80) and the H100 (sm_90). The launch records are those of
-the engine itself, so tile sizes, warps, stages and specialisations are the ones that would run.
-The assembler inside the Triton wheel (`ptxas -v`) then reports registers, spills and shared
-memory. Exit status 1 if any configuration spills registers or needs more shared memory than a
-block can have.
+Every configuration that the launchers can choose (head dimension, dtype, tables, other operands,
+forward and backward) is compiled for the A100 (sm_80) and the H100 (sm_90). The launch records are
+those of the engine itself, so tile sizes, warps, stages and specialisations are the ones that would
+run. The tools inside the Triton wheel then report registers, stack and shared memory. Exit status
+1 if a configuration does not fit: too much shared memory or stack, or an atomic operation.
 
-    python tools/compile_triton.py                      # everything
+With --ledger each inner loop is counted in machine code, and held against the targets (see
+tools/triton_ledger.py); exit status 1 if one is missed.
+
+    python tools/compile_triton.py                      # everything; takes long
     python tools/compile_triton.py --dims 64 --dtypes bf16 --arch 80
+    python tools/compile_triton.py --ledger             # bf16, head dims 64 and 128
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import re
 import subprocess
@@ -32,11 +34,15 @@ import torch
 from megatron.engines import triton_softmax
 from megatron.engines.triton_attention import padded_head_dim
 from megatron.engines.triton_compat import Launch, interpreted, triton, unavailable
-from megatron.engines.triton_launch import Problem, backward_launches, forward_launch
+from megatron.engines.triton_launch import Wanted, backward_launches, forward_launches
+from megatron.engines.triton_problem import build_problem
 
 # What one block may use, in bytes (CUDA C++ programming guide, "maximum amount of shared memory
 # per thread block": 163 KB for 8.0, 227 KB for 9.0).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+# Bytes per thread that may live in local memory (it is cached, but a loop should not live there):
+# in half precision up to head dim 128, and elsewhere.
+STACK_LIMIT, WIDE_STACK_LIMIT = 128, 512
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -60,6 +66,13 @@ TABLES = {
     "bias+fixed-weight": Tables(bias=True, weight=True, learned_bias=True),
     "weight+fixed-bias": Tables(bias=True, weight=True, learned_weight=True),
 }
+# Operands that a call may have besides: key bias (with gradient), first key, sink.
+EXTRAS = {
+    "plain": (),
+    "gate": ("key_bias", "sink"),
+    "packed": ("first_key",),
+    "all": ("key_bias", "first_key", "sink"),
+}
 # The kernels' own sizes, and one of the masked sizes (multiples of 16) below each: masked sizes
 # under one power of two give the same code but for constants.
 DIMS = (16, 32, 48, 64, 80, 128, 192, 256)
@@ -74,41 +87,55 @@ class Configuration:
     dtype: str
     tables: str
     arch: int
+    extras: str = "plain"
+
+    @property
+    def stack_limit(self) -> int:
+        small = self.dtype != "fp32" and self.head_dim <= 128
+        return STACK_LIMIT if small else WIDE_STACK_LIMIT
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the assembler says of one compiled kernel."""
+    """What the assembler made of one kernel."""
 
     configuration: Configuration
     kernel: str
     options: dict[str, Any]
     registers: int
-    spill_bytes: int
+    stack_bytes: int
     shared_bytes: int
     atomics: int
+    cubin: bytes
 
     @property
     def fits(self) -> bool:
-        limit = SHARED_LIMIT[self.configuration.arch]
-        return self.spill_bytes == 0 and self.shared_bytes <= limit and self.atomics == 0
+        return (
+            self.stack_bytes <= self.configuration.stack_limit
+            and self.shared_bytes <= SHARED_LIMIT[self.configuration.arch]
+            and self.atomics == 0
+        )
+
+    @property
+    def tile(self) -> str:
+        o = self.options
+        rows = o.get("BLOCK_M") or o.get("ROWS") or 1
+        columns = o.get("BLOCK_N") or o.get("DISTANCES") or o.get("BLOCK") or "-"
+        return f"{rows}x{columns}"
 
     def row(self) -> tuple[str, ...]:
         c, o = self.configuration, self.options
-        rows = o.get("BLOCK_M") or o.get("QUERIES") or o.get("ROWS") or 1
-        columns = o.get("BLOCK_N") or o.get("KEYS") or o.get("DISTANCES") or o.get("BLOCK") or "-"
-        block = f"{rows}x{columns}"
         return (
-            f"sm_{c.arch}", self.kernel, str(c.head_dim), c.dtype, c.tables, block,
+            f"sm_{c.arch}", self.kernel, str(c.head_dim), c.dtype, c.tables, c.extras, self.tile,
             str(o.get("num_warps", 4)), str(o.get("num_stages", "-")), str(self.registers),
-            str(self.spill_bytes), f"{self.shared_bytes / 1024:.1f}", str(self.atomics),
+            str(self.stack_bytes), f"{self.shared_bytes / 1024:.1f}", str(self.atomics),
             "yes" if self.fits else "NO",
         )  # fmt: skip
 
 
 HEADER = (
-    "arch", "kernel", "D", "dtype", "tables", "block", "warps", "stages", "registers",
-    "spill B", "shared KB", "atomics", "fits",
+    "arch", "kernel", "D", "dtype", "tables", "extras", "tile", "warps", "stages", "registers",
+    "stack B", "shared KB", "atomics", "fits",
 )  # fmt: skip
 
 
@@ -150,19 +177,21 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
         torch.zeros(1, length, heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(4)
     )
     tables = TABLES[configuration.tables]
+    extras = EXTRAS[configuration.extras]
     bias, weight = (torch.zeros(heads, length) if has else None for has in tables[:2])
-    visible = torch.full((heads,), length, dtype=torch.int32)
-    problem = Problem(q, k, v, bias, weight, visible, length, 0.125)
-    forward, out, lse = forward_launch(problem)
-    backward, _ = backward_launches(
-        problem,
-        out,
-        lse,
-        grad,
-        table_grads=(tables.learned_bias, tables.learned_weight),
-        processors=108,
+    problem = build_problem(
+        q, k, v, bias, weight,
+        key_bias=torch.zeros(1, heads, length) if "key_bias" in extras else None,
+        first_key=torch.zeros(1, length, dtype=torch.int32) if "first_key" in extras else None,
+        sink=torch.zeros(heads) if "sink" in extras else None,
+        visible=None, window=length, scale=0.125,
+    )  # fmt: skip
+    forward, out, lse = forward_launches(problem)
+    wanted = Wanted(
+        bias=tables.learned_bias, weight=tables.learned_weight, key_bias="key_bias" in extras
     )
-    return [forward, *backward]
+    backward, _ = backward_launches(problem, out, lse, grad, wanted)
+    return [*forward, *backward]
 
 
 def softmax_launches(configuration: Configuration) -> list[Launch]:
@@ -185,62 +214,70 @@ def softmax_launches(configuration: Configuration) -> list[Launch]:
 LAUNCHES = {"attention": attention_launches, "softmax": softmax_launches}
 
 
+def kernel_name(launch: Launch) -> str:
+    name = launch.kernel.fn.__name__.removesuffix("_kernel").removeprefix("attention_")
+    steep = name == "band" and launch.options["IN_LOOP"] and not launch.options["HAS_WEIGHT"]
+    return "steep band" if steep else name
+
+
 def reports_of(configuration: Configuration, kernels: str = "attention") -> list[Report]:
-    """Compile all kernels of one configuration."""
-    return [compile_launch(launch, configuration) for launch in LAUNCHES[kernels](configuration)]
+    """Compile all kernels of one configuration, each once."""
+    reports: dict[str, Report] = {}
+    for launch in LAUNCHES[kernels](configuration):
+        if launch.kernel.fn.__name__ == "table_copies_kernel" and configuration.extras != "plain":
+            continue  # the same for all
+        report = compile_launch(launch, configuration)
+        reports[f"{report.kernel} {report.options}"] = report
+    return list(reports.values())
 
 
 def compile_launch(launch: Launch, configuration: Configuration) -> Report:
-    """Compile one launch record and ask ptxas what it needs."""
+    """Compile one launch record and ask the binary what it needs."""
     with absent_gpu(configuration.arch):
         compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
-    ptx = compiled.asm["ptx"]
-    registers, spills = assemble(ptx, configuration.arch)
-    atomics = len(re.findall(r"^\s*(?:@\S+\s+)?(?:atom|red)\.", ptx, re.MULTILINE))
-    name = launch.kernel.fn.__name__.removesuffix("_kernel").removeprefix("attention_")
+    cubin = compiled.asm["cubin"]
+    registers, stack = resources(cubin)
+    atomics = len(re.findall(r"^\s*(?:@\S+\s+)?(?:atom|red)\.", compiled.asm["ptx"], re.MULTILINE))
     shared = int(compiled.metadata.shared)
-    return Report(configuration, name, launch.options, registers, spills, shared, atomics)
+    return Report(
+        configuration, kernel_name(launch), launch.options, registers, stack, shared, atomics, cubin
+    )
 
 
-def _ptxas(arch: int) -> list[str]:
-    """The assembler that Triton itself uses for this architecture, with its options."""
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    return [str(get_ptxas(arch).path), "--regAllocOptLevel=2"]
-
-
-@functools.cache  # configurations share kernels: fixed and learned tables have one forward
-def assemble(ptx: str, arch: int) -> tuple[int, int]:
-    """(registers per thread, spilled bytes) from `ptxas -v`."""
-    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
-    assert target is not None
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        result = subprocess.run(
-            [*_ptxas(arch), "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/cubin"],
-            capture_output=True,
-            text=True,
-        )
-    if result.returncode != 0:
-        raise RuntimeError(f"ptxas for {target[1]} failed:\n{result.stdout}{result.stderr}")
-    used = re.search(r"Used (\d+) registers", result.stderr)
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stderr)
-    if used is None or spilled is None:
-        raise RuntimeError(f"ptxas -v said nothing about registers or spills:\n{result.stderr}")
-    return int(used[1]), int(spilled[1]) + int(spilled[2])
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers per thread, bytes of stack per thread), by the cuobjdump in the Triton wheel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    if done.returncode != 0 or found is None:
+        raise RuntimeError(f"{tool} said nothing about registers: {done.stdout}{done.stderr}")
+    return int(found[1]), int(found[2])
 
 
 def configurations(
-    dims: Iterable[int], dtypes: Iterable[str], tables: Iterable[str], archs: Iterable[int]
+    dims: Iterable[int],
+    dtypes: Iterable[str],
+    tables: Iterable[str],
+    archs: Iterable[int],
+    extras: Iterable[str] = ("plain",),
 ) -> Iterator[Configuration]:
     """The matrix; kernels that some of its points share are compiled once."""
-    for arch, dtype, dim, table in itertools.product(archs, dtypes, dims, tables):
-        yield Configuration(dim, dtype, table, arch)
+    for arch, dtype, dim, table, extra in itertools.product(archs, dtypes, dims, tables, extras):
+        yield Configuration(dim, dtype, table, arch, extra)
 
 
 def all_configurations() -> list[Configuration]:
-    return list(configurations(DIMS, DTYPES, TABLES, ARCHITECTURES))
+    """Every shipped combination of size and tables, and the other operands where they matter."""
+    plain = configurations(DIMS, DTYPES, TABLES, ARCHITECTURES)
+    others = [extra for extra in EXTRAS if extra != "plain"]
+    return [
+        *plain,
+        *configurations((64, 128, 256), DTYPES, ("none", "bias", "both"), ARCHITECTURES, others),
+    ]
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:
@@ -253,9 +290,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dims", type=int, nargs="+", default=list(DIMS), help="head dimensions")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
+    parser.add_argument("--ledger", action="store_true", help="count inner loops, hold targets")
+    parser.add_argument("--dims", type=int, nargs="+", help="head dimensions")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
+    parser.add_argument("--tables", nargs="+", choices=TABLES)
+    parser.add_argument("--extras", nargs="+", choices=EXTRAS, default=["plain"])
     parser.add_argument(
         "--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES)
     )
@@ -271,12 +310,34 @@ def main(argv: list[str] | None = None) -> int:
     if interpreted():
         print("unset TRITON_INTERPRET: the interpreter does not compile", file=sys.stderr)
         return 2
+    return _ledger(arguments) if arguments.ledger else _matrix(arguments)
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    from tools import triton_ledger
+
+    return triton_ledger.report(
+        configurations(
+            arguments.dims or (64, 128),
+            arguments.dtypes or ("bf16",),
+            arguments.tables or ("bias", "both"),
+            arguments.arch,
+            arguments.extras,
+        )
+    )
+
+
+def _matrix(arguments: argparse.Namespace) -> int:
+    dims = arguments.dims or DIMS
     reports: list[Report] = []
     for kernels in arguments.kernels:
-        # the softmax knows no head dimension and no matrix product
-        dims = arguments.dims if kernels == "attention" else arguments.dims[:1]
         for configuration in configurations(
-            dims, arguments.dtypes, arguments.tables, arguments.arch
+            # the softmax knows no head dimension and no matrix product
+            dims if kernels == "attention" else dims[:1],
+            arguments.dtypes or DTYPES,
+            arguments.tables or TABLES,
+            arguments.arch,
+            arguments.extras if kernels == "attention" else ("plain",),
         ):
             reports += reports_of(configuration, kernels)
             print(".", end="", file=sys.stderr, flush=True)

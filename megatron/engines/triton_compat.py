@@ -17,6 +17,7 @@ from torch import Tensor
 __all__ = [
     "Launch",
     "cdiv",
+    "constant",
     "device_of",
     "interpreted",
     "jit",
@@ -44,6 +45,11 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
     decorate: Callable[[Callable[..., Any]], Any] = triton.jit(**options)
     return decorate
+
+
+def constant(value: float) -> Any:
+    """A number that kernels may use by its name."""
+    return value if tl is None else tl.constexpr(value)
 
 
 def unavailable() -> str | None:

@@ -12,7 +12,6 @@ import torch
 
 from megatron.engines.triton_attention import can_run, triton_attention
 from megatron.engines.triton_compat import interpreted, unavailable
-from megatron.engines.triton_launch import split_count
 from megatron.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +29,11 @@ def python(arguments: list[str], **environment: str) -> subprocess.CompletedProc
 
 @pytest.mark.skipif(unavailable() is not None, reason="Triton is not installed")
 def test_every_output_and_gradient_in_tritons_interpreter() -> None:
-    """Runs triton_interpreted.py in its own process: the interpreter is chosen at import."""
-    tests = "tests/engines/triton_interpreted.py"
+    """Runs its files in a process of their own: the interpreter is chosen at import."""
+    files = ("triton_interpreted.py", "triton_interpreted_softmax.py")
+    tests = [f"tests/engines/{name}" for name in files]
     result = python(
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", tests],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
         TRITON_INTERPRET="1",
     )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
@@ -62,18 +62,3 @@ def test_cpu_tensors_are_refused_with_the_fix() -> None:
     assert "use engine 'auto'" in (can_run(x, x, x) or "")
     with pytest.raises(EngineError, match="NVIDIA GPUs, the tensors are on cpu"):
         triton_attention(x, x, x, scale=1.0)
-
-
-@pytest.mark.parametrize(
-    ("heads_and_batch", "key_blocks", "dq_bytes", "expected"),
-    [
-        (500, 8, 1 << 20, 1),  # enough heads to fill the GPU
-        (48, 64, 1 << 20, 5),  # 216 programs wanted
-        (1, 4, 1 << 20, 4),  # never more programs than key blocks
-        (12, 1024, 1 << 28, 4),  # long: the workspace stays within bounds
-    ],
-)
-def test_programs_per_head(
-    heads_and_batch: int, key_blocks: int, dq_bytes: int, expected: int
-) -> None:
-    assert split_count(heads_and_batch, key_blocks, dq_bytes, processors=108) == expected

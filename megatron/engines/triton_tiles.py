@@ -1,0 +1,162 @@
+"""Tile sizes of the Triton attention kernels: one fixed table.
+
+Fixed, not tuned at run time: the sums of a tile depend on its size, so a table that never changes
+by itself keeps a resumed run equal bit for bit. Chosen by `tools/compile_triton.py --ledger`, not
+by a clock; `make gpu-check` measures a short list and proposes changes.
+
+What makes a tile good on tensor cores: 32 rows for each warp (each operand that a warp loads from
+shared memory then serves two rows of fragments), rows >= columns and rows >= head dimension (or
+Triton lays the warps along columns, and the softmax crosses them), two programs on a
+multiprocessor where registers and shared memory allow it. The rows of dK and dV are keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["KERNELS", "ROW_MULTIPLE", "Tiles", "steep_warps", "tiles_of"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Queries and keys of a tile, and the compiler's options.
+
+    `slice_d`: how much of the head dimension a product over it takes at a time, where all of it
+    would not fit in registers (forward and bands; see triton_forward).
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    slice_d: int | None = None
+
+
+KERNELS = ("forward", "dkdv", "dq", "band")
+# Rows of lse and delta are padded to a multiple of this, so that inner loops load them unmasked:
+# the queries of every tile divide it.
+ROW_MULTIPLE = 128
+
+# by kernel, then by (half precision, a weight table), then by the padded head dimension
+_TILES: dict[str, dict[tuple[bool, bool], dict[int, Tiles]]] = {
+    "forward": {
+        (True, False): {
+            32: Tiles(128, 64, 4, 2),
+            64: Tiles(128, 64, 4, 2),
+            128: Tiles(128, 32, 4, 2),
+            256: Tiles(128, 32, 8, 2),
+        },
+        (True, True): {
+            32: Tiles(128, 32, 4, 2),
+            64: Tiles(128, 32, 4, 2),
+            128: Tiles(128, 32, 4, 2),
+            256: Tiles(128, 32, 8, 2),
+        },
+        (False, False): {
+            32: Tiles(64, 32, 8, 2),
+            64: Tiles(64, 32, 8, 2),
+            128: Tiles(32, 16, 8, 1),
+            256: Tiles(32, 16, 8, 1, slice_d=64),
+        },
+        (False, True): {
+            32: Tiles(64, 32, 8, 2),
+            64: Tiles(64, 32, 8, 2),
+            128: Tiles(32, 16, 8, 1),
+            256: Tiles(32, 16, 8, 1, slice_d=64),
+        },
+    },
+    "dkdv": {
+        (True, False): {
+            32: Tiles(32, 128, 4, 2),
+            64: Tiles(32, 128, 4, 2),
+            128: Tiles(64, 128, 8, 2),
+            256: Tiles(32, 64, 8, 1),
+        },
+        (True, True): {
+            32: Tiles(32, 128, 4, 2),
+            64: Tiles(32, 64, 4, 2),
+            128: Tiles(32, 64, 8, 2),
+            256: Tiles(32, 64, 8, 1),
+        },
+        (False, False): {
+            32: Tiles(16, 64, 8, 1),
+            64: Tiles(16, 64, 8, 1),
+            128: Tiles(16, 32, 8, 1),
+            256: Tiles(16, 16, 8, 1),
+        },
+        (False, True): {
+            32: Tiles(16, 64, 8, 1),
+            64: Tiles(16, 64, 8, 1),
+            128: Tiles(16, 32, 8, 1),
+            256: Tiles(16, 16, 8, 1),
+        },
+    },
+    "dq": {
+        (True, False): {
+            32: Tiles(128, 32, 4, 2),
+            64: Tiles(128, 32, 4, 2),
+            128: Tiles(128, 32, 4, 2),
+            256: Tiles(64, 32, 8, 1),
+        },
+        (True, True): {
+            32: Tiles(128, 32, 4, 2),
+            64: Tiles(128, 32, 4, 2),
+            128: Tiles(128, 16, 4, 2),
+            256: Tiles(64, 32, 8, 1),
+        },
+        (False, False): {
+            32: Tiles(64, 16, 8, 1),
+            64: Tiles(64, 16, 8, 1),
+            128: Tiles(32, 16, 8, 1),
+            256: Tiles(16, 16, 8, 1),
+        },
+        (False, True): {
+            32: Tiles(64, 16, 8, 1),
+            64: Tiles(64, 16, 8, 1),
+            128: Tiles(32, 16, 8, 1),
+            256: Tiles(16, 16, 8, 1),
+        },
+    },
+    "band": {
+        (True, False): {
+            32: Tiles(128, 64, 4, 2),
+            64: Tiles(128, 64, 4, 2),
+            128: Tiles(128, 64, 8, 2),
+            256: Tiles(64, 32, 8, 2),
+        },
+        (True, True): {
+            32: Tiles(128, 32, 4, 2),
+            64: Tiles(128, 32, 4, 2),
+            128: Tiles(128, 32, 8, 2),
+            256: Tiles(64, 32, 8, 2),
+        },
+        (False, False): {
+            32: Tiles(64, 32, 8, 1),
+            64: Tiles(64, 32, 8, 1),
+            128: Tiles(32, 32, 8, 1, slice_d=64),
+            256: Tiles(32, 32, 8, 1, slice_d=64),
+        },
+        (False, True): {
+            32: Tiles(64, 32, 8, 1),
+            64: Tiles(64, 32, 8, 1),
+            128: Tiles(32, 32, 8, 1, slice_d=64),
+            256: Tiles(32, 32, 8, 1, slice_d=64),
+        },
+    },
+}
+
+
+# Bands whose table is read inside the walk share the others' workspace, hence their tile, but need
+# more registers: here more warps.
+_STEEP_WARPS = {(True, 64): 8}
+
+
+def steep_warps(block_d: int, dtype: torch.dtype, warps: int) -> int:
+    return _STEEP_WARPS.get((dtype != torch.float32, block_d), warps)
+
+
+def tiles_of(kernel: str, block_d: int, dtype: torch.dtype, weighted: bool) -> Tiles:
+    """The tile of a kernel for a padded head dimension, a dtype, and with a weight table or not."""
+    return _TILES[kernel][dtype != torch.float32, weighted][block_d]

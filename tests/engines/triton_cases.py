@@ -1,0 +1,150 @@
+"""Attention calls for the tests of the Triton engine, and the dense formula in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    q_length: int
+    k_length: int
+    head_dim: int
+    window: int | None = None
+    bias: bool = True
+    weight: bool = False
+    batch: int = 1
+    heads: int = 2
+    key_heads: int | None = None
+    key_bias: str | None = None  # small, gate (cumulative sums to 1e4), pad (-inf)
+    documents: int | None = None  # length of the documents packed into a sequence
+    sink: str | None = None  # head, row
+    dtype: torch.dtype = torch.float32
+    rounded_to: torch.dtype | None = None  # inputs rounded to this precision first
+
+
+def inputs_of(case: Case, seed: int = 0) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    def rounded(heads: int, length: int) -> Tensor:
+        x = normal(case.batch, heads, length, case.head_dim)
+        return x.to(case.rounded_to or case.dtype).to(case.dtype).requires_grad_()
+
+    # longer than needed, and not monotone: the engine must not assume either
+    table_shape = (case.heads, case.k_length + 7)
+    bias = -3 * torch.rand(table_shape, generator=generator)
+    weight = 0.2 + torch.rand(table_shape, generator=generator)
+    key_heads = case.key_heads or case.heads
+    sink_shape = (case.heads,) if case.sink == "head" else (case.batch, case.heads, case.q_length)
+    return {
+        "q": rounded(case.heads, case.q_length),
+        "k": rounded(key_heads, case.k_length),
+        "v": rounded(key_heads, case.k_length),
+        "bias": bias.requires_grad_() if case.bias else None,
+        "weight": weight.requires_grad_() if case.weight else None,
+        "key_bias": key_bias_of(case, generator),
+        "sink": normal(*sink_shape).requires_grad_() if case.sink else None,
+        "first_key": first_keys(case),
+    }
+
+
+def key_bias_of(case: Case, generator: torch.Generator) -> Tensor | None:
+    if case.key_bias is None:
+        return None
+    if case.key_bias == "gate":  # many small steps, some large ones
+        steps = torch.rand(case.batch, case.heads, case.k_length, generator=generator)
+        steps = torch.where(steps < 0.5, 0.1 * steps, 200 * steps)
+        sums = steps.cumsum(-1)
+        return (sums * (1e4 / sums.max())).requires_grad_()
+    if case.key_bias == "pad":  # at the beginning, so that rows see nothing, and in the middle
+        x = torch.randn(case.batch, 1, case.k_length, generator=generator)
+        x[..., : case.k_length // 3] = -math.inf
+        x[..., case.k_length // 2 : case.k_length // 2 + 5] = -math.inf
+        return x.requires_grad_()
+    return torch.randn(1, case.heads, case.k_length, generator=generator).requires_grad_()
+
+
+def first_keys(case: Case) -> Tensor | None:
+    """Documents of one length, and another length in every further sequence."""
+    if case.documents is None:
+        return None
+    positions = torch.arange(case.k_length - case.q_length, case.k_length)
+    sizes = [case.documents + 9 * i for i in range(case.batch)]
+    return torch.stack([positions // size * size for size in sizes])
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    *,
+    key_bias: Tensor | None = None,
+    first_key: Tensor | None = None,
+    sink: Tensor | None = None,
+    window: int | None = None,
+    scale: float,
+) -> Tensor:
+    """The formula, with every score in memory; a row that sees nothing gives 0."""
+    batch, heads, q_length, _ = q.shape
+    k_length = k.shape[2]
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    keys = torch.arange(k_length)
+    d = torch.arange(k_length - q_length, k_length)[:, None] - keys[None, :]
+    scores = q @ k.transpose(-1, -2) * scale
+    if weight is not None:
+        scores = scores * weight[:, d.clamp(0)]
+    if bias is not None:
+        scores = scores + bias[:, d.clamp(0)]
+    if key_bias is not None:
+        scores = scores + key_bias[:, :, None, :]
+    hidden = ((d < 0) | (d >= (k_length if window is None else window))).expand(batch, 1, -1, -1)
+    if first_key is not None:
+        hidden = hidden | (keys < first_key[:, None, :, None])
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sink is not None:
+        column = (sink[None, :, None] if sink.dim() == 1 else sink).expand(batch, heads, q_length)
+        scores = torch.cat([scores, column[..., None]], -1)
+    largest = scores.amax(-1, keepdim=True).detach()
+    weights = (scores - torch.where(largest.isfinite(), largest, 0.0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    return (weights / torch.where(total > 0, total, 1.0))[..., :k_length] @ v
+
+
+def outputs_and_gradients(
+    function: Callable[..., Tensor], inputs: Inputs, grad: Tensor | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    out = function(**inputs, **settings)
+    if grad is None:
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+    given = {name: x for name, x in inputs.items() if x is not None and x.requires_grad}
+    gradients = torch.autograd.grad(out, list(given.values()), grad.to(out.dtype))
+    return {"out": out.detach()} | {f"d{name}": g for name, g in zip(given, gradients, strict=True)}
+
+
+def in_double(inputs: Inputs) -> Inputs:
+    return {
+        name: x if x is None or not x.is_floating_point() else x.detach().double().requires_grad_()
+        for name, x in inputs.items()
+    }
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].shape == x.shape, name
+        error = (found[name].double() - x.double()).abs().max().item()
+        # "not <=", so that a NaN fails
+        assert error <= tolerance * max(1.0, x.abs().max().item()), f"{name}: {error:.2e}"

@@ -1,0 +1,198 @@
+"""The ledger of the Triton attention kernels: what each inner loop costs, and what that allows.
+
+Counts come from machine code that is compiled when the ledger is asked for. The bound of a kernel
+is the share of the tensor cores' peak that its inner loop can reach at best:
+
+    bound = FLOP of the tile's products / (FLOP per clock * clocks of the busiest unit)
+
+FLOP per clock and multiprocessor: 2048 (A100), 4096 (H100). For W warps, on four quarters:
+
+    tensor   HMMA * 8 * W/4          (HGMMA 64xNx16: N/2 * W/4)
+    shared   bytes per lane / 4 * W  (LDSM, LDS, STS, cp.async, spills), LDG and SHFL 1 * W
+    exp      MUFU * 8 * W/4
+    fma,alu  instructions * 2 * W/4
+    issue    all instructions * W/4
+
+Not modelled: bank conflicts, latency, tiles that are half masked, what lies outside the loop, and
+on the H100 the operands that HGMMA itself reads from shared memory. Real speed is lower. The whole
+backward does five useful products; its bound is those over the clocks of all its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tools import compile_triton, sass
+from tools.compile_triton import Configuration, Report
+
+__all__ = ["Entry", "entries_of", "misses_of", "report", "whole_backward"]
+
+FLOP_PER_CLOCK = {80: 2048, 90: 4096}
+# products of a tile per kernel
+PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3, "band": 2, "steep band": 2}
+USEFUL_BACKWARD = 5
+# bf16 on sm_80, by head dimension: forward with a learned bias, backward without and with the
+# gradient of the table
+TARGETS = {64: (0.75, 0.58, 0.46), 128: (0.80, 0.50, 0.40)}
+MAX_BARRIERS = 2
+# per multiprocessor: registers, shared memory in bytes (1 KB of it is taken from each block)
+_REGISTERS = 65536
+_SHARED = {80: 164 * 1024, 90: 228 * 1024}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel of the ledger."""
+
+    report: Report
+    loop: sass.Loop
+
+    @property
+    def arch(self) -> int:
+        return self.report.configuration.arch
+
+    @property
+    def kernel(self) -> str:
+        return self.report.kernel
+
+    @property
+    def warps(self) -> int:
+        return int(self.report.options["num_warps"])
+
+    @property
+    def flop(self) -> int:
+        """Of the products of one tile."""
+        o = self.report.options
+        return int(2 * o["BLOCK_M"] * o["BLOCK_N"] * o["BLOCK_D"] * PRODUCTS[self.kernel])
+
+    @property
+    def ideal(self) -> float:
+        """Tensor-core instructions per warp, if none were repeated."""
+        return self.flop / self.loop.flop_per_instruction / self.warps
+
+    @cached_property
+    def clocks(self) -> dict[str, float]:
+        return self.loop.clocks(self.warps)
+
+    @property
+    def busiest(self) -> str:
+        return max(self.clocks, key=lambda unit: self.clocks[unit])
+
+    @property
+    def bound(self) -> float:
+        return self.flop / FLOP_PER_CLOCK[self.arch] / self.clocks[self.busiest]
+
+    @property
+    def blocks(self) -> int:
+        """Programs that fit on a multiprocessor at once."""
+        # registers are given to warps in steps of 256
+        per_warp = -(-self.report.registers * 32 // 256) * 256
+        by_registers = _REGISTERS // (per_warp * self.warps)
+        by_shared = _SHARED[self.arch] // (self.report.shared_bytes + 1024)
+        return min(by_registers, by_shared, 64 // self.warps, 32)
+
+    def misses(self) -> list[str]:
+        """What every inner loop must keep, in words."""
+        loop, found = self.loop, []
+        if loop.tensor_core > self.ideal:
+            found.append(f"{loop.tensor_core} tensor-core instructions, ideal {self.ideal:.0f}")
+        if loop.barriers > MAX_BARRIERS:
+            found.append(f"{loop.barriers} barriers, at most {MAX_BARRIERS}")
+        if loop.global_accesses:
+            found.append(f"{loop.global_accesses} global accesses that are not cp.async")
+        limit = self.report.configuration.stack_limit
+        if self.report.stack_bytes > limit:
+            found.append(f"{self.report.stack_bytes} B of stack, at most {limit}")
+        return found
+
+    def row(self, without_bias: Entry | None = None) -> tuple[str, ...]:
+        c, loop = self.report.configuration, self.loop
+        return (
+            f"sm_{c.arch}", self.kernel, str(c.head_dim), c.dtype, c.tables, c.extras,
+            self.report.tile, f"{self.warps}/{self.report.options['num_stages']}",
+            str(self.report.registers), str(self.report.stack_bytes),
+            f"{self.report.shared_bytes / 1024:.0f}", str(self.blocks),
+            f"{loop.tensor_core} ({self.ideal:.0f})", str(loop.barriers),
+            str(loop.shared_bytes), str(loop.exponentials), str(loop.global_accesses),
+            str(loop.local_accesses), f"{self.bound:.0%} {self.busiest}",
+            "-" if without_bias is None else f"{without_bias.bound:.0%} {without_bias.busiest}",
+        )  # fmt: skip
+
+
+HEADER = (
+    "arch", "kernel", "D", "dtype", "tables", "extras", "tile", "warps/stages", "registers",
+    "stack B", "shared KB", "CTA/SM", "MMA (ideal)", "barriers", "shared B/lane", "exp",
+    "global", "local", "bound", "no tables",
+)  # fmt: skip
+
+
+def entries_of(configuration: Configuration) -> dict[str, Entry]:
+    """The kernels of a configuration that have an inner loop of products."""
+    entries = {}
+    for made in compile_triton.reports_of(configuration):
+        if made.kernel not in PRODUCTS:
+            continue
+        loop = sass.inner_loop(sass.disassemble(made.cubin))
+        if loop is None:
+            raise RuntimeError(f"no inner loop found in {made.kernel} of {configuration}")
+        entries[made.kernel] = Entry(made, loop)
+    return entries
+
+
+def whole_backward(entries: dict[str, Entry], table_gradient: bool) -> float:
+    """Bound of dK/dV, dQ and perhaps the bands together; steep bands are the exception."""
+    kernels = ["dkdv", "dq", *(["band"] if table_gradient else [])]
+    # clocks for one unit of products: a kernel with `n` of them takes n / bound
+    clocks = sum(PRODUCTS[name] / entries[name].bound for name in kernels)
+    return USEFUL_BACKWARD / clocks
+
+
+def misses_of(configuration: Configuration, entries: dict[str, Entry]) -> list[str]:
+    """The targets that a configuration misses, with the numbers; on sm_90 only what is common."""
+    found = [
+        f"{name}: {miss}"
+        for name, entry in entries.items()
+        if configuration.dtype != "fp32"
+        for miss in entry.misses()
+    ]
+    targets = TARGETS.get(configuration.head_dim)
+    held = configuration.arch == 80 and configuration.dtype == "bf16" and targets is not None
+    if not held or configuration.tables != "bias" or configuration.extras != "plain":
+        return found
+    assert targets is not None
+    reached = {
+        "forward": (entries["forward"].bound, targets[0]),
+        "backward without the table's gradient": (whole_backward(entries, False), targets[1]),
+        "backward with it": (whole_backward(entries, True), targets[2]),
+    }
+    for name, (bound, target) in reached.items():
+        if bound < target:
+            found.append(f"{name}: bound {bound:.1%}, target {target:.0%}")
+    return found
+
+
+def report(configurations: Iterable[Configuration]) -> int:
+    """Print the ledger; 1 if a target is missed."""
+    rows, lines, missed = [HEADER], [], 0
+    for configuration in configurations:
+        entries = entries_of(configuration)
+        bare = entries_of(replace(configuration, tables="none"))
+        rows += [entry.row(bare.get(name)) for name, entry in entries.items()]
+        name = (
+            f"sm_{configuration.arch} D{configuration.head_dim} {configuration.dtype}"
+            f" {configuration.tables} {configuration.extras}"
+        )
+        line = f"{name}: forward {entries['forward'].bound:.1%}"
+        line += f", whole backward {whole_backward(entries, False):.1%} without a table gradient"
+        if "band" in entries:
+            line += f", {whole_backward(entries, True):.1%} with it"
+        misses = misses_of(configuration, entries)
+        missed += len(misses)
+        lines += [line, *(f"  MISSED {miss}" for miss in misses)]
+    compile_triton.print_table(rows)
+    assert __doc__ is not None
+    print("\n" + __doc__.split("\n\n", 1)[1])
+    print("\n".join(lines))
+    return 1 if missed else 0
