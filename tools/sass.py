@@ -75,7 +75,7 @@ class Loop:
         """Clocks of one multiprocessor (four quarters) that each of its units is busy."""
         quarter = warps / 4
         # a lane's four bytes are a warp's 128: one clock; so is a global load's or shuffle's slot
-        shared = self.shared_bytes / 4 + self.count("LDG", "STG", "SHFL", "LDL", "STL")
+        shared = self.shared_bytes / 4 + self.count("LDG", "STG", "SHFL")
         return {
             "tensor": (self.count("HMMA") * 8 + self.count("HGMMA") * self.columns / 2) * quarter,
             "shared": shared * warps,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from megatron.engines.triton_compat import jit, tl
 from megatron.engines.triton_forward import load_rows, store_rows, tile_scores
-from megatron.engines.triton_tables import NOTHING, row_pointers
+from megatron.engines.triton_tables import NOTHING, row_offsets
 
 __all__ = ["attention_delta_kernel", "attention_dkdv_kernel", "attention_dq_kernel"]
 
@@ -122,7 +122,7 @@ def attention_dkdv_kernel(
     v = load_rows(v_base, n_start, k_length, v_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    row_start = table_start + offset - keys
+    entries = row_offsets(table_start + offset - keys, copy_stride)
     first = tl.maximum(n_start - offset, 0) // BLOCK_M * BLOCK_M
     last = q_length
     if HAS_FIRST_KEY:
@@ -135,12 +135,12 @@ def attention_dkdv_kernel(
         grad_base = grad_ptr + batch * grad_stride_b + head * grad_stride_h
         lse_row = lse_ptr + line * lse_stride
         delta_row = delta_ptr + line * lse_stride
-        bias_rows = offsets_n
-        weight_rows = offsets_n
+        bias_row = bias_ptr
+        weight_row = weight_ptr
         if HAS_BIAS:
-            bias_rows = row_pointers(bias_ptr + head * 4 * copy_stride, row_start, copy_stride)
+            bias_row += head * 4 * copy_stride
         if HAS_WEIGHT:
-            weight_rows = row_pointers(weight_ptr + head * 4 * copy_stride, row_start, copy_stride)
+            weight_row += head * 4 * copy_stride
         own_row = own_ptr
         key_bias = 0.0
         if HAS_KEY_BIAS:
@@ -161,14 +161,16 @@ def attention_dkdv_kernel(
             own = 0.0
             first_key = 0
             if HAS_WEIGHT:
-                weight = tl.load(weight_rows[:, None] + rows[None, :], cache_modifier=".ca")
+                weight = tl.load(
+                    weight_row + (entries[:, None] + rows[None, :]), cache_modifier=".ca"
+                )
             if HAS_KEY_BIAS:
                 own = tl.load(own_row + rows, mask=rows < q_length, other=0.0)[None, :]
             if HAS_FIRST_KEY:
                 first_key_row = first_key_ptr + batch * q_length
                 first_key = tl.load(first_key_row + rows, mask=rows < q_length, other=0)[None, :]
             x = tile_scores(
-                product, bias_rows[:, None] + rows[None, :], weight,
+                product, bias_row, m_start, entries[:, None] + offsets_m[None, :], weight,
                 (offset + rows)[None, :], keys[:, None], own, key_bias,
                 first_key, window, exponent_scale,
                 HAS_BIAS, HAS_WEIGHT, HAS_KEY_BIAS, HAS_FIRST_KEY, HAS_WINDOW,
@@ -261,13 +263,13 @@ def attention_dq_kernel(
     offsets_n = tl.arange(0, BLOCK_N)
     rows = m_start + offsets_m
 
-    bias_rows = offsets_m
-    weight_rows = offsets_m
-    row_start = table_start - position - offsets_m
+    bias_row = bias_ptr
+    weight_row = weight_ptr
+    entries = row_offsets(table_start - position - offsets_m, copy_stride)
     if HAS_BIAS:
-        bias_rows = row_pointers(bias_ptr + head * 4 * copy_stride, row_start, copy_stride)
+        bias_row += head * 4 * copy_stride
     if HAS_WEIGHT:
-        weight_rows = row_pointers(weight_ptr + head * 4 * copy_stride, row_start, copy_stride)
+        weight_row += head * 4 * copy_stride
     own = tl.zeros([BLOCK_M], tl.float32)
     key_bias_row = key_bias_ptr
     if HAS_KEY_BIAS:
@@ -294,11 +296,13 @@ def attention_dq_kernel(
         weight = 0.0
         key_bias = 0.0
         if HAS_WEIGHT:
-            weight = tl.load(weight_rows[:, None] + keys[None, :], cache_modifier=".ca")
+            weight = tl.load(
+                weight_row + n_start + (entries[:, None] + offsets_n[None, :]), cache_modifier=".ca"
+            )
         if HAS_KEY_BIAS:
             key_bias = tl.load(key_bias_row + keys, mask=keys < k_length, other=0.0)[None, :]
         x = tile_scores(
-            product, bias_rows[:, None] + keys[None, :], weight,
+            product, bias_row, n_start, entries[:, None] + offsets_n[None, :], weight,
             (position + offsets_m)[:, None], keys[None, :], own[:, None], key_bias,
             first_key[:, None], window, exponent_scale,
             HAS_BIAS, HAS_WEIGHT, HAS_KEY_BIAS, HAS_FIRST_KEY, HAS_WINDOW,

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from megatron.engines.triton_compat import constant, jit, tl
 from megatron.engines.triton_forward import LOG2E, load_rows, sliced_product
-from megatron.engines.triton_tables import LOWEST, NOTHING, row_pointers
+from megatron.engines.triton_tables import LOWEST, NOTHING, row_offsets
 
 __all__ = ["MAX_RANGE", "attention_band_kernel"]
 
@@ -120,24 +120,24 @@ def attention_band_kernel(
     reach = tl.minimum(window, tl.load(visible_ptr + head))
     offsets_m = tl.arange(0, BLOCK_M)
     offsets_n = tl.arange(0, BLOCK_N)
-    bias_rows = offsets_m
-    weight_rows = offsets_m
-    row_start = table_start - base - offsets_m
+    bias_row = bias_ptr
+    weight_row = weight_ptr
+    tile = row_offsets(table_start - base - offsets_m, copy_stride)[:, None] + offsets_n[None, :]
     if HAS_BIAS:
-        bias_rows = row_pointers(bias_ptr + head * 4 * copy_stride, row_start, copy_stride)
+        bias_row += head * 4 * copy_stride
     if HAS_WEIGHT:
-        weight_rows = row_pointers(weight_ptr + head * 4 * copy_stride, row_start, copy_stride)
+        weight_row += head * 4 * copy_stride
 
     # the highest and lowest entry of the band decide which of the two launches takes it
     reference = 0.0
     mine = 1
     if HAS_BIAS and not HAS_WEIGHT:
         offsets = tl.arange(0, 2 * BLOCK_M)
-        entry = table_start - (base - BLOCK_N + 1 + offsets)
+        nearest = table_start - (base - BLOCK_N + 1)
         used = offsets < BLOCK_M + BLOCK_N - 1
-        entries = tl.load(bias_ptr + head * 4 * copy_stride + entry, mask=used, other=NOTHING)
-        highest = tl.max(entries, 0)
-        lowest = tl.min(tl.where(entries > LOWEST, entries, highest), 0)
+        values = tl.load(bias_row + nearest - offsets, mask=used, other=NOTHING)
+        highest = tl.max(values, 0)
+        lowest = tl.min(tl.where(values > LOWEST, values, highest), 0)
         steep = tl.where(highest - lowest > MAX_RANGE, 1, 0)
         mine = steep if IN_LOOP else 1 - steep
         reference = 0.5 * (highest + lowest)
@@ -167,13 +167,11 @@ def attention_band_kernel(
                 BLOCK_M, BLOCK_N, HEAD_DIM, SLICE_D, PRECISION,
             )  # fmt: skip
         if HAS_WEIGHT:
-            steps = offsets_n + m_start * zero
-            x = product * tl.load(weight_rows[:, None] + steps[None, :], cache_modifier=".ca")
+            x = product * tl.load(weight_row + m_start * zero + tile, cache_modifier=".ca")
         else:
             x = product * exponent_scale
         if HAS_BIAS and IN_LOOP:
-            steps = offsets_n + m_start * zero
-            x += tl.load(bias_rows[:, None] + steps[None, :], cache_modifier=".ca")
+            x += tl.load(bias_row + m_start * zero + tile, cache_modifier=".ca")
         if HAS_KEY_BIAS:
             keys = n_start + offsets_n
             key_bias = tl.load(key_bias_row + keys, mask=keys < k_length, other=0.0)
@@ -210,7 +208,7 @@ def attention_band_kernel(
     line = batch_head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     if BIAS_GRAD:
         if not IN_LOOP:
-            bias = tl.load(bias_rows[:, None] + offsets_n[None, :])
+            bias = tl.load(bias_row + tile)
             bias_sum *= tl.math.exp2(bias - reference)
             valid = valid & (bias > LOWEST)
         sums = tl.where(valid, bias_sum, 0.0)

@@ -28,7 +28,7 @@ their small differences. The row's constant drops out of the softmax, and stays 
 from __future__ import annotations
 
 from megatron.engines.triton_compat import constant, jit, tl
-from megatron.engines.triton_tables import LOWEST, NOTHING, row_pointers
+from megatron.engines.triton_tables import LOWEST, NOTHING, row_offsets
 
 __all__ = [
     "LOG2E",
@@ -119,7 +119,9 @@ def store_rows(
 @jit()
 def tile_scores(
     product,
-    bias_pointers,
+    bias_row,
+    start,
+    entries,
     weight,
     query,
     key,
@@ -138,7 +140,7 @@ def tile_scores(
     # scaled first: Triton would otherwise hand the bias to the product as its first summand
     x = product * (weight if HAS_WEIGHT else exponent_scale)
     if HAS_BIAS:
-        x += tl.load(bias_pointers, cache_modifier=".ca")
+        x += tl.load(bias_row + start + entries, cache_modifier=".ca")
     if HAS_KEY_BIAS:
         x += (key_bias - own) * LOG2E
     if not HAS_BIAS:
@@ -217,13 +219,13 @@ def attention_forward_kernel(
     offsets_n = tl.arange(0, BLOCK_N)
     rows = m_start + offsets_m
 
-    bias_rows = offsets_m
-    weight_rows = offsets_m
-    row_start = table_start - position - offsets_m
+    bias_row = bias_ptr
+    weight_row = weight_ptr
+    entries = row_offsets(table_start - position - offsets_m, copy_stride)
     if HAS_BIAS:
-        bias_rows = row_pointers(bias_ptr + head * 4 * copy_stride, row_start, copy_stride)
+        bias_row += head * 4 * copy_stride
     if HAS_WEIGHT:
-        weight_rows = row_pointers(weight_ptr + head * 4 * copy_stride, row_start, copy_stride)
+        weight_row += head * 4 * copy_stride
     own = tl.zeros([BLOCK_M], tl.float32)
     key_bias_row = key_bias_ptr
     if HAS_KEY_BIAS:
@@ -261,11 +263,13 @@ def attention_forward_kernel(
         weight = 0.0
         key_bias = 0.0
         if HAS_WEIGHT:
-            weight = tl.load(weight_rows[:, None] + keys[None, :], cache_modifier=".ca")
+            weight = tl.load(
+                weight_row + n_start + (entries[:, None] + offsets_n[None, :]), cache_modifier=".ca"
+            )
         if HAS_KEY_BIAS:
             key_bias = tl.load(key_bias_row + keys, mask=keys < k_length, other=0.0)[None, :]
         x = tile_scores(
-            product, bias_rows[:, None] + keys[None, :], weight,
+            product, bias_row, n_start, entries[:, None] + offsets_n[None, :], weight,
             (position + offsets_m)[:, None], keys[None, :], own[:, None], key_bias,
             first_key[:, None], window, exponent_scale,
             HAS_BIAS, HAS_WEIGHT, HAS_KEY_BIAS, HAS_FIRST_KEY, HAS_WINDOW,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.engines.triton_compat import Launch, cdiv, constant, jit, tl
 
-__all__ = ["LOWEST", "NOTHING", "NO_SCORE", "PAD", "TableCopies", "row_pointers", "table_copies"]
+__all__ = ["LOWEST", "NOTHING", "NO_SCORE", "PAD", "TableCopies", "row_offsets", "table_copies"]
 
 COPIES = 4  # floats in 16 bytes
 # entries on both sides of the distances in use: more than the rows and columns of any tile
@@ -39,10 +39,9 @@ _BLOCK = 1024
 
 
 @jit()
-def row_pointers(table, start, copy_stride):
-    """Pointers to entry `start[i]` of a table, each in the copy where its address is aligned."""
-    shift = start & 3
-    return table + (shift * copy_stride + (start >> 2) * 4)
+def row_offsets(start, copy_stride):
+    """Where entry `start[i]` of a table is, in the copy in which its address is aligned."""
+    return (start & 3) * copy_stride + (start >> 2) * 4
 
 
 @jit(do_not_specialize=["used", "start", "factor"])
