@@ -15,7 +15,7 @@ from pathlib import Path
 
 __all__ = ["Loop", "disassemble", "inner_loop"]
 
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\b(.*)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)(.*)")
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _WIDTH = re.compile(r"\.(U8|S8|U16|S16|32|64|128)\b")
@@ -35,7 +35,7 @@ class Loop:
     counts: Counter[str]  # instructions by name up to the first dot
     widths: Counter[str]  # bytes per lane by kind: LDS, STS, LDGSTS, LDSM (matrices of 8 x 8)
     instructions: int
-    columns: int = 0  # N of HGMMA 64xNx16; 0 where products are HMMA 16x8x16
+    tensor_flop: int  # of one warp; HMMA 16x8x16, or a quarter of HGMMA's 64xNx16
 
     def count(self, *names: str) -> int:
         return sum(self.counts[name] for name in names)
@@ -43,11 +43,6 @@ class Loop:
     @property
     def tensor_core(self) -> int:
         return self.count("HMMA", "HGMMA")
-
-    @property
-    def flop_per_instruction(self) -> float:
-        """One warp's share of an HGMMA belongs to a quarter of its 64 rows."""
-        return 2 * 16 * self.columns * 16 if self.columns else 2 * 16 * 8 * 16
 
     @property
     def barriers(self) -> int:
@@ -71,13 +66,13 @@ class Loop:
         """Bytes that one lane moves to or from shared memory."""
         return sum(self.widths.values())
 
-    def clocks(self, warps: int) -> dict[str, float]:
+    def clocks(self, warps: int, flop_per_clock: int = 2048) -> dict[str, float]:
         """Clocks of one multiprocessor (four quarters) that each of its units is busy."""
         quarter = warps / 4
         # a lane's four bytes are a warp's 128: one clock; so is a global load's or shuffle's slot
         shared = self.shared_bytes / 4 + self.count("LDG", "STG", "SHFL")
         return {
-            "tensor": (self.count("HMMA") * 8 + self.count("HGMMA") * self.columns / 2) * quarter,
+            "tensor": self.tensor_flop * warps / flop_per_clock,
             "shared": shared * warps,
             "exp": self.count("MUFU") * 8 * quarter,
             "fma": self.count(*_FMA_PIPE) * 2 * quarter,
@@ -134,11 +129,13 @@ def inner_loop(sass: str) -> Loop | None:
 def _count(code: list[tuple[str, str]]) -> Loop:
     counts: Counter[str] = Counter()
     widths: Counter[str] = Counter()
-    columns = 0
+    tensor_flop = 0
     for name, _ in code:
         kind = name.split(".")[0]
         if (shape := _HGMMA.match(name)) is not None:
-            columns = int(shape[1])
+            tensor_flop += 2 * 16 * int(shape[1]) * 16
+        elif kind == "HMMA":
+            tensor_flop += 2 * 16 * 8 * (8 if ".1688." in name else 16)
         counts[kind] += 1
         if kind == "LDSM":
             matrices = int(name.rsplit(".", 1)[-1]) if name[-1].isdigit() else 1
@@ -146,4 +143,4 @@ def _count(code: list[tuple[str, str]]) -> Loop:
         elif kind in ("LDS", "STS", "LDGSTS"):
             found = _WIDTH.search(name)
             widths[kind] += _BYTES[found[1]] if found is not None else 4
-    return Loop(counts, widths, len(code), columns)
+    return Loop(counts, widths, len(code), tensor_flop)

@@ -7,7 +7,7 @@ is the share of the tensor cores' peak that its inner loop can reach at best:
 
 FLOP per clock and multiprocessor: 2048 (A100), 4096 (H100). For W warps, on four quarters:
 
-    tensor   HMMA * 8 * W/4          (HGMMA 64xNx16: N/2 * W/4)
+    tensor   FLOP of a warp's HMMA or HGMMA * W / FLOP per clock (A100: HMMA * 8 * W/4)
     shared   bytes per lane / 4 * W  (LDSM, LDS, STS, cp.async), LDG and SHFL 1 * W
     exp      MUFU * 8 * W/4
     fma,alu  instructions * 2 * W/4
@@ -71,12 +71,12 @@ class Entry:
 
     @property
     def ideal(self) -> float:
-        """Tensor-core instructions per warp, if none were repeated."""
-        return self.flop / self.loop.flop_per_instruction / self.warps
+        """Tensor-core instructions per warp, if no product were computed twice."""
+        return self.loop.tensor_core * self.flop / (self.loop.tensor_flop * self.warps)
 
     @cached_property
     def clocks(self) -> dict[str, float]:
-        return self.loop.clocks(self.warps)
+        return self.loop.clocks(self.warps, FLOP_PER_CLOCK[self.arch])
 
     @property
     def busiest(self) -> str:
@@ -159,18 +159,13 @@ def whole_backward(entries: dict[str, Entry], table_gradient: bool) -> float:
 
 
 def misses_of(configuration: Configuration, entries: dict[str, Entry]) -> list[str]:
-    """The targets that a configuration misses, with the numbers; on sm_90 only what is common."""
-    found = [
-        f"{name}: {miss}"
-        for name, entry in entries.items()
-        if configuration.dtype != "fp32"
-        for miss in entry.misses()
-    ]
+    """The targets that a configuration misses, with the numbers: bf16 on sm_80."""
     targets = TARGETS.get(configuration.head_dim)
-    held = configuration.arch == 80 and configuration.dtype == "bf16" and targets is not None
-    if not held or configuration.tables != "bias" or configuration.extras != "plain":
+    if configuration.arch != 80 or configuration.dtype != "bf16" or targets is None:
+        return []
+    found = [f"{name}: {miss}" for name, entry in entries.items() for miss in entry.misses()]
+    if configuration.tables != "bias" or configuration.extras != "plain":
         return found
-    assert targets is not None
     reached = {
         "forward": (entries["forward"].bound, targets[0]),
         "backward without the table's gradient": (whole_backward(entries, False), targets[1]),

@@ -56,12 +56,14 @@ def unavailable() -> str | None:
     """Why Triton cannot be used at all here, or None."""
     if triton is None:
         return f"Triton is not installed ({_import_error}); pip install triton"
+    if not hasattr(triton, "knobs"):
+        return f"Triton {triton.__version__} is too old; pip install 'triton>=3.4'"
     return None
 
 
 def interpreted() -> bool:
     """True when kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    return unavailable() is None and bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
