@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.atomic_files import atomic_writer
 from megatron.data.download import RemoteFile, download, file_sha256
 from megatron.data.package_text import Package, collect_packages
+from megatron.data.recall_text import write_recall_corpus
 from megatron.errors import DataError, DownloadError
 
 __all__ = ["SOURCES", "Source", "fetch", "standard_library_files"]
@@ -294,6 +295,13 @@ SOURCES: dict[str, Source] = {
             "English: the manual of Django 5.2.8 (6 MB), from its source package through pip",
             "BSD-3-Clause",
             collect=_django_docs,
+            small=True,
+        ),
+        Source(
+            "recall",
+            "made up: associative recall and passkeys in noise, 40,000 documents of 128 bytes",
+            "none needed",
+            collect=write_recall_corpus,
             small=True,
         ),
         _from_packages(

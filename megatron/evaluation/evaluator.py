@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 from megatron import __version__
 from megatron.atomic_files import fingerprint
 from megatron.errors import EvaluationError
-from megatron.evaluation import extrapolation, passkey, positionwise, receptive_field, sliding
+from megatron.evaluation import (
+    extrapolation,
+    longppl,
+    passkey,
+    positionwise,
+    recall,
+    receptive_field,
+    ruler,
+    sliding,
+)
 from megatron.evaluation.lm_eval_task import LMEvalTask, lm_eval_task_names
 from megatron.evaluation.results_schema import (
     FORMAT,
@@ -28,7 +37,16 @@ if TYPE_CHECKING:
 
 __all__ = ["BUILT_IN", "Evaluation", "run_evaluation"]
 
-BUILT_IN = (extrapolation, positionwise, sliding, passkey, receptive_field)
+BUILT_IN = (
+    extrapolation,
+    positionwise,
+    sliding,
+    passkey,
+    receptive_field,
+    ruler,
+    longppl,
+    recall,
+)
 """Importing a module registers its task."""
 
 DEFAULT_TASKS = ("extrapolation",)

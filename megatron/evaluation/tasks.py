@@ -144,6 +144,12 @@ class EvaluationOptions:
     passkey_depths: int = 10
     passkey_samples: int = 10
     passkey_digits: int = 5
+    ruler_tasks: tuple[str, ...] = ()
+    ruler_lengths: tuple[int, ...] = ()
+    ruler_samples: int = 20
+    longppl_short_context: int | None = None
+    longppl_evaluator: str | None = None
+    recall_samples: int = 64
     num_fewshot: int | None = None
     limit: float | None = None
     include_path: str | None = None
@@ -164,6 +170,8 @@ class EvaluationOptions:
             lengths=tuple(sorted(set(lengths))),
             splits=_splits(flat),
             passkey_lengths=tuple(sorted(set(flat.get("passkey_lengths") or lengths))),
+            ruler_lengths=tuple(sorted(set(flat.get("ruler_lengths") or lengths))),
+            ruler_tasks=tuple(flat.get("ruler_tasks") or ()),
             seed=seed,
             data_seed=flat.get("data_seed", seed),
             data=DataPlaces(
@@ -189,6 +197,10 @@ _PLAIN_KEYS = {
     "passkey_depths": "passkey_depths",
     "passkey_samples": "passkey_samples",
     "passkey_digits": "passkey_digits",
+    "ruler_samples": "ruler_samples",
+    "longppl_short_context": "longppl_short_context",
+    "longppl_evaluator": "longppl_evaluator",
+    "recall_samples": "recall_samples",
     "num_fewshot": "num_fewshot",
     "limit": "eval_limit",
     "include_path": "eval_include_path",

@@ -102,7 +102,7 @@ class EvaluationArgs(Group):
     eval_tasks: TextList | None = Field(
         None,
         description="What evaluate.py runs: extrapolation, positionwise, sliding, passkey, "
-        "receptive_field, or names of lm-eval tasks.",
+        "receptive_field, ruler, longppl, recall, or names of lm-eval tasks.",
     )
     eval_results_prefix: str = Field(
         "", description="Start of result file names; empty means <load>/results/step<N>."
@@ -153,6 +153,24 @@ class EvaluationArgs(Group):
     passkey_depths: PositiveInt = Field(10, description="Depths the key is hidden at.")
     passkey_samples: PositiveInt = Field(10, description="Prompts per length and depth.")
     passkey_digits: PositiveInt = Field(5, description="Digits of the key.")
+    ruler_tasks: TextList | None = Field(
+        None,
+        description="RULER's tasks: niah_single_1, niah_multikey_1, niah_multikey_2, "
+        "niah_multivalue, vt, cwe; null means all.",
+    )
+    ruler_lengths: PositiveIntList | None = Field(
+        None, description="Prompt lengths of ruler, answers included; null means eval_lengths."
+    )
+    ruler_samples: PositiveInt = Field(20, description="Prompts per task and length of ruler.")
+    longppl_short_context: PositiveInt | None = Field(
+        None, description="Tokens of longppl's short context; null means seq_length."
+    )
+    longppl_evaluator: str | None = Field(
+        None,
+        description="Run or checkpoint that decides which tokens need a long context; null means "
+        "the model itself.",
+    )
+    recall_samples: PositiveInt = Field(64, description="Sequences per task and length of recall.")
 
 
 class GenerationArgs(Group):

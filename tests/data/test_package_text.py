@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-import prepare_data
+from megatron.commands import run as command_run
 from megatron.data import IndexedDataset, package_text
 from megatron.data.corpora import SOURCES, Source
 from megatron.data.download import file_sha256
@@ -148,7 +148,7 @@ def test_a_machine_without_apt_hears_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(package_text.shutil, "which", lambda name: None)
-    assert prepare_data.main(["-d", str(tmp_path), "-q", "latex_docs"]) == 2
+    assert command_run("prepare_data", ["-d", str(tmp_path), "-q", "latex_docs"]) == 2
     error = capsys.readouterr().err
     assert "no apt-get" in error and "--input PATH latex_docs" in error
 
@@ -179,13 +179,16 @@ def test_a_corpus_brings_its_own_vocabulary(
     vocab = tmp_path / "data" / "own" / "vocab.json"
     arguments = ["-d", str(tmp_path / "data"), "-q", "own"]
     named = [*arguments, "-t", "GPT2BPETokenizer", "--vocab-file", str(vocab)]
-    assert prepare_data.main([*named, "--merge-file", str(vocab.with_name("merges.txt"))]) == 0
+    assert (
+        command_run("prepare_data", [*named, "--merge-file", str(vocab.with_name("merges.txt"))])
+        == 0
+    )
     assert len(json.loads(vocab.read_text())) == 270
     tokens = IndexedDataset(tmp_path / "data" / "own" / "own_text_document")[0]
     tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=vocab.parent)
     assert tokenizer.detokenize(tokens[:-1].tolist()) == text.read_text()
     before = vocab.stat().st_mtime_ns
-    assert prepare_data.main(arguments) == 0  # the default is the same vocabulary
+    assert command_run("prepare_data", arguments) == 0  # the default is the same vocabulary
     assert "up to date" in capsys.readouterr().out and vocab.stat().st_mtime_ns == before
-    assert prepare_data.main([*arguments, "-t", "CharLevelTokenizer"]) == 0
+    assert command_run("prepare_data", [*arguments, "-t", "CharLevelTokenizer"]) == 0
     assert len(IndexedDataset(tmp_path / "data" / "own" / "own_text_document")[0]) > len(tokens)

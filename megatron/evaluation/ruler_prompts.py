@@ -1,0 +1,286 @@
+"""RULER's generated tasks (Hsieh et al., 2024), for any length and any tokenizer, offline.
+
+What defines a task is published: the sentences that carry needles, assignments and questions, how
+many keys, values, hops and repetitions there are, and that prompt and answer together fill the
+length. Kept as published: `niah_single_1`, `niah_multikey_2`, `vt`, `cwe`. `niah_multikey_1` and
+`niah_multivalue` hide their needles in essays there; here in the sentences of `niah_single_1`.
+
+Three things make short lengths possible. The text grows by single units, not in steps of five or
+more. Below 4,096 tokens room is left for the answer only (twice its tokens and eight), not for the
+published 30 to 128. And the worked example before `vt` and `cwe` is left out where it would take
+more than half of the length. Where tokens are so small (bytes) that the published form does not fit
+into 4,096 or more of them, the short form is used, too; each result says which it was.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from random import Random
+from typing import TYPE_CHECKING, Literal
+
+from megatron.errors import EvaluationError
+from megatron.evaluation.ruler_words import distinct_words, key_words
+
+if TYPE_CHECKING:
+    from megatron.tokenizer import Tokenizer
+
+__all__ = ["RULER_TASKS", "RulerPrompt", "RulerTask", "fitted", "smallest_length"]
+
+FULL_SIZE = 4096
+"""From here on everything is as published."""
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+@dataclass(frozen=True)
+class RulerPrompt:
+    """A question, what its answer must contain, and where in the context each part of it lies."""
+
+    text: str
+    answers: tuple[str, ...]
+    depths: tuple[float, ...] = ()
+    """Of each answer, 0 at the start and 1 at the end; empty if an answer has no place."""
+    new_tokens: int = 0
+    shots: int = 0
+    full: bool = False
+    """Whether repetitions, example and room for the answer are the published ones."""
+
+
+class RulerTask(ABC):
+    """One kind of question about a context of a given size."""
+
+    new_tokens: int
+    smallest: int
+
+    @abstractmethod
+    def question(self, size: int, random: Random, depth: float, full: bool) -> RulerPrompt:
+        """A prompt with `size` units of context; `depth` places the (first) needle.
+
+        `full` is whether the length is one of the published ones.
+        """
+
+    def example(self, random: Random, full: bool) -> str:
+        """A question with its answer, to put in front; empty if the task has none."""
+        return ""
+
+
+def _place(depth: float, size: int) -> int:
+    return min(size, int(depth * (size + 1)))
+
+
+@dataclass(frozen=True)
+class Niah(RulerTask):
+    """Needles in a haystack: `keys` of them with `values` each; all values of one are asked for."""
+
+    keys: int = 1
+    values: int = 1
+    haystack: Literal["repeat", "needle"] = "repeat"
+    new_tokens: int = 128
+    smallest: int = 0
+
+    def question(self, size: int, random: Random, depth: float, full: bool) -> RulerPrompt:
+        wanted, *others = random.sample(_keys(), self.keys)
+        answers = [_number(random) for _ in range(self.values)]
+        lines = [self._hay(random, wanted) for _ in range(size)]
+        needles = [_needle(wanted, answer) for answer in answers]
+        needles += [_needle(key, _number(random)) for key in others for _ in answers]
+        places = [_place(depth, size)] + [random.randint(0, size) for _ in needles[1:]]
+        order = sorted(range(len(needles)), key=lambda i: (places[i], i))
+        for shift, i in enumerate(order):
+            lines.insert(places[i] + shift, needles[i])
+        depths = [place / max(size, 1) for place in places[: len(answers)]]
+        return RulerPrompt(self._text("\n".join(lines), wanted), tuple(answers), tuple(depths))
+
+    def _hay(self, random: Random, wanted: str) -> str:
+        if self.haystack == "repeat":
+            return NOISE
+        while (key := random.choice(_keys())) == wanted:
+            pass
+        return _needle(key, _number(random))
+
+    def _text(self, context: str, key: str) -> str:
+        if self.values == 1:
+            return (
+                "A special magic number is hidden within the following text. Make sure to memorize "
+                f"it. I will quiz you about the number afterwards.\n{context}\nWhat is the special "
+                f"magic number for {key} mentioned in the provided text? The special magic number "
+                f"for {key} mentioned in the provided text is"
+            )
+        return (
+            "Some special magic numbers are hidden within the following text. Make sure to "
+            f"memorize it. I will quiz you about the numbers afterwards.\n{context}\nWhat are all "
+            f"the special magic numbers for {key} mentioned in the provided text? The special "
+            f"magic numbers for {key} mentioned in the provided text are"
+        )
+
+
+@lru_cache(maxsize=1)
+def _keys() -> list[str]:
+    return key_words()
+
+
+def _number(random: Random) -> str:
+    return str(random.randint(10**6, 10**7 - 1))
+
+
+def _needle(key: str, value: str) -> str:
+    return f"One of the special magic numbers for {key} is: {value}."
+
+
+@dataclass(frozen=True)
+class VariableTracking(RulerTask):
+    """A number is given to a variable, that to another, and so on; all of them are asked for."""
+
+    hops: int = 4
+    new_tokens: int = 30
+    smallest: int = 2
+
+    def question(self, size: int, random: Random, depth: float, full: bool) -> RulerPrompt:
+        names: list[str] = []
+        while len(names) <= self.hops:
+            name = "".join(random.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5))
+            if name not in names:
+                names.append(name)
+        value = str(random.randint(10_000, 99_998))
+        chain = [f"VAR {names[0]} = {value}"]
+        chain += [f"VAR {new} = VAR {old}" for old, new in pairwise(names)]
+        lines = [NOISE] * size
+        if len(lines) <= len(chain):  # too few to put something between them: use sentences
+            lines = [f"{sentence.strip()}." for sentence in NOISE.split(".") if sentence] * size
+        total = len(lines)
+        places = sorted(random.sample(range(total), len(chain)))
+        for shift, (place, assignment) in enumerate(zip(places, chain, strict=True)):
+            lines.insert(place + shift, assignment)
+        return RulerPrompt(
+            "Memorize and track the chain(s) of variable assignment hidden in the following text."
+            f"\n\n{chr(10).join(lines)}\nQuestion: Find all variables that are assigned the value "
+            f"{value} in the text above. Answer: According to the chain(s) of variable assignment "
+            f"in the text above, {len(names)} variables are assigned the value {value}, they are:",
+            tuple(names),
+            tuple(place / total for place in places),
+        )
+
+    def example(self, random: Random, full: bool) -> str:
+        made = self.question(5, random, 0.0, full)
+        return f"{made.text} {' '.join(made.answers)}\n\n"
+
+
+@dataclass(frozen=True)
+class CommonWords(RulerTask):
+    """A numbered list in which ten words occur more often than the others; they are asked for."""
+
+    common: int = 10
+    new_tokens: int = 120
+    smallest: int = 11
+
+    def question(self, size: int, random: Random, depth: float, full: bool) -> RulerPrompt:
+        return self._list(size, (30, 3) if full else (6, 1), random)
+
+    def example(self, random: Random, full: bool) -> str:
+        made = self._list(40, (10, 3), random) if full else self._list(20, (3, 1), random)
+        listed = " ".join(f"{i}. {word}" for i, word in enumerate(made.answers, 1))
+        return f"{made.text} {listed}\n"
+
+    def _list(self, size: int, repeats: tuple[int, int], random: Random) -> RulerPrompt:
+        known = _words()
+        chosen = random.sample(known[: max(size, _single_words())], size)
+        often, seldom = chosen[: self.common], chosen[self.common :]
+        entries = often * repeats[0] + seldom * repeats[1]
+        random.shuffle(entries)
+        context = " ".join(f"{i}. {word}" for i, word in enumerate(entries, 1))
+        return RulerPrompt(
+            "Below is a numbered list of words. In these words, some appear more often than "
+            f"others. Memorize the ones that appear most often.\n{context}\nQuestion: What are the "
+            f"{self.common} most common words in the above list? Answer: The top {self.common} "
+            "words that appear most often in the list are:",
+            tuple(often),
+        )
+
+
+@lru_cache(maxsize=1)
+def _words() -> list[str]:
+    return distinct_words()
+
+
+def _single_words() -> int:
+    return len(_words()) - len(_keys())
+
+
+RULER_TASKS: dict[str, RulerTask] = {
+    "niah_single_1": Niah(),
+    "niah_multikey_1": Niah(keys=4),
+    "niah_multikey_2": Niah(haystack="needle"),
+    "niah_multivalue": Niah(values=4),
+    "vt": VariableTracking(),
+    "cwe": CommonWords(),
+}
+
+
+# Filling a length.
+
+
+@dataclass
+class _Maker:
+    """Prompts of one task for one length; `seed` names the sample, so that sizes can be tried."""
+
+    task: RulerTask
+    tokenizer: Tokenizer
+    length: int
+    seed: str
+    depth: float
+    full: bool
+    shot: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        shot = self.task.example(Random(f"{self.seed}/example"), self.full)
+        self.shot = shot if 2 * self._tokens(shot) <= self.length else ""
+
+    def _tokens(self, text: str) -> int:
+        return len(self.tokenizer.tokenize(text)) if text else 0
+
+    def make(self, size: int) -> tuple[RulerPrompt, int]:
+        """The prompt, and how many tokens it takes together with its answer."""
+        made = self.task.question(size, Random(self.seed), self.depth, self.full)
+        room = self.task.new_tokens
+        if not self.full:
+            answer = sum(self._tokens(f" {answer}") for answer in made.answers)
+            room = 2 * answer + 8
+        text = self.shot + made.text
+        shots = 1 if self.shot else 0
+        return (
+            RulerPrompt(text, made.answers, made.depths, room, shots, self.full),
+            self._tokens(text) + room,
+        )
+
+
+def fitted(
+    task: RulerTask, tokenizer: Tokenizer, length: int, seed: str, depth: float
+) -> RulerPrompt:
+    """The largest prompt that, with room for its answer, is at most `length` tokens."""
+    for full in (True, False) if length >= FULL_SIZE else (False,):
+        maker = _Maker(task, tokenizer, length, seed, depth, full)
+        best, needed = maker.make(task.smallest)
+        if needed <= length:
+            break
+    else:
+        raise EvaluationError(
+            f"the smallest prompt with its answer is {needed} tokens long; use longer ruler_lengths"
+        )
+    low, high = task.smallest, task.smallest + 1
+    while (made := maker.make(high))[1] <= length:
+        best, low, high = made[0], high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        made = maker.make(middle)
+        if made[1] <= length:
+            best, low = made[0], middle
+        else:
+            high = middle
+    return best
+
+
+def smallest_length(task: RulerTask, tokenizer: Tokenizer, seed: str = "smallest") -> int:
+    """The shortest length at which the task can be asked, without an example in front."""
+    return _Maker(task, tokenizer, 1, seed, 0.5, full=False).make(task.smallest)[1]

@@ -1,0 +1,122 @@
+"""Associative recall and passkeys: the texts, and the accuracy of models that are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.commands import run as command_run
+from megatron.data import IndexedDataset
+from megatron.data.recall_text import MQAR_NOISE, PASSKEY_NOISE, mqar, passkey_in_noise
+from megatron.evaluation import recall
+from megatron.evaluation.evaluator import run_evaluation
+from megatron.evaluation.recall import hits_at
+from megatron.model import build_model
+from megatron.neox_arguments import NeoXArgs
+from tests.evaluation.helpers import VOCAB, sharpened, tiny_config, write_run
+from tests.evaluation.test_retrieval_and_gradient import result_of
+
+
+@pytest.mark.parametrize("length", [64, 127, 1000])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_key_comes_again_with_its_value(length: int, seed: int) -> None:
+    made = mqar(length, Random(seed))
+    assert len(made.text) == length and len(made.places) == 16
+    pairs = dict(zip(made.text[0:16:2], made.text[1:16:2], strict=True))
+    assert len(pairs) == 8
+    asked = [made.text[place - 1] for place in made.places]
+    assert sorted(asked) == sorted([*pairs, *pairs])
+    for place, distance in zip(made.places, made.distances, strict=True):
+        assert made.text[place] == pairs[made.text[place - 1]]
+        assert made.text[place - distance] == made.text[place] and place - distance < 16
+    told = {0, *range(16)} | {p for place in made.places for p in (place, place - 1)}
+    assert all(made.text[i] in MQAR_NOISE for i in range(length) if i not in told)
+
+
+@pytest.mark.parametrize("length", [12, 127, 1000])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_passkey_is_asked_for_at_the_end(length: int, seed: int) -> None:
+    made = passkey_in_noise(length, Random(seed))
+    noise, _, asked = made.text.partition("?")
+    assert len(made.text) == length and noise.split("#")[1][:4] == asked and asked.isdigit()
+    assert [made.text[place] for place in made.places] == list(asked)
+    for place, distance in zip(made.places, made.distances, strict=True):
+        assert made.text[place - distance] == made.text[place]
+    assert set(noise) - set("#0123456789") <= set(PASSKEY_NOISE)
+
+
+def test_the_corpus_has_documents_of_the_training_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.data.recall_text.DOCUMENTS", 10)
+    assert command_run("prepare_data", ["-d", str(tmp_path), "-q", "recall"]) == 0
+    data = IndexedDataset(tmp_path / "recall" / "recall_text_document")
+    assert data.sizes.tolist() == [128] * 10
+    assert bytes(data[1][:-1].tolist()).count(b"#") == 1
+
+
+def test_hits_are_the_most_likely_tokens_of_the_full_logits() -> None:
+    args = NeoXArgs.from_dict(tiny_config())
+    model = sharpened(build_model(args, padded_vocab_size=VOCAB))
+    tokens = torch.randint(0, 256, (3, 40))
+    best = model(tokens).argmax(-1)
+    tokens[0, 10] = best[0, 9]  # one place that the model gets right
+    places = [(10, 20), (5, 30), (1, 39)]
+    best = model(tokens).argmax(-1)
+    expected = [
+        [bool(best[row, place - 1] == tokens[row, place]) for place in own]
+        for row, own in enumerate(places)
+    ]
+    assert hits_at(model, tokens.tolist(), places) == expected
+    assert expected[0][0]
+
+
+def near_only(reach: int) -> Any:
+    """A model that recalls what it first saw at most `reach` symbols ago."""
+
+    def hits(model: Any, texts: Any, places: Any) -> list[list[bool]]:
+        found = []
+        for text, own in zip(texts, places, strict=True):
+            symbols = bytes(text).decode()
+            if "#" in symbols:
+                start = symbols.index("#") + 1
+                found.append([place - (start + i) <= reach for i, place in enumerate(own)])
+            else:
+                found.append(
+                    [place - symbols.index(symbols[place - 1]) - 1 <= reach for place in own]
+                )
+        return found
+
+    return hits
+
+
+def test_accuracy_by_length_and_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[64, 512], recall_samples=40)
+    monkeypatch.setattr(recall, "hits_at", near_only(63))
+    cells = {
+        (cell["kind"], cell["length"]): cell
+        for cell in result_of(args, "recall")["results"]["grid"]
+    }
+    assert cells["mqar", 64]["accuracy"] == cells["passkey_in_noise", 64]["whole"] == 1.0
+    for kind in ("mqar", "passkey_in_noise"):
+        cell = cells[kind, 512]
+        assert 0.0 < cell["accuracy"] < 0.4
+        for part in cell["by_distance"]:
+            assert part["accuracy"] == (1.0 if part["to"] <= 64 else 0.0)
+        assert sum(part["symbols"] for part in cell["by_distance"]) == cell["symbols"]
+
+
+def test_other_tokens_than_bytes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[64])
+    from megatron.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    monkeypatch.setattr(type(tokenizer), "tokenize", lambda self, text: [1] * (len(text) // 2))
+    assert run_evaluation(args.replace(eval_tasks=["recall"])) == 1
+    assert "one token per symbol" in capsys.readouterr().err
