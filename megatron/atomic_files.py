@@ -16,6 +16,7 @@ from megatron.errors import OutputError
 
 __all__ = [
     "atomic_writer",
+    "check_folder_writable",
     "check_writable",
     "fingerprint",
     "publish",
@@ -67,7 +68,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def check_writable(path: Path, option: str) -> None:
+def check_writable(path: Path, option: str, shown: Path | None = None) -> None:
     """Refuse now what could not be written after the work; makes the folder if need be."""
     probe = temporary_name(path)
     try:
@@ -78,8 +79,15 @@ def check_writable(path: Path, option: str) -> None:
         probe.unlink()
     except OSError as error:
         raise OutputError(
-            f"{option} {path}: cannot be written ({error.strerror}). Choose another place."
+            f"{option} {shown or path}: cannot be written ({error.strerror}). Choose another place."
         ) from error
+
+
+def check_folder_writable(folder: Path, option: str) -> None:
+    """The same for a folder that files will be written into."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{option} {folder}: is a file, not a folder. Choose another place.")
+    check_writable(folder / "x", option, shown=folder)
 
 
 def write_text(path: Path, text: str, *, parents: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What this machine has, asked without importing torch."""
+"""What this machine has; asked without importing torch where that is possible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["count_gpus", "memory_bytes"]
+__all__ = ["count_gpus", "memory_bytes", "settle_accelerator"]
 
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -27,6 +27,18 @@ def count_gpus(environ: Mapping[str, str] | None = None, device_dir: Path = Path
         return len(devices)
     listed = [item for item in visible.split(",") if item.strip() and item.strip() != "-1"]
     return min(len(listed), len(devices))
+
+
+def settle_accelerator() -> None:
+    """Without an accelerator, say so to DeepSpeed: it would search, and print that it did.
+
+    For processes that compute, before anything imports DeepSpeed; never in a launcher, whose
+    children may run on better machines.
+    """
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def memory_bytes() -> int | None:

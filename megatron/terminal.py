@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TextIO
 
 from megatron.errors import KerpleError, MissingPackageError
@@ -26,6 +29,7 @@ __all__ = [
     "EXIT_USER_ERROR",
     "describe_error",
     "install_command",
+    "leaving_at_once",
     "print_error",
     "require",
     "run_command",
@@ -70,6 +74,26 @@ def run_command(main: Main, argv: Sequence[str] | None = None) -> int:
     except (KerpleError, OSError, ModuleNotFoundError) as error:
         return print_error(error)
     return code
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Ctrl-C while libraries are imported: some of them swallow KeyboardInterrupt."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(EXIT_INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def print_error(error: BaseException) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.errors import KerpleError
 from megatron.terminal import run_command
@@ -24,6 +25,7 @@ COMMANDS = {
     "inspect_checkpoint": "show what a checkpoint holds, or what differs between two",
     "convert_checkpoint": "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any",
     "reshard_checkpoint": "make a run resume under another layout",
+    "plot_run": "draw a run's loss, rate, gradient norm, tokens/s and kernels",
     "reproduce": "repeat the paper, on a cluster or in miniature",
     "lm_eval": "the lm_eval command with --model kerple_neox",
 }
@@ -54,6 +56,8 @@ def kerple(argv: Sequence[str] | None = None) -> int:
 
 def _kerple(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a kernel or a task of one's own, as for scripts
     if not words or words[0] in ("-h", "--help", "help"):
         print(_listing())
         return 0

@@ -49,6 +49,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def convert(args: argparse.Namespace) -> str:
     """Do it; returns what to say."""
+    from megatron.machine import settle_accelerator
+
+    settle_accelerator()
     import torch
 
     from megatron.checkpoints import read_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron.terminal import run_command
+from megatron.terminal import leaving_at_once, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,7 +13,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.neox_arguments import parse_command_line
 
     args, options = parse_command_line("generate.py", argv)
-    from megatron.generation.text import run_generation
+    with leaving_at_once():
+        from megatron.machine import settle_accelerator
+
+        settle_accelerator()
+        from megatron.generation.text import run_generation
 
     return run_generation(args, options.local_rank)
 

@@ -35,6 +35,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
     """Everything there is to show, as plain data."""
+    from megatron.machine import settle_accelerator
+
+    settle_accelerator()
     from megatron.checkpoints import read_checkpoint
     from megatron.checkpoints.inspection import compare, describe, kernel_of
 

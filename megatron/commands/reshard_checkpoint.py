@@ -17,9 +17,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoints.save_and_resume import LAYOUT, find_checkpoint
-from megatron.checkpoints.store import CheckpointStore
-from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments.command_line import add_allow_kernel_argument
@@ -28,6 +25,13 @@ from megatron.terminal import PACKAGE
 
 def plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     """The step to convert and how many processes its layout has."""
+    from megatron.machine import settle_accelerator
+
+    settle_accelerator()
+    from megatron.checkpoints.save_and_resume import LAYOUT, find_checkpoint
+    from megatron.checkpoints.store import CheckpointStore
+    from megatron.checkpoints.universal import is_universal
+
     store = CheckpointStore(source)
     step = find_checkpoint(store, iteration)
     if step is None:
@@ -91,5 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"reading step {step} with {world_size} process(es) ...", flush=True)
     code = run_ranks(options.source, options.target, step, world_size, options.allow_kernel)
     if code == 0:
+        from megatron.checkpoints.store import CheckpointStore
+
         print(f"wrote {CheckpointStore(options.target).path(step)}: set `load: {options.target}`")
     return code

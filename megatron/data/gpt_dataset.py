@@ -136,6 +136,7 @@ class GPTDataset:
         name: str = "train",
         num_samples: int = 0,
         num_documents: int = 0,
+        tokens_per_epoch: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
         if tokens.dtype.kind == "f":
@@ -145,6 +146,7 @@ class GPTDataset:
         self.length = length
         self.name = name
         self.num_documents = num_documents
+        self.tokens_per_epoch = tokens_per_epoch
         # The official dataset counts one sample fewer than it shuffles. We do the same, except
         # where that would be fewer than were asked for.
         self._served = max(len(index.order) - 1, num_samples, 1)
@@ -227,6 +229,7 @@ def build_split_dataset(
         name=name,
         num_samples=num_samples,
         num_documents=last - first,
+        tokens_per_epoch=amount,
         vocab_size=vocab_size,
     )
 

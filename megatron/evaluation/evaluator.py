@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tqdm import tqdm
 
 from megatron import __version__
 from megatron.atomic_files import fingerprint
-from megatron.errors import EvaluationError
+from megatron.errors import EvaluationError, KerpleError
 from megatron.evaluation import (
     extrapolation,
     longppl,
@@ -27,10 +32,19 @@ from megatron.evaluation.results_schema import (
     recorded_settings,
     weights_id,
 )
-from megatron.evaluation.tasks import TASKS, Context, EvaluationOptions, EvaluationTask, nearest
-from megatron.generation.subject import Subject, find_subject
+from megatron.evaluation.tasks import (
+    TASKS,
+    Context,
+    EvaluationOptions,
+    EvaluationTask,
+    imported_task,
+    nearest,
+)
+from megatron.evaluation.total_bar import TotalBar, showing
+from megatron.generation.subject import Subject, checkpoint_place, find_subject
 from megatron.mpu.job import join_ranks
 from megatron.mpu.ranks import Ranks
+from megatron.terminal import EXIT_USER_ERROR, install_command, print_error
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -49,6 +63,7 @@ BUILT_IN = (
 )
 """Importing a module registers its task."""
 
+Result = TypeVar("Result")
 DEFAULT_TASKS = ("extrapolation",)
 
 
@@ -58,10 +73,8 @@ def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     try:
         subject = find_subject(args, device)
         evaluation = Evaluation(args, subject, ranks)
-    except ValueError as error:
-        if ranks.is_main:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+    except KerpleError as error:
+        return print_error(error) if ranks.is_main else EXIT_USER_ERROR
     return evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
 
 
@@ -75,37 +88,61 @@ class Evaluation:
 
     def run(self, names: list[str] | tuple[str, ...]) -> int:
         """All named tasks; 1 if any of them gave no result."""
-        failures: dict[str, str] = {}
-        for name in dict.fromkeys(names):
+        failures: list[str] = []
+
+        def attempt(name: str, step: Callable[[], Result]) -> Result | None:
             try:
-                self._report(self._run_task(self._find_task(name)))
+                return step()
             except ValueError as error:
-                failures[name] = str(error)
+                failures.append(name)
                 self.say(f"error: {name}: {error}", error=True)
+                return None
+
+        found = {name: attempt(name, partial(self._find_task, name)) for name in names}
+        tasks = {name: task for name, task in found.items() if task is not None}
+        planned = 0.0
+        with showing(self._total_bar(tasks.values())) as bar:
+            for name, task in tasks.items():
+                planned += _cost(bar, task, self.options)
+                content = attempt(name, partial(self._run_task, task))
+                bar.move_to(planned)
+                if content is not None:
+                    self._report(task, content)
         if failures:
-            self.say(f"{len(failures)} of {len(names)} tasks failed: {', '.join(failures)}", True)
+            self.say(f"{len(failures)} of {len(found)} tasks failed: {', '.join(failures)}", True)
         return 1 if failures else 0
+
+    def _total_bar(self, tasks: Iterable[EvaluationTask]) -> TotalBar:
+        hidden_size = self.args.model.hidden_size
+        total = sum(_cost(TotalBar(hidden_size), task, self.options) for task in tasks)
+        return TotalBar(hidden_size, total, show=self.ranks.is_main)
 
     def say(self, text: str, error: bool = False) -> None:
         """Print, once for all ranks."""
         if self.ranks.is_main:
-            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+            stream = sys.stderr if error else sys.stdout
+            tqdm.write(text, file=stream)
+            stream.flush()
 
     def _prefix(self) -> Path:
         given = self.args.evaluation.eval_results_prefix
         if given:
             return Path(given)
-        place = self.args.checkpoint.load or self.args.checkpoint.save or "."
+        place = checkpoint_place(self.args) or "."
         return Path(place) / "results" / f"step{self.subject.iteration}"
 
     def _find_task(self, name: str) -> EvaluationTask:
         if name in TASKS:
             return TASKS[name]
+        if ":" in name:
+            return imported_task(name)
         known = lm_eval_task_names(name, self.options.include_path)
         if name in known:
             return LMEvalTask(name)
         close = nearest(name, [*TASKS, *known])
         hint = f"nearest: {', '.join(close)}" if close else f"built in: {', '.join(TASKS)}"
+        if find_spec("lm_eval") is None:
+            hint += f". If it is one of lm-eval's: {install_command('eval')}"
         raise EvaluationError(f"unknown task; {hint}")
 
     def _run_task(self, task: EvaluationTask) -> dict[str, Any]:
@@ -183,8 +220,7 @@ class Evaluation:
             "errors": cells.errors,
         }
 
-    def _report(self, content: dict[str, Any]) -> None:
-        task = TASKS.get(content["task"].removesuffix("_windowed")) or LMEvalTask(content["task"])
+    def _report(self, task: EvaluationTask, content: dict[str, Any]) -> None:
         name = task.file_name(self.options)
         self.say(f"\n{name}: {content['pos_emb']}, step {content['iteration']}")
         self.say(task.table(content["results"]))
@@ -192,6 +228,10 @@ class Evaluation:
             where = " ".join(str(value) for key, value in error.items() if key != "error")
             self.say(f"not measured: {where}: {error['error']}")
         self.say(f"results: {self.store.path(name, content['settings'])}")
+
+
+def _cost(bar: TotalBar, task: EvaluationTask, options: EvaluationOptions) -> float:
+    return sum(bar.cost(tokens, length) for tokens, length in task.work(options))
 
 
 def _holds_anything(results: dict[str, Any]) -> bool:

@@ -108,6 +108,9 @@ class Extrapolation(EvaluationTask):
             "char_level_ppl": options.char_level_ppl,
         }
 
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        return options.planned()
+
     def run(self, context: Context) -> dict[str, Any]:
         files = lru_cache(partial(open_split, context.options.data))
         return measure_lengths(context, partial(_measure, context, files))

@@ -7,6 +7,7 @@ process and the scores do not depend on how many there are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -248,7 +249,7 @@ class KerpleNeoXLM(TemplateLM):
 
         def share(places: Sequence[int]) -> list[Any]:
             found: list[Any] = []
-            hidden = quiet or not self.ranks.is_main
+            hidden = quiet or not self.ranks.is_main or not sys.stderr.isatty()
             with tqdm(total=len(places), desc=label, disable=hidden) as bar:
                 for group in self._batches(places, lambda place: length(items[place])):
                     answers = function([items[place] for place in group])

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron.errors import EvaluationError
+from megatron.evaluation.total_bar import current_bar
 from megatron.model.embedding import full_logits
 from megatron.model.spec import ModelSpec
 from megatron.mpu.ranks import Ranks
@@ -70,15 +70,16 @@ def sequence_losses(
 
     def share(numbers: Sequence[int]) -> list[Tensor]:
         losses: list[Tensor] = []
-        bar = tqdm(total=len(numbers), desc=label, unit="seq", disable=not ranks.is_main)
-        with bar, torch.inference_mode():
+        bar = current_bar()
+        bar.at(label)
+        with torch.inference_mode():
             for group in batches(numbers, texts.length, batch_tokens):
                 text = torch.stack([texts[number] for number in group])
                 _check_tokens(text, model.spec.padded_vocab_size)
                 text = text.to(model.device)
                 found = model.token_losses(text[:, :-1], text[:, 1:]).float().cpu()
                 losses.extend(found if last is None else found[:, -last:])
-                bar.update(len(group))
+                bar.advance(text[:, 1:].numel() * ranks.size, texts.length)
         return losses
 
     return ranks.map(share, range(len(texts)))

@@ -19,13 +19,13 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.extrapolation import window_suffix
 from megatron.evaluation.losses import score_continuations, windowed
 from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, task
+from megatron.evaluation.total_bar import current_bar
 
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
@@ -89,6 +89,10 @@ class Passkey(EvaluationTask):
             "window": options.window,
         }
 
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        prompts = options.passkey_depths * options.passkey_samples
+        return [(prompts * length, length) for length in options.passkey_lengths]
+
     def run(self, context: Context) -> dict[str, Any]:
         options = context.options
         grid: list[dict[str, Any]] = []
@@ -149,13 +153,14 @@ def _greedy_hits(
     """For each prompt, which tokens of its answer are the most likely ones."""
     hits: list[list[bool]] = []
     rows = max(1, context.options.batch_tokens // length)
-    bar = tqdm(total=len(prompts), desc=f"passkey {length}", disable=not context.ranks.is_main)
-    with bar, torch.inference_mode():
+    bar = current_bar()
+    bar.at(f"passkey {length}")
+    with torch.inference_mode():
         for start in range(0, len(prompts), rows):
             group = prompts[start : start + rows]
             scores = score_continuations(
                 context.model, [(prompt.context, prompt.answer) for prompt in group]
             )
             hits += [score.greedy.tolist() for score in scores]
-            bar.update(len(group))
+            bar.advance(len(group) * length * context.ranks.size, length)
     return hits

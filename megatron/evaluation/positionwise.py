@@ -52,6 +52,9 @@ class Positionwise(EvaluationTask):
             "buckets": [options.buckets, options.bucket_count],
         }
 
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        return options.planned()
+
     def run(self, context: Context) -> dict[str, Any]:
         options = context.options
         results: dict[str, Any] = {}

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron.evaluation.extrapolation import (
     data_parameters,
@@ -24,6 +23,7 @@ from megatron.evaluation.extrapolation import (
 from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.sequences import SequenceSet, open_split
 from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, Split, task
+from megatron.evaluation.total_bar import current_bar
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel
@@ -72,6 +72,9 @@ class ReceptiveField(EvaluationTask):
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {**data_parameters(options), "lengths": options.lengths}
 
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        return options.planned()
+
     def run(self, context: Context) -> dict[str, Any]:
         return measure_lengths(context, partial(_measure, context))
 
@@ -114,7 +117,10 @@ def _cumulated(
 ) -> list[Tensor]:
     """For each sequence, the share of the last 1, 2, ... tokens."""
     curves = []
-    for number in tqdm(numbers, desc=label, unit="seq", disable=not context.ranks.is_main):
+    bar = current_bar()
+    bar.at(label)
+    for number in numbers:
         norms = input_gradient_norms(context.model, sequences[number][:-1])
         curves.append(norms.flip(0).cumsum(0) / norms.sum())
+        bar.advance(sequences.length * context.ranks.size, sequences.length)
     return curves

@@ -67,6 +67,14 @@ class Sliding(EvaluationTask):
             "train_length": options.train_length,
         }
 
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        wanted = max(options.num_sequences * options.train_length, *options.lengths)
+        return [
+            (wanted * length // min(length, options.stride or max(1, length // 2)), length)
+            for _ in options.splits
+            for length in options.lengths
+        ]
+
     def run(self, context: Context) -> dict[str, Any]:
         return measure_lengths(context, partial(_measure, context))
 

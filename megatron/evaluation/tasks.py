@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from megatron.errors import EvaluationError
 from megatron.evaluation.results_schema import Cells
 from megatron.mpu.ranks import Ranks
 
@@ -26,6 +28,7 @@ __all__ = [
     "DataPlaces",
     "EvaluationOptions",
     "EvaluationTask",
+    "imported_task",
     "nearest",
     "task",
 ]
@@ -70,6 +73,10 @@ class EvaluationTask(ABC):
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         """The options on which the result depends."""
 
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        """(tokens, length) of all that will be computed, for the bar; empty if nobody knows."""
+        return []
+
     @abstractmethod
     def run(self, context: Context) -> dict[str, Any]:
         """What was measured; parts that cannot be are noted in `context.cells.errors`."""
@@ -92,6 +99,26 @@ def task(name: str) -> Callable[[Cls], Cls]:
         return cls
 
     return decorate
+
+
+def imported_task(reference: str) -> EvaluationTask:
+    """A task of the user's own: `package.module:Class`, a class derived from EvaluationTask."""
+    module_name, _, class_name = reference.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EvaluationError(
+            f"cannot be imported ({error}); check that the module is in this folder or on "
+            "PYTHONPATH and defines the class"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, EvaluationTask)):
+        raise EvaluationError("is not an evaluation task; derive the class from EvaluationTask")
+    if not found.name:
+        found.name = class_name
+    try:
+        return found()
+    except TypeError as error:  # a method is missing: abc says which
+        raise EvaluationError(str(error)) from error
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
@@ -133,7 +160,7 @@ class EvaluationOptions:
     lengths: tuple[int, ...]
     splits: tuple[Split, ...] = ("valid", "test")
     protocol: Literal["fixed_sequences", "fixed_tokens"] = "fixed_sequences"
-    num_sequences: int = 320
+    num_sequences: int = 16
     window: int | None = None
     stride: int | None = None
     context_length: int | None = None
@@ -157,6 +184,16 @@ class EvaluationOptions:
     seed: int = 1234
     data_seed: int = 1234
     data: DataPlaces = field(default_factory=DataPlaces)
+
+    def planned(self) -> list[tuple[int, int]]:
+        """(tokens, length) of a task that goes over every split at every length once."""
+        longest = max(self.lengths)
+        same_tokens = self.protocol == "fixed_tokens"
+        return [
+            (self.num_sequences * (longest if same_tokens else length), length)
+            for _ in self.splits
+            for length in self.lengths
+        ]
 
     @classmethod
     def from_args(cls, args: NeoXArgs) -> EvaluationOptions:

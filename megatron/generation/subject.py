@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
     from megatron.tokenizer import Tokenizer
 
-__all__ = ["Subject", "check_vocabulary", "find_subject"]
+__all__ = ["Subject", "check_vocabulary", "checkpoint_place", "find_subject"]
 
 
 @dataclass
@@ -58,11 +58,17 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
         )
 
 
+def checkpoint_place(args: NeoXArgs) -> str | None:
+    """Where the checkpoint is: `load`, or `save` if load is unset or auto."""
+    load, save = args.checkpoint.load, args.checkpoint.save
+    return save if load in (None, "auto") else load
+
+
 def find_subject(args: NeoXArgs, device: str) -> Subject:
     """The checkpoint that `load` (or `save`) and `iteration` select."""
     from megatron.checkpoints.layouts import find_layout
 
-    place = args.checkpoint.load or args.checkpoint.save
+    place = checkpoint_place(args)
     if place is None:
         raise EvaluationError("no checkpoint: set load (or save) to a run's directory")
     layout = find_layout(place, args.checkpoint.iteration)

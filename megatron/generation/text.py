@@ -1,7 +1,7 @@
 """GPT-NeoX's ways of asking for text: unconditional, from a file, and interactive.
 
-Output is one JSON object a line with GPT-NeoX's keys: context, text, length, finished, message,
-duration_seconds (and logits, if asked for).
+The text appears on the screen as it is sampled. The file gets one JSON object a line with
+GPT-NeoX's keys: context, text, length, finished, message, duration_seconds (and logits, if asked).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from megatron.atomic_files import atomic_writer
-from megatron.errors import GenerationError
+from megatron.atomic_files import atomic_writer, check_writable
+from megatron.errors import GenerationError, KerpleError
 from megatron.generation.decoding import Completion, Sampling, complete
+from megatron.generation.streaming import TextStream
 from megatron.generation.subject import find_subject
 from megatron.mpu.job import join_ranks
 from megatron.mpu.ranks import Ranks
+from megatron.terminal import EXIT_USER_ERROR, print_error
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel
@@ -33,6 +35,7 @@ __all__ = ["TextGenerator", "interactive", "read_prompts", "run_generation", "wr
 
 BATCH_TOKENS = 16_384
 BATCH_ROWS = 64
+STREAMED = 8  # more samples than anybody reads as they come are faster in batches
 Record = dict[str, Any]
 
 
@@ -62,7 +65,12 @@ class TextGenerator:
         def share(groups: Sequence[list[int]]) -> list[list[Record]]:
             hidden = quiet or not self.ranks.is_main
             found = []
-            with tqdm(total=sum(map(len, groups)), desc="generating", disable=hidden) as bar:
+            bar = tqdm(
+                total=sum(map(len, groups)),
+                desc="generating",
+                disable=hidden or not sys.stderr.isatty(),
+            )
+            with bar:
                 for group in groups:
                     found.append(self._run(group, prompts, ids))
                     bar.update(len(group))
@@ -73,6 +81,28 @@ class TextGenerator:
             for number, record in zip(group, found, strict=True):
                 records[number] = record
         return records
+
+    def stream(self, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[Record]:
+        """The same records one after another, each text said while it is sampled.
+
+        Ctrl-C ends the text at hand: its record says so, and then the interrupt goes on.
+        """
+        ids = [self.tokenizer.tokenize(prompt) or [self.tokenizer.eod] for prompt in prompts]
+        for number, prompt in enumerate(prompts):
+            if len(prompts) > 1:
+                say(f"--- {number + 1} of {len(prompts)}\n")
+            say(prompt)
+            shown = TextStream(self.tokenizer.detokenize, say, self.stop_strings)
+            try:
+                (record,) = self._run([number], prompts, ids, shown.show)
+            except KeyboardInterrupt:
+                partial = self._record(prompt, Completion(shown.tokens), 0.0)
+                say("\n")
+                yield {**partial, "message": "interrupted"}
+                raise
+            shown.end(record["text"])
+            say("\n")
+            yield record
 
     def _batches(self, ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         batch: list[int] = []
@@ -86,16 +116,26 @@ class TextGenerator:
             yield batch
 
     def _run(
-        self, group: list[int], prompts: Sequence[str], ids: Sequence[Sequence[int]]
+        self,
+        group: list[int],
+        prompts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        show: Callable[[list[int]], None] | None = None,
     ) -> list[Record]:
         start = time.perf_counter()
+
+        def should_stop(tokens: list[int]) -> bool:
+            if show is not None:
+                show(tokens)
+            return bool(self.stop_strings) and self._meets_stop_string(tokens)
+
         completions = complete(
             self.model,
             [ids[number] for number in group],
             max_new_tokens=self.max_new_tokens,
             sampling=self.sampling,
             stop_ids=(self.tokenizer.eod,),
-            should_stop=self._meets_stop_string if self.stop_strings else None,
+            should_stop=should_stop,
             seed=self.seed,
             streams=group,
             use_cache=self.use_cache,
@@ -145,9 +185,7 @@ def read_prompts(path: str | Path) -> list[str]:
 
 def write_samples(path: str | Path, records: Sequence[Record]) -> None:
     """One JSON object a line; the file appears only when complete."""
-    file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_writer(file) as handle:
+    with atomic_writer(Path(path)) as handle:
         for record in records:
             handle.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
 
@@ -162,8 +200,8 @@ def interactive(
 ) -> None:
     """Answer prompts from `source` until it ends; `prompt_end` ends each of them."""
     for prompt in _read_until(source, prompt_end, say):
-        for record in generator.samples([prompt] * num_samples, quiet=True):
-            say(f"{record['context']}{record['text']}\n")
+        for _ in generator.stream([prompt] * num_samples, say):
+            pass
 
 
 def _read_until(source: IO[str], prompt_end: str, say: Callable[[str], None]) -> Iterator[str]:
@@ -188,11 +226,11 @@ def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Generate as the config says; returns the exit code."""
     ranks, device = join_ranks(args, local_rank)
     try:
+        if ranks.is_main and args.generation.text_gen_type != "interactive":
+            check_writable(Path(args.generation.sample_output_file), "sample_output_file (-o)")
         _generate(args, build_generator(args, ranks, device), ranks)
-    except ValueError as error:
-        if ranks.is_main:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+    except KerpleError as error:
+        return print_error(error) if ranks.is_main else EXIT_USER_ERROR
     return 0
 
 
@@ -224,7 +262,7 @@ def _generate(args: NeoXArgs, generator: TextGenerator, ranks: Ranks) -> None:
         interactive(
             generator,
             sys.stdin,
-            lambda text: print(text, end="", flush=True),
+            _say,
             prompt_end=options.prompt_end,
             num_samples=options.num_samples,
         )
@@ -235,7 +273,33 @@ def _generate(args: NeoXArgs, generator: TextGenerator, ranks: Ranks) -> None:
         prompts = read_prompts(options.sample_input_file)
     else:
         prompts = [""]
-    records = generator.samples([p for p in prompts for _ in range(options.num_samples)])
+    asked = [prompt for prompt in prompts for _ in range(options.num_samples)]
+    if ranks.size == 1 and len(asked) <= STREAMED:
+        _stream_to_screen_and_file(generator, asked, options.sample_output_file)
+        return
+    records = generator.samples(asked)
     if ranks.is_main:
+        for number, record in enumerate(records):
+            _say(f"--- {number + 1} of {len(records)}\n{record['context']}{record['text']}\n")
         write_samples(options.sample_output_file, records)
-        print(f"{len(records)} samples: {options.sample_output_file}")
+        _say_where(records, options.sample_output_file)
+
+
+def _stream_to_screen_and_file(generator: TextGenerator, prompts: list[str], path: str) -> None:
+    """What was sampled is kept, whatever ends it."""
+    records: list[Record] = []
+    try:
+        for record in generator.stream(prompts, _say):
+            records.append(record)
+    finally:
+        if records:
+            write_samples(path, records)
+            _say_where(records, path)
+
+
+def _say(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _say_where(records: Sequence[Record], path: str) -> None:
+    print(f"{len(records)} sample{'s' * (len(records) != 1)}: {path}", file=sys.stderr)

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.errors import ConfigError
 from megatron.launcher.planning import find_script, plan_launch, run
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.command_line import add_config_arguments, load_config
 from megatron.neox_arguments.dry_run import dry_run_report
 
@@ -42,12 +44,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
     script = find_script(options.script, Path(__file__).resolve().parents[2])
     args = load_config(options)
+    if options.dry_run:
+        print(_explain(script, args))
+        return 0
     plan = plan_launch(script, args)
     if args.optimization.train_iters:
         args.batch_plan(plan.world_size)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    if options.dry_run:
-        print(dry_run_report(plan.args, plan.world_size, plan.command()))
-        return 0
     return run(plan)
+
+
+def _explain(script: str, args: NeoXArgs) -> str:
+    """What would be started; a machine that is not the job's can explain it all the same."""
+    smallest = args.parallel.processes_per_replica
+    try:
+        plan = plan_launch(script, args)
+        args.batch_plan(plan.world_size)
+    except ConfigError as error:
+        report = dry_run_report(args, smallest)
+        assumed = f"{smallest} process{'es' if smallest > 1 else ''}, the fewest that can hold it"
+        return f"{report}\n\n# launch\nnot from here: {error}\n(above: {assumed})"
+    warnings = [f"warning: {warning}" for warning in plan.warnings]
+    return "\n".join([dry_run_report(plan.args, plan.world_size, plan.command()), *warnings])

@@ -117,7 +117,9 @@ class EvaluationArgs(Group):
         "tokens (as the paper describes).",
     )
     eval_num_sequences: PositiveInt = Field(
-        320, description="Sequences per length (fixed_sequences) or at the longest (fixed_tokens)."
+        16,
+        description="Sequences per length (fixed_sequences) or at the longest (fixed_tokens); "
+        "the paper's tables use 320.",
     )
     eval_window: PositiveInt | None = Field(
         None, description="Limit attention to this window while evaluating; null: no window."
@@ -179,8 +181,10 @@ class GenerationArgs(Group):
     text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = Field(
         None, description="unconditional, input-file or interactive."
     )
-    temperature: NonNegativeFloat = Field(0.0, description="0 takes the most likely token.")
-    top_p: Fraction = Field(0.0, description="Nucleus sampling; 0 is off.")
+    temperature: NonNegativeFloat = Field(
+        0.8, description="0 takes the most likely token (GPT-NeoX's default)."
+    )
+    top_p: Fraction = Field(0.95, description="Nucleus sampling; 0 is off (GPT-NeoX's default).")
     top_k: NonNegativeInt = Field(0, description="Sample from the k best tokens; 0 is off.")
     maximum_tokens: PositiveInt = Field(64, description="Tokens to generate.")
     prompt_end: str = Field("\n", description="What ends a prompt in interactive mode.")

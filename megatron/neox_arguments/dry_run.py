@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.errors import ConfigError
+from megatron.machine import count_gpus, memory_bytes
 from megatron.neox_arguments.arguments import GROUPS, NeoXArgs
-from megatron.neox_arguments.estimates import count_parameters, estimate_memory
+from megatron.neox_arguments.estimates import (
+    count_parameters,
+    estimate_memory,
+    memory_shortage,
+)
 from megatron.neox_arguments.yaml_files import dump_yaml
 
 
@@ -17,6 +23,7 @@ def dry_run_report(args: NeoXArgs, world_size: int = 1, command: Sequence[str] =
         _parameter_section(args),
         _memory_section(args, world_size),
         _batch_section(args, world_size),
+        _files_section(args),
     ]
     if command:
         sections.append("# launch command\n" + " ".join(command))
@@ -60,7 +67,39 @@ def _memory_section(args: NeoXArgs, world_size: int) -> str:
         ("activations (rule of thumb)", memory.activations),
         ("total", memory.total),
     ]
-    return "\n".join([title, *(f"{name:34s} {number / 2**30:>14.2f} GiB" for name, number in rows)])
+    lines = [f"{name:34s} {number / 2**30:>14.2f} GiB" for name, number in rows]
+    return "\n".join([title, *lines, *_here(args, world_size)])
+
+
+def _here(args: NeoXArgs, world_size: int) -> list[str]:
+    """How that compares with this machine, unless it has GPUs, whose memory is not asked here."""
+    available = memory_bytes()
+    if available is None or count_gpus():
+        return []
+    line = f"{'this machine, without a GPU':34s} {available / 2**30:>14.2f} GiB"
+    shortage = memory_shortage(args, world_size, available, "this machine")
+    return [line, f"warning: {shortage}"] if shortage else [line]
+
+
+def _files_section(args: NeoXArgs) -> str:
+    """Which of the files that training would open are there."""
+    title = "# files"
+    wanted = [("vocab_file", args.tokenizer.vocab_file), ("merge_file", args.tokenizer.merge_file)]
+    data = args.data
+    named = {"data_path": [data.data_path] if data.data_path else []}
+    for split in ("train", "valid", "test"):
+        named[f"{split}_data_paths"] = getattr(data, f"{split}_data_paths") or []
+    rows = [(key, path, Path(path).exists()) for key, path in wanted if path]
+    rows += [
+        (key, f"{path}{suffix}", Path(f"{path}{suffix}").is_file())
+        for key, paths in named.items()
+        for path in paths
+        for suffix in (".bin", ".idx")
+    ]
+    lines = [f"{'found  ' if there else 'MISSING'} {key}: {path}" for key, path, there in rows]
+    if not any(named.values()):
+        lines.append("MISSING data: neither data_path nor train_data_paths is set")
+    return "\n".join([title, *lines])
 
 
 def _batch_section(args: NeoXArgs, world_size: int) -> str:

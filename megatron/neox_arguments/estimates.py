@@ -120,6 +120,26 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     )
 
 
+def memory_shortage(args: NeoXArgs, world_size: int, available: int, where: str) -> str | None:
+    """What to say if weights, gradients and optimizer alone cannot fit into `available` bytes.
+
+    Activations are left out: their estimate is a rule of thumb, the rest is arithmetic.
+    """
+    needed = estimate_memory(args, world_size)
+    states = needed.parameters + needed.gradients
+    if args.optimization.zero_optimization.offload_optimizer is None:
+        states += needed.optimizer
+    if states <= available:
+        return None
+    count = count_parameters(args).total
+    return (
+        f"a model of {count / 1e9:.3g} billion parameters needs {states / 2**30:,.1f} GiB per "
+        f"process for weights, gradients and optimizer; {where} has {available / 2**30:,.1f} GiB. "
+        "Use more processes with model_parallel_size, pipe_parallel_size or zero_optimization, or "
+        "a smaller model."
+    )
+
+
 def _activation_bytes(args: NeoXArgs, world_size: int) -> int:
     """About 17 hidden-sized values per token and layer; the attention engines keep no L x L."""
     model = args.model

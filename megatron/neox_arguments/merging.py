@@ -66,6 +66,7 @@ _FREE_BLOCKS = frozenset({"data_types", "flops_profiler", "comms_logger", "deeps
 def merge(base: Sequence[Layer], overrides: Sequence[Layer]) -> dict[str, Any]:
     """Plain layers, which must agree, then override layers in order."""
     merged = _merge_equals(base)
+    _refuse_two_precisions([layer for layer in overrides if layer.source.startswith("--set ")])
     for layer in overrides:
         merged = _apply_override(merged, layer.values)
     return merged
@@ -104,16 +105,35 @@ def _deep_merge(below: Any, above: Any) -> Any:
     return {**below, **{key: _deep_merge(below.get(key), item) for key, item in above.items()}}
 
 
+def _refuse_two_precisions(assigned: Sequence[Layer]) -> None:
+    """Of two files the later may win; two assignments of one command are a slip."""
+    chosen = {name: layer for layer in assigned for name in _enabled_blocks(layer.values)}
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{' and '.join(layer.source for layer in chosen.values())} choose "
+            f"{' and '.join(chosen)} at once. Keep one, e.g. --set precision={next(iter(chosen))}."
+        )
+
+
+def _enabled_blocks(values: dict[str, Any]) -> set[str]:
+    return {
+        name
+        for name in ("fp16", "bf16")
+        if isinstance(values.get(name), dict) and values[name].get("enabled", True) is True
+    }
+
+
+def _enabled_precisions(values: dict[str, Any]) -> set[str]:
+    enabled = _enabled_blocks(values)
+    if values.get("precision") is not None:
+        enabled.add(str(values["precision"]))
+    return enabled
+
+
 def _forget_other_precisions(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`--set precision=fp32` on a bf16 file must not need a second --set to disable bf16."""
     result = dict(below)
-    enabled = {
-        name
-        for name in ("fp16", "bf16")
-        if isinstance(above.get(name), dict) and above[name].get("enabled", True) is True
-    }
-    if above.get("precision") is not None:
-        enabled.add(str(above["precision"]))
+    enabled = _enabled_precisions(above)
     if not enabled:
         return result
     result.pop("precision", None)

@@ -106,9 +106,8 @@ class LoggingArgs(Group):
     log_interval: PositiveInt = Field(100, description="Log metrics every this many steps.")
     steps_per_print: PositiveInt = Field(
         10,
-        description="Accepted for old files: DeepSpeed's own lines are silenced, log_interval "
-        "sets ours.",
-        json_schema_extra={"effect": "none"},
+        description="Print a line at least this often where there is no terminal for a bar; "
+        "log_interval may be shorter.",
     )
     wall_clock_breakdown: bool = Field(
         False, description="Let DeepSpeed time forward, backward and step."

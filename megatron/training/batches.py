@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.data.datasets import build_datasets, sample_counts
 from megatron.data.loader import ResumableBatchSampler, build_data_loader, get_labels_and_mask
+from megatron.errors import DataError
 from megatron.mpu import ParallelState
 from megatron.training.stepper import MicroBatch
 
@@ -42,6 +44,9 @@ def build_streams(
         seed=args.runtime.seed if args.data.data_seed is None else args.data.data_seed,
         vocab_size=vocab_size,
     )
+    _check_enough(datasets[0], args.model.seq_length)
+    if iterations and dist.get_rank() == 0:
+        print(_amount(datasets[0], iterations * plan.train_batch_size * args.model.seq_length))
     evaluations_done = start_step // evaluation.eval_interval
     starts = (start_step, evaluations_done * evaluation.eval_iters, 0)
     streams = [
@@ -51,6 +56,36 @@ def build_streams(
         for i, (dataset, start) in enumerate(zip(datasets, starts, strict=True))
     ]
     return streams[0], streams[1], streams[2]
+
+
+def _check_enough(train: Any, length: int) -> None:
+    """A corpus of less than one sequence would fill it by repeating itself."""
+    tokens = tokens_of(train)
+    if tokens is not None and tokens <= length:
+        raise DataError(
+            f"the train split holds {tokens} tokens, too few for one sequence of seq_length = "
+            f"{length}. Use more text, a larger share in split, or a shorter seq_length."
+        )
+
+
+def _amount(train: Any, tokens_seen: int) -> str:
+    """How much text there is, and how often training goes over it."""
+    tokens = tokens_of(train)
+    if tokens is None:
+        return f"data: {tokens_seen:,} tokens to train on"
+    epochs = tokens_seen / tokens
+    passes = f"{epochs:,.1f} times" if epochs >= 1 else f"{epochs:.0%} of it"
+    return f"data: {tokens:,} training tokens; the run reads {tokens_seen:,}: {passes}"
+
+
+def tokens_of(dataset: Any) -> int | None:
+    """Different tokens behind a dataset; None where there is none, or it does not say."""
+    if dataset is None:
+        return None
+    parts = getattr(dataset, "datasets", [dataset])
+    counts = [getattr(part, "tokens_per_epoch", None) for part in parts]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _stream(

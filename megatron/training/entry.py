@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from megatron.errors import NonFiniteError
+from megatron.atomic_files import check_folder_writable
+from megatron.checkpoints.store import CheckpointStore
+from megatron.errors import ConfigError, KerpleError, NonFiniteError
+from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
+from megatron.neox_arguments.estimates import memory_shortage
+from megatron.terminal import EXIT_USER_ERROR, describe_error, shown_command
 from megatron.training.control_hooks import EXIT_DIVERGED, leave_on_signal_until_started
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
@@ -20,31 +27,35 @@ from megatron.training.run import train
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-EXIT_USER_ERROR = 2
-
 
 def run_and_report(args: NeoXArgs) -> int:
     """Train; 0 when finished, 2 for mistakes in config, data or checkpoints.
 
     The other codes are those of `hooks.stopping` and `liveness`; docs/reliability.md lists all.
     """
+    with text_log(args.logging.log_dir):
+        return _run(args)
+
+
+def _run(args: NeoXArgs) -> int:
     heartbeat, finished = None, False
     leave_on_signal_until_started()
     try:
+        if args.checkpoint.save and _rank() == 0:
+            check_folder_writable(Path(args.checkpoint.save), "save =")
         join_job(args)
+        check_memory(args)
         heartbeat = start_heartbeat(args.runtime.distributed_timeout_minutes)
         code = train(args)
         finished = True
-    except ValueError as error:
-        # Config, data, tokenizer, checkpoint and engine errors are all ValueErrors of ours.
-        if not type(error).__module__.startswith("megatron."):
-            raise
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
     except NonFiniteError as error:
-        print(f"error (rank {dist.get_rank()}): {error}", file=sys.stderr, flush=True)
+        _say(error)
         return EXIT_DIVERGED
+    except (KerpleError, OSError, ModuleNotFoundError) as error:
+        if describe_error(error) is None:
+            raise
+        _say(error)
+        return EXIT_USER_ERROR
     except RuntimeError as error:
         if not explain(heartbeat, error):
             raise
@@ -53,9 +64,70 @@ def run_and_report(args: NeoXArgs) -> int:
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)
+    if code == 0 and _rank() == 0:
+        _hint(args)
     if dist.is_initialized():  # after an error, peers may be gone: leave without a farewell
         dist.destroy_process_group()
     return code
+
+
+def _hint(args: NeoXArgs) -> None:
+    """The likely next command."""
+    if not args.checkpoint.save or not args.optimization.train_iters:
+        return
+    newest = CheckpointStore(Path(args.checkpoint.save)).newest()
+    if newest is not None:
+        configs = Path(args.checkpoint.save) / f"global_step{newest}" / "configs"
+        print(f"next: {shown_command('evaluate')} {configs / 'resolved.yml'}", flush=True)
+
+
+def check_memory(args: NeoXArgs) -> None:
+    """Refuse a model that cannot fit before the allocator, or the system, ends the process."""
+    if torch.cuda.is_available():
+        available = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        where = f"{torch.cuda.get_device_name()}"
+    else:
+        total = memory_bytes()
+        if total is None:
+            return
+        here = _processes_here()
+        available = total // here
+        where = "this machine" if here == 1 else f"each of {here} processes on this machine"
+    shortage = memory_shortage(args, dist.get_world_size(), available, where)
+    if shortage is not None:
+        raise ConfigError(shortage)
+
+
+def _processes_here() -> int:
+    """Processes of the job on this machine; 1 if nothing says."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text)
+    return 1
+
+
+def _say(error: BaseException) -> None:
+    """`error (rank N): ...`, once for all ranks that would say the same."""
+    text = describe_error(error) or str(error)
+    if _is_first_to_say(text):
+        print(f"error (rank {_rank()}): {text}", file=sys.stderr, flush=True)
+
+
+def _is_first_to_say(text: str) -> bool:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    key = f"kerple/said/{hashlib.sha256(text.encode()).hexdigest()}"
+    try:
+        return int(dist.distributed_c10d._get_default_store().add(key, 1)) == 1
+    except RuntimeError:  # the rank that keeps the store has left
+        return True
+
+
+def _rank() -> int:
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 # `log_dir`: what a rank prints, kept in a file of its own too.
@@ -82,11 +154,10 @@ def text_log(directory: str | None) -> Iterator[None]:
     if directory is None:
         yield
         return
-    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     with (
-        (folder / f"rank_{rank:05d}.log").open("a", encoding="utf-8") as file,
+        (folder / f"rank_{_rank():05d}.log").open("a", encoding="utf-8") as file,
         contextlib.redirect_stdout(_Tee(sys.stdout, file)),
         contextlib.redirect_stderr(_Tee(sys.stderr, file)),
     ):

@@ -6,10 +6,12 @@ import contextlib
 import json
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.atomic_files import write_text
+from megatron.terminal import install_command, require
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -113,13 +115,7 @@ class WeightsAndBiases:
     """A wandb run; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, args: NeoXArgs, directory: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(
-                "use_wandb is true but wandb is not installed: "
-                "pip install -r requirements/requirements-wandb.txt, or set use_wandb: false"
-            ) from error
+        wandb: Any = require("wandb", "use_wandb: true")
         options = args.logging
         os.environ.setdefault("WANDB_BASE_URL", options.wandb_host)
         self._run = wandb.init(
@@ -162,7 +158,14 @@ def build_sinks(args: NeoXArgs, directory: Path | None, start_step: int, *, main
         finished = start_step >= (args.optimization.train_iters or 0)
         sinks.append(JsonLines(directory / "metrics.jsonl", start_step, finished=finished))
     if main and args.logging.tensorboard_dir:
-        sinks.append(TensorBoard(args.logging.tensorboard_dir, start_step))
+        if find_spec("tensorboard") is None:
+            print(
+                "tensorboard_dir is set but tensorboard is not installed: no event files, all "
+                f"numbers are in metrics.jsonl ({install_command('wandb')})",
+                flush=True,
+            )
+        else:
+            sinks.append(TensorBoard(args.logging.tensorboard_dir, start_step))
     if main and args.logging.use_wandb:
         sinks.append(WeightsAndBiases(args, directory or Path()))
     return Sinks(sinks)

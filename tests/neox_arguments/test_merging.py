@@ -76,6 +76,12 @@ def test_set_wins_over_override(base: Path) -> None:
     assert args.checkpoint.load is None
 
 
+def test_two_precisions_in_one_command_are_refused(base: Path) -> None:
+    sets = ["fp16.enabled=true", "bf16.enabled=true"]
+    with pytest.raises(ConfigError, match=r"--set fp16.enabled and --set bf16.enabled choose"):
+        NeoXArgs.from_files([base], sets=sets)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_set_precision_replaces_the_blocks_of_files(base: Path, precision: str) -> None:
     args = NeoXArgs.from_files([base], sets=[f"precision={precision}"])

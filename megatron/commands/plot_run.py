@@ -1,0 +1,193 @@
+"""Draw training runs from their metrics.jsonl: loss, rate, gradient norm, tokens/s, kernels.
+
+tools/plot_run.py RUN [RUN ...] [--out FILE.png]
+
+Several runs share the first row. Each run with learned kernels has a row of its own: every
+parameter over the steps, a line per head, and the bias at the first and at the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.atomic_files import check_writable
+from megatron.errors import DataError, KerpleError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CURVES = {
+    "loss": "training loss (dashed: validation)",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+}
+WIDTH, HEIGHT = 3.9, 3.0  # inches a panel
+
+
+@dataclass
+class RunMetrics:
+    """The numbers of one run by name: a list of (step, value)."""
+
+    name: str
+    values: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    kernels: list[tuple[int, dict[str, list[float]]]] = field(default_factory=list)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_run(directory: Path) -> RunMetrics:
+    """metrics.jsonl and, for the kernel's name, manifest.json."""
+    path = directory / "metrics.jsonl" if directory.is_dir() else directory
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: cannot be read ({error}). Give a run's directory, the `save` of its training."
+        ) from error
+    run = RunMetrics(path.parent.name, config=_config(path.parent))
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            step = int(record["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break  # a run that is going on may be in the middle of its last line
+            raise DataError(f"{path}, line {number}: not a record of metrics") from error
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                run.values.setdefault(name, []).append((step, float(value)))
+        if isinstance(record.get("kernel"), dict):
+            run.kernels.append((step, record["kernel"]))
+    if not run.values:
+        raise DataError(f"{path}: holds no metrics yet; the first come after log_interval steps")
+    return run
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def draw(runs: Sequence[RunMetrics], out: Path) -> None:
+    """The whole picture."""
+    from matplotlib.figure import Figure
+
+    from megatron.paper.style import figure_style
+
+    with_kernels = [run for run in runs if len(run.kernels) > 1]
+    columns = max([4, *(len(run.kernels[0][1]) + 1 for run in with_kernels)])
+    rows = 1 + len(with_kernels)
+    with figure_style():
+        figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False)
+        _draw_curves(grid[0], runs)
+        for row, run in zip(grid[1:], with_kernels, strict=True):
+            _draw_kernels(row, run)
+        figure.savefig(out, dpi=120)
+
+
+def _draw_curves(axes_row: Sequence[Axes], runs: Sequence[RunMetrics]) -> None:
+    for axes, (name, title) in zip(axes_row, CURVES.items(), strict=False):
+        for number, run in enumerate(runs):
+            color = f"C{number}"
+            _line(axes, run.values.get(name, []), color=color, label=run.name)
+            if name == "loss":
+                _line(axes, run.values.get("valid_loss", []), color=color, linestyle="--")
+        axes.set_title(title, fontsize=10, fontweight="normal")
+        axes.set_xlabel("step")
+    axes_row[3].set_ylim(bottom=0)
+    axes_row[0].legend()
+    for axes in axes_row[len(CURVES) :]:
+        axes.set_axis_off()
+
+
+def _line(axes: Axes, points: Sequence[tuple[int, float]], **options: Any) -> None:
+    if points:
+        marker = "o" if len(points) == 1 else None
+        axes.plot([x for x, _ in points], [y for _, y in points], marker=marker, **options)
+
+
+def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
+    import matplotlib as mpl
+
+    steps = [step for step, _ in run.kernels]
+    names = list(run.kernels[0][1])
+    heads = len(run.kernels[0][1][names[0]])
+    colors = [mpl.colormaps["viridis"](0.92 * head / max(heads - 1, 1)) for head in range(heads)]
+    for axes, name in zip(axes_row, names, strict=False):
+        for head, color in enumerate(colors):
+            values = [kernel[name][head] for _, kernel in run.kernels]
+            axes.plot(steps, values, color=color, label=f"head {head + 1}")
+        axes.set_title(f"{run.name}: {name} of each head", fontsize=10, fontweight="normal")
+        axes.set_xlabel("step")
+    if heads <= 8:
+        axes_row[0].legend(fontsize=8)
+    _draw_drift(axes_row[len(names)], run, colors)
+    for axes in axes_row[len(names) + 1 :]:
+        axes.set_axis_off()
+
+
+def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
+    """The bias over distance, dotted at the first step and solid at the last."""
+    title = f"bias at step {run.kernels[0][0]} (dotted) and {run.kernels[-1][0]}"
+    axes.set_title(title, fontsize=10, fontweight="normal")
+    axes.set_xlabel("distance")
+    length = 4 * int(run.config.get("seq_length", 128))
+    for (_, values), style in ((run.kernels[0], ":"), (run.kernels[-1], "-")):
+        try:
+            table = bias_of(run.config, values, length)
+        except KerpleError as error:
+            axes.text(0.5, 0.5, str(error), ha="center", va="center", wrap=True, fontsize=8)
+            return
+        for row, color in zip(table, colors, strict=True):
+            axes.plot(row, color=color, linestyle=style, linewidth=1.2)
+
+
+def bias_of(
+    config: Mapping[str, Any], values: Mapping[str, Sequence[float]], length: int
+) -> list[list[float]]:
+    """The bias of every head at distances 0 .. length - 1 for parameters as they are in effect."""
+    import inspect
+
+    import torch
+
+    from megatron.model.positional_embeddings import DistanceKernel, positional_embedding_class
+
+    cls = positional_embedding_class(str(config.get("pos_emb", "none")))
+    if not (issubclass(cls, DistanceKernel) and "bias" in cls.table_names):
+        raise KerpleError(f"{config.get('pos_emb')} has no bias of the distance to draw")
+    formula: Any = getattr(cls, "bias")  # noqa: B009  the base class has none
+    names = list(inspect.signature(formula).parameters)[2:]  # after self and d
+    columns = [torch.tensor(values[name])[:, None] for name in names]
+    table = formula(None, torch.arange(float(length)), *columns)
+    rows: list[list[float]] = table.expand(len(columns[0]), length).tolist()
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="plot_run.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a training's `save`")
+    parser.add_argument("--out", type=Path, help="PNG, PDF or SVG (default: RUN/plot.png)")
+    options = parser.parse_args(argv)
+    first = options.runs[0]
+    default = (first if first.is_dir() else first.parent) / "plot.png"
+    out = options.out or (default if len(options.runs) == 1 else Path("runs.png"))
+    if out.suffix not in (".png", ".pdf", ".svg"):
+        raise DataError(f"--out {out}: end it with .png, .pdf or .svg")
+    runs = [read_run(path) for path in options.runs]
+    check_writable(out, "--out")
+    draw(runs, out)
+    print(out)
+    return 0

@@ -1,0 +1,153 @@
+"""evaluate.py from the command line: a task of one's own, one bar, missing packages, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.commands import run
+from megatron.evaluation import lm_eval_task
+from megatron.evaluation.total_bar import TotalBar, current_bar, showing
+from tests.evaluation.helpers import tiny_config, write_checkpoint, write_data
+
+OWN_TASK = '''
+from megatron.evaluation.tasks import EvaluationTask
+
+
+class CountParameters(EvaluationTask):
+    """Not a measurement anybody needs."""
+
+    def parameters(self, options):
+        return {}
+
+    def run(self, context):
+        return {"parameters": context.cells.get("all", context.model.num_parameters)}
+
+    def table(self, results):
+        return f"{results['parameters']} parameters"
+
+
+class Unfinished(EvaluationTask):
+    pass
+'''
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments that evaluate a tiny run; `load: auto` means its `save`."""
+    config = tiny_config(
+        data_path=str(write_data(tmp_path / "toy_text_document")),
+        save=str(tmp_path / "run"),
+        load="auto",
+        eval_lengths=[8, 16],
+    )
+    write_checkpoint(tmp_path / "run", config)
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config), "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return [str(tmp_path / "config.yml")]
+
+
+def test_a_task_of_ones_own(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_task.py").write_text(OWN_TASK, "utf-8")
+    assert run("evaluate", [*command, "--eval_tasks", "own_task:CountParameters"]) == 0
+    (file,) = (tmp_path / "run" / "results").glob("*CountParameters*.json")
+    count = json.loads(file.read_text("utf-8"))["results"]["parameters"]
+    assert f"{count} parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    [
+        ("nowhere:Task", "No module named 'nowhere'"),
+        ("json:Task", "no attribute 'Task'"),
+        ("json:JSONDecoder", "derive the class from EvaluationTask"),
+        ("own_task:Unfinished", "abstract method"),
+    ],
+)
+def test_a_wrong_task_of_ones_own_is_one_line(
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    fragment: str,
+) -> None:
+    (tmp_path / "own_task.py").write_text(OWN_TASK, "utf-8")
+    assert run("evaluate", [*command, "--eval_tasks", name]) == 1
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith(f"error: {name}: ") and fragment in first
+
+
+def test_an_lm_eval_task_without_lm_eval_names_its_pip_command(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lm_eval_task, "find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.evaluation.evaluator.find_spec", lambda name: None)
+    assert run("evaluate", [*command, "--eval_tasks", "lambada_openai"]) == 1
+    assert "pip install -r requirements/requirements-eval.txt" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_word_and_the_rest_is_done_later(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.evaluation import extrapolation
+
+    measure, calls = extrapolation.sequence_losses, []
+
+    def interrupted_after_one(*arguments: Any, **options: Any) -> Any:
+        calls.append(options["label"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(extrapolation, "sequence_losses", interrupted_after_one)
+    assert run("evaluate", command) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert run("evaluate", command) == 0
+    assert calls[2] == calls[1], "what was measured is not measured again"
+    assert "continues an interrupted evaluation (1 parts done)" in capsys.readouterr().out
+
+
+def test_one_bar_for_all_tasks_counts_to_its_end(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+    move, totals = TotalBar.move_to, []
+
+    def watch(self: TotalBar, done: float) -> None:
+        move(self, done)
+        seen.append(self.done)
+        totals.append(self._total)
+
+    monkeypatch.setattr(TotalBar, "move_to", watch)
+    tasks = ["--eval_tasks", "extrapolation", "positionwise", "sliding"]
+    assert run("evaluate", [*command, *tasks]) == 0
+    assert len(set(totals)) == 1 and seen == sorted(seen)
+    assert seen[-1] == pytest.approx(totals[0])
+    assert len({round(done) for done in seen}) > 6, "it moves within tasks"
+
+
+def test_progress_is_lines_in_a_pipe_and_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, bar_shown in ((io.StringIO(), False), (Terminal(), True)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr("megatron.evaluation.total_bar.SECONDS_BETWEEN_LINES", 0.0)
+        with showing(TotalBar(10, 2560.0, show=True)):
+            current_bar().at("extrapolation valid 8")
+            current_bar().advance(10, 8)
+        text = stream.getvalue()
+        assert ("|" in text) == bar_shown and "50%" in text
+        assert ("s left\n" in text) != bar_shown

@@ -1,0 +1,70 @@
+"""tools/plot_run.py: pictures of runs, and one line for what is no run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.commands import run
+from megatron.commands.plot_run import bias_of, read_run
+
+
+def write_metrics(folder: Path, pos_emb: str = "kerple_log", steps: int = 5) -> Path:
+    folder.mkdir()
+    (folder / "manifest.json").write_text(
+        json.dumps({"config": {"pos_emb": pos_emb, "seq_length": 16}})
+    )
+    lines = []
+    for step in range(1, steps + 1):
+        lines.append({"step": step, "kernel": {"r1": [step * 0.5, 1.0], "r2": [1.0, 0.1 * step]}})
+        lines.append(
+            {"step": step, "loss": 5.0 / step, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9}
+        )
+    lines.append({"step": steps, "valid_loss": 1.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_one_run_and_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = write_metrics(tmp_path / "one"), write_metrics(tmp_path / "other", "alibi")
+    assert run("plot_run", [str(one)]) == 0
+    assert capsys.readouterr().out == f"{one / 'plot.png'}\n"
+    assert (one / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    both = tmp_path / "new" / "both.svg"
+    assert run("plot_run", [str(one), str(other), "--out", str(both)]) == 0
+    assert both.read_text("utf-8").startswith("<?xml")
+
+
+def test_the_bias_is_the_formula_of_the_recorded_parameters() -> None:
+    table = bias_of({"pos_emb": "kerple_log"}, {"r1": [2.0], "r2": [3.0]}, 5)
+    import math
+
+    assert table[0] == pytest.approx([-2 * math.log(1 + 3 * d) for d in range(5)], rel=1e-6)
+
+
+def test_a_run_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
+    folder = write_metrics(tmp_path / "going_on")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert [step for step, _ in read_run(folder).values["loss"]] == [1, 2, 3, 4, 5]
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = write_metrics(tmp_path / "broken")
+    (broken / "metrics.jsonl").write_text("not json\n" * 3)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "metrics.jsonl").write_text("")
+    fine = write_metrics(tmp_path / "fine")
+    for arguments in (
+        [str(tmp_path / "nowhere")],
+        [str(broken)],
+        [str(empty)],
+        [str(fine), "--out", str(tmp_path / "x.gif")],
+        [str(fine), "--out", str(fine / "metrics.jsonl" / "x.png")],
+    ):
+        assert run("plot_run", arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")

@@ -1,0 +1,114 @@
+"""train.py's outermost layer: what a user can mend is one line, said before the first step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.commands import run
+from tests.conftest import REPOSITORY
+from tests.evaluation.helpers import tiny_config, write_data
+from tests.processes import run_ranks
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    data = write_data(tmp_path / "toy_text_document")
+    return tiny_config(
+        data_path=str(data), save=str(tmp_path / "run"), optimizer={"type": "Adam"}, train_iters=2
+    )
+
+
+def written(tmp_path: Path, config: dict[str, Any]) -> str:
+    (tmp_path / "config.yml").write_text(yaml.safe_dump(config), "utf-8")
+    return str(tmp_path / "config.yml")
+
+
+def train(tmp_path: Path, config: dict[str, Any], **variables: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "train.py", written(tmp_path, config)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_save_that_cannot_be_written_is_one_line(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for save in (tmp_path / "file", tmp_path / "file" / "deep"):
+        assert run("train", [written(tmp_path, {**config, "save": str(save)})]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error (rank 0): save = ") and "another place" in line
+
+
+def test_a_corpus_of_less_than_one_sequence_is_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    short = write_data(tmp_path / "short_text_document", documents=2, length=7)
+    code, _, errors = train(tmp_path, {**config, "data_path": str(short), "split": "1,0,0"})
+    assert code == 2
+    assert errors == (
+        "error (rank 0): the train split holds 14 tokens, too few for one sequence of seq_length "
+        "= 16. Use more text, a larger share in split, or a shorter seq_length.\n"
+    )
+
+
+def test_a_model_larger_than_the_machine_is_refused_with_numbers(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    large = {**config, "num_layers": 2000, "hidden_size": 4096}
+    code, output, errors = train(tmp_path, large)
+    assert code == 2 and output == ""
+    assert "403 billion parameters needs 6,001.6 GiB" in errors and "this machine has" in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_first_run_on_the_terminal(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Tokens and passes are told, TensorBoard may be absent, libraries are silent."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['tensorboard'] = None")
+    settings = {"tensorboard_dir": str(tmp_path / "tb"), "log_dir": str(tmp_path / "logs")}
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    code, output, errors = train(tmp_path, {**config, **settings}, **environment)
+    assert code == 0 and errors == ""
+    assert "data: 900 training tokens; the run reads 32: 4% of it" in output
+    assert "tensorboard is not installed" in output and "requirements-wandb.txt" in output
+    assert "WARNING" not in output
+    assert f"next: python evaluate.py {tmp_path}/run/global_step2/configs/resolved.yml" in output
+    assert (tmp_path / "logs" / "rank_00000.log").read_text("utf-8") == output
+
+
+def test_an_error_of_all_ranks_is_said_once(tmp_path: Path, config: dict[str, Any]) -> None:
+    wrong = {**config, "data_path": str(tmp_path / "nowhere"), "train_batch_size": 2}
+    outputs = run_ranks(["train.py", written(tmp_path, wrong)], 2, check=False)
+    assert sum(output.count("error (rank") for output in outputs) == 1
+
+
+def test_ctrl_c_while_starting_is_one_word(tmp_path: Path, config: dict[str, Any]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "train.py", written(tmp_path, config)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    libraries = Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in libraries.read_text():  # in the middle of the imports
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == "interrupted\n"
