@@ -7,6 +7,7 @@
 #   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
 #   make lint        ruff and mypy
 #   make bench       attention, data, evaluation and step benchmarks
+#   make gpu-check   for whoever has a GPU: ten minutes, one JSON file, PASS or FAIL
 #   make install     the runtime only
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install install-dev demo test test-full test-slow test-slurm slurm-packages lint format bench docs clean
+.PHONY: help install install-dev demo test test-full test-slow test-slurm slurm-packages lint format bench gpu-check docs clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -80,6 +81,9 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@code=0; for part in attention step data evaluate; do \
 	  $(BIN)/python tools/benchmark.py $$part || code=1; done; exit $$code
+
+gpu-check: $(VENV)/.dev
+	@$(BIN)/python tools/gpu_check.py $(ARGS)
 
 docs: $(VENV)/.dev
 	@$(BIN)/python tools/generate_config_docs.py

@@ -1,0 +1,1 @@
+"""The parts of tools/gpu_check.py: each runs on any device and returns findings."""

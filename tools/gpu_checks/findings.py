@@ -1,0 +1,70 @@
+"""What a check found, and the file it goes into."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["Finding", "Settings", "summary"]
+
+Status = Literal["pass", "fail", "not run", "measured"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One checked fact (`pass`, `fail`), one number (`measured`), or why it was `not run`."""
+
+    part: str
+    name: str
+    status: Status
+    detail: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.status:<9}{self.part:<13}{self.name}{': ' if self.detail else ''}{self.detail}"
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where the checks run, and whether in the short form that tests use."""
+
+    device: torch.device
+    quick: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+def guarded(part: str, name: str, check: Callable[[], Finding]) -> Finding:
+    """A check that raises has failed; the others go on."""
+    try:
+        return check()
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return Finding(part, name, "fail", f"{type(error).__name__}: {first}")
+
+
+def summary(settings: Settings, findings: list[Finding]) -> dict[str, Any]:
+    """The JSON file: machine, verdict, every finding."""
+    failed = [finding for finding in findings if finding.status == "fail"]
+    return {
+        "format": 1,
+        "verdict": "FAIL" if failed else "PASS",
+        "device": str(settings.device),
+        "gpu": torch.cuda.get_device_name(settings.device) if settings.on_gpu else None,
+        "machine": platform.platform(),
+        "torch": torch.__version__,
+        "quick": settings.quick,
+        "findings": [asdict(finding) for finding in findings],
+    }
