@@ -1,9 +1,11 @@
 """A dead rank is noticed, named and ends the job.
 
-Every rank writes a heartbeat to the job's key-value store from a thread of its own. Whoever finds a
-peer dead (its process is gone from this host, or its heart has been silent for the configured
-timeout) says which rank that was and ends its own process. Collectives that fail because a peer is
-gone come to `explain`, which finds the rank by the same means.
+Every rank writes a heartbeat to the job's key-value store from a thread of its own and watches the
+next rank only, so that the store has a handful of requests a second from each, however many there
+are. Whoever finds its neighbour dead (its process is gone from this host, or its heart has been
+silent for the configured timeout) writes that down for all; each rank reads it, says which rank it
+was and ends its own process. Collectives that fail because a peer is gone come to `explain`, which
+finds the rank by the same means.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch.distributed as dist
 EXIT_PEER_LOST = 77
 INTERVAL = 1.0  # seconds between heartbeats
 FAREWELL = "done"
+DEAD = "kerple/dead"  # where the first rank that finds a dead one writes which
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,12 @@ class Beat:
 
     @classmethod
     def read(cls, raw: bytes) -> Beat | None:
-        if raw.decode() == FAREWELL:
+        """What a rank wrote; None for its farewell, and for anything that no rank writes."""
+        try:
+            count, host, pid, boot = raw.decode().split()
+            return cls(int(count), host, int(pid), boot)
+        except ValueError:
             return None
-        count, host, pid, boot = raw.decode().split()
-        return cls(int(count), host, int(pid), boot)
 
 
 def _boot_id() -> str:
@@ -63,26 +68,22 @@ def process_is_gone(pid: int) -> bool:
 
 
 class Heartbeat:
-    """The thread that writes this rank's beat and watches those of the others."""
+    """The thread that writes this rank's beat and watches the next rank's."""
 
-    def __init__(self, timeout_seconds: float) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, rank: int, world_size: int, timeout_seconds: float, store: Any) -> None:
+        self.rank, self.world_size = rank, world_size
         self.timeout = timeout_seconds
         self._own = f"{socket.gethostname()} {os.getpid()} {_boot_id()}"
         self._stop = threading.Event()
-        self._seen: dict[int, tuple[Beat, float]] = {}
-        # A connection of its own: the default store is busy while a collective waits in it.
-        self._store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=10),
-        )
+        self._store = store
+        self._watched = (rank + 1) % world_size
+        self._last: tuple[Beat, float] | None = None  # of the watched rank, and when it changed
         self._count = 0
         self._lock = threading.Lock()
-        self._beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self.turn(silence=self.timeout)
         self._thread.start()
 
     def stop(self, *, finished: bool) -> None:
@@ -101,8 +102,7 @@ class Heartbeat:
         end = time.monotonic() + patience
         while time.monotonic() < end:
             try:
-                with self._lock:
-                    dead = self._look(silence=patience / 2)
+                dead = self.turn(silence=patience / 2)
             except RuntimeError:
                 return "rank 0, which keeps the job's store, cannot be reached"
             if dead is not None:
@@ -113,9 +113,7 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
             try:
-                with self._lock:
-                    self._beat()
-                    dead = self._look(silence=self.timeout)
+                dead = self.turn(silence=self.timeout)
             except RuntimeError:
                 dead = "rank 0, which keeps the job's store, cannot be reached"
             if dead is not None and not self._stop.is_set():
@@ -129,29 +127,36 @@ class Heartbeat:
         _say(self.rank, dead)
         os._exit(EXIT_PEER_LOST)
 
-    def _beat(self) -> None:
-        self._count += 1
-        self._store.set(self._key(self.rank), f"{self._count} {self._own}")
+    def turn(self, silence: float) -> str | None:
+        """Beat once and look around once; the rank that is dead, if one is known to be."""
+        with self._lock:
+            self._count += 1
+            self._store.set(self._key(self.rank), f"{self._count} {self._own}")
+            if self._store.check([DEAD]):
+                return str(self._store.get(DEAD).decode(errors="replace"))
+            dead = self._look(silence)
+            if dead is not None:
+                self._store.set(DEAD, dead)
+            return dead
 
     def _look(self, silence: float) -> str | None:
-        now = time.monotonic()
-        for rank in range(self.world_size):
-            if rank == self.rank or not self._store.check([self._key(rank)]):
-                continue
-            beat = Beat.read(self._store.get(self._key(rank)))
-            if beat is None:
-                self._seen.pop(rank, None)
-                continue
-            last, since = self._seen.get(rank, (None, now))
-            if last is None or last.count != beat.count:
-                self._seen[rank] = (beat, now)
-                since = now
-            place = f"rank {rank} (process {beat.pid} on {beat.host})"
-            if beat.boot == self._own.split()[2] != "unknown" and process_is_gone(beat.pid):
-                return f"{place} has died"
-            if now - since > silence:
-                return f"{place} has been silent for {now - since:.0f} s"
-        return None
+        rank, now = self._watched, time.monotonic()
+        if rank == self.rank or not self._store.check([self._key(rank)]):
+            return None
+        raw = self._store.get(self._key(rank))
+        if raw == FAREWELL.encode():  # it has finished: watch the one behind it
+            self._watched, self._last = (rank + 1) % self.world_size, None
+            return None
+        beat = Beat.read(raw)
+        if beat is None:
+            return None
+        if self._last is None or self._last[0].count != beat.count:
+            self._last = (beat, now)
+        quiet = now - self._last[1]
+        place = f"rank {rank} (process {beat.pid} on {beat.host})"
+        if beat.boot == self._own.split()[2] != "unknown" and process_is_gone(beat.pid):
+            return f"{place} has died"
+        return f"{place} has been silent for {quiet:.0f} s" if quiet > silence else None
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -171,7 +176,17 @@ def start_heartbeat(timeout_minutes: float) -> Heartbeat | None:
     """A heartbeat for jobs of several processes."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return Heartbeat(timeout_minutes * 60)
+    # A connection of its own: the default store is busy while a collective waits in it.
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=10),
+    )
+    heartbeat = Heartbeat(dist.get_rank(), dist.get_world_size(), timeout_minutes * 60, store)
+    heartbeat.start()
+    return heartbeat
 
 
 def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:

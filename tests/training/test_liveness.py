@@ -1,0 +1,75 @@
+"""Who notices a dead rank, and what that costs the job's store. Real processes: test_signals.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from megatron.training.liveness import DEAD, FAREWELL, Heartbeat
+
+
+class CountingStore:
+    """torch's key-value store in memory, counting what is asked of it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.requests = 0
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        with self._lock:
+            self.requests += 1
+            self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            self.requests += 1
+            return self.values[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._lock:
+            self.requests += 1
+            return all(key in self.values for key in keys)
+
+
+def job(world_size: int) -> tuple[CountingStore, list[Heartbeat]]:
+    store = CountingStore()
+    ranks = [Heartbeat(rank, world_size, 60.0, store) for rank in range(world_size)]
+    for heartbeat in ranks:
+        heartbeat.turn(silence=60.0)
+    return store, ranks
+
+
+def test_a_thousand_ranks_ask_the_store_a_few_thousand_times_a_second() -> None:
+    store, ranks = job(1024)
+    store.requests = 0
+    assert all(heartbeat.turn(silence=60.0) is None for heartbeat in ranks)
+    assert store.requests == 4 * 1024  # a turn a second; every pair of ranks would be 1,047,552
+
+
+def test_a_silent_rank_is_named_by_its_neighbour_and_known_to_all() -> None:
+    _, ranks = job(8)
+    for heartbeat in ranks:
+        if heartbeat.rank != 5:
+            heartbeat.turn(silence=60.0)
+    found = ranks[4].turn(silence=-1.0)
+    assert found is not None and "rank 5" in found and "silent" in found
+    assert [ranks[i].turn(silence=60.0) for i in (0, 2, 7)] == [found] * 3
+
+
+def test_a_finished_rank_alarms_nobody_and_the_one_behind_it_is_watched() -> None:
+    store, ranks = job(4)
+    store.set("kerple/heartbeat/2", FAREWELL)
+    assert ranks[1].turn(silence=-1.0) is None  # farewell: not silence
+    found = ranks[1].turn(silence=-1.0)
+    assert found is not None and "rank 3" in found
+
+
+def test_junk_in_the_store_is_ignored() -> None:
+    store, ranks = job(3)
+    for junk in ("", "x", "1 2 3 4 5", "one host 7 boot"):
+        store.set("kerple/heartbeat/1", junk)
+        assert ranks[0].turn(silence=-1.0) is None
+    store.values["kerple/heartbeat/1"] = b"\xff\xfe"
+    assert ranks[0].turn(silence=-1.0) is None
+    assert DEAD not in store.values
