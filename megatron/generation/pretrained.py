@@ -31,7 +31,9 @@ class PretrainedModel(GPTModel):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> PretrainedModel:
         """Build the model a checkpoint describes, and fill it."""
-        model = cls(checkpoint.spec)
+        # The softmax that training went through needs all scores at once; lengths beyond the
+        # training's do not have the room, and the other engines give the same numbers.
+        model = cls(checkpoint.spec.replace(scaled_upper_triang_masked_softmax_fusion=False))
         place_weights(model, checkpoint, checkpoint.spec)
         model.config = checkpoint.args
         model.iteration = checkpoint.iteration

@@ -162,7 +162,7 @@ class LayerFactory:
             bias=spec.use_bias_in_attn_linear,
             dropout=spec.attention_dropout,
             window=spec.sliding_window_width,
-            engine=spec.attention_engine,
+            engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
             rotary=positions if isinstance(positions, RotaryEmbedding) else None,
             tp=self.tp,

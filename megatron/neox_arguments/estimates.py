@@ -150,7 +150,7 @@ def _activation_bytes(args: NeoXArgs, world_size: int) -> int:
     width = 4 if args.optimization.precision == "fp32" else 2
     tokens = micro * model.seq_length
     layer = 17 * tokens * model.hidden_size * width // args.parallel.model_parallel_size
-    if model.attention_dropout > 0 or model.attention_engine == "naive":
+    if model.attention_dropout > 0 or model.engine_in_effect == "naive":
         heads = model.num_attention_heads // args.parallel.model_parallel_size
         layer += 2 * micro * heads * model.seq_length**2 * width
     layers = -(-model.num_layers // max(args.parallel.pipe_parallel_size, 1))

@@ -257,8 +257,10 @@ class ModelArgs(Group):
     )
     scaled_upper_triang_masked_softmax_fusion: bool = Field(
         False,
-        description="Accepted for old files: our attention engines are always fused.",
-        json_schema_extra=NO_EFFECT,
+        description="Train through dense scores and the fused softmax that ALiBi and KERPLE share "
+        "(`attention_engine: naive`), unless attention_config asks for `flash` or attention_engine "
+        "names an engine. Evaluation and generation take the fastest engine: the same numbers.",
+        json_schema_extra=about(hf=None),
     )
     scaled_masked_softmax_fusion: bool = Field(
         False,
@@ -294,6 +296,14 @@ class ModelArgs(Group):
             default = cls.model_fields["seq_length"].default
             return {**values, "max_position_embeddings": values.get("seq_length") or default}
         return values
+
+    @property
+    def engine_in_effect(self) -> str:
+        """The engine that training asks for: GPT-NeoX's key for its fused softmax chooses ours."""
+        if self.attention_engine != "auto" or not self.scaled_upper_triang_masked_softmax_fusion:
+            return self.attention_engine
+        kinds = [kind for entry in self.attention_config or [] for kind in entry[0]]
+        return "auto" if "flash" in kinds else "naive"
 
     @property
     def head_dim(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -267,3 +268,28 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         NeoXArgs.from_files([tmp_path / "smal.yml"])
     with pytest.raises(ConfigError, match="directory"):
         NeoXArgs.from_files([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("keys", "engine"),
+    [
+        ({}, "auto"),
+        ({"scaled_upper_triang_masked_softmax_fusion": True}, "naive"),
+        ({"scaled-upper-triang-masked-softmax-fusion": True}, "naive"),
+        (
+            {
+                "scaled_upper_triang_masked_softmax_fusion": True,
+                "attention_config": [[["flash"], 2]],
+            },
+            "auto",
+        ),
+        (
+            {"scaled_upper_triang_masked_softmax_fusion": True, "attention_engine": "tiled"},
+            "tiled",
+        ),
+        ({"scaled_masked_softmax_fusion": True}, "auto"),
+    ],
+)
+def test_neox_key_for_the_fused_softmax_chooses_it(keys: dict[str, Any], engine: str) -> None:
+    args = NeoXArgs.from_dict({**TINY, "num_layers": 2, **keys})
+    assert args.model.engine_in_effect == engine
