@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from .findings import Finding, Settings
+from .findings import Finding, Settings, verdict
 
 PART = "environment"
 
@@ -26,23 +26,26 @@ def _device(settings: Settings) -> Finding:
     gigabytes = torch.cuda.get_device_properties(settings.device).total_memory / 1e9
     name = torch.cuda.get_device_name(settings.device)
     detail = f"{name}, sm_{major}{minor}, {gigabytes:.0f} GB, CUDA {torch.version.cuda}"
-    return Finding(PART, "GPU", "pass" if major >= 8 else "fail", detail)
+    return Finding(PART, "GPU", verdict(major >= 8), detail)
 
 
 def _triton(settings: Settings) -> Finding:
     try:
         return Finding(PART, "Triton", "pass", version("triton"))
     except PackageNotFoundError:
-        needed = "fail" if settings.on_gpu else "not run"
-        return Finding(PART, "Triton", needed, "not installed: pip install triton")
+        return _missing(settings, "Triton", "not installed: pip install triton")
 
 
 def _compiler(settings: Settings) -> Finding:
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if found:
         return Finding(PART, "C compiler", "pass", Path(found).name)
-    status = "fail" if settings.on_gpu else "not run"
-    return Finding(PART, "C compiler", status, "none found; Triton needs one at its first launch")
+    return _missing(settings, "C compiler", "none found; Triton needs one at its first launch")
+
+
+def _missing(settings: Settings, name: str, detail: str) -> Finding:
+    """A failure where a GPU is to be used, and no matter elsewhere."""
+    return Finding(PART, name, "fail" if settings.on_gpu else "not run", detail)
 
 
 def _cache() -> Finding:

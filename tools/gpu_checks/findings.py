@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["Finding", "Settings", "summary"]
+__all__ = ["Finding", "Settings", "guarded", "summary", "verdict"]
 
 Status = Literal["pass", "fail", "not run", "measured"]
 
@@ -44,6 +44,11 @@ class Settings:
     def synchronize(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
+
+
+def verdict(good: object) -> Status:
+    """`pass` or `fail`."""
+    return "pass" if good else "fail"
 
 
 def guarded(part: str, name: str, check: Callable[[], Finding]) -> Finding:

@@ -15,7 +15,7 @@ from megatron.engines.dispatch import why_not_triton
 from megatron.engines.reference import fused_softmax
 from megatron.errors import EngineError
 
-from .findings import Finding, Settings, guarded
+from .findings import Finding, Settings, guarded, verdict
 
 PART = "numbers"
 # Largest difference over the largest value: some roundings of the result, in its own precision.
@@ -110,7 +110,7 @@ def _compare(settings: Settings, engine: str, dtype: torch.dtype, case: Case) ->
     tensors = _tensors(case, settings.device, dtype)
     exact = [None if t is None else t.double() for t in tensors]
     error = _difference(_run(tensors, engine, case.window), _run(exact, "naive", case.window))
-    status = "pass" if error <= TOLERANCE[dtype] else "fail"
+    status = verdict(error <= TOLERANCE[dtype])
     name = f"{engine} {dtype} {case}"
     return Finding(
         PART, name, status, f"{error:.1e}", {"error": error, "at_most": TOLERANCE[dtype]}
@@ -126,7 +126,7 @@ def _repeat(settings: Settings, engine: str) -> Finding:
         all(torch.equal(a, b) for a, b in zip(first, _run(tensors, engine, None), strict=True))
         for _ in range(times)
     )
-    return Finding(PART, f"bitwise repeat, {engine}", "pass" if same else "fail", f"{times} times")
+    return Finding(PART, f"bitwise repeat, {engine}", verdict(same), f"{times} times")
 
 
 def _softmax(settings: Settings, dtype: torch.dtype) -> Finding:
@@ -137,7 +137,7 @@ def _softmax(settings: Settings, dtype: torch.dtype) -> Finding:
     error = _difference(
         [fused_softmax(scores, bias)], [fused_softmax(scores.double(), bias.double())]
     )
-    status = "pass" if error <= TOLERANCE[dtype] else "fail"
+    status = verdict(error <= TOLERANCE[dtype])
     return Finding(PART, f"fused softmax {dtype}", status, f"{error:.1e}", {"error": error})
 
 
@@ -152,13 +152,10 @@ def _refusals(settings: Settings) -> list[Finding]:
         ("float64", checked_call(*[q[..., :64].double()] * 3)),
     ):
         reason = why_not_triton(call)
-        findings.append(
-            Finding(PART, f"Triton refuses {name}", "pass" if reason else "fail", reason or "runs")
-        )
+        findings.append(Finding(PART, f"Triton refuses {name}", verdict(reason), reason or "runs"))
     try:
         attention(q, q, q, engine="triton")
         refused = "ran"
     except EngineError as error:
         refused = str(error)
-    status = "pass" if refused != "ran" else "fail"
-    return [*findings, Finding(PART, "a forced engine that cannot run", status, refused)]
+    return [*findings, Finding(PART, "a forced engine", verdict(refused != "ran"), refused)]

@@ -20,7 +20,7 @@ from megatron.data import IndexedDatasetWriter
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
 
-from .findings import Finding, Settings, guarded
+from .findings import Finding, Settings, guarded, verdict
 
 PART = "training"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def _against_cpu(runs: _Runs) -> Finding:
     error = max(abs(a - b) / b for a, b in pairs)
     known = {key: here[-1].get(key) for key in ("tokens_per_second", "mfu", "memory_gb")}
     detail = f"{len(pairs)} steps, losses within {error:.1e} (at most 2e-2)"
-    return Finding(PART, "steps against the CPU", "pass" if error < 2e-2 else "fail", detail, known)
+    return Finding(PART, "steps against the CPU", verdict(error < 2e-2), detail, known)
 
 
 def _kill_and_resume(runs: _Runs) -> Finding:
@@ -151,7 +151,7 @@ def _kill_and_resume(runs: _Runs) -> Finding:
     process.wait()
     resumed = runs.run("killed", {"load": str(runs.scratch / "killed")}, runs.here)
     same = _losses(resumed) == _losses(runs.metrics("here"))
-    return Finding(PART, "kill and resume", "pass" if same else "fail", "losses bit for bit")
+    return Finding(PART, "kill and resume", verdict(same), "losses bit for bit")
 
 
 def _several(runs: _Runs) -> list[Finding]:
@@ -170,5 +170,5 @@ def _layout(runs: _Runs, name: str, changes: Mapping[str, Any]) -> Finding:
     found = _losses(runs.run(name.replace(" ", "_"), changes, runs.here, ranks=2))
     expected = _losses(runs.metrics("here"))
     error = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
-    status = "pass" if error < 2e-2 else "fail"
+    status = verdict(error < 2e-2)
     return Finding(PART, f"two processes, {name}", status, f"losses within {error:.1e}")
