@@ -20,7 +20,7 @@ from megatron.terminal import require, run_command, shown_command
 from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train", "evaluate", "generate", "prepare_data", "deepy"]
-TOOLS = sorted(path.stem for path in (REPOSITORY / "tools").glob("*.py") if path.stem[0] != "_")
+TOOLS = sorted(set(COMMANDS) - {*SCRIPTS, "lm_eval"})
 
 
 def script(name: str) -> str:
@@ -135,7 +135,7 @@ def test_library_warnings_are_not_shown_but_ours_are(tmp_path: Path) -> None:
     assert done.stderr == "warning: ours\n"
 
 
-@pytest.mark.parametrize("name", [n for n in TOOLS if n not in ("compile_triton", "plot_kernels")])
+@pytest.mark.parametrize("name", TOOLS)
 def test_a_tool_without_the_package_says_how_to_install_it(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-S", script(name), "--help"],  # -S: no site-packages
@@ -166,9 +166,32 @@ def test_the_kerple_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ending.value.code == 0 and "corpora:" in capsys.readouterr().out
 
 
-def test_every_script_and_tool_has_its_subcommand() -> None:
-    maintainers = {"benchmark", "compile_triton", "generate_config_docs", "plot_kernels"}
-    assert set(SCRIPTS) | set(TOOLS) == (set(COMMANDS) - {"lm_eval"}) | maintainers
+def test_every_subcommand_has_its_script() -> None:
+    for name in {*SCRIPTS, *TOOLS}:
+        assert name in COMMANDS and Path(script(name)).is_file()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_there_at_once(name: str, tmp_path: Path) -> None:
+    """Within 1.5 seconds of the process's own time; nothing heavy is loaded."""
+    if name == "lm_eval":
+        return  # its help is lm-eval's own
+    program = (
+        "import sys; from megatron.commands import run\n"
+        f"try: run({name!r}, ['--help'])\n"
+        "except SystemExit as ending: assert not ending.code\n"
+        "assert not {'torch', 'deepspeed', 'matplotlib'} & set(sys.modules)\n"
+        "import time; assert time.process_time() < 1.5, time.process_time()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "usage:" in done.stdout
 
 
 def test_commands_are_shown_as_they_would_be_typed(

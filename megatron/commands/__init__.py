@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect_checkpoint": "show what a checkpoint holds, or what differs between two",
     "convert_checkpoint": "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any",
     "reshard_checkpoint": "make a run resume under another layout",
+    "plot_kernels": "draw the kernels of a checkpoint, of a method or of a class of yours",
     "plot_run": "draw a run's loss, rate, gradient norm, tokens/s and kernels",
     "reproduce": "repeat the paper, on a cluster or in miniature",
     "lm_eval": "the lm_eval command with --model kerple_neox",

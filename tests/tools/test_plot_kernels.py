@@ -1,27 +1,48 @@
-"""The pictures of the docs can be drawn again, one for every table over distance."""
+"""tools/plot_kernels.py: a run's kernels, methods, and a class of one's own."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS, TableEmbedding
+import pytest
 
-ROOT = Path(__file__).parents[2]
+from megatron.commands import run
+from tests.conftest import REPOSITORY
+from tests.evaluation.helpers import tiny_config, write_checkpoint
 
 
-def test_draws_a_picture_for_every_table_and_the_docs_show_it(tmp_path: Path) -> None:
-    script = ROOT / "tools" / "plot_kernels.py"
-    subprocess.run([sys.executable, str(script), "--out", str(tmp_path)], check=True, cwd=tmp_path)
-    ours = {
-        name
-        for name, cls in POSITIONAL_EMBEDDINGS.items()
-        if issubclass(cls, TableEmbedding) and cls.__module__.startswith("megatron.")
-    }
-    drawn = {path.stem for path in tmp_path.glob("*.png") if path.stat().st_size > 5000}
-    assert drawn == ours | {"families"}
-    page = (ROOT / "docs" / "positional_embeddings.md").read_text(encoding="utf-8")
-    for name in drawn - {"kerple_power_original"}:
-        assert f"images/kernels/{name}.png" in page
-        assert (ROOT / "docs" / "images" / "kernels" / f"{name}.png").is_file()
+def drawn(path: Path) -> bool:
+    return path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 10_000
+
+
+def test_the_kernels_of_a_run_go_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "run", tiny_config())
+    assert run("plot_kernels", [str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run' / 'kernels.png'}\n"
+    assert drawn(tmp_path / "run" / "kernels.png")
+
+
+def test_every_layer_of_a_run_with_kernels_of_its_own(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run", tiny_config(kerple_share="per_layer"))
+    assert run("plot_kernels", [str(tmp_path / "run"), "--out", str(tmp_path / "pictures")]) == 0
+    names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert names == ["kernels_layer1.png", "kernels_layer2.png"]
+
+
+def test_methods_and_a_class_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    own = "examples.custom_kernel:RationalKernel"
+    names = ["kerple_bias_wht", own]
+    assert run("plot_kernels", [*names, "--heads", "3", "--out", str(tmp_path)]) == 0
+    assert drawn(tmp_path / "kerple_bias_wht.png")
+    assert drawn(tmp_path / "examples.custom_kernel.RationalKernel.png")
+
+
+def test_nothing_to_draw_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "run", tiny_config(pos_emb="rotary"))
+    for name in (str(tmp_path / "run"), str(tmp_path / "nowhere"), "rotary", "kerple_lgo"):
+        assert run("plot_kernels", [name]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
