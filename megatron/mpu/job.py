@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 __all__ = [
+    "current_device",
     "device_index",
     "join_job",
     "join_ranks",
@@ -61,6 +62,15 @@ def pick_device(local_rank: int = 0) -> torch.device:
     os.environ["LOCAL_RANK"] = str(index)
     torch.accelerator.set_device_index(index)
     return torch.device(kind.type, index)
+
+
+def current_device() -> torch.device:
+    """The device that `pick_device` chose for this process."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def start_distributed(args: NeoXArgs) -> ParallelState:

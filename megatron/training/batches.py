@@ -12,6 +12,7 @@ from megatron.data.datasets import build_datasets, sample_counts
 from megatron.data.loader import ResumableBatchSampler, build_data_loader, get_labels_and_mask
 from megatron.errors import DataError
 from megatron.mpu import ParallelState
+from megatron.mpu.job import current_device
 from megatron.training.stepper import MicroBatch
 
 if TYPE_CHECKING:
@@ -116,12 +117,14 @@ def _stream(
     # Else every start would draw a seed from the stream that dropout uses, and a resumed run
     # would not continue it.
     loader.generator = torch.Generator().manual_seed(args.runtime.seed)
-    return _micro_batches(loader, eod, args.data.eod_mask_loss)
+    return _micro_batches(loader, current_device(), eod, args.data.eod_mask_loss)
 
 
 def _micro_batches(
-    loader: Iterable[dict[str, torch.Tensor]], eod: int, eod_mask_loss: bool
+    loader: Iterable[dict[str, torch.Tensor]], device: torch.device, eod: int, eod_mask_loss: bool
 ) -> Iterator[MicroBatch]:
+    """The whole text goes to the device from pinned memory, while it works; it is cut there."""
     for batch in loader:
-        tokens, labels, mask = get_labels_and_mask(batch["text"], eod, eod_mask_loss)
+        text = batch["text"].to(device, non_blocking=True)
+        tokens, labels, mask = get_labels_and_mask(text, eod, eod_mask_loss)
         yield tokens, (labels, mask)

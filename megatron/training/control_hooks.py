@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.checkpoints.save_and_resume import save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
+from megatron.mpu.job import current_device
 from megatron.training.stepper import MicroBatch
 from megatron.training.trainer import Hook, StepReport, Trainer
 
@@ -65,9 +66,7 @@ def _largest_anywhere(number: int) -> int:
     """Signals reach ranks at different times; all must stop after the same step."""
     if dist.get_world_size() == 1:
         return number
-    flag = torch.tensor([number])
-    if dist.get_backend() == "nccl":
-        flag = flag.cuda()
+    flag = torch.tensor([number], device=current_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return int(flag.item())
 

@@ -56,9 +56,7 @@ class PlainStepper:
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         tokens, (labels, mask) = batch
-        device = self.engine.device
-        losses = self.engine(tokens.to(device), labels.to(device))
-        return masked_mean(losses, mask.to(device))
+        return masked_mean(self.engine(tokens, labels), mask)
 
     def _mean_over_replicas(self, value: Tensor) -> Tensor:
         if self.parallel.dp_size > 1:
