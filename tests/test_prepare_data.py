@@ -173,3 +173,27 @@ def test_the_name_may_follow_the_inputs(tmp_path: Path, capsys: pytest.CaptureFi
             prepare(tmp_path, *arguments)
         assert stopped.value.code == 2
         assert "NAME" in capsys.readouterr().err
+
+
+def test_the_corpus_in_numbers_and_the_next_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    for state in ("ready", "up to date"):
+        assert prepare(tmp_path, "--input", corpus_once(tmp_path), "--", "novels") == 0
+        shown = capsys.readouterr()
+        prefix = tmp_path / "data" / "novels" / "novels_text_document"
+        assert shown.out.splitlines() == [
+            f"novels: {state}, {prefix}",
+            "  2 documents, 23 tokens",
+            "  tokens per document: 11 to 12, median 11, mean 12",
+            "  about 6 words: 3.83 tokens a word, 0.91 characters a token",
+        ]
+        assert shown.err == (
+            f"next: python deepy.py train.py configs/laptop/tiny.yml --set data_path={prefix} "
+            "tokenizer_type=CharLevelTokenizer save=runs/novels load=runs/novels\n"
+        )
+
+
+def corpus_once(folder: Path) -> Path:
+    return folder / "mine" if (folder / "mine").exists() else corpus(folder)

@@ -93,8 +93,12 @@ def draw(drawn: Drawn, path: Path) -> None:
         figure.suptitle(drawn.title, fontsize=12)
         for axes_row, (name, table) in zip(grid, drawn.tables.items(), strict=True):
             _draw_heads(axes_row[0], name, table)
+            shown = table[:, :MATRIX].clamp(min=FLOOR)
+            scale = {"vmin": float(shown.min()), "vmax": float(shown.max())}  # one for both heads
             for axes, (head, word) in zip(axes_row[1:], _extremes(table), strict=True):
-                _draw_matrix(figure, axes, table[head], f"head {head + 1}, {word}: {name}")
+                title = f"head {head + 1}, {word}: {name}"
+                image = _draw_matrix(axes, table[head], title, scale)
+            figure.colorbar(image, ax=axes_row[1:], shrink=0.85)
         figure.savefig(path, dpi=120)
 
 
@@ -118,17 +122,17 @@ def _extremes(table: Tensor) -> list[tuple[int, str]]:
     return [(int(fall.argmax()), "nearest sight"), (int(fall.argmin()), "furthest sight")]
 
 
-def _draw_matrix(figure: Any, axes: Axes, row: Tensor, title: str) -> None:
+def _draw_matrix(axes: Axes, row: Tensor, title: str, scale: dict[str, float]) -> Any:
     import torch
 
     size = min(MATRIX, len(row))
     distance = torch.arange(size)[:, None] - torch.arange(size)[None, :]
     matrix = row[distance.clamp(min=0)].masked_fill(distance < 0, torch.nan)
-    image = axes.imshow(matrix.numpy(), cmap="viridis", vmin=max(float(row[:size].min()), FLOOR))
+    image = axes.imshow(matrix.numpy(), cmap="viridis", **scale)
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(title, fontsize=10, fontweight="normal")
     axes.grid(visible=False)
-    figure.colorbar(image, ax=axes, shrink=0.85)
+    return image
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.atomic_files import check_writable
 from megatron.data.chunks import DOCUMENT_SPLITTERS
 from megatron.data.corpora import SOURCES
+from megatron.data.indexed_dataset import read_manifest
 from megatron.data.prepare import PrepareRequest, prepare_corpus, print_problems, report
 from megatron.data.preprocess import PreprocessOptions, available_cores, terminated_like_interrupted
 from megatron.errors import DataError
+from megatron.terminal import shown_command
 from megatron.tokenizer import TOKENIZERS
+from megatron.tokenizer.byte_pairs import MERGES, VOCABULARY
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -109,7 +114,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(report(name, prefix, outcome))
             if outcome is not None:
                 print_problems(outcome)
+    _hint(prefix, request)
     return 0
+
+
+def _hint(prefix: Path, request: PrepareRequest) -> None:
+    """The likely next command, with the tokenizer that made the data."""
+    manifest = read_manifest(prefix)
+    if manifest is None or not Path("configs/laptop/tiny.yml").is_file():
+        return
+    kind = manifest["tokenizer"]["type"]
+    run = f"runs/{prefix.parent.name}"
+    sets = [f"data_path={prefix}", f"tokenizer_type={kind}", f"save={run}", f"load={run}"]
+    folder = prefix.parent
+    vocab = request.vocab_file or (folder / VOCABULARY if (folder / VOCABULARY).is_file() else None)
+    merges = request.merge_file or (folder / MERGES if (folder / MERGES).is_file() else None)
+    if kind != "CharLevelTokenizer":
+        sets += [f"vocab_file={vocab}"] if vocab else []
+        sets += [f"merge_file={merges}"] if merges else []
+    command = shlex.join(["configs/laptop/tiny.yml", "--set", *sets])
+    print(f"next: {shown_command('deepy')} train.py {command}", file=sys.stderr)
 
 
 def _name_after_inputs(inputs: list[Path]) -> tuple[list[str], list[Path]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.data.chunks import read_texts
 from megatron.data.corpora import SOURCES, Source, fetch
+from megatron.data.corpus_numbers import corpus_numbers, sample_counts_of_text
 from megatron.data.indexed_dataset import describe_tokenizer, read_manifest
 from megatron.data.package_text import package_record
 from megatron.data.preprocess import Outcome, PreprocessOptions, output_prefixes, preprocess
@@ -71,6 +72,7 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
             "licence": "not stated" if request.inputs else source.licence,
             "files": len(files),
         },
+        "text_sample": sample_counts_of_text(files, options.keys[0]),
     }
     if not request.inputs and (packages := package_record(folder / "downloads")):
         described["source"]["packages"] = packages
@@ -156,11 +158,11 @@ def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, options: Preproces
 
 
 def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
-    """One line for the user."""
-    if outcome is None:
-        return f"{name}: up to date, {prefix}"
-    broken = f", {outcome.broken_lines} broken lines" if outcome.broken_lines else ""
-    return f"{name}: {outcome.documents} documents, {outcome.tokens} tokens{broken} -> {prefix}"
+    """What the user gets: where it is, and the corpus in numbers."""
+    state = "up to date" if outcome is None else "ready"
+    broken = f", {outcome.broken_lines} broken lines" if outcome and outcome.broken_lines else ""
+    lines = [f"{name}: {state}{broken}, {prefix}", *corpus_numbers(prefix)]
+    return "\n  ".join(lines)
 
 
 def print_problems(outcome: Outcome, limit: int = 10) -> None:

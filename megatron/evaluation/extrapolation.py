@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from megatron.data.text_counts import count_words
 from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses, windowed
 from megatron.evaluation.results_schema import number, text_table
 from megatron.evaluation.sequences import (
@@ -156,11 +157,14 @@ def _measure(context: Context, files: Any, split: Split, length: int) -> dict[st
 def _per_character(
     context: Context, sequences: SequenceSet, entry: dict[str, Any]
 ) -> dict[str, Any]:
-    """The same loss shared out over characters, which makes tokenizers comparable."""
+    """The same loss shared out over characters and words, which makes tokenizers comparable."""
     tokenizer = context.tokenizer()
-    texts = (tokenizer.detokenize(sequences[i][1:].tolist()) for i in range(len(sequences)))
-    characters = sum(map(len, texts))
+    texts = [tokenizer.detokenize(sequences[i][1:].tolist()) for i in range(len(sequences))]
+    characters, words = sum(map(len, texts)), sum(map(count_words, texts))
+    total = entry["loss"] * entry["tokens"]
     return {
         "characters": characters,
-        "char_ppl": perplexity(entry["loss"] * entry["tokens"] / characters),
+        "char_ppl": perplexity(total / characters),
+        "words": words,
+        "word_ppl": perplexity(total / words) if words else None,
     }

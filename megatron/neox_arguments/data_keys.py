@@ -107,7 +107,9 @@ class EvaluationArgs(Group):
     eval_results_prefix: str = Field(
         "", description="Start of result file names; empty means <load>/results/step<N>."
     )
-    char_level_ppl: bool = Field(False, description="Report perplexity per character too.")
+    char_level_ppl: bool = Field(
+        False, description="Report perplexity per character and per word too."
+    )
     eval_lengths: PositiveIntList | None = Field(
         None, description="Sequence lengths to evaluate; null means 1x to 32x seq_length."
     )
