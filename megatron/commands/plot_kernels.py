@@ -94,7 +94,10 @@ def draw(drawn: Drawn, path: Path) -> None:
         for axes_row, (name, table) in zip(grid, drawn.tables.items(), strict=True):
             _draw_heads(axes_row[0], name, table)
             shown = table[:, :MATRIX].clamp(min=FLOOR)
-            scale = {"vmin": float(shown.min()), "vmax": float(shown.max())}  # one for both heads
+            scale: dict[str, Any] = {
+                "vmin": float(shown.min()),
+                "vmax": float(shown.max()),
+            }  # one for both heads
             for axes, (head, word) in zip(axes_row[1:], _extremes(table), strict=True):
                 title = f"head {head + 1}, {word}: {name}"
                 image = _draw_matrix(axes, table[head], title, scale)
@@ -122,7 +125,7 @@ def _extremes(table: Tensor) -> list[tuple[int, str]]:
     return [(int(fall.argmax()), "nearest sight"), (int(fall.argmin()), "furthest sight")]
 
 
-def _draw_matrix(axes: Axes, row: Tensor, title: str, scale: dict[str, float]) -> Any:
+def _draw_matrix(axes: Axes, row: Tensor, title: str, scale: dict[str, Any]) -> Any:
     import torch
 
     size = min(MATRIX, len(row))
