@@ -1,7 +1,7 @@
 """One attention call, from the check of its arguments to the engine that runs it.
 
-Shapes: B batch, H heads, L length (q: Lq, k and v: Lk), D head dim. Every engine takes the same
-`Call` and may rely on what is checked here.
+Shapes: B batch, H heads (of q), L length (q: Lq, k and v: Lk), D head dim. Every engine takes the
+same `Call` and may rely on what is checked here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,18 @@ from torch import Tensor
 
 from megatron.errors import EngineError
 
-__all__ = ["OPERANDS", "Call", "Gradients", "checked_call"]
+__all__ = [
+    "OPERANDS",
+    "Call",
+    "Gradients",
+    "check_first_key",
+    "checked_call",
+    "key_origin",
+    "sink_rows",
+]
 
 # The tensors of a call, in the order in which engines pass them to autograd.
-OPERANDS = ("q", "k", "v", "bias", "weight")
+OPERANDS = ("q", "k", "v", "bias", "weight", "key_bias", "sink")
 
 
 @dataclass(frozen=True)
@@ -32,9 +40,16 @@ class Call:
     weight: Tensor | None
     window: int | None  # None where it would hide nothing
     scale: float
+    key_bias: Tensor | None = None
+    first_key: Tensor | None = None
+    sink: Tensor | None = None
     dropout: float = 0.0
     pruning: bool = True
     generator: torch.Generator | None = None
+
+    @property
+    def heads_per_key_head(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
 
     @property
     def q_len(self) -> int:
@@ -61,13 +76,43 @@ class Call:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a call, in fp32; those of tables cover the distances 0 .. Lk-1."""
+    """The gradients of a call, in fp32, those of its terms as wide as they can be.
+
+    Tables: the distances 0 .. Lk-1. key_bias: [B, H, Lk]. sink: [B, H, Lq].
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None
-    weight: Tensor | None
+    bias: Tensor | None = None
+    weight: Tensor | None = None
+    key_bias: Tensor | None = None
+    sink: Tensor | None = None
+
+
+def key_origin(key_bias: Tensor, q_len: int) -> Tensor:
+    """What to subtract from a query's key biases before they are added, [.., Lq].
+
+    A softmax does not see it, but rounding does: cumulative gates reach 10^4, where fp32 has three
+    digits left. It is the bias of the query's own key; of the one before if that is -inf (padding),
+    and so on; 0 where there is none.
+    """
+    position = torch.arange(key_bias.shape[-1], device=key_bias.device)
+    latest = torch.where(key_bias.isfinite(), position, -1).cummax(-1).values[..., -q_len:]
+    found = key_bias.gather(-1, latest.clamp(min=0))
+    return found.masked_fill(latest < 0, 0.0).detach()
+
+
+def sink_rows(call: Call) -> Tensor | None:
+    """The sink of every query less its key origin, [B, H, Lq]; None without a sink."""
+    if call.sink is None:
+        return None
+    batch, heads, q_len, _ = call.q.shape
+    sink = call.sink.detach()
+    rows = sink[:, None] if sink.dim() == 1 else sink
+    if call.key_bias is not None:
+        rows = rows - key_origin(call.key_bias.detach(), q_len)
+    return rows.expand(batch, heads, q_len)
 
 
 def checked_call(
@@ -77,6 +122,9 @@ def checked_call(
     bias: Tensor | None = None,
     weight: Tensor | None = None,
     *,
+    key_bias: Tensor | None = None,
+    first_key: Tensor | None = None,
+    sink: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -88,6 +136,7 @@ def checked_call(
     for name, table in (("bias", bias), ("weight", weight)):
         if table is not None:
             _check_table(name, table, q, k.shape[2])
+    _check_terms(q, k.shape[2], key_bias, first_key, sink)
     if window is not None and window < 1:
         raise EngineError(f"window={window}: must be at least 1, so that a query sees itself")
     if not 0.0 <= dropout < 1.0:
@@ -98,24 +147,42 @@ def checked_call(
         scale = 1.0 / math.sqrt(q.shape[-1])
     if not math.isfinite(scale):
         raise EngineError(f"scale={scale}: must be a finite number")
-    return Call(q, k, v, bias, weight, window, float(scale), dropout, pruning, generator)
+    return Call(
+        q,
+        k,
+        v,
+        bias,
+        weight,
+        window,
+        float(scale),
+        key_bias,
+        first_key,
+        sink,
+        dropout,
+        pruning,
+        generator,
+    )
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise EngineError(f"q, k, v must be [batch, heads, length, head_dim]; got {shapes}")
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise EngineError(
-            f"q, k, v must agree in batch, heads and head_dim, and k, v in length; got {shapes}"
+            f"q, k, v must agree in batch and head_dim, and k, v in heads and length; got {shapes}"
+        )
+    if 0 in q.shape or 0 in k.shape:
+        raise EngineError(f"q, k, v must not be empty; got {shapes}")
+    if q.shape[1] % k.shape[1] != 0:
+        raise EngineError(
+            f"the heads of k and v must divide those of q, {q.shape[1]}; got {shapes}"
         )
     if q.shape[2] > k.shape[2]:
         raise EngineError(
             f"more queries than keys ({shapes}): the queries are the last positions, so k and v"
             " must hold at least as many"
         )
-    if 0 in q.shape:
-        raise EngineError(f"q, k, v must not be empty; got {shapes}")
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise EngineError(
             f"q, k, v must share one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}"
@@ -131,7 +198,55 @@ def _check_table(name: str, table: Tensor, q: Tensor, k_len: int) -> None:
             f"{name} must be a table [heads={heads}, at least {k_len} distances]; got"
             f" {tuple(table.shape)}: compute the table for the length of the keys"
         )
-    if not table.is_floating_point() or table.device != q.device:
+    _check_floating(name, table, q)
+
+
+def _check_terms(
+    q: Tensor, k_len: int, key_bias: Tensor | None, first_key: Tensor | None, sink: Tensor | None
+) -> None:
+    batch, heads, q_len, _ = q.shape
+    if key_bias is not None:
+        _check_floating("key_bias", key_bias, q)
+        allowed = [(b, h, k_len) for b in (1, batch) for h in (1, heads)]
+        if tuple(key_bias.shape) not in allowed:
+            raise EngineError(
+                f"key_bias must be [batch={batch} or 1, heads={heads} or 1, keys={k_len}]; got"
+                f" {tuple(key_bias.shape)}"
+            )
+    if sink is not None:
+        _check_floating("sink", sink, q)
+        if tuple(sink.shape) not in ((heads,), (batch, heads, q_len)):
+            raise EngineError(
+                f"sink must be [heads={heads}] or [batch={batch}, heads={heads}, queries={q_len}];"
+                f" got {tuple(sink.shape)}"
+            )
+    if first_key is not None:
+        if first_key.dtype not in (torch.int32, torch.int64) or first_key.device != q.device:
+            raise EngineError(
+                f"first_key must hold int32 or int64 on {q.device}; got {first_key.dtype} on"
+                f" {first_key.device}"
+            )
+        if tuple(first_key.shape) != (batch, q_len):
+            raise EngineError(
+                f"first_key must be [batch={batch}, queries={q_len}]; got {tuple(first_key.shape)}"
+            )
+
+
+def check_first_key(call: Call) -> None:
+    """Look at the numbers of first_key: only for tensors on CPU, where that does not wait."""
+    if call.first_key is None:
+        return
+    first = call.first_key
+    own = torch.arange(call.k_len - call.q_len, call.k_len)
+    if (first < 0).any() or (first > own).any() or (first.diff(dim=-1) < 0).any():
         raise EngineError(
-            f"{name} must be a floating table on {q.device}; got {table.dtype} on {table.device}"
+            "first_key must rise (or stay) from query to query, from 0 at least to the query's own"
+            " position at most: the keys of a query are those from its first_key to its own"
+        )
+
+
+def _check_floating(name: str, tensor: Tensor, q: Tensor) -> None:
+    if not tensor.is_floating_point() or tensor.device != q.device:
+        raise EngineError(
+            f"{name} must be floating and on {q.device}; got {tensor.dtype} on {tensor.device}"
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.engines.call import OPERANDS, Call, Gradients, checked_call
+from megatron.engines.call import OPERANDS, Call, Gradients, check_first_key, checked_call
 from megatron.engines.cpp_build import load_library
 from megatron.engines.cpu_compiled import CompiledBackend
 from megatron.engines.cpu_torch import TorchBackend
@@ -43,12 +43,14 @@ class Backend(Protocol):
 
 
 def tiled_attention(call: Call) -> Tensor:
+    check_first_key(call)
     return _Tiled.apply(call, *call.operands())
 
 
 def tiled_forward_with_count(*tensors: Tensor | None, **options: Any) -> tuple[Tensor, TileCount]:
     """`attention` without gradients, and how many tiles the pruning left to visit."""
     call = checked_call(*tensors, **options)  # type: ignore[arg-type]
+    check_first_key(call)
     out, _, count = _backend().forward(call.in_fp32(), _bounds(call))
     return out.to(call.q.dtype), count
 
@@ -80,33 +82,30 @@ class _Tiled(torch.autograd.Function):
         bounds, backend = _bounds(call), _backend()
         out, lse, _ = backend.forward(call.in_fp32(), bounds)
         out = out.to(call.q.dtype)
-        ctx.save_for_backward(*tensors, out, lse)
+        ctx.save_for_backward(*tensors, call.first_key, out, lse)
         ctx.window, ctx.scale, ctx.bounds, ctx.backend = call.window, call.scale, bounds, backend
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        q, k, v, bias, weight = tensors
-        call = Call(q, k, v, bias, weight, window=ctx.window, scale=ctx.scale)
+        q, k, v, bias, weight, key_bias, sink, first_key, out, lse = ctx.saved_tensors
+        call = Call(q, k, v, bias, weight, ctx.window, ctx.scale, key_bias, first_key, sink)
         needed = zip(OPERANDS, ctx.needs_input_grad[1:], strict=True)
         wanted = frozenset(name for name, needs in needed if needs)
         grads = ctx.backend.backward(
             call.in_fp32(), ctx.bounds, out.float(), lse, grad_out.float(), wanted
         )
-        return (
-            None,
-            grads.q.to(call.q.dtype),
-            grads.k.to(call.k.dtype),
-            grads.v.to(call.v.dtype),
-            _table_gradient(grads.bias, call.bias),
-            _table_gradient(grads.weight, call.weight),
-        )
+        found = (getattr(grads, name) for name in OPERANDS)
+        return None, *(_fitted(g, x) for g, x in zip(found, call.operands(), strict=True))
 
 
-def _table_gradient(grad: Tensor | None, table: Tensor | None) -> Tensor | None:
-    """The gradient of a table that may be longer than the keys, in its dtype."""
-    if grad is None or table is None:
+def _fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
+    """A gradient in the operand's dtype and shape: which may be longer (a table), or broadcast."""
+    if grad is None or operand is None:
         return None
-    return torch.nn.functional.pad(grad, (0, table.shape[1] - grad.shape[1])).to(table.dtype)
+    if operand.dim() == 2:
+        grad = torch.nn.functional.pad(grad, (0, operand.shape[1] - grad.shape[1]))
+    elif operand.dim() == 1:
+        grad = grad.sum((0, 2))
+    return grad.sum_to_size(operand.shape).to(operand.dtype)

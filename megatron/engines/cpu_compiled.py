@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, Gradients
+from megatron.engines.call import Call, Gradients, key_origin, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount
 
 __all__ = ["CompiledBackend"]
@@ -21,6 +21,7 @@ __all__ = ["CompiledBackend"]
 _LOG2E = math.log2(math.e)
 _MARGIN = 64  # floats around a table that the engine may read, or write zeros to
 _TASKS_PER_THREAD = 4
+_GROUPED_TASKS_PER_THREAD = 2  # longer ones; and every part has its own gradient of q
 
 
 class _Rows(ctypes.Structure):
@@ -36,7 +37,8 @@ class _Problem(ctypes.Structure):
     """Mirror of `struct Problem` in cpp/problem.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "q_len", "k_len", "dim")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads")),
+        *((name, ctypes.c_int64) for name in ("q_len", "k_len", "dim")),
         *((name, ctypes.c_int64) for name in ("window", "threads", "parts")),
         ("scale", ctypes.c_float),
         ("prune_log2", ctypes.c_float),
@@ -45,6 +47,9 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("lse", "bias", "weight")),
         *((name, ctypes.c_void_p) for name in ("grad_bias", "grad_weight")),
         *((name, ctypes.c_void_p) for name in ("bias_after", "weight_after")),
+        ("key_bias", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("key_batch", "key_head")),
+        *((name, ctypes.c_void_p) for name in ("key_origin", "grad_key_bias", "sink", "first_key")),
         *((name, ctypes.c_int64) for name in ("table_row", "tiles", "tiles_visited")),
     ]
 
@@ -58,8 +63,8 @@ class CompiledBackend:
         assert library.attention_problem_size() == ctypes.sizeof(_Problem)
 
     def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
-        job = _Job(call, bounds, self._vector)
         batch, heads, q_len, dim = call.q.shape
+        job = _Job(call, bounds, self._vector, batch * heads)
         out = _rows_apart(batch, heads, q_len, job.dim)
         lse = call.q.new_empty(batch, heads, q_len)
         job.set_rows("out", out)
@@ -77,20 +82,25 @@ class CompiledBackend:
         grad_out: Tensor,
         wanted: frozenset[str],
     ) -> Gradients:
-        job = _Job(call, bounds, self._vector)
-        problem, parts = job.problem, job.problem.parts
         batch, heads, q_len, dim = call.q.shape
+        kv_heads = call.k.shape[1]
+        job = _Job(call, bounds, self._vector, batch * kv_heads)
+        parts = job.problem.parts
         job.set_rows("out", out)
         job.set_rows("grad_out", grad_out)
         job.set_pointer("lse", lse)
         grad_q = _rows_apart(parts * batch, heads, q_len, job.dim)
-        grad_k = _rows_apart(batch, heads, call.k_len, job.dim)
-        grad_v = _rows_apart(batch, heads, call.k_len, job.dim)
+        grad_k = _rows_apart(batch, kv_heads, call.k_len, job.dim)
+        grad_v = _rows_apart(batch, kv_heads, call.k_len, job.dim)
         for name, grad in (("grad_q", grad_q), ("grad_k", grad_k), ("grad_v", grad_v)):
             job.set_rows(name, grad)
         grad_bias = job.set_table_gradient("grad_bias") if "bias" in wanted else None
         grad_weight = job.set_table_gradient("grad_weight") if "weight" in wanted else None
-        self._library.attention_backward(ctypes.byref(problem))
+        grad_key_bias = None
+        if "key_bias" in wanted:
+            grad_key_bias = torch.empty(batch, heads, call.k_len)
+            job.set_pointer("grad_key_bias", grad_key_bias)
+        self._library.attention_backward(ctypes.byref(job.problem))
         if parts > 1:
             grad_q = grad_q.view(parts, batch, heads, q_len, job.dim).sum(0)
         return Gradients(
@@ -99,28 +109,33 @@ class CompiledBackend:
             grad_v[..., :dim],
             _by_distance(grad_bias, call.k_len),
             _by_distance(grad_weight, call.k_len),
+            grad_key_bias,
+            _sink_gradient(job.sink, lse, out, grad_out),
         )
 
 
 class _Job:
     """A call as C++ sees it: the struct, and the tensors whose memory it points to."""
 
-    def __init__(self, call: Call, bounds: DecayBounds | None, vector: int) -> None:
+    def __init__(self, call: Call, bounds: DecayBounds | None, vector: int, pairs: int) -> None:
         batch, heads, q_len, dim = call.q.shape
         k_len = call.k_len
         self.dim = -(-dim // vector) * vector
         self._alive: list[Tensor] = []
         self.problem = problem = _Problem()
-        problem.batch, problem.heads, problem.q_len, problem.k_len = batch, heads, q_len, k_len
+        problem.batch, problem.heads, problem.kv_heads = batch, heads, call.k.shape[1]
+        problem.q_len, problem.k_len = q_len, k_len
         problem.dim = self.dim
         problem.window = call.reach
         problem.threads = torch.get_num_threads()
-        problem.parts = max(1, -(-_TASKS_PER_THREAD * problem.threads // (batch * heads)))
+        problem.parts = _parts(problem.threads, pairs, call.heads_per_key_head > 1)
         problem.scale = call.scale * _LOG2E
         problem.table_row = k_len + 2 * _MARGIN
         for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
             self.set_rows(name, tensor)
         self._set_tables(call, heads, k_len)
+        self.sink: Tensor | None = None
+        self._set_terms(call)
         if bounds is not None:
             self._set_bounds(bounds)
 
@@ -158,6 +173,23 @@ class _Job:
             weight[:, _MARGIN : _MARGIN + k_len] = call.weight[:, :k_len].flip(-1)
             self.set_pointer("weight", weight, _MARGIN)
 
+    def _set_terms(self, call: Call) -> None:
+        if call.key_bias is not None:
+            padded = torch.nn.functional.pad(call.key_bias, (0, _MARGIN)).contiguous()
+            self.set_pointer("key_bias", padded)
+            self.problem.key_batch, self.problem.key_head = (
+                padded.stride(i) if padded.shape[i] > 1 else 0 for i in (0, 1)
+            )
+            origin = key_origin(call.key_bias, call.q_len)
+            rows = origin.expand(call.q.shape[:3]).reshape(-1)
+            self.set_pointer("key_origin", torch.nn.functional.pad(rows, (0, _MARGIN)))
+        sink = sink_rows(call)
+        if sink is not None:
+            self.sink = (sink * _LOG2E).contiguous()
+            self.set_pointer("sink", self.sink)
+        if call.first_key is not None:
+            self.set_pointer("first_key", call.first_key.to(torch.int64).contiguous())
+
     def _set_bounds(self, bounds: DecayBounds) -> None:
         self.problem.prune_log2 = bounds.margin_log2
         self.set_pointer("bias_after", (bounds.bias_after * _LOG2E).contiguous())
@@ -165,9 +197,26 @@ class _Job:
             self.set_pointer("weight_after", bounds.weight_after.contiguous())
 
 
+def _parts(threads: int, pairs: int, grouped: bool) -> int:
+    """Into how many tasks to split a pair, so that no thread is idle for long."""
+    if threads == 1:
+        return 1
+    tasks = threads * (_GROUPED_TASKS_PER_THREAD if grouped else _TASKS_PER_THREAD)
+    return max(1, -(-tasks // pairs))
+
+
 def _rows_apart(batch: int, heads: int, length: int, dim: int) -> Tensor:
     """[B, H, L, D] in memory as [B, L, H, D], as the model's next reshape wants it."""
     return torch.empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def _sink_gradient(
+    sink: Tensor | None, lse: Tensor, out: Tensor, grad_out: Tensor
+) -> Tensor | None:
+    """The sink has no value: its gradient is its probability times -delta."""
+    if sink is None:
+        return None
+    return -torch.exp2(sink - lse) * (out * grad_out).sum(-1)
 
 
 def _by_distance(grad: Any, k_len: int) -> Tensor | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, Gradients
+from megatron.engines.call import Call, Gradients, key_origin, sink_rows
 from megatron.engines.distance import flipped_view, reversed_table
 from megatron.engines.pruning import DecayBounds, TileCount, head_windows
 
@@ -51,12 +51,14 @@ class _Block:
         return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
 
 
-def _blocks(q_len: int, k_len: int, window: int, rows: int) -> list[_Block]:
+def _blocks(call: Call, b: int, window: int, rows: int) -> list[_Block]:
+    q_len, offset = call.q_len, call.k_len - call.q_len
     blocks = []
     for start in range(0, q_len, rows):
         stop = min(q_len, start + rows)
-        offset = k_len - q_len
         first = max(0, offset + start - window + 1)
+        if call.first_key is not None:
+            first = max(first, int(call.first_key[b, start]))
         flipped = slice(q_len - stop, q_len - start)
         blocks.append(_Block(flipped, slice(first, offset + stop), q_len - stop + first))
     return blocks
@@ -64,7 +66,7 @@ def _blocks(q_len: int, k_len: int, window: int, rows: int) -> list[_Block]:
 
 def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[_Group]:
     heads = call.q.shape[1]
-    if bounds is None:
+    if bounds is None or call.bias is None:
         order, windows = list(range(heads)), [call.reach] * heads
     else:
         windows = [min(call.reach, window) for window in head_windows(call, bounds).tolist()]
@@ -80,21 +82,23 @@ class TorchBackend:
     """Tiled attention out of torch operations only."""
 
     def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
-        q_len, k_len = call.q.shape[2], call.k.shape[2]
-        bias, weight = _tables(call, _FORWARD_ROWS)
+        batch, heads = call.q.shape[:2]
+        terms = _Terms(call, _FORWARD_ROWS)
         out = torch.empty_like(call.q)
         lse = call.q.new_empty(call.q.shape[:3])
-        heads_at_once = call.q.shape[1] if weight is None else _HEADS
-        visited = total = 0
-        for group in _groups(call, bounds, heads_at_once):
-            part = _Heads(call, bias, weight, group.heads)
-            group_out, group_lse = torch.empty_like(part.q), part.q.new_empty(part.q.shape[:3])
-            for block in _blocks(q_len, k_len, group.window, _FORWARD_ROWS):
-                group_out[:, :, block.queries], group_lse[:, :, block.queries] = part.forward(block)
-            out[:, group.heads] = group_out.flip(2)
-            lse[:, group.heads] = group_lse.flip(2)
-            visited += len(group.heads) * _count_tiles(q_len, k_len, group.window)
-        total = call.q.shape[1] * _count_tiles(q_len, k_len, call.reach)
+        at_once = heads if terms.flash and heads == call.k.shape[1] else _HEADS
+        visited = 0
+        for group in _groups(call, bounds, at_once):
+            for b in range(batch):
+                part = _Heads(call, terms, b, group.heads)
+                part_out, part_lse = torch.empty_like(part.q), part.q.new_empty(part.q.shape[:2])
+                for block in _blocks(call, b, group.window, _FORWARD_ROWS):
+                    rows = block.queries
+                    part_out[:, rows], part_lse[:, rows] = part.forward(block)
+                out[b, group.heads] = part_out.flip(1)
+                lse[b, group.heads] = part_lse.flip(1)
+                visited += len(group.heads) * _count_tiles(call, b, group.window)
+        total = sum(heads * _count_tiles(call, b, call.reach) for b in range(batch))
         return out, lse, TileCount(total, visited)
 
     def backward(
@@ -106,130 +110,165 @@ class TorchBackend:
         grad_out: Tensor,
         wanted: frozenset[str],
     ) -> Gradients:
-        q_len, k_len = call.q.shape[2], call.k.shape[2]
-        bias, weight = _tables(call, _ROWS)
-        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (call.q, call.k, call.v))
-        grad_bias = torch.zeros_like(bias) if "bias" in wanted else None
-        grad_weight = torch.zeros_like(bias) if "weight" in wanted else None
+        terms = _Terms(call, _ROWS)
+        sums = _Sums(call, terms, wanted)
         for group in _groups(call, bounds, _HEADS):
-            part = _Heads(call, bias, weight, group.heads)
-            rows = [x[:, group.heads].flip(2) for x in (out, grad_out, lse)]
-            blocks = _blocks(q_len, k_len, group.window, _ROWS)
             for b in range(call.q.shape[0]):
-                walk = _Backward(part, b, blocks, *(x[b] for x in rows))
-                walk.run(blocks, grad_bias is not None, grad_weight is not None)
-                grad_q[b, group.heads] = walk.grad_q.flip(1).mul_(call.scale)
-                grad_k[b, group.heads], grad_v[b, group.heads] = walk.grad_k, walk.grad_v
-                if grad_bias is not None:
-                    grad_bias[group.heads] += walk.grad_bias
-                if grad_weight is not None:
-                    grad_weight[group.heads] += walk.grad_weight
-        return Gradients(
-            grad_q, grad_k, grad_v, _by_distance(grad_bias, k_len), _by_distance(grad_weight, k_len)
-        )
+                part = _Heads(call, terms, b, group.heads)
+                rows = [x[b, group.heads].flip(1) for x in (out, grad_out, lse)]
+                blocks = _blocks(call, b, group.window, _ROWS)
+                walk = _Backward(part, blocks, *rows)
+                for block in blocks:
+                    walk.step(block, wanted)
+                sums.add(walk, b, group.heads)
+        return sums.gradients()
 
 
-def _count_tiles(q_len: int, k_len: int, window: int) -> int:
-    blocks = _blocks(q_len, k_len, window, _TILE)
-    return sum(-(-block.shape[1] // _TILE) for block in blocks)
+def _count_tiles(call: Call, b: int, window: int) -> int:
+    return sum(-(-block.shape[1] // _TILE) for block in _blocks(call, b, window, _TILE))
 
 
-def _by_distance(grad: Tensor | None, k_len: int) -> Tensor | None:
-    return None if grad is None else grad[:, :k_len].flip(-1)
+class _Terms:
+    """What is added to the scores, laid out for blocks of `rows` queries.
 
+    The tables are reversed, with room for the future; what belongs to queries is flipped.
+    """
 
-def _tables(call: Call, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Both tables reversed, with room for `rows` queries; the bias hides what is not visible."""
-    heads, k_len = call.q.shape[1], call.k.shape[2]
-    bias = call.q.new_zeros(heads, k_len) if call.bias is None else call.bias
-    reversed_bias = reversed_table(bias, k_len, rows, -math.inf)
-    if call.window is not None:
-        reversed_bias[:, : k_len - call.window] = -math.inf
-    if call.weight is None:
-        return reversed_bias, None
-    return reversed_bias, reversed_table(call.weight, k_len, rows, 0.0)
+    def __init__(self, call: Call, rows: int) -> None:
+        batch, heads, q_len, _ = call.q.shape
+        k_len = call.k_len
+        bias = call.q.new_zeros(heads, k_len) if call.bias is None else call.bias
+        self.bias = reversed_table(bias, k_len, rows, -math.inf)
+        if call.window is not None:
+            self.bias[:, : k_len - call.window] = -math.inf
+        weight = call.weight
+        self.weight = None if weight is None else reversed_table(weight, k_len, rows, 0.0)
+        self.key_bias = self.origin = self.first_key = None
+        if call.key_bias is not None:
+            self.key_bias = call.key_bias.expand(batch, heads, k_len)
+            self.origin = key_origin(call.key_bias, q_len).flip(-1).expand(batch, heads, q_len)
+        if call.first_key is not None:
+            self.first_key = call.first_key.flip(-1)
+        sink = sink_rows(call)
+        self.sink = None if sink is None else sink.flip(-1)
+        self.flash = self.weight is None and self.key_bias is None and self.sink is None
 
 
 class _Heads:
-    """The tensors of a few heads: flipped, scaled queries; keys, values, tables."""
+    """The tensors of a few heads of one sequence: flipped, scaled queries; keys, values, terms."""
 
-    def __init__(self, call: Call, bias: Tensor, weight: Tensor | None, heads: Tensor) -> None:
-        self.q = call.q[:, heads].flip(2).mul_(call.scale)
-        self.k, self.v = call.k[:, heads], call.v[:, heads]
-        self.bias = bias[heads]
-        self.weight = None if weight is None else weight[heads]
+    def __init__(self, call: Call, terms: _Terms, b: int, heads: Tensor) -> None:
+        key_heads = heads // call.heads_per_key_head
+        self.q = call.q[b, heads].flip(1).mul_(call.scale)
+        self.k, self.v = call.k[b, key_heads], call.v[b, key_heads]
+        self.bias = terms.bias[heads]
+        self.weight = None if terms.weight is None else terms.weight[heads]
+        self.key_bias = None if terms.key_bias is None else terms.key_bias[b, heads]
+        self.origin = None if terms.origin is None else terms.origin[b, heads]
+        self.sink = None if terms.sink is None else terms.sink[b, heads]
+        self.first_key = None if terms.first_key is None else terms.first_key[b]
+        self.flash = terms.flash
+
+    def mask(self, block: _Block) -> Tensor:
+        """What is added to a block's scores; a view of the table if that is all."""
+        mask = flipped_view(self.bias, block.table_start, *block.shape)
+        if self.key_bias is not None and self.origin is not None:
+            origin = self.origin[:, block.queries, None]
+            mask = mask + (self.key_bias[:, None, block.keys] - origin)
+        if self.first_key is not None:
+            first = self.first_key[block.queries, None]
+            if int(first.max()) > block.keys.start:
+                position = torch.arange(block.keys.start, block.keys.stop)
+                mask = mask.masked_fill(position < first, -math.inf)
+        return mask
+
+    def scores(self, block: _Block) -> Tensor:
+        """The products of queries and keys, before weight and mask."""
+        return self.q[:, block.queries] @ self.k[:, block.keys].transpose(1, 2)
+
+    def weights(self, block: _Block) -> Tensor | None:
+        if self.weight is None:
+            return None
+        return flipped_view(self.weight, block.table_start, *block.shape)
 
     def forward(self, block: _Block) -> tuple[Tensor, Tensor]:
-        q, k, v = self.q[:, :, block.queries], self.k[:, :, block.keys], self.v[:, :, block.keys]
-        mask = flipped_view(self.bias, block.table_start, *block.shape)
-        if self.weight is None:
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, False, attn_mask=mask.expand(len(q), -1, -1, -1), scale=1.0
+        if self.flash:
+            q, k, v = self.q[:, block.queries], self.k[:, block.keys], self.v[:, block.keys]
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q[None], k[None], v[None], 0.0, False, attn_mask=self.mask(block)[None], scale=1.0
             )
-        scores = q @ k.transpose(-2, -1)
-        scores.mul_(flipped_view(self.weight, block.table_start, *block.shape)).add_(mask)
-        lse = scores.logsumexp(-1, keepdim=True)
-        return scores.sub_(lse).exp_() @ v, lse[..., 0]
+            return out[0], lse[0]
+        scores = self.scores(block)
+        if (weights := self.weights(block)) is not None:
+            scores.mul_(weights)
+        lse = scores.add_(self.mask(block)).logsumexp(-1, keepdim=True)
+        if self.sink is not None:
+            lse = torch.logaddexp(lse, self.sink[:, block.queries, None])
+        lse.masked_fill_(lse == -math.inf, 0.0)  # a row that sees nothing: all probabilities are 0
+        return scores.sub_(lse).exp_() @ self.v[:, block.keys], lse[..., 0]
 
 
 class _Backward:
     """The backward of a few heads of one sequence; the buffers serve all blocks."""
 
     def __init__(
-        self, part: _Heads, b: int, blocks: list[_Block], out: Tensor, grad: Tensor, lse: Tensor
+        self, part: _Heads, blocks: list[_Block], out: Tensor, grad_out: Tensor, lse: Tensor
     ) -> None:
-        self.q, self.k, self.v = part.q[b], part.k[b], part.v[b]
-        self.bias, self.weight = part.bias, part.weight
-        self.grad_out = grad
+        self.part, self.grad_out = part, grad_out
         self.lse = lse[..., None]
-        self.negative_delta = (out * grad).sum(-1, keepdim=True).neg_()
-        self.grad_q = torch.empty_like(self.q)
-        self.grad_k, self.grad_v = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        self.grad_bias = torch.zeros_like(self.bias)
-        self.grad_weight = torch.zeros_like(self.bias)
-        size = len(self.q) * max(rows * (rows + cols) for rows, cols in (x.shape for x in blocks))
-        self._probs, self._grads = self.q.new_empty(size), self.q.new_empty(size)
+        self.negative_delta = (out * grad_out).sum(-1, keepdim=True).neg_()
+        self.q = torch.empty_like(part.q)
+        self.k, self.v = torch.zeros_like(part.k), torch.zeros_like(part.v)
+        self.bias, self.weight = torch.zeros_like(part.bias), torch.zeros_like(part.bias)
+        self.key_bias = part.k.new_zeros(part.k.shape[:2])
+        size = len(part.q) * max(rows * (rows + cols) for rows, cols in (x.shape for x in blocks))
+        self._probs, self._grads = part.q.new_empty(size), part.q.new_empty(size)
 
-    def run(self, blocks: list[_Block], bias_wanted: bool, weight_wanted: bool) -> None:
-        for block in blocks:
-            self._step(block, bias_wanted, weight_wanted)
+    def sink(self) -> Tensor | None:
+        """The sink has no value: its gradient is its probability times -delta."""
+        if self.part.sink is None:
+            return None
+        return (self.part.sink - self.lse[..., 0]).exp() * self.negative_delta[..., 0]
 
-    def _step(self, block: _Block, bias_wanted: bool, weight_wanted: bool) -> None:
+    def step(self, block: _Block, wanted: frozenset[str]) -> None:
         rows, cols = block.shape
         heads = len(self.q)
-        q, grad_out = self.q[:, block.queries], self.grad_out[:, block.queries]
-        k, v = self.k[:, block.keys], self.v[:, block.keys]
+        q, grad_out = self.part.q[:, block.queries], self.grad_out[:, block.queries]
+        k, v = self.part.k[:, block.keys], self.part.v[:, block.keys]
         probs = self._probs[: heads * rows * cols].view(heads, rows, cols)
-        scores = self._fill_probs(probs, q, k, block)
+        scores = self._fill_probs(probs, block)
         # Rows are `rows` zeros longer than the block: read one narrower, diagonals are columns.
         padded = self._grads[: heads * rows * (rows + cols)].view(heads, rows, rows + cols)
         padded[:, :, cols:] = 0.0
         grads = padded[:, :, :cols]
         grads.copy_(self.negative_delta[:, block.queries].expand_as(grads))
         grads.baddbmm_(grad_out, v.transpose(1, 2)).mul_(probs)
-        self.grad_v[:, block.keys].baddbmm_(probs.transpose(1, 2), grad_out)
-        if bias_wanted:
-            self._add_diagonals(self.grad_bias, padded, block)
-        if self.weight is not None and scores is not None:
-            plain = grads * scores if weight_wanted else None
-            grads.mul_(flipped_view(self.weight, block.table_start, rows, cols))
-        self.grad_k[:, block.keys].baddbmm_(grads.transpose(1, 2), q)
-        torch.bmm(grads, k, out=self.grad_q[:, block.queries])
-        if self.weight is not None and weight_wanted and plain is not None:
-            grads.copy_(plain)
-            self._add_diagonals(self.grad_weight, padded, block)
+        self.v[:, block.keys].baddbmm_(probs.transpose(1, 2), grad_out)
+        if "bias" in wanted:
+            self._add_diagonals(self.bias, padded, block)
+        if "key_bias" in wanted:
+            self.key_bias[:, block.keys] += grads.sum(1)
+        by_weight = None
+        if scores is not None and (weights := self.part.weights(block)) is not None:
+            by_weight = grads * scores if "weight" in wanted else None
+            grads.mul_(weights)
+        self.k[:, block.keys].baddbmm_(grads.transpose(1, 2), q)
+        torch.bmm(grads, k, out=self.q[:, block.queries])
+        if by_weight is not None:
+            grads.copy_(by_weight)
+            self._add_diagonals(self.weight, padded, block)
 
-    def _fill_probs(self, probs: Tensor, q: Tensor, k: Tensor, block: _Block) -> Tensor | None:
+    def _fill_probs(self, probs: Tensor, block: _Block) -> Tensor | None:
         """Probabilities in place; returns the unweighted scores if there is a weight."""
-        bias = flipped_view(self.bias, block.table_start, *block.shape)
-        lse = self.lse[:, block.queries]
-        if self.weight is None:
-            torch.sub(bias, lse, out=probs)
-            probs.baddbmm_(q, k.transpose(1, 2)).exp_()
+        mask, lse = self.part.mask(block), self.lse[:, block.queries]
+        if (weights := self.part.weights(block)) is None:
+            torch.sub(mask, lse, out=probs)
+            k = self.part.k[:, block.keys]
+            probs.baddbmm_(self.part.q[:, block.queries], k.transpose(1, 2)).exp_()
             return None
-        scores = q @ k.transpose(1, 2)
-        torch.mul(scores, flipped_view(self.weight, block.table_start, *block.shape), out=probs)
-        probs.add_(bias).sub_(lse).exp_()
+        scores = self.part.scores(block)
+        torch.mul(scores, weights, out=probs)
+        probs.add_(mask).sub_(lse).exp_()
         return scores
 
     def _add_diagonals(self, table: Tensor, padded: Tensor, block: _Block) -> None:
@@ -238,3 +277,38 @@ class _Backward:
         flat = padded.view(len(padded), -1)[:, : rows * width]
         total = flat.view(len(padded), rows, width).sum(1)
         table[:, block.table_start : block.table_start + width] += total
+
+
+class _Sums:
+    """The gradients of the whole call, out of those of its heads and sequences."""
+
+    def __init__(self, call: Call, terms: _Terms, wanted: frozenset[str]) -> None:
+        self._call = call
+        self.q = torch.empty_like(call.q)
+        self.k, self.v = torch.zeros_like(call.k), torch.zeros_like(call.v)
+        self.bias = torch.zeros_like(terms.bias) if "bias" in wanted else None
+        self.weight = torch.zeros_like(terms.bias) if "weight" in wanted else None
+        shape = call.q.shape[:2]
+        self.key_bias = call.q.new_empty(*shape, call.k_len) if "key_bias" in wanted else None
+        self.sink = call.q.new_empty(*shape, call.q_len) if "sink" in wanted else None
+
+    def add(self, walk: _Backward, b: int, heads: Tensor) -> None:
+        key_heads = heads // self._call.heads_per_key_head
+        self.q[b, heads] = walk.q.flip(1).mul_(self._call.scale)
+        self.k[b].index_add_(0, key_heads, walk.k)
+        self.v[b].index_add_(0, key_heads, walk.v)
+        if self.bias is not None:
+            self.bias[heads] += walk.bias
+        if self.weight is not None:
+            self.weight[heads] += walk.weight
+        if self.key_bias is not None:
+            self.key_bias[b, heads] = walk.key_bias
+        if self.sink is not None and (sink := walk.sink()) is not None:
+            self.sink[b, heads] = sink.flip(-1)
+
+    def gradients(self) -> Gradients:
+        bias, weight = (
+            None if table is None else table[:, : self._call.k_len].flip(-1)
+            for table in (self.bias, self.weight)
+        )
+        return Gradients(self.q, self.k, self.v, bias, weight, self.key_bias, self.sink)

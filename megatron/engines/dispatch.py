@@ -25,6 +25,9 @@ def attention(
     bias: Tensor | None = None,
     weight: Tensor | None = None,
     *,
+    key_bias: Tensor | None = None,
+    first_key: Tensor | None = None,
+    sink: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -32,16 +35,26 @@ def attention(
     pruning: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Causal attention with tables over distance; gradients for q, k, v, bias and weight.
+    """Causal attention with a bias that is learned; gradients for every floating argument.
 
-    q is [B, H, Lq, D]; k and v are [B, H, Lk, D] with Lk >= Lq: the queries are the last Lq
-    positions, so cached keys come first. bias and weight are fp32 tables [H, >= Lk], entry d for
-    distance d. The score of a key at distance d is `(q.k) * scale * weight[d] + bias[d]`; keys
-    at distance `window` or more are not seen. `scale` defaults to 1/sqrt(D).
+    q is [B, H, Lq, D]. k and v are [B, Hk, Lk, D] with Lk >= Lq: the queries are the last Lq
+    positions, so cached keys come first. Hk divides H: query heads h * H/Hk ... share key head h.
+    The score of key n for the query at position m, at distance d = m - n >= 0, is
+
+        (q.k) * scale * weight[d] + bias[d] + key_bias[n]
+
+    * bias, weight: fp32 tables [H, >= Lk], entry d for distance d.
+    * key_bias: fp32 [B or 1, H or 1, Lk]. The decay of a forget gate is minus the cumulative sum of
+      its logarithms; -inf hides a key (padding), and a query that sees no key gives 0.
+    * first_key: integers [B, Lq], rising: the first key each query sees, at most its own. Documents
+      packed into one sequence then do not see each other, and their tiles are not visited.
+    * sink: [H] or [B, H, Lq], one more logit in the denominator of the softmax, with no value.
+    * window: keys at this distance or more are not seen.
+    * scale: 1/sqrt(D) unless given.
 
     `engine` is one of auto, naive, tiled (CPU), triton (GPU); `auto` picks by device, dtype,
-    length and dropout. `pruning` lets the tiled engine leave out keys whose bias has provably
-    decayed below rounding. `generator` seeds the dropout.
+    length and dropout. `pruning` lets an engine leave out keys whose bias has provably decayed
+    below rounding. `generator` seeds the dropout.
     """
     call = checked_call(
         q,
@@ -49,6 +62,9 @@ def attention(
         v,
         bias,
         weight,
+        key_bias=key_bias,
+        first_key=first_key,
+        sink=sink,
         window=window,
         scale=scale,
         dropout=dropout,
@@ -77,6 +93,9 @@ def _run_triton(call: Call) -> Tensor:
         call.v,
         call.bias,
         call.weight,
+        key_bias=call.key_bias,
+        first_key=call.first_key,
+        sink=call.sink,
         window=call.window,
         scale=call.scale,
         visible=visible_keys(call) if call.pruning else None,
@@ -123,4 +142,14 @@ def why_not_triton(call: Call) -> str | None:
         from megatron.engines.triton_attention import can_run
     except ImportError as error:
         return f"triton cannot be imported ({error}); install it, or use engine 'naive'"
-    return can_run(call.q, call.k, call.v, call.bias, call.weight, call.dropout)
+    return can_run(
+        call.q,
+        call.k,
+        call.v,
+        call.bias,
+        call.weight,
+        call.dropout,
+        call.key_bias,
+        call.first_key,
+        call.sink,
+    )

@@ -7,6 +7,9 @@ log(|v| / |v0|) if positive, lies below s0 by log(keys / epsilon), all such keys
 than epsilon = 2^-24 of the own key's share, to the weights and to the output: less than rounding
 does. The same keys have no share in the backward beyond rounding.
 
+A key bias adds to the bound what it is at most among those keys, and to s0 that of the own key; a
+sink only makes every share smaller; hidden keys (first_key) are not needed anyway.
+
 The C++ engine applies the bound per block of queries and block of keys; the PyTorch one per head.
 Large q or k, or an outlier, only widen the bound: less is pruned, never wrongly.
 """
@@ -50,18 +53,30 @@ class DecayBounds:
 
 def decay_bounds(call: Call) -> DecayBounds | None:
     """Bounds for pruning, or None where no head's bias falls far enough for it to help."""
-    bias, weight, k_len = call.bias, call.weight, call.k_len
-    if bias is None or k_len < _MIN_KEYS:
+    k_len = call.k_len
+    if (call.bias is None and call.key_bias is None) or k_len < _MIN_KEYS:
         return None
     margin_log2 = math.log2(k_len) + _EPSILON_LOG2
-    used = bias.detach()[:, :k_len].float()
+    bias = torch.zeros_like(call.k[0, 0, :, 0], dtype=torch.float32).expand(call.q.shape[1], -1)
+    if call.bias is not None:
+        bias = call.bias.detach()[:, :k_len].float()
     # On GPU the look at the numbers would wait for the device; bounds that do not help are cheap.
     if not bias.is_cuda:
-        deepest = (used[:, 0] - used.amin(1)).max()
+        deepest = (bias[:, 0] - bias.amin(1)).max()
+        if call.key_bias is not None:
+            deepest = deepest + _deepest_key_bias(call.key_bias.detach())
         if not deepest * math.log2(math.e) > margin_log2:
             return None
-    weight_after = None if weight is None else _suffix_max(weight.detach()[:, :k_len].float().abs())
-    return DecayBounds(_suffix_max(used), weight_after, margin_log2)
+    weight_after = None
+    if call.weight is not None:
+        weight_after = _suffix_max(call.weight.detach()[:, :k_len].float().abs())
+    return DecayBounds(_suffix_max(bias), weight_after, margin_log2)
+
+
+def _deepest_key_bias(key_bias: Tensor) -> Tensor:
+    """How far a key's bias lies below that of a later one, at most."""
+    # -inf (padding) less itself is not a number, and nothing to prune either
+    return (key_bias - key_bias.cummin(-1).values).nan_to_num(nan=0.0).amax()
 
 
 def _suffix_max(table: Tensor) -> Tensor:
@@ -73,16 +88,23 @@ def head_windows(call: Call, bounds: DecayBounds) -> Tensor:
     """For each head, how many of the nearest keys its queries need, [heads]."""
     q_BHLD, k_BHLD, v_BHLD = call.q.float(), call.k.float(), call.v.float()
     own = slice(call.k_len - call.q_len, None)
-    own_k, own_v = k_BHLD[:, :, own], v_BHLD[:, :, own]
-    own_score_BHL = (q_BHLD * own_k).sum(-1) * call.scale
+    group = call.heads_per_key_head
+    q_BKgLD = q_BHLD.unflatten(1, (-1, group))
+    own_score_BHL = (q_BKgLD * k_BHLD[:, :, None, own]).sum(-1).flatten(1, 2) * call.scale
     if call.weight is not None:
         own_score_BHL = own_score_BHL * call.weight[:, :1].float()
     if call.bias is not None:
         own_score_BHL = own_score_BHL + call.bias[:, :1].float()
+    if call.key_bias is not None:
+        # At worst, a query meets the largest bias of all keys so far: nothing for rising biases.
+        so_far = call.key_bias.float().cummax(-1).values - call.key_bias.float()
+        own_score_BHL = own_score_BHL - so_far[:, :, own]
     least_own = own_score_BHL.amin((0, 2))
     # A key counts in the sum of the weights whatever its value, hence the clamp at equal values.
-    values = (_norm(v_BHLD).amax((0, 2)) / _norm(own_v).amin((0, 2))).log().clamp(min=0.0)
-    product = _norm(q_BHLD).amax((0, 2)) * _norm(k_BHLD).amax((0, 2)) * abs(call.scale)
+    value, own_value = _norm(v_BHLD).amax((0, 2)), _norm(v_BHLD[:, :, own]).amin((0, 2))
+    values = (value / own_value).log().clamp(min=0.0).repeat_interleave(group)
+    largest_key = _norm(k_BHLD).amax((0, 2)).repeat_interleave(group)
+    product = _norm(q_BHLD).amax((0, 2)) * largest_key * abs(call.scale)
     reach = product[:, None] * (1.0 if bounds.weight_after is None else bounds.weight_after)
     slack = 0.01 + 1e-5 * (reach + least_own[:, None].abs())
     most = bounds.bias_after + reach + values[:, None] + slack

@@ -17,23 +17,37 @@ def reference_attention(
     bias: Tensor | None = None,
     weight: Tensor | None = None,
     *,
+    key_bias: Tensor | None = None,
+    first_key: Tensor | None = None,
+    sink: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    q_len, k_len = q.shape[2], k.shape[2]
+    heads, q_len, k_len = q.shape[1], q.shape[2], k.shape[2]
+    k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     position = torch.arange(k_len)
     distance = position[k_len - q_len :, None] - position[None, :]
-    visible = distance >= 0
+    visible = (distance >= 0)[None, None]
     if window is not None:
-        visible &= distance < window
-    scores = torch.einsum("bhid,bhjd->bhij", q.double(), k.double())
+        visible = visible & (distance < window)
+    if first_key is not None:
+        visible = visible & (position >= first_key[:, None, :, None])
+    scores = torch.einsum("bhid,bhjd->bhij", q.double(), k)
     scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if weight is not None:
         scores = scores * weight.double()[:, distance.clamp(min=0)]
     if bias is not None:
         scores = scores + bias.double()[:, distance.clamp(min=0)]
-    probs = torch.softmax(scores.masked_fill(~visible, -math.inf), -1)
-    return torch.einsum("bhij,bhjd->bhid", probs, v.double())
+    if key_bias is not None:
+        scores = scores + key_bias.double()[:, :, None]
+        visible = visible & (key_bias > -math.inf)[:, :, None]
+    sees = visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(~visible, -math.inf).masked_fill(~sees, 0.0)
+    if sink is not None:
+        column = sink.double()[:, None, None] if sink.dim() == 1 else sink.double()[..., None]
+        scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], -1)
+    probs = torch.softmax(scores, -1)[..., :k_len].masked_fill(~sees, 0.0)
+    return torch.einsum("bhij,bhjd->bhid", probs, v)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -20,7 +20,7 @@ def make(length: int = 32, heads: int = 2, dim: int = 16, keys: int | None = Non
 
 def call(length: int, dtype: torch.dtype = torch.float32, dropout: float = 0.0) -> Call:
     q, k, v = (x.to(dtype) for x in make(length))
-    return Call(q, k, v, None, None, None, 0.25, dropout)
+    return Call(q, k, v, None, None, None, 0.25, dropout=dropout)
 
 
 def test_auto_on_cpu_goes_by_length_dtype_and_dropout() -> None:
@@ -96,7 +96,8 @@ def test_shorter_table_is_an_error(engine: str, name: str) -> None:
 
 BAD = {
     "three dimensions": (lambda q, k, v: (q[0], k, v), "batch, heads, length, head_dim"),
-    "heads differ": (lambda q, k, v: (q, k[:, :1], v[:, :1]), "agree"),
+    "heads of k and v differ": (lambda q, k, v: (q, k[:, :1], v), "agree"),
+    "key heads no divisor": (lambda q, k, v: (q[:, :1], k, v), "must divide those of q, 1"),
     "values shorter": (lambda q, k, v: (q, k, v[:, :, 1:]), "agree"),
     "more queries": (lambda q, k, v: (q, k[:, :, 1:], v[:, :, 1:]), "more queries than keys"),
     "mixed dtypes": (lambda q, k, v: (q.bfloat16(), k, v), "one floating dtype"),
@@ -120,7 +121,18 @@ def test_bad_tensors_are_named(name: str) -> None:
         ({"dropout": -0.1}, "dropout=-0.1"),
         ({"scale": math.inf}, "scale=inf"),
         ({"bias": torch.zeros(3, 32)}, "bias must be a table"),
-        ({"bias": torch.zeros(2, 32, dtype=torch.int64)}, "floating table"),
+        ({"bias": torch.zeros(2, 32, dtype=torch.int64)}, "bias must be floating"),
+        (
+            {"key_bias": torch.zeros(1, 2, 31)},
+            "key_bias must be .batch=1 or 1, heads=2 or 1, keys=32",
+        ),
+        ({"key_bias": torch.zeros(1, 2, 32).long()}, "key_bias must be floating"),
+        ({"sink": torch.zeros(3)}, "sink must be .heads=2. or"),
+        ({"first_key": torch.zeros(1, 32)}, "first_key must hold int32 or int64"),
+        ({"first_key": torch.zeros(32).long()}, "first_key must be .batch=1, queries=32."),
+        ({"first_key": torch.arange(32)[None] + 1}, "own position at most"),
+        ({"first_key": torch.arange(32)[None].flip(-1) - 31}, "must rise"),
+        ({"first_key": torch.tensor([[0] * 10 + [5] * 10 + [4] * 12])}, "must rise"),
     ],
 )
 def test_bad_options_are_named(options: dict, says: str) -> None:

@@ -31,18 +31,14 @@ extern "C" void attention_forward(Problem* problem) {
 
 extern "C" void attention_backward(Problem* problem) {
   const Problem& p = *problem;
-  const int64_t tasks = p.batch * p.heads * p.parts;
+  const int64_t tasks = p.batch * p.kv_heads * p.parts;
 #pragma omp parallel num_threads(p.threads)
   {
     const NoDenormals guard;
     BackwardScratch scratch(p);
 #pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task) {
-      if (p.weight)
-        backward_task<true>(p, scratch, task / p.parts, task % p.parts);
-      else
-        backward_task<false>(p, scratch, task / p.parts, task % p.parts);
-    }
+    for (int64_t task = 0; task < tasks; ++task)
+      backward_task(p, scratch, task / p.parts, task % p.parts);
   }
 }
 

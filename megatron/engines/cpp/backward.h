@@ -9,32 +9,26 @@
 
 namespace {
 
-constexpr float LN2 = 0.69314718f, LOG2E = 1.44269504f;
-
 struct BackwardScratch {
   int64_t q_rows;
   Buffer q, grad_out, grad_q, lse, delta;                // the whole length
-  Buffer keys, key_panels, value_panels, grad_k, grad_v;  // one block of keys
+  Buffer keys, key_panels, value_panels, grad_k, grad_v, grad_key;  // one block of keys
   ScoreBlock probs, grads, plain, product;
   explicit BackwardScratch(const Problem& p)
       : q_rows(ceil_div(p.q_len, R) * R), q(q_rows * p.dim), grad_out(q_rows * p.dim),
         grad_q(q_rows * p.dim), lse(q_rows), delta(q_rows), keys(C * p.dim),
         key_panels(C * p.dim), value_panels(C * p.dim), grad_k(C * p.dim), grad_v(C * p.dim),
-        plain(p.weight != nullptr), product(p.weight != nullptr) {}
+        grad_key(C), plain(p.weight != nullptr), product(p.weight != nullptr) {}
 };
 
-struct Tables {  // of one head, at the reversed table's start
-  const float *bias, *weight;
-  float *grad_bias, *grad_weight;
-};
-
-struct Block {  // of scores: rows queries from q0, keys from c0
-  int64_t q0, first_pos, rows, c0;
+struct Sums {  // gradients of a (batch, head) pair's terms that this task adds to; or null
+  float *bias, *weight;  // at the reversed table's start
+  float* key_bias;       // by key
 };
 
 void load_pair(const Problem& p, BackwardScratch& s, int64_t bh) {
-  pack_rows(p, p.q, bh, 0, p.q_len, p.scale, s.q.data);
-  pack_rows(p, p.grad_out, bh, 0, p.q_len, 1.0f, s.grad_out.data);
+  pack_rows(p, p.q, bh, p.heads, 0, p.q_len, p.scale, s.q.data);
+  pack_rows(p, p.grad_out, bh, p.heads, 0, p.q_len, 1.0f, s.grad_out.data);
   std::memset(s.grad_q.data, 0, s.q_rows * p.dim * sizeof(float));
   for (int64_t i = 0; i < p.q_len; ++i) {
     s.lse.data[i] = p.lse[bh * p.q_len + i];
@@ -42,14 +36,15 @@ void load_pair(const Problem& p, BackwardScratch& s, int64_t bh) {
   }
 }
 
-void load_keys(const Problem& p, BackwardScratch& s, int64_t bh, int64_t c0, int64_t count) {
+void load_keys(const Problem& p, BackwardScratch& s, int64_t kv, int64_t c0, int64_t count) {
   const size_t bytes = C * p.dim * sizeof(float);
   std::memset(s.keys.data, 0, bytes);
   std::memset(s.grad_k.data, 0, bytes);
   std::memset(s.grad_v.data, 0, bytes);
-  pack_rows(p, p.k, bh, c0, count, 1.0f, s.keys.data);
-  pack_panels(p, p.k, bh, c0, count, s.key_panels.data);
-  pack_panels(p, p.v, bh, c0, count, s.value_panels.data);
+  std::fill(s.grad_key.data, s.grad_key.data + C, 0.0f);
+  pack_rows(p, p.k, kv, p.kv_heads, c0, count, 1.0f, s.keys.data);
+  pack_panels(p, p.k, kv, c0, count, s.key_panels.data);
+  pack_panels(p, p.v, kv, c0, count, s.value_panels.data);
 }
 
 // Zeros in the parts of a row of tiles that are not visited.
@@ -61,23 +56,11 @@ void clear_outside(float* block, int64_t r, Span span) {
   }
 }
 
-template <class F>
-void each_tile(const Problem& p, const Block& b, F f) {
-  for (int64_t c = 0; c < C; c += PANEL) {
-    for (int64_t r = 0; r < b.rows; r += M) {
-      const Span span = span_of(p, b.first_pos + r, b.c0);
-      if (c < span.begin || c >= span.end) continue;
-      with_vectors(ceil_div(std::min<int64_t>(span.end - c, PANEL), VL),
-                   [&](auto n) { f(n, r, c); });
-    }
-  }
-}
-
 // probs = exp2(score - logsumexp); product = the unweighted scores, if there are weights.
-template <bool WEIGHTED>
-void recompute_probs(const Problem& p, BackwardScratch& s, const Tables& t, const Block& b) {
+template <bool WEIGHTED, bool KEYED>
+void recompute_probs(const Problem& p, BackwardScratch& s, const Terms& t, const Block& b) {
   float *probs = s.probs.data, *product = s.product.data;
-  each_tile(p, b, [&](auto n, int64_t r, int64_t c) {
+  each_tile(p, t, b, [&](auto n, auto hidden, int64_t r, int64_t c) {
     constexpr int N = decltype(n)::value;
     const long shift = p.k_len - 1 - (b.first_pos + r) + b.c0 + c;
     const float* lse = s.lse.data + b.q0 + r;
@@ -87,23 +70,31 @@ void recompute_probs(const Problem& p, BackwardScratch& s, const Tables& t, cons
     });
     multiply<N>(acc, s.q.data + (b.q0 + r) * p.dim, p.dim, 1, s.key_panels.data + c * p.dim, PANEL,
                 p.dim);
-    each<M, N>([&](int m, int v) {
-      const long at = (r + m) * LD + c + v * VL, d = shift - m + v * VL;
-      if (WEIGHTED) {
-        store(product + at, acc[m][v] * splat(LN2));  // back to base e
+    if constexpr (WEIGHTED) {
+      each<M, N>([&](int m, int v) {
+        const long d = shift - m + v * VL;
+        store(product + (r + m) * LD + c + v * VL, acc[m][v] * splat(LN2));  // back to base e
         acc[m][v] = acc[m][v] * load(t.weight + d) + (load(t.bias + d) - splat(lse[m]));
-      }
-      store(probs + at, exp2v(acc[m][v]));
+      });
+    }
+    if constexpr (KEYED) {
+      const KeyTerms<N> key_terms(t, b, r, c);
+      each<M, N>([&](int m, int v) { acc[m][v] += key_terms.at(m, v); });
+    }
+    if constexpr (hidden.value) hide_earlier<N>(p, t, b, r, c, acc);
+    each<M, N>([&](int m, int v) {
+      store(probs + (r + m) * LD + c + v * VL, exp2v(acc[m][v]));
     });
   });
 }
 
-// grads = d loss / d (q . k * scale), plain = the same before the weight, product *= plain.
-template <bool WEIGHTED>
-void score_grads(const Problem& p, BackwardScratch& s, const Tables& t, const Block& b) {
+// grads = d loss / d (q . k * scale), plain = the same before the weight, product *= plain;
+// grad_key += the sums of plain over the queries.
+template <bool WEIGHTED, bool KEYED>
+void score_grads(const Problem& p, BackwardScratch& s, const Terms& t, const Block& b) {
   const float* probs = s.probs.data;
   float *grads = s.grads.data, *plain = s.plain.data, *product = s.product.data;
-  each_tile(p, b, [&](auto n, int64_t r, int64_t c) {
+  each_tile(p, t, b, [&](auto n, auto, int64_t r, int64_t c) {
     constexpr int N = decltype(n)::value;
     const long shift = p.k_len - 1 - (b.first_pos + r) + b.c0 + c;
     const float* delta = s.delta.data + b.q0 + r;
@@ -111,9 +102,19 @@ void score_grads(const Problem& p, BackwardScratch& s, const Tables& t, const Bl
     each<M, N>([&](int m, int v) { acc[m][v] = splat(-delta[m]); });
     multiply<N>(acc, s.grad_out.data + (b.q0 + r) * p.dim, p.dim, 1,
                 s.value_panels.data + c * p.dim, PANEL, p.dim);
+    each<M, N>([&](int m, int v) { acc[m][v] *= load(probs + (r + m) * LD + c + v * VL); });
+    if constexpr (KEYED) {
+      vf total[N];
+      for (int v = 0; v < N; ++v) total[v] = load(s.grad_key.data + c + v * VL);
+      const int64_t there = std::min<int64_t>(M, b.rows - r);  // later rows are other data
+      each<M, N>([&](int m, int v) {
+        if (m < there) total[v] += acc[m][v];
+      });
+      for (int v = 0; v < N; ++v) store(s.grad_key.data + c + v * VL, total[v]);
+    }
     each<M, N>([&](int m, int v) {
       const long at = (r + m) * LD + c + v * VL, d = shift - m + v * VL;
-      vf grad = acc[m][v] * load(probs + at);
+      vf grad = acc[m][v];
       if (WEIGHTED) {
         store(plain + at, grad);
         store(product + at, grad * load(product + at));
@@ -125,9 +126,9 @@ void score_grads(const Problem& p, BackwardScratch& s, const Tables& t, const Bl
 }
 
 template <bool WEIGHTED>
-void clear_block_outside(const Problem& p, BackwardScratch& s, const Block& b) {
+void clear_block_outside(const Problem& p, BackwardScratch& s, const Terms& t, const Block& b) {
   for (int64_t r = 0; r < b.rows; r += M) {
-    const Span span = span_of(p, b.first_pos + r, b.c0);
+    const Span span = span_of(p, t, b, r);
     if (span.begin == 0 && span.end == C) continue;
     clear_outside(s.probs.data, r, span);
     clear_outside(s.grads.data, r, span);
@@ -139,11 +140,13 @@ void clear_block_outside(const Problem& p, BackwardScratch& s, const Block& b) {
 }
 
 // out[c] += sum over rows of block[r][c] * right[r]: the transposed product, by tiles of keys.
-void multiply_transposed(const Problem& p, const float* block, const float* right, float* out,
-                         const Block& b) {
+void multiply_transposed(const Problem& p, const Terms& t, const Block& b, const float* block,
+                         const float* right, float* out) {
   for (int64_t c = 0; c < C; c += M) {
     const int64_t first = std::max<int64_t>(0, b.c0 + c - b.first_pos);  // earlier rows see none
-    const int64_t last = std::min(b.rows, b.c0 + c + M - 1 + p.window - b.first_pos);
+    int64_t last = std::min(b.rows, b.c0 + c + M - 1 + p.window - b.first_pos);
+    if (t.first_key)
+      while (first < last && t.first_key[b.q0 + last - 1] > b.c0 + c + M - 1) --last;
     if (first < last)
       accumulate(block + first * LD + c, 1, LD, right + first * p.dim, p.dim, last - first,
                  out + c * p.dim);
@@ -166,56 +169,71 @@ void sum_diagonals(const float* block, int64_t rows, int64_t columns, float* tab
   }
 }
 
-template <bool WEIGHTED>
-void backward_block(const Problem& p, BackwardScratch& s, const Tables& t, const Block& b) {
+template <bool WEIGHTED, bool KEYED>
+void backward_block(const Problem& p, BackwardScratch& s, const Terms& t, const Sums& sums,
+                    const Block& b) {
   const float *probs = s.probs.data, *grads = s.grads.data;
-  recompute_probs<WEIGHTED>(p, s, t, b);
-  score_grads<WEIGHTED>(p, s, t, b);
-  clear_block_outside<WEIGHTED>(p, s, b);
-  multiply_transposed(p, probs, s.grad_out.data + b.q0 * p.dim, s.grad_v.data, b);
-  multiply_transposed(p, grads, s.q.data + b.q0 * p.dim, s.grad_k.data, b);
-  multiply_block(p, grads, s.keys.data, s.grad_q.data + b.q0 * p.dim, b.first_pos, b.c0, b.rows);
+  recompute_probs<WEIGHTED, KEYED>(p, s, t, b);
+  score_grads<WEIGHTED, KEYED>(p, s, t, b);
+  clear_block_outside<WEIGHTED>(p, s, t, b);
+  multiply_transposed(p, t, b, probs, s.grad_out.data + b.q0 * p.dim, s.grad_v.data);
+  multiply_transposed(p, t, b, grads, s.q.data + b.q0 * p.dim, s.grad_k.data);
+  multiply_block(p, t, b, grads, s.keys.data, s.grad_q.data + b.q0 * p.dim);
   const long base = p.k_len - 1 - b.first_pos + b.c0;
   const int64_t columns = std::min<int64_t>(C, b.first_pos - b.c0 + 1);  // later: the future
-  if (t.grad_bias)
-    sum_diagonals(WEIGHTED ? s.plain.data : s.grads.data, b.rows, columns, t.grad_bias + base);
-  if (WEIGHTED && t.grad_weight)
-    sum_diagonals(s.product.data, b.rows, columns, t.grad_weight + base);
+  if (sums.bias)
+    sum_diagonals(WEIGHTED ? s.plain.data : s.grads.data, b.rows, columns, sums.bias + base);
+  if (WEIGHTED && sums.weight)
+    sum_diagonals(s.product.data, b.rows, columns, sums.weight + base);
 }
 
-void write_rows(const Problem& p, const Rows& t, int64_t bh, int64_t first, int64_t count,
-                float scale, const float* in) {
+void write_rows(const Problem& p, const Rows& t, int64_t pair, int64_t heads, int64_t first,
+                int64_t count, float scale, bool add, const float* in) {
   for (int64_t i = 0; i < count; ++i) {
-    float* out = row_of_mut(t, bh, p.heads, first + i);
-    for (int64_t d = 0; d < p.dim; ++d) out[d] = in[i * p.dim + d] * scale;
+    float* out = row_of_mut(t, pair, heads, first + i);
+    const float* row = in + i * p.dim;
+    if (add)
+      for (int64_t d = 0; d < p.dim; ++d) out[d] += row[d] * scale;
+    else
+      for (int64_t d = 0; d < p.dim; ++d) out[d] = row[d] * scale;
   }
 }
 
-// Blocks of keys part, part + parts, ...: each part then has its share of long and short columns.
-template <bool WEIGHTED>
-void backward_task(const Problem& p, BackwardScratch& s, int64_t bh, int64_t part) {
-  const int64_t head = bh % p.heads * p.table_row;
-  const int64_t partial = (part * p.batch * p.heads + bh) * p.table_row;
-  const Tables t{p.bias + head, WEIGHTED ? p.weight + head : nullptr,
-                 p.grad_bias ? p.grad_bias + partial : nullptr,
-                 p.grad_weight ? p.grad_weight + partial : nullptr};
-  const Pruner pruner(p, bh);
+// One head's share of the gradients, from blocks of keys part, part + parts, ...: each part then
+// has its share of long and short columns. `add`: the head is not the first of its key head.
+void backward_head(const Problem& p, BackwardScratch& s, int64_t bh, int64_t part, bool add) {
+  const int64_t partial = (part * p.batch * p.heads + bh) * p.table_row, kv = kv_of(p, bh);
+  const Terms t(p, bh);
+  const Sums sums{p.grad_bias ? p.grad_bias + partial : nullptr,
+                  p.grad_weight ? p.grad_weight + partial : nullptr,
+                  p.grad_key_bias ? p.grad_key_bias + bh * p.k_len : nullptr};
+  const Pruner pruner(p, t, bh);
   const int64_t offset = p.k_len - p.q_len;
   load_pair(p, s, bh);
   for (int64_t k_block = part; k_block * C < p.k_len; k_block += p.parts) {
     const int64_t c0 = k_block * C, count = std::min<int64_t>(C, p.k_len - c0);
-    load_keys(p, s, bh, c0, count);
+    load_keys(p, s, kv, c0, count);
     const int64_t last_pos = std::min(p.k_len - 1, c0 + count - 1 + p.window - 1);
     for (int64_t q0 = std::max<int64_t>(0, c0 - offset) / R * R; q0 + offset <= last_pos; q0 += R) {
+      if (t.first_key && t.first_key[q0] >= c0 + count) break;  // nor do later queries see them
       if (pruner.negligible(q0 / R, k_block)) continue;
       const Block block{q0, q0 + offset, std::min<int64_t>(R, p.q_len - q0), c0};
-      backward_block<WEIGHTED>(p, s, t, block);
+      with_flags(t.weight, t.key_bias, [&](auto weighted, auto keyed) {
+        backward_block<weighted.value, keyed.value>(p, s, t, sums, block);
+      });
     }
-    write_rows(p, p.grad_k, bh, c0, count, LN2, s.grad_k.data);
-    write_rows(p, p.grad_v, bh, c0, count, 1.0f, s.grad_v.data);
+    write_rows(p, p.grad_k, kv, p.kv_heads, c0, count, LN2, add, s.grad_k.data);
+    write_rows(p, p.grad_v, kv, p.kv_heads, c0, count, 1.0f, add, s.grad_v.data);
+    if (sums.key_bias) std::copy(s.grad_key.data, s.grad_key.data + count, sums.key_bias + c0);
   }
   const int64_t batch_part = part * p.batch * p.heads + bh;
-  write_rows(p, p.grad_q, batch_part, 0, p.q_len, p.scale / LOG2E, s.grad_q.data);
+  write_rows(p, p.grad_q, batch_part, p.heads, 0, p.q_len, p.scale / LOG2E, false, s.grad_q.data);
+}
+
+// All heads of one key head: they add to the same gradients.
+void backward_task(const Problem& p, BackwardScratch& s, int64_t kv, int64_t part) {
+  const int64_t group = p.heads / p.kv_heads;
+  for (int64_t g = 0; g < group; ++g) backward_head(p, s, kv * group + g, part, g > 0);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 namespace {
 
 struct ForwardScratch {
-  int64_t pair = -1;  // whose keys and values are packed
+  int64_t kv = -1;  // the pair whose keys and values are packed
   Buffer keys, values;
   Buffer q, out;
   ScoreBlock scores;
@@ -19,38 +19,41 @@ struct ForwardScratch {
 };
 
 // scores[r][c] and, lane by lane, each row's largest.
-template <bool WEIGHTED>
-void score_block(const Problem& p, ForwardScratch& s, const float* keys, const float* bias,
-                 const float* weight, int64_t first_pos, int64_t c0, int64_t rows) {
+template <bool WEIGHTED, bool KEYED>
+void score_block(const Problem& p, ForwardScratch& s, const Terms& t, const Block& b,
+                 const float* keys) {
   std::fill(s.tops, s.tops + R * VL, -INFINITY);
-  for (int64_t c = 0; c < C; c += PANEL) {
-    for (int64_t r = 0; r < rows; r += M) {
-      const Span span = span_of(p, first_pos + r, c0);
-      if (c < span.begin || c >= span.end) continue;
-      const long shift = p.k_len - 1 - (first_pos + r) + c0 + c;
-      with_vectors(ceil_div(std::min<int64_t>(span.end - c, PANEL), VL), [&](auto n) {
-        constexpr int N = decltype(n)::value;
-        vf acc[M][N];
-        each<M, N>([&](int m, int v) { acc[m][v] = vf{}; });
-        multiply<N>(acc, s.q.data + r * p.dim, p.dim, 1, keys + c * p.dim, PANEL, p.dim);
-        each<M, N>([&](int m, int v) {
-          const long at = shift - m + v * VL;
-          if (WEIGHTED) acc[m][v] *= load(weight + at);
-          acc[m][v] += load(bias + at);
-          store(s.scores.data + (r + m) * LD + c + v * VL, acc[m][v]);
-          float* top = s.tops + (r + m) * VL;
-          store(top, larger(load(top), acc[m][v]));
-        });
-      });
+  const float *bias = t.bias, *weight = t.weight, *q = s.q.data;
+  float *scores = s.scores.data, *tops = s.tops;
+  each_tile(p, t, b, [&](auto n, auto hidden, int64_t r, int64_t c) {
+    constexpr int N = decltype(n)::value;
+    const long shift = p.k_len - 1 - (b.first_pos + r) + b.c0 + c;
+    vf acc[M][N];
+    each<M, N>([&](int m, int v) { acc[m][v] = vf{}; });
+    multiply<N>(acc, q + r * p.dim, p.dim, 1, keys + c * p.dim, PANEL, p.dim);
+    each<M, N>([&](int m, int v) {
+      const long at = shift - m + v * VL;
+      if (WEIGHTED) acc[m][v] *= load(weight + at);
+      acc[m][v] += load(bias + at);
+    });
+    if constexpr (KEYED) {
+      const KeyTerms<N> key_terms(t, b, r, c);
+      each<M, N>([&](int m, int v) { acc[m][v] += key_terms.at(m, v); });
     }
-  }
+    if constexpr (hidden.value) hide_earlier<N>(p, t, b, r, c, acc);
+    each<M, N>([&](int m, int v) {
+      store(scores + (r + m) * LD + c + v * VL, acc[m][v]);
+      float* top = tops + (r + m) * VL;
+      store(top, larger(load(top), acc[m][v]));
+    });
+  });
 }
 
 // Running softmax: scores become exp2(score - top), and what was summed before is rescaled.
-void soften_block(const Problem& p, ForwardScratch& s, int64_t first_pos, int64_t c0,
-                  int64_t rows) {
-  for (int64_t r = 0; r < rows; ++r) {
-    const Span span = span_of(p, first_pos + r / M * M, c0);
+ALWAYS_INLINE void soften_block(const Problem& p, ForwardScratch& s, const Terms& t,
+                                const Block& b) {
+  for (int64_t r = 0; r < b.rows; ++r) {
+    const Span span = span_of(p, t, b, r / M * M);
     if (span.begin >= span.end) continue;
     const float top = std::max(s.top[r], largest(load(s.tops + r * VL)));
     float* row = s.scores.data + r * LD;
@@ -71,52 +74,65 @@ void soften_block(const Problem& p, ForwardScratch& s, int64_t first_pos, int64_
   }
 }
 
-void finish_rows(const Problem& p, const ForwardScratch& s, int64_t bh, int64_t q0, int64_t rows) {
+// Nothing seen yet but the sink, whose share is in the sum alone. The top stays finite: a block
+// may be all -inf for a row.
+void start_rows(const Problem& p, ForwardScratch& s, const Terms& t, int64_t q0, int64_t rows) {
+  std::fill(s.out.data, s.out.data + R * p.dim, 0.0f);
+  std::fill(s.top, s.top + R, -1e30f);
+  std::fill(s.sum, s.sum + R, 0.0f);
+  if (!t.sink) return;
   for (int64_t r = 0; r < rows; ++r) {
-    float* out = row_of_mut(p.out, bh, p.heads, q0 + r);
-    const float inverse = 1.0f / s.sum[r];
-    for (int64_t d = 0; d < p.dim; ++d) out[d] = s.out.data[r * p.dim + d] * inverse;
-    p.lse[bh * p.q_len + q0 + r] = s.top[r] + std::log2(s.sum[r]);
+    const float sink = t.sink[q0 + r];
+    s.top[r] = sink > -1e30f || sink != sink ? sink : -1e30f;
+    s.sum[r] = std::exp2(sink - s.top[r]);
   }
 }
 
-void forward_block(const Problem& p, ForwardScratch& s, const Pruner& pruner, int64_t bh,
-                   int64_t q_block) {
+// A row that saw nothing gives 0, and 0 for a logsumexp: its probabilities are then 0, too.
+void finish_rows(const Problem& p, const ForwardScratch& s, int64_t bh, int64_t q0, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float* out = row_of_mut(p.out, bh, p.heads, q0 + r);
+    const bool empty = s.sum[r] == 0.0f;
+    const float inverse = empty ? 0.0f : 1.0f / s.sum[r];
+    for (int64_t d = 0; d < p.dim; ++d) out[d] = s.out.data[r * p.dim + d] * inverse;
+    p.lse[bh * p.q_len + q0 + r] = empty ? 0.0f : s.top[r] + std::log2(s.sum[r]);
+  }
+}
+
+void forward_block(const Problem& p, ForwardScratch& s, const Pruner& pruner, const Terms& t,
+                   int64_t bh, int64_t q_block) {
   const int64_t q0 = q_block * R, rows = std::min<int64_t>(R, p.q_len - q0);
   const int64_t first_pos = q0 + p.k_len - p.q_len, last_pos = first_pos + rows - 1;
-  const float* bias = p.bias + bh % p.heads * p.table_row;
-  const float* weight = p.weight ? p.weight + bh % p.heads * p.table_row : nullptr;
-  pack_rows(p, p.q, bh, q0, rows, p.scale, s.q.data);
-  std::fill(s.out.data, s.out.data + R * p.dim, 0.0f);
-  std::fill(s.top, s.top + R, -1e30f);  // finite: a block may be all -inf for a row
-  std::fill(s.sum, s.sum + R, 0.0f);
-  const int64_t oldest = std::max<int64_t>(0, first_pos - p.window + 1);
-  for (int64_t b = oldest / C; b <= last_pos / C; ++b) {
+  pack_rows(p, p.q, bh, p.heads, q0, rows, p.scale, s.q.data);
+  start_rows(p, s, t, q0, rows);
+  int64_t oldest = std::max<int64_t>(0, first_pos - p.window + 1);
+  if (t.first_key) oldest = std::max(oldest, t.first_key[q0]);
+  for (int64_t k_block = oldest / C; k_block <= last_pos / C; ++k_block) {
     ++s.tiles;
-    if (pruner.negligible(q_block, b)) continue;
+    if (pruner.negligible(q_block, k_block)) continue;
     ++s.visited;
-    const float* keys = s.keys.data + b * C * p.dim;
-    if (weight)
-      score_block<true>(p, s, keys, bias, weight, first_pos, b * C, rows);
-    else
-      score_block<false>(p, s, keys, bias, weight, first_pos, b * C, rows);
-    soften_block(p, s, first_pos, b * C, rows);
-    multiply_block(p, s.scores.data, s.values.data + b * C * p.dim, s.out.data, first_pos, b * C,
-                   rows);
+    const Block b{q0, first_pos, rows, k_block * C};
+    with_flags(t.weight, t.key_bias, [&](auto weighted, auto keyed) {
+      score_block<weighted.value, keyed.value>(p, s, t, b, s.keys.data + b.c0 * p.dim);
+    });
+    soften_block(p, s, t, b);
+    multiply_block(p, t, b, s.scores.data, s.values.data + b.c0 * p.dim, s.out.data);
   }
   finish_rows(p, s, bh, q0, rows);
 }
 
 // Blocks of queries part, part + parts, ...: each part then has its share of long and short rows.
 void forward_task(const Problem& p, ForwardScratch& s, int64_t bh, int64_t part) {
-  if (s.pair != bh) {
-    pack_panels(p, p.k, bh, 0, p.k_len, s.keys.data);
-    pack_rows(p, p.v, bh, 0, p.k_len, 1.0f, s.values.data);
-    s.pair = bh;
+  const int64_t kv = kv_of(p, bh);
+  if (s.kv != kv) {
+    pack_panels(p, p.k, kv, 0, p.k_len, s.keys.data);
+    pack_rows(p, p.v, kv, p.kv_heads, 0, p.k_len, 1.0f, s.values.data);
+    s.kv = kv;
   }
-  const Pruner pruner(p, bh);
+  const Terms terms(p, bh);
+  const Pruner pruner(p, terms, bh);
   for (int64_t q_block = part; q_block * R < p.q_len; q_block += p.parts)
-    forward_block(p, s, pruner, bh, q_block);
+    forward_block(p, s, pruner, terms, bh, q_block);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@ constexpr long R = 96;    // queries of a block, a multiple of M
 constexpr long C = 192;   // keys of a block, a multiple of M and of PANEL
 constexpr long LD = C + VL;  // row of a block of scores; the VL zeros between rows pad diagonals
 constexpr long CHUNK = 96;   // keys of a product that stay in L1
+constexpr float LN2 = 0.69314718f, LOG2E = 1.44269504f;
 
 static_assert(R % M == 0 && C % M == 0 && C % PANEL == 0 && CHUNK % M == 0, "block sizes");
 
@@ -28,9 +29,10 @@ struct Rows {  // a [batch, heads, length, head_dim] tensor; the last stride is 
 };
 
 struct Problem {
-  int64_t batch, heads, q_len, k_len, dim;  // dim is a multiple of VL
+  int64_t batch, heads, kv_heads, q_len, k_len, dim;  // dim is a multiple of VL
   int64_t window;                           // keys a query sees at most (k_len: all)
-  int64_t threads, parts;  // parts: how many tasks share a (batch, head) pair
+  int64_t threads, parts;  // parts: how many tasks share a pair (forward: batch and head,
+                           // backward: batch and key head)
   float scale;             // times log2(e)
   float prune_log2;        // log2(keys / epsilon): what a pruned key must lie below
   Rows q, k, v, out, grad_out, grad_q, grad_k, grad_v;  // grad_q: [parts * batch, ...]
@@ -41,6 +43,13 @@ struct Problem {
   float* grad_weight;
   const float* bias_after;    // [heads, k_len]: largest bias at this distance or beyond; or null
   const float* weight_after;  // [heads, k_len]: largest |weight| likewise; or null
+  const float* key_bias;   // a row of key_row floats for each (batch, head), in base e; or null
+  int64_t key_batch, key_head;  // its strides; 0 where a row serves many
+  const float* key_origin;      // [batch, heads, q_len]: what is subtracted from a query's key
+                                // biases before they are added, so that they may be large
+  float* grad_key_bias;    // [batch, heads, k_len], or null
+  const float* sink;       // [batch, heads, q_len], base 2, less the origin; or null
+  const int64_t* first_key;  // [batch, q_len]: keys before it are not seen; or null
   int64_t table_row;
   int64_t tiles, tiles_visited;  // out
 };
@@ -75,43 +84,113 @@ float* row_of_mut(const Rows& t, int64_t bh, int64_t heads, int64_t i) {
   return const_cast<float*>(row_of(t, bh, heads, i));
 }
 
-void pack_rows(const Problem& p, const Rows& t, int64_t bh, int64_t first, int64_t count,
-               float scale, float* out) {
+// The (batch, key head) pair that a (batch, head) pair attends to.
+int64_t kv_of(const Problem& p, int64_t bh) { return bh / (p.heads / p.kv_heads); }
+
+void pack_rows(const Problem& p, const Rows& t, int64_t pair, int64_t heads, int64_t first,
+               int64_t count, float scale, float* out) {
   for (int64_t i = 0; i < count; ++i) {
-    const float* in = row_of(t, bh, p.heads, first + i);
+    const float* in = row_of(t, pair, heads, first + i);
     for (int64_t d = 0; d < p.dim; ++d) out[i * p.dim + d] = in[d] * scale;
   }
 }
 
 // Keys [first, first + count) as panels [PANEL keys across, dim down]; missing keys are zero.
-void pack_panels(const Problem& p, const Rows& t, int64_t bh, int64_t first, int64_t count,
+void pack_panels(const Problem& p, const Rows& t, int64_t kv, int64_t first, int64_t count,
                  float* out) {
   for (int64_t c = 0; c < count; c += PANEL) {
     float* panel = out + c * p.dim;
     for (int64_t j = 0; j < PANEL; ++j) {
       const bool there = c + j < count;
-      const float* in = there ? row_of(t, bh, p.heads, first + c + j) : nullptr;
+      const float* in = there ? row_of(t, kv, p.kv_heads, first + c + j) : nullptr;
       for (int64_t d = 0; d < p.dim; ++d) panel[d * PANEL + j] = there ? in[d] : 0.0f;
     }
   }
 }
 
-// The part of a block of keys that a tile of M queries sees: [begin, end), begin on a panel.
+// What a (batch, head) pair adds to its scores, and which keys its queries see.
+struct Terms {
+  const float *bias, *weight;           // at the reversed table's start
+  const float *key_bias, *key_origin;   // by key, by query; or null
+  const float* sink;                    // by query; or null
+  const int64_t* first_key;             // by query, rising; or null
+  Terms(const Problem& p, int64_t bh)
+      : bias(p.bias + bh % p.heads * p.table_row),
+        weight(p.weight ? p.weight + bh % p.heads * p.table_row : nullptr),
+        key_bias(p.key_bias ? p.key_bias + bh / p.heads * p.key_batch + bh % p.heads * p.key_head
+                            : nullptr),
+        key_origin(p.key_bias ? p.key_origin + bh * p.q_len : nullptr),
+        sink(p.sink ? p.sink + bh * p.q_len : nullptr),
+        first_key(p.first_key ? p.first_key + bh / p.heads * p.q_len : nullptr) {}
+};
+
+struct Block {  // of scores: rows queries from q0, which stands at first_pos; keys from c0
+  int64_t q0, first_pos, rows, c0;
+};
+
+// The part of a block of keys that the M queries from row r see: [begin, end), begin on a panel.
 struct Span {
   int64_t begin, end;
 };
-Span span_of(const Problem& p, int64_t first_pos, int64_t c0) {
-  const int64_t oldest = std::max<int64_t>(0, first_pos - p.window + 1 - c0);
-  const int64_t end = std::min<int64_t>(C, std::min(first_pos + M, p.k_len) - c0);
+ALWAYS_INLINE Span span_of(const Problem& p, const Terms& t, const Block& b, int64_t r) {
+  const int64_t pos = b.first_pos + r;
+  int64_t oldest = std::max<int64_t>(0, pos - p.window + 1 - b.c0);
+  if (t.first_key) oldest = std::max(oldest, t.first_key[b.q0 + r] - b.c0);
+  const int64_t end = std::min<int64_t>(C, std::min(pos + M, p.k_len) - b.c0);
   return {std::min(oldest / PANEL * PANEL, C), std::max<int64_t>(end, 0)};
 }
 
+// Whether some of the M queries from row r come after keys of the panel at c that they do not see.
+inline bool hides(const Problem& p, const Terms& t, const Block& b, int64_t r, int64_t c) {
+  return t.first_key && t.first_key[std::min(b.q0 + r + M, p.q_len) - 1] > b.c0 + c;
+}
+
+// -inf for those keys.
+template <int N>
+inline void hide_earlier(const Problem& p, const Terms& t, const Block& b, int64_t r, int64_t c,
+                         vf (&acc)[M][N]) {
+  each<M, N>([&](int m, int v) {
+    const int64_t first = t.first_key[std::min(b.q0 + r + m, p.q_len - 1)];
+    const int64_t hidden = std::min<int64_t>(first - b.c0 - c - v * VL, VL);
+    acc[m][v] = lanes_before(static_cast<int>(hidden)) ? splat(-INFINITY) : acc[m][v];
+  });
+}
+
+// Calls f(number of vectors, whether keys are hidden, r, c) for the tiles that are seen.
+template <class F>
+void each_tile(const Problem& p, const Terms& t, const Block& b, F f) {
+  for (int64_t c = 0; c < C; c += PANEL) {
+    for (int64_t r = 0; r < b.rows; r += M) {
+      const Span span = span_of(p, t, b, r);
+      if (c < span.begin || c >= span.end) continue;
+      const int64_t vectors = ceil_div(std::min<int64_t>(span.end - c, PANEL), VL);
+      if (hides(p, t, b, r, c))  // seldom: its code must not cost the other case its registers
+        apart([&f, vectors, r, c] {
+          with_vectors(vectors, [&](auto n) { f(n, std::true_type{}, r, c); });
+        });
+      else
+        with_vectors(vectors, [&](auto n) { f(n, std::false_type{}, r, c); });
+    }
+  }
+}
+
+// The key biases of a tile: what each adds to the scores of query m, in base 2.
+template <int N>
+struct KeyTerms {
+  vf keys[N];
+  const float* origin;
+  KeyTerms(const Terms& t, const Block& b, int64_t r, int64_t c) : origin(t.key_origin + b.q0 + r) {
+    for (int v = 0; v < N; ++v) keys[v] = load(t.key_bias + b.c0 + c + v * VL);
+  }
+  vf at(int m, int v) const { return (keys[v] - splat(origin[m])) * splat(LOG2E); }
+};
+
 // out[r] += block[r][span] * right, for tiles of rows; right is [C, dim].
-void multiply_block(const Problem& p, const float* block, const float* right, float* out,
-                    int64_t first_pos, int64_t c0, int64_t rows) {
+void multiply_block(const Problem& p, const Terms& t, const Block& b, const float* block,
+                    const float* right, float* out) {
   for (int64_t k = 0; k < C; k += CHUNK) {
-    for (int64_t r = 0; r < rows; r += M) {
-      const Span span = span_of(p, first_pos + r, c0);
+    for (int64_t r = 0; r < b.rows; r += M) {
+      const Span span = span_of(p, t, b, r);
       const int64_t begin = std::max(k, span.begin), end = std::min(k + CHUNK, span.end);
       if (begin < end)
         accumulate(block + r * LD + begin, LD, 1, right + begin * p.dim, p.dim, end - begin,

@@ -11,12 +11,14 @@ namespace {
 
 struct Pruner {  // true bounds on the scores of every (block of queries, block of keys)
   const Problem& p;
-  int64_t bh;
-  std::vector<float> q_norm, own_score, own_value, k_norm, v_norm;
+  const Terms& t;
+  int64_t bh, kv;
+  std::vector<float> q_norm, own_score, own_value, k_norm, v_norm, key_bias;
   bool active;
 
-  Pruner(const Problem& problem, int64_t pair)
-      : p(problem), bh(pair), active(problem.bias_after != nullptr) {
+  Pruner(const Problem& problem, const Terms& terms, int64_t pair)
+      : p(problem), t(terms), bh(pair), kv(kv_of(problem, pair)),
+        active(problem.bias_after != nullptr) {
     if (!active) return;
     const int64_t q_blocks = ceil_div(p.q_len, R), k_blocks = ceil_div(p.k_len, C);
     q_norm.assign(q_blocks, 0.0f);
@@ -24,6 +26,7 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
     own_value.assign(q_blocks, INFINITY);
     k_norm.assign(k_blocks, 0.0f);
     v_norm.assign(k_blocks, 0.0f);
+    key_bias.assign(k_blocks, t.key_bias ? -INFINITY : 0.0f);
     measure_keys();
     measure_queries();
   }
@@ -35,22 +38,25 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
 
   void measure_keys() {
     for (int64_t j = 0; j < p.k_len; ++j) {
-      const float k = norm(row_of(p.k, bh, p.heads, j), p.dim);
-      const float v = norm(row_of(p.v, bh, p.heads, j), p.dim);
+      const float k = norm(row_of(p.k, kv, p.kv_heads, j), p.dim);
+      const float v = norm(row_of(p.v, kv, p.kv_heads, j), p.dim);
       k_norm[j / C] = larger_or_nan(k_norm[j / C], k);
       v_norm[j / C] = larger_or_nan(v_norm[j / C], v);
+      if (t.key_bias)
+        key_bias[j / C] = larger_or_nan(key_bias[j / C], t.key_bias[j] * LOG2E);
     }
   }
 
   void measure_queries() {
-    const float* bias = p.bias + bh % p.heads * p.table_row + p.k_len - 1;
-    const float* weight = p.weight ? p.weight + bh % p.heads * p.table_row + p.k_len - 1 : nullptr;
+    const float own_bias = t.bias[p.k_len - 1];
+    const float own_weight = t.weight ? t.weight[p.k_len - 1] : 1.0f;
     for (int64_t i = 0; i < p.q_len; ++i) {
       const int64_t pos = i + p.k_len - p.q_len, b = i / R;
       const float* q = row_of(p.q, bh, p.heads, i);
-      const float raw = dot(q, row_of(p.k, bh, p.heads, pos), p.dim) * p.scale;
-      const float score = (weight ? raw * *weight : raw) + *bias;
-      const float value = norm(row_of(p.v, bh, p.heads, pos), p.dim);
+      const float raw = dot(q, row_of(p.k, kv, p.kv_heads, pos), p.dim) * p.scale;
+      const float key = t.key_bias ? t.key_bias[pos] * LOG2E : 0.0f;
+      const float score = (t.weight ? raw * own_weight : raw) + own_bias + key;
+      const float value = norm(row_of(p.v, kv, p.kv_heads, pos), p.dim);
       const float size = norm(q, p.dim) * std::fabs(p.scale);
       q_norm[b] = larger_or_nan(q_norm[b], size);
       own_score[b] = -larger_or_nan(-own_score[b], -score);
@@ -68,10 +74,13 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
     const int64_t at = bh % p.heads * p.k_len + nearest;
     const float weight = p.weight_after ? p.weight_after[at] : 1.0f;
     const float product = weight * q_norm[q_block] * k_norm[k_block];
-    const float slack = 0.01f + 1e-5f * (product + std::fabs(own_score[q_block]));
+    const float key = key_bias[k_block];  // -inf: a block of padding
+    const float size = product + std::fabs(own_score[q_block]) + (key > -INFINITY ? std::fabs(key) : 0);
+    const float slack = 0.01f + 1e-5f * size;
     // A key counts in the sum of the weights whatever its value. (NaN stays: not negligible.)
     const float values = std::log2(v_norm[k_block] / own_value[q_block]);
-    const float most = p.bias_after[at] + product + (values < 0.0f ? 0.0f : values) + slack;
+    const float most =
+        p.bias_after[at] + key + product + (values < 0.0f ? 0.0f : values) + slack;
     return most < own_score[q_block] - p.prune_log2;
   }
 };

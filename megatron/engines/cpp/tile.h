@@ -24,17 +24,19 @@ constexpr int VL = 4, MAX_N = 2;
 constexpr int M = 6;                // rows of a tile
 constexpr int PANEL = MAX_N * VL;   // columns of a tile
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int vi __attribute__((vector_size(VL * 4)));
 
-inline vf load(const float* p) {
+ALWAYS_INLINE vf load(const float* p) {
   vf x;
   std::memcpy(&x, p, sizeof x);
   return x;
 }
-inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
-inline vf splat(float x) { return x - vf{}; }
-inline vf larger(vf a, vf b) { return a > b ? a : b; }  // b if either is NaN
+ALWAYS_INLINE void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
+ALWAYS_INLINE vf splat(float x) { return x - vf{}; }
+ALWAYS_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }  // b if either is NaN
 #if defined(__AVX512F__)
 inline float sum(vf x) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x)); }
 inline float largest(vf x) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x)); }
@@ -51,6 +53,12 @@ inline float largest(vf x) {
 }
 #endif
 
+inline vi lanes_before(int n) {  // true in the first n lanes
+  vi lane;
+  for (int i = 0; i < VL; ++i) lane[i] = i;
+  return lane < n;
+}
+
 inline float dot(const float* a, const float* b, long n) {
   vf total = {};
   for (long i = 0; i < n; i += VL) total += load(a + i) * load(b + i);
@@ -58,7 +66,7 @@ inline float dot(const float* a, const float* b, long n) {
 }
 
 // 2^x to 1 ulp for x <= 100; 0 below 2^-100, which no float32 sum of ours can see.
-inline vf exp2v(vf x) {
+ALWAYS_INLINE vf exp2v(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const vf clamped = larger(splat(-100.0f), x);  // this way round, NaN stays NaN
   const vf shifted = clamped + magic;
@@ -92,7 +100,7 @@ struct NoDenormals {
 };
 
 template <int ROWS, int N, class F>
-inline __attribute__((always_inline)) void each(F f) {
+ALWAYS_INLINE void each(F f) {
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 8
@@ -101,7 +109,7 @@ inline __attribute__((always_inline)) void each(F f) {
 
 // acc[m][v] += sum over k of left[m * left_row + k * left_k] * right[k * right_row + v * VL ...]
 template <int N>
-inline __attribute__((always_inline)) void multiply(vf (&acc)[M][N], const float* left,
+ALWAYS_INLINE void multiply(vf (&acc)[M][N], const float* left,
                                                     long left_row, long left_k,
                                                     const float* right, long right_row, long k) {
   for (long i = 0; i < k; ++i) {
@@ -127,6 +135,23 @@ inline void with_vectors(long n, F f) {
     case 2: f(std::integral_constant<int, 2>{}); break;
     case 3: if constexpr (MAX_N >= 3) f(std::integral_constant<int, 3>{}); break;
     default: f(std::integral_constant<int, MAX_N>{});
+  }
+}
+
+template <class F>
+__attribute__((noinline)) void apart(F f) {
+  f();
+}
+
+// Calls f with two conditions as compile-time constants.
+template <class F>
+inline void with_flags(bool a, bool b, F f) {
+  if (a) {
+    if (b) f(std::true_type{}, std::true_type{});
+    else f(std::true_type{}, std::false_type{});
+  } else {
+    if (b) f(std::false_type{}, std::true_type{});
+    else f(std::false_type{}, std::false_type{});
   }
 }
 
