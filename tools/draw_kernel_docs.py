@@ -18,31 +18,15 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from megatron.model.kernel_theory import effective_length, heads_within
-from megatron.model.positional_embeddings import (
-    POSITIONAL_EMBEDDINGS,
-    TableEmbedding,
-    build_positional_embedding,
-)
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS, TableEmbedding
+from megatron.model.position_names import build_positional_embedding
 from megatron.model.standalone import position_options
+from megatron.neox_arguments.catalogue import METHODS
 
 OPTIONS = position_options(heads=12, head_dim=64, seed=1234)
 LENGTH = 513
 NEAR = 33  # Gaussians are over within a few positions
 FLOOR = -20.0  # a key with such a bias is out of reach of softmax
-FORMULAS = {
-    "kerple_log": r"$-r_1\,\log(1+r_2 d)$",
-    "kerple_power": r"$-r_1\,d^{\,r_2}$",
-    "kerple_log3": r"$-r_1\,\log(1+r_2 d^{\,r_3})$",
-    "kerple_bias_wht": r"$-r_1 d^{\,r_2}$,  $\exp(-r_3 d^{\,r_4})$",
-    "gauss_bias2": r"$r_1\exp(-r_2 d^2)$",
-    "gauss_bias3": r"$r_1\exp(-r_2 d^{\,r_3})$",
-    "gauss_wht1": r"$\exp(-r_1 d^2)$",
-    "gauss_wht2": r"$\exp(-r_1 d^{\,r_2})$",
-    "alibi": r"$-\mathrm{slope}_h\,d$",
-    "kerple_power_original": r"$-\max(0.01,\,\mathrm{slope}_h)\,d$",
-    "rpe": r"$b_{\mathrm{bucket}(d)}\sqrt{64}$",
-    "sandwich": r"$\frac{12}{8h}\left(\sum_{i=1}^{64}\cos\frac{d}{10000^{2i/128}}-64\right)$",
-}
 
 
 def table_embedding(name: str) -> TableEmbedding:
@@ -72,7 +56,8 @@ def draw_kernel(name: str, path: Path) -> None:
     for axes, (table_name, table) in zip(axes_row, tables.items(), strict=True):
         near = table_name == "weight" or name.startswith("gauss")
         draw_heads(axes, table.detach()[:, : NEAR if near else LENGTH], table_name)
-    figure.suptitle(f"{name}:  {FORMULAS[name]}", fontsize=11)
+    known = METHODS[name]
+    figure.suptitle(f"{known.label} (`{name}`):  ${known.formula}$", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
@@ -91,7 +76,8 @@ def draw_families(path: Path) -> None:
         shapes.plot(bias.numpy(), label=label)
     shapes.set(xlabel="distance d", ylabel="bias", ylim=(1.5 * FLOOR, 3))
     for name in ("kerple_log", "kerple_power", "alibi"):
-        counts.plot(heads_within(effective_length(table_embedding(name))).numpy(), label=name)
+        heads = heads_within(effective_length(table_embedding(name)))
+        counts.plot(heads.numpy(), label=METHODS[name].label)
     counts.set(xlabel="distance d", ylabel="heads with effective length $\\leq d$", xscale="symlog")
     counts.set_ylim(0, 12.4)
     for axes, corner in ((shapes, "lower right"), (counts, "upper left")):

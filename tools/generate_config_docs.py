@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron.neox_arguments import GROUPS
-from megatron.neox_arguments.catalogue import KNOWN_POSITIONS, OFFICIAL_NAMES
+from megatron.neox_arguments.catalogue import METHODS, Method
 from megatron.neox_arguments.foreign_keys import ALIASES, UNIMPLEMENTED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "neox_arguments.md"
@@ -110,13 +110,19 @@ def render() -> str:
 
 
 def _positions_section() -> str:
-    official = {new: old for old, new in OFFICIAL_NAMES.items()}
-    rows = [
-        f"| `{name}` | {f'`{official[name]}`' if name in official else ''} | {position.summary} |"
-        for name, position in KNOWN_POSITIONS.items()
+    head = [
+        "| pos_emb | label | official KERPLE name | learned per head | what it is |",
+        "|---|---|---|---|---|",
     ]
-    head = ["| pos_emb | official KERPLE name | what it is |", "|---|---|---|"]
+    rows = [_position_row(entry) for entry in METHODS.values()]
     return "## Values of pos_emb\n\n" + "\n".join([*head, *rows]) + "\n"
+
+
+def _position_row(entry: Method) -> str:
+    official = f"`{entry.official}`" if entry.official else ""
+    learned = "" if entry.count else str(entry.per_head)
+    formula = f": ${entry.formula}$" if entry.formula else ""
+    return f"| `{entry.name}` | {entry.label} | {official} | {learned} | {entry.summary}{formula} |"
 
 
 def _aliases_section() -> str:

@@ -12,12 +12,8 @@ from torch import Tensor
 from megatron.checkpoints.reading import Checkpoint
 from megatron.checkpoints.weight_names import FIRST_LAYER, split_name
 from megatron.model.kernel_theory import effective_length
-from megatron.model.positional_embeddings import (
-    PositionalEmbedding,
-    PositionOptions,
-    TableEmbedding,
-    build_positional_embedding,
-)
+from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
+from megatron.model.position_names import build_positional_embedding
 
 __all__ = ["Difference", "compare", "describe", "kernel_of"]
 

@@ -13,9 +13,9 @@ from megatron.checkpoints.reading import EMBEDDING, Checkpoint, read_checkpoint
 from megatron.checkpoints.sharding import Sharding, with_rows
 from megatron.checkpoints.weight_names import split_name
 from megatron.errors import CheckpointError
-from megatron.model.constraints import constraint_named
 from megatron.model.gpt import GPTModel
-from megatron.model.positional_embeddings import DistanceKernel, positional_embedding_class
+from megatron.model.position_base import DistanceKernel, constraint_named
+from megatron.model.position_names import positional_embedding_class
 from megatron.model.spec import ModelSpec
 from megatron.mpu import SERIAL, TensorParallel
 from megatron.neox_arguments import NeoXArgs

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.checkpoints.weight_names import split_name
 from megatron.errors import CheckpointError
 from megatron.model.mlp import GATED
-from megatron.model.positional_embeddings import canonical_name
+from megatron.model.position_names import canonical_name
 from megatron.neox_arguments.model_keys import ModelArgs
 
 __all__ = ["Sharding", "merge_shards", "split_weights", "with_rows"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import CheckpointError
-from megatron.model.positional_embeddings import DistanceKernel, positional_embedding_class
+from megatron.neox_arguments.catalogue import method
 
 __all__ = [
     "FIRST_LAYER",
@@ -60,10 +60,12 @@ def strip_prefix(name: str, source: Path) -> str:
 
 def official_kernel_names(pos_emb: str) -> dict[str, str]:
     """The official code's name of each kernel parameter -> ours (they swap letters)."""
-    cls = positional_embedding_class(pos_emb)
-    if issubclass(cls, DistanceKernel):
-        return {theirs: ours for ours, theirs in cls.official_names.items()}
-    return {"weight": "weight"} if cls.name == "rpe" else {}
+    known = method(pos_emb)
+    if known is None:
+        return {}
+    if known.name == "rpe":
+        return {"weight": "weight"}
+    return {theirs: ours for ours, theirs in known.official_parameters.items()}
 
 
 def canonical_shard(

@@ -15,15 +15,12 @@ from megatron.checkpoints.saved_config import RESOLVED
 from megatron.checkpoints.sharding import Sharding, split_weights
 from megatron.checkpoints.weight_names import FIRST_LAYER, official_kernel_names, split_name
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.constraints import constraint_named
-from megatron.model.positional_embeddings import (
-    DistanceKernel,
-    alibi_slopes,
-    canonical_name,
-    positional_embedding_class,
-)
+from megatron.model.position_base import DistanceKernel, constraint_named
+from megatron.model.position_names import canonical_name, positional_embedding_class
+from megatron.model.positional_embeddings import alibi_slopes
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import OWNER, NeoXArgs
+from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import KEYS_OF_OURS
 
 __all__ = [
@@ -152,14 +149,6 @@ def _training_state(module: Any, iteration: int, mp: int) -> dict[str, Any]:
 # GPT-NeoX of today calls the MLP's matrices linear1 and linear2; the official KERPLE code (and
 # GPT-NeoX 2.0) dense_h_to_4h and dense_4h_to_h. KERPLE kernels exist in the latter only.
 
-_OFFICIAL_POSITIONS = {
-    "kerple_log": "kerple_log",
-    "kerple_power": "kerple_power_ap_",
-    "kerple_bias_wht": "kerple_power_ap_ap",
-    "gauss_wht2": "kerple_power__ap",
-    "kerple_power_original": "kerple_power_original",
-}
-_NEOX_POSITIONS = ("learned", "sinusoidal", "rpe", "rotary", "alibi", "none")
 _GROUPS = ("model", "parallel", "optimization", "tokenizer", "runtime")
 _NOT_THEIRS = KEYS_OF_OURS | {
     "max_consecutive_nonfinite",
@@ -174,14 +163,16 @@ _NOT_THEIRS = KEYS_OF_OURS | {
 
 def is_official_kerple(spec: ModelSpec) -> bool:
     """Whether only the official KERPLE code has this kernel."""
-    return canonical_name(spec.pos_emb) in _OFFICIAL_POSITIONS
+    known = method(spec.pos_emb)
+    return known is not None and known.official is not None
 
 
 def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[str, Any]:
     """The YAML to keep beside the weights: keys that they know, and an error for what they lack."""
-    pos_emb = canonical_name(spec.pos_emb)
+    known = method(spec.pos_emb)
+    pos_emb = known.name if known else spec.pos_emb
     lacking = []
-    if pos_emb not in _NEOX_POSITIONS and not is_official_kerple(spec):
+    if known is None or not (known.in_neox or known.official):
         lacking.append(f"pos_emb: {spec.pos_emb}")
     if is_official_kerple(spec) and spec.kerple_bias_scale == "pre":
         lacking.append("kerple_bias_scale: pre")
@@ -200,7 +191,8 @@ def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[st
         for key, value in flat.items()
         if OWNER[key] in _GROUPS and key not in _NOT_THEIRS
     }
-    config["pos_emb"] = _OFFICIAL_POSITIONS.get(pos_emb, pos_emb)
+    assert known is not None
+    config["pos_emb"] = known.official or known.name
     return config
 
 

@@ -46,19 +46,20 @@ def subjects(names: Sequence[str], options: argparse.Namespace) -> Iterator[Draw
 def _of_method(name: str, options: argparse.Namespace) -> Drawn:
     from megatron.model.standalone import kernel
     from megatron.neox_arguments import allow_kernel
+    from megatron.neox_arguments.catalogue import label_of
 
     if "/" in name:
         raise KerpleError(f"{name}: no such run or checkpoint")
     if ":" in name:
         allow_kernel(name)  # the user has named it here
     module = kernel(name, heads=options.heads, head_dim=options.head_dim)
-    title = f"{name}, as it starts ({options.heads} heads of {options.head_dim})"
+    title = f"{label_of(name)}, as it starts ({options.heads} heads of {options.head_dim})"
     return Drawn(title, Path(f"{name.replace(':', '.')}.png"), _tables(module, options.length))
 
 
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     from megatron.generation.pretrained import load_pretrained
-    from megatron.model.positional_embeddings import TableEmbedding
+    from megatron.model.position_base import TableEmbedding
 
     model = load_pretrained(path, iteration=options.iteration)
     modules = [m for m in model.positional_embeddings() if isinstance(m, TableEmbedding)]

@@ -159,7 +159,8 @@ def bias_of(
 
     import torch
 
-    from megatron.model.positional_embeddings import DistanceKernel, positional_embedding_class
+    from megatron.model.position_base import DistanceKernel
+    from megatron.model.position_names import positional_embedding_class
 
     cls = positional_embedding_class(str(config.get("pos_emb", "none")))
     if not (issubclass(cls, DistanceKernel) and "bias" in cls.table_names):

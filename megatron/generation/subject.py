@@ -132,7 +132,7 @@ _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "pos_emb")
 
 def _check_same_model(args: NeoXArgs, model: GPTModel) -> None:
     """The config given and the checkpoint's own must describe the same model."""
-    from megatron.model.positional_embeddings import canonical_name
+    from megatron.model.position_names import canonical_name
 
     for key in _SHAPE:
         asked, found = getattr(args.model, key), getattr(model.spec, key)

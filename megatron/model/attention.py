@@ -12,7 +12,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
-from megatron.model.positional_embeddings import RotaryEmbedding, Tables
+from megatron.model.position_base import Tables
+from megatron.model.rotary import RotaryEmbedding
 from megatron.mpu import SERIAL, ColumnParallelLinear, InitMethod, RowParallelLinear, TensorParallel
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.positional_embeddings import InputEmbedding
+from megatron.model.position_base import InputEmbedding
 from megatron.mpu import (
     SERIAL,
     ColumnParallelLinear,

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.model.attention import Cache, LayerCache
 from megatron.model.embedding import Embedding, Head, TiedHead, full_logits
 from megatron.model.layer_list import FunctionLayer, LayerFactory, keep
-from megatron.model.positional_embeddings import PositionalEmbedding, TableEmbedding, Tables
+from megatron.model.position_base import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.spec import ModelSpec
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu import SERIAL, TensorParallel, vocab_parallel_cross_entropy

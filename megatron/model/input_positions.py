@@ -5,10 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.errors import PositionalEmbeddingError
-from megatron.model.position_base import InputEmbedding, PositionOptions, register, room_for
+from .position_base import (
+    InputEmbedding,
+    PositionalEmbeddingError,
+    PositionOptions,
+    register,
+    room_for,
+)
 
-__all__ = ["LearnedEmbedding", "SinusoidalEmbedding"]
+__all__ = ["LearnedEmbedding", "SinusoidalEmbedding", "sinusoids"]
+
+
+def sinusoids(positions: Tensor, hidden_size: int, base: float = 10000.0) -> Tensor:
+    """All sines, then all cosines, of fp32 angles: [*positions.shape, hidden_size]."""
+    pairs = torch.arange(0, hidden_size, 2, dtype=torch.float32, device=positions.device)
+    angles = positions[..., None].float() * base ** -(pairs / hidden_size)
+    return torch.cat((angles.sin(), angles.cos()), -1)
 
 
 @register("learned")
@@ -37,8 +49,6 @@ class LearnedEmbedding(InputEmbedding):
 class SinusoidalEmbedding(InputEmbedding):
     """Vaswani et al. 2017 in NeoX's layout: all sines, then all cosines, of fp32 angles."""
 
-    base = 10000.0
-
     def __init__(self, options: PositionOptions) -> None:
         super().__init__(options)
         if options.hidden_size % 2:
@@ -51,12 +61,6 @@ class SinusoidalEmbedding(InputEmbedding):
         end = offset + x_BLH.shape[1]
         if self._table_LH.shape[0] < end or self._table_LH.device != x_BLH.device:
             with torch.inference_mode(False):
-                self._table_LH = self._table(room_for(end), x_BLH.device)
+                positions = torch.arange(room_for(end), device=x_BLH.device)
+                self._table_LH = sinusoids(positions, self.options.hidden_size)
         return x_BLH + self._table_LH[offset:end].to(x_BLH.dtype)
-
-    def _table(self, length: int, device: torch.device) -> Tensor:
-        hidden = self.options.hidden_size
-        pairs = torch.arange(0, hidden, 2, dtype=torch.float32, device=device)
-        positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, self.base ** -(pairs / hidden))
-        return torch.cat((angles.sin(), angles.cos()), -1)

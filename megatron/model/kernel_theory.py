@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import KernelAnalysisError
-from megatron.model.positional_embeddings import TableEmbedding
+from megatron.model.position_base import TableEmbedding
 
 __all__ = [
     "EFFECTIVE_BIAS",

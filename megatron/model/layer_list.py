@@ -21,15 +21,14 @@ from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.mlp import MLP
 from megatron.model.norms import build_norm
-from megatron.model.positional_embeddings import (
+from megatron.model.position_base import (
     InputEmbedding,
     PositionalEmbedding,
     PositionOptions,
-    RotaryEmbedding,
     TableEmbedding,
-    build_positional_embedding,
-    positional_embedding_class,
 )
+from megatron.model.position_names import build_positional_embedding, positional_embedding_class
+from megatron.model.rotary import RotaryEmbedding
 from megatron.model.spec import ModelSpec
 from megatron.model.transformer import PositionTables, State, TransformerLayer
 from megatron.mpu import (

@@ -1,37 +1,61 @@
-"""What every positional embedding shares: options, registry, errors and base classes."""
+"""What the formulas in positional_embeddings.py stand on: torch, and nothing else of ours.
+
+Options, the registry, the base classes, how learned numbers start and stay inside their bounds, and
+what makes a formula with those numbers a module (`DistanceKernel`). This file travels with every
+exported model, beside the formulas.
+"""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
-import importlib
-import sys
-from collections.abc import Callable, Iterable
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
-from megatron.neox_arguments.trust import is_allowed, is_import_path
+try:
+    if __package__ != "megatron.model":  # beside an exported model nothing of ours is looked for
+        raise ImportError
+    from megatron.errors import PositionalEmbeddingError
+except ImportError:
+
+    class PositionalEmbeddingError(ValueError):  # type: ignore[no-redef]
+        """A positional embedding cannot be built with these options."""
+
 
 __all__ = [
+    "ALIASES",
+    "CONSTRAINTS",
     "POSITIONAL_EMBEDDINGS",
+    "Bounded",
+    "DistanceKernel",
+    "Exponent",
     "InputEmbedding",
     "PositionOptions",
     "PositionalEmbedding",
     "PositionalEmbeddingError",
+    "Positive",
     "TableEmbedding",
     "Tables",
-    "UnknownPositionalEmbeddingError",
-    "build_positional_embedding",
-    "canonical_name",
-    "positional_embedding_class",
+    "Uniform",
+    "at_least_fp32",
+    "constraint_named",
+    "log1p",
     "register",
+    "room_for",
+    "sharded_parameter",
 ]
 
 Kind = Literal["input", "rotation", "tables", "none"]
+
+
+# Options.
 
 
 class MissingOptionError(PositionalEmbeddingError, AttributeError):
@@ -81,10 +105,19 @@ class PositionOptions:
         return slice(self.tp_rank * count, (self.tp_rank + 1) * count)
 
     def generator(self, parameter: str) -> torch.Generator:
-        """Random numbers that depend on seed, layer and parameter, never on the parallel layout."""
-        key = f"{self.seed}/{self.layer}/{parameter}".encode()
-        seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
-        return torch.Generator().manual_seed(seed)
+        """Random numbers that depend on seed, layer and parameter, never on the parallel layout.
+
+        A model without a seed of its own (an exported one) draws from torch's stream.
+        """
+        seed = getattr(self.config, "seed", None)
+        if seed is None:
+            seed = int(torch.randint(2**53, (), device="cpu").item())
+        key = f"{seed}/{self.layer}/{parameter}".encode()
+        number = int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
+        return torch.Generator().manual_seed(number)
+
+
+# Base classes.
 
 
 def room_for(length: int) -> int:
@@ -114,6 +147,10 @@ class PositionalEmbedding(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.get_buffer("_anchor").device
+
+    def initial_values(self) -> dict[str, Tensor]:
+        """What each parameter starts from, this rank's share (nothing by default)."""
+        return {}
 
     def kernel_values(self) -> dict[str, Tensor]:
         """The learned kernel parameters per local head, constraints applied (none by default)."""
@@ -162,10 +199,13 @@ class TableEmbedding(PositionalEmbedding):
         return self._distances[:length]
 
 
+# The registry.
+
 Cls = TypeVar("Cls", bound=type[PositionalEmbedding])
 
 POSITIONAL_EMBEDDINGS: dict[str, type[PositionalEmbedding]] = {}
-_ALIASES: dict[str, str] = {}
+ALIASES: dict[str, str] = {}
+"""Other names of registered embeddings -> the registered ones."""
 
 
 def register(name: str, aliases: Iterable[str] = ()) -> Callable[[Cls], Cls]:
@@ -173,7 +213,7 @@ def register(name: str, aliases: Iterable[str] = ()) -> Callable[[Cls], Cls]:
 
     def decorate(cls: Cls) -> Cls:
         for key in (name, *aliases):
-            other = POSITIONAL_EMBEDDINGS.get(_ALIASES.get(key, key))
+            other = POSITIONAL_EMBEDDINGS.get(ALIASES.get(key, key))
             # A module that runs twice (as script and as import) may register itself again.
             if other is not None and other.__qualname__ != cls.__qualname__:
                 raise PositionalEmbeddingError(
@@ -182,70 +222,265 @@ def register(name: str, aliases: Iterable[str] = ()) -> Callable[[Cls], Cls]:
                 )
         cls.name = name
         POSITIONAL_EMBEDDINGS[name] = cls
-        _ALIASES.update(dict.fromkeys(aliases, name))
+        ALIASES.update(dict.fromkeys(aliases, name))
         return cls
 
     return decorate
 
 
-def canonical_name(name: str) -> str:
-    """The registered name behind an alias; `package.module:Class` stays as it is."""
-    resolved = _ALIASES.get(name, name)
-    if resolved in POSITIONAL_EMBEDDINGS or ":" in resolved:
-        return resolved
-    known = sorted({*POSITIONAL_EMBEDDINGS, *_ALIASES})
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise UnknownPositionalEmbeddingError(
-        f"pos_emb: {name!r} is unknown.{hint} Use one of {', '.join(known)}, "
-        "or package.module:ClassName for a class of your own."
-    )
+# Learned numbers: how they start, and their bounds.
+
+SMALLEST = 0.01  # the official code's lower bound of every kernel parameter
 
 
-def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
-    """The class behind a `pos_emb` name, an official alias or `package.module:Class`."""
-    resolved = canonical_name(name)
-    if resolved in POSITIONAL_EMBEDDINGS:
-        return POSITIONAL_EMBEDDINGS[resolved]
-    found = _imported(resolved)
-    if not (isinstance(found, type) and issubclass(found, PositionalEmbedding)):
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r} is not a PositionalEmbedding; derive it from DistanceKernel, "
-            "TableEmbedding, InputEmbedding or RotaryEmbedding."
-        )
-    if not found.name:
-        found.name = resolved
-    return found
+@dataclass(frozen=True)
+class Uniform:
+    """Initial values, uniform in [low, high)."""
+
+    low: float
+    high: float
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        random = torch.rand(count, generator=generator, device="cpu")
+        return self.low + (self.high - self.low) * random
 
 
-def _imported(name: str) -> Any:
-    """The class `package.module:Class`: importing runs code, so that the user must have named it.
+@dataclass(frozen=True)
+class Bounded:
+    """One kernel parameter, a value per head in [minimum, maximum]."""
 
-    A class whose module this process has imported already runs nothing.
+    init: Uniform
+    minimum: float = SMALLEST
+    maximum: float = math.inf
+
+    def clamp(self, value: Tensor) -> Tensor:
+        return value.clamp(self.minimum, self.maximum)
+
+
+@dataclass(frozen=True)
+class Positive(Bounded):
+    """r > 0."""
+
+
+@dataclass(frozen=True)
+class Exponent(Bounded):
+    """0 < r <= 2: beyond 2 the kernels are not conditionally positive definite (Prop. 1)."""
+
+    maximum: float = 2.0
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def log1p(x: Tensor) -> Tensor:
+    """log(1 + x); in bf16 the sum is rounded before the logarithm, as in the official code."""
+    return torch.log1p(x) if x.dtype != torch.bfloat16 else torch.log(1 + x)
+
+
+def sharded_parameter(values: Tensor, partition_dim: int) -> nn.Parameter:
+    """A parameter that holds this rank's heads along `partition_dim`."""
+    # Exported models are built on the meta device before their weights are read.
+    parameter = nn.Parameter(values.contiguous().to(torch.get_default_device()))
+    flags = {
+        "is_kernel_parameter": True,  # never weight-decayed
+        "model_parallel": True,
+        "tensor_model_parallel": True,
+        "partition_dim": partition_dim,
+    }
+    for flag, value in flags.items():
+        setattr(parameter, flag, value)
+    return parameter
+
+
+# How a stored number (raw) relates to the value that the formula sees.
+
+
+class Constraint(Protocol):
+    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
+        """The value inside the bounds, differentiable in raw."""
+
+    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
+        """What to store for that value."""
+
+    def project_(self, raw: Tensor, spec: Bounded) -> None:
+        """After an optimizer step."""
+
+
+class _ClampStraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, minimum: float, maximum: float) -> Tensor:
+        return raw.clamp(minimum, maximum)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
+
+
+class StraightThrough:
+    """Clamped in the forward, gradient as if it were not: what the official code amounts to.
+
+    The official code clamps the low-precision copy and lets the optimizer move the fp32 master
+    weight freely, so a parameter below its bound can come back.
     """
-    module_name, _, class_name = name.partition(":")
-    module = sys.modules.get(module_name)
-    if module is not None and class_name in vars(module):
-        return vars(module)[class_name]
-    if not is_import_path(name):
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r:.80} is not of the form package.module:ClassName."
-        )
-    if not is_allowed(name):
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r:.80} names a class to import, which a file that came with a "
-            f"checkpoint may not do. If the class is yours, add --allow-kernel {name:.80} (in "
-            f"Python: import its module first, or load_pretrained(..., allow_kernel={name!r:.80}))."
-        )
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r} cannot be imported ({error}); "
-            "check that the module is on PYTHONPATH and defines the class."
-        ) from error
+
+    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
+        return _ClampStraightThrough.apply(raw, spec.minimum, spec.maximum)
+
+    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
+        return value.clone()
+
+    def project_(self, raw: Tensor, spec: Bounded) -> None:
+        return
 
 
-def build_positional_embedding(name: str, options: PositionOptions) -> PositionalEmbedding:
-    """The positional embedding that `pos_emb: <name>` asks for."""
-    return positional_embedding_class(name)(options)
+class Projected:
+    """Projected gradient descent: plain gradient, clamped in place after each step."""
+
+    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
+        # Inside the bounds this is the identity; a checkpoint may hold values outside.
+        return spec.clamp(raw)
+
+    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
+        return spec.clamp(value)
+
+    def project_(self, raw: Tensor, spec: Bounded) -> None:
+        with torch.no_grad():
+            raw.clamp_(spec.minimum, spec.maximum)
+
+
+class Smooth:
+    """Softplus for r > 0, a scaled sigmoid where there is an upper bound: never clamped."""
+
+    margin = 1e-4  # a value on the bound would need an infinite raw parameter
+
+    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
+        if math.isinf(spec.maximum):
+            return spec.minimum + F.softplus(raw)
+        # Written from the upper bound down, so that rounding can never pass it.
+        return spec.maximum - (spec.maximum - spec.minimum) * torch.sigmoid(-raw)
+
+    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
+        if math.isinf(spec.maximum):
+            excess = (value - spec.minimum).clamp(min=self.margin)
+            return excess + torch.log(-torch.expm1(-excess))
+        share = (value - spec.minimum) / (spec.maximum - spec.minimum)
+        return torch.logit(share, eps=self.margin)
+
+    def project_(self, raw: Tensor, spec: Bounded) -> None:
+        return
+
+
+CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType(
+    {"ste": StraightThrough(), "project": Projected(), "softplus": Smooth()}
+)
+
+
+def constraint_named(name: str) -> Constraint:
+    """The constraint behind `kerple_constraint: <name>`."""
+    return CONSTRAINTS[_one_of("kerple_constraint", name, tuple(CONSTRAINTS))]
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise PositionalEmbeddingError(
+            f"{key}: {value!r} is not one of {', '.join(map(repr, choices))}."
+        )
+    return value
+
+
+# A formula and its learned numbers as a module.
+
+
+class DistanceKernel(TableEmbedding):
+    """The KERPLE framework: one formula of distance and of learned parameters per head.
+
+    Subclasses declare `learnable` and define `bias(self, d, ...)` or `weight(self, d, ...)` or
+    both. d is [length]; each parameter named in the signature arrives as [local heads, 1], already
+    inside its bounds.
+    """
+
+    learnable: ClassVar[Mapping[str, Bounded]] = {}
+    table_names: ClassVar[tuple[str, ...]] = ()
+    _arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.table_names = tuple(name for name in Tables._fields if hasattr(cls, name))
+        cls._arguments = {
+            table: _formula_arguments(cls, table, cls.learnable) for table in cls.table_names
+        }
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        if not self.table_names:
+            raise PositionalEmbeddingError(
+                f"{type(self).__name__} defines neither bias() nor weight(); write one of them."
+            )
+        pre = _one_of("kerple_bias_scale", options.kerple_bias_scale, ("post", "pre")) == "pre"
+        self._divisor = math.sqrt(options.head_dim) if pre else None  # Eq. 1
+        self._constraint = constraint_named(options.kerple_constraint)
+        for name, raw in self.initial_values().items():
+            parameter = sharded_parameter(raw, partition_dim=0)
+            spec = self.learnable[name]
+            parameter.kernel_bounds = (spec.minimum, spec.maximum)  # type: ignore[attr-defined]
+            self.register_parameter(name, parameter)
+
+    def initial_values(self) -> dict[str, Tensor]:
+        options = self.options
+        everyone = {
+            name: spec.init.draw(options.num_heads, options.generator(name))
+            for name, spec in self.learnable.items()
+        }
+        return {
+            name: self._constraint.raw(everyone[name][options.local_heads], spec)
+            for name, spec in self.learnable.items()
+        }
+
+    def forward(self, length: int) -> Tables:
+        values = {name: value.unsqueeze(1) for name, value in self._values().items()}
+        d = self.distances(length)
+        if values:
+            d = d.to(next(iter(values.values())).dtype)
+        if self.options.kerple_legacy_bf16:
+            d, values = d.bfloat16(), {name: value.bfloat16() for name, value in values.items()}
+        tables = {}
+        for table, names in self._arguments.items():
+            formula: Callable[..., Tensor] = getattr(self, table)
+            tables[table] = at_least_fp32(formula(d, *(values[name] for name in names)))
+        if "bias" in tables and self._divisor is not None:
+            tables["bias"] = tables["bias"] / self._divisor
+        return Tables(**tables)
+
+    def _values(self) -> dict[str, Tensor]:
+        # In fp32 even where DeepSpeed has cast the module's parameters to bf16 or fp16.
+        return {
+            name: self._constraint.value(at_least_fp32(getattr(self, name)), spec)
+            for name, spec in self.learnable.items()
+        }
+
+    def kernel_values(self) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: value.detach() for name, value in self._values().items()}
+
+    def set_kernel_values_(self, values: Mapping[str, Tensor]) -> None:
+        """Store these constrained values per local head, whatever the constraint stores."""
+        with torch.no_grad():
+            for name, value in values.items():
+                raw = self._constraint.raw(value.float().reshape(-1), self.learnable[name])
+                self.get_parameter(name).copy_(raw)
+
+    def project_(self) -> None:
+        for name, spec in self.learnable.items():
+            self._constraint.project_(self.get_parameter(name), spec)
+
+
+def _formula_arguments(cls: type, table: str, learnable: Mapping[str, Bounded]) -> tuple[str, ...]:
+    names = tuple(inspect.signature(getattr(cls, table)).parameters)[2:]  # after self and d
+    for name in names:
+        if name not in learnable:
+            raise PositionalEmbeddingError(
+                f"{cls.__name__}.{table}() takes {name!r}, which is not in its `learnable` "
+                f"({', '.join(learnable) or 'empty'}); declare it there."
+            )
+    return names

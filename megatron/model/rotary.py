@@ -6,7 +6,7 @@ Shapes: B batch, H heads, L length, D head_dim, R rotary_dim (the first R of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.errors import PositionalEmbeddingError
-from megatron.model.position_base import PositionalEmbedding, PositionOptions, register, room_for
+from .position_base import (
+    PositionalEmbedding,
+    PositionalEmbeddingError,
+    PositionOptions,
+    register,
+    room_for,
+)
 
-__all__ = ["RotaryEmbedding", "rotary_frequencies"]
+__all__ = ["RotaryEmbedding", "cos_and_sin", "rotary_frequencies", "rotate"]
 
 # YaRN (Peng et al. 2023): dimensions that turn more than 32 times over the original length keep
 # their frequency, those that turn less than once are interpolated, with a ramp between.
@@ -25,7 +30,7 @@ YARN_FAST_TURNS, YARN_SLOW_TURNS = 32.0, 1.0
 
 
 def _plain(dim: int, base: float) -> Tensor:
-    return base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return base ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
 
 
 def _linear(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, float]:
@@ -46,7 +51,7 @@ def _yarn(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, 
 
     low = max(math.floor(dimension_turning(YARN_FAST_TURNS)), 0)
     high = min(math.ceil(dimension_turning(YARN_SLOW_TURNS)), dim - 1)
-    ramp = ((torch.arange(dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
     plain = _plain(dim, base)
     return plain * (1 - ramp) + plain / factor * ramp, 0.1 * math.log(factor) + 1.0
 
@@ -87,18 +92,34 @@ def rotary_frequencies(
     return scale(rotary_dim, base, factor, int(original))
 
 
+def cos_and_sin(
+    positions: Tensor, frequencies: Sequence[float], factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * frequency in fp32, [*positions.shape, R]: each angle twice."""
+    pairs = torch.tensor(frequencies, dtype=torch.float32, device=positions.device)
+    angles = positions[..., None].float() * pairs
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos() * factor, angles.sin() * factor
+
+
 @lru_cache(maxsize=1)  # the layers of a model ask for the same tables one after the other
-def _cos_and_sin(
+def _tables(
     frequencies: tuple[float, ...], factor: float, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of all angles, each [length, R], in fp32."""
+    """cos and sin of all positions below `length`, each [length, R]."""
     # Tables that evaluation made must serve training too.
     with torch.inference_mode(False), torch.no_grad():
-        positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles_LR = torch.outer(
-            positions, torch.tensor(frequencies, dtype=torch.float32, device=device)
-        ).repeat(1, 2)
-        return angles_LR.cos() * factor, angles_LR.sin() * factor
+        return cos_and_sin(torch.arange(length, device=device), frequencies, factor)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first R dimensions of x [..., L, D] by angles [..., L, R]."""
+    rotary_dim = cos.shape[-1]
+    turned, passed = x.split([rotary_dim, x.shape[-1] - rotary_dim], -1)
+    first, second = turned.chunk(2, -1)
+    swapped = torch.cat((-second, first), -1)
+    result = (turned * cos + swapped * sin).to(x.dtype)
+    return result if passed.shape[-1] == 0 else torch.cat((result, passed), -1)
 
 
 @register("rotary")
@@ -127,7 +148,7 @@ class RotaryEmbedding(PositionalEmbedding):
             options.max_position_embeddings,
         )
         # Plain attributes: module.to(bf16) would cast buffers.
-        self._frequencies = tuple(frequencies.tolist())
+        self.frequencies = tuple(frequencies.tolist())
         self._cos_LR = self._sin_LR = torch.empty(0, self.rotary_dim)
 
     def forward(
@@ -138,16 +159,11 @@ class RotaryEmbedding(PositionalEmbedding):
     def _rotate(self, x_BHLD: Tensor, offset: int) -> Tensor:
         end = offset + x_BHLD.shape[-2]
         self._grow_tables(end, x_BHLD.device)
-        cos_LR, sin_LR = self._cos_LR[offset:end], self._sin_LR[offset:end]
-        turned, passed = x_BHLD.split([self.rotary_dim, x_BHLD.shape[-1] - self.rotary_dim], -1)
-        first, second = turned.chunk(2, -1)
-        swapped = torch.cat((-second, first), -1)
-        result = (turned * cos_LR + swapped * sin_LR).to(x_BHLD.dtype)
-        return result if passed.shape[-1] == 0 else torch.cat((result, passed), -1)
+        return rotate(x_BHLD, self._cos_LR[offset:end], self._sin_LR[offset:end])
 
     def _grow_tables(self, length: int, device: torch.device) -> None:
         if self._cos_LR.shape[0] >= length and self._cos_LR.device == device:
             return
-        self._cos_LR, self._sin_LR = _cos_and_sin(
-            self._frequencies, self.attention_factor, room_for(length), device
+        self._cos_LR, self._sin_LR = _tables(
+            self.frequencies, self.attention_factor, room_for(length), device
         )

@@ -15,11 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron.errors import ConfigError, PositionalEmbeddingError
-from megatron.model.position_base import (
-    PositionOptions,
-    TableEmbedding,
-    build_positional_embedding,
-)
+from megatron.model.position_base import PositionOptions, TableEmbedding
+from megatron.model.position_names import build_positional_embedding
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.run_keys import RuntimeArgs
 from megatron.neox_arguments.validation import describe_validation_error

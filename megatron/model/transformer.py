@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.model.attention import LayerCache, SelfAttention
 from megatron.model.mlp import MLP
-from megatron.model.positional_embeddings import TableEmbedding, Tables
+from megatron.model.position_base import TableEmbedding, Tables
 
 State = Tensor | tuple[Tensor, ...]
 

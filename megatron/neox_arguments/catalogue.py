@@ -1,40 +1,76 @@
-"""Which values of `pos_emb` exist, known here without importing torch.
+"""Every method that `pos_emb` can name, one line each, known without importing torch.
 
-The registry in `megatron.model.positional_embeddings` is the authority; this list lets a config be
-checked on a login node in milliseconds. Names that are not in it are looked up in the registry, and
-`module:ClassName` is imported, so that a kernel of your own needs no change here.
+Registry, config check, dry run, config reference, tables, figures, reports, model cards and the
+conversion to other codes' files read this list. A new method is one class (in
+`megatron/model/positional_embeddings.py`) and one line here. A name that is not in it may still be
+registered, or be `module:ClassName`: a kernel of your own needs no line.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.model_keys import ModelArgs
+
+__all__ = [
+    "METHODS",
+    "LineStyle",
+    "Method",
+    "aliases",
+    "canonical_method",
+    "check_position_name",
+    "label_of",
+    "line_style",
+    "method",
+]
 
 ParameterCount = Callable[[ModelArgs], int]
 
 
 @dataclass(frozen=True)
-class KnownPosition:
-    """How many parameters a positional embedding has, and what it is."""
+class LineStyle:
+    """How a method is drawn."""
 
-    parameters: ParameterCount
+    color: str = "#555555"
+    marker: str = "o"
+    dashes: str = "-"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One positional embedding, as people and other programs know it."""
+
+    name: str
+    """The value of `pos_emb`."""
+    label: str
+    """The one name in tables, figures, reports and cards."""
     summary: str
+    formula: str = ""
+    """LaTeX, in the distance d and the learned r_1, r_2, ...; empty where there is no table."""
+    per_head: int = 0
+    """Learned numbers per head."""
+    count: ParameterCount | None = None
+    """All learned numbers of a model, where they are not a fixed number per head."""
+    official: str | None = None
+    """The value of `pos_emb` in the official KERPLE code; an alias here."""
+    official_parameters: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a parameter -> its name in the official code's checkpoints."""
+    in_neox: bool = False
+    """Whether GPT-NeoX has it under the same name."""
+    style: LineStyle = LineStyle()
+
+    def parameters(self, model: ModelArgs) -> int:
+        """Learned numbers of the positions of a whole model."""
+        if self.count is not None:
+            return self.count(model)
+        return self.per_head * model.num_attention_heads * _owners(model)
 
 
-def _per_head(count: int) -> ParameterCount:
-    def parameters(model: ModelArgs) -> int:
-        owners = model.num_layers if model.kerple_share == "per_layer" else 1
-        return count * model.num_attention_heads * owners
-
-    return parameters
-
-
-def _none(model: ModelArgs) -> int:
-    return 0
+def _owners(model: ModelArgs) -> int:
+    return model.num_layers if model.kerple_share == "per_layer" else 1
 
 
 def _learned_rows(model: ModelArgs) -> int:
@@ -42,51 +78,106 @@ def _learned_rows(model: ModelArgs) -> int:
 
 
 def _t5_buckets(model: ModelArgs) -> int:
-    owners = model.num_layers if model.kerple_share == "per_layer" else 1
-    return model.rpe_num_buckets * model.num_attention_heads * owners
+    return model.rpe_num_buckets * model.num_attention_heads * _owners(model)
 
 
-KNOWN_POSITIONS: dict[str, KnownPosition] = {
-    "learned": KnownPosition(_learned_rows, "a vector per position, none beyond training length"),
-    "sinusoidal": KnownPosition(_none, "fixed sines and cosines added to the input"),
-    "rotary": KnownPosition(_none, "queries and keys rotated by position"),
-    "rpe": KnownPosition(_t5_buckets, "T5's bias, one value per distance bucket"),
-    "alibi": KnownPosition(_none, "linear bias with fixed slopes"),
-    "sandwich": KnownPosition(_none, "inner products of sinusoids as a bias"),
-    "none": KnownPosition(_none, "no positional embedding"),
-    "kerple_log": KnownPosition(_per_head(2), "-r1 log(1 + r2 d), the paper's best"),
-    "kerple_power": KnownPosition(_per_head(2), "-r1 d^r2"),
-    "kerple_log3": KnownPosition(_per_head(3), "3-para-log"),
-    "kerple_bias_wht": KnownPosition(_per_head(4), "bias+wht"),
-    "kerple_power_original": KnownPosition(_none, "ALiBi as the official code's power kernel"),
-    "gauss_bias2": KnownPosition(_per_head(2), "2-para-bias"),
-    "gauss_bias3": KnownPosition(_per_head(3), "3-para-bias"),
-    "gauss_wht1": KnownPosition(_per_head(1), "1-para-wht"),
-    "gauss_wht2": KnownPosition(_per_head(2), "2-para-wht"),
-}
+# Okabe and Ito's palette, distinguishable with every common colour vision; markers and dashes
+# repeat the information for black-and-white print.
+_BLUE, _SKY, _ORANGE, _GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
+_VERMILION, _PURPLE, _BLACK, _GREY = "#D55E00", "#CC79A7", "#000000", "#7F7F7F"
 
-OFFICIAL_NAMES: dict[str, str] = {
-    "kerple_power_ap_": "kerple_power",
-    "kerple_power_ap_ap": "kerple_bias_wht",
-    "kerple_power__ap": "gauss_wht2",
-}
-"""The official KERPLE fork's names -> ours."""
+METHODS: dict[str, Method] = {
+    entry.name: entry
+    for entry in (
+        Method("kerple_log", "KERPLE-log", "the logarithmic variant, the paper's best",
+               r"-r_1\,\log(1+r_2 d)", per_head=2, official="kerple_log",
+               official_parameters={"r1": "bias_p", "r2": "bias_a"},
+               style=LineStyle(_BLUE, "o")),
+        Method("kerple_power", "KERPLE-power", "the power variant",
+               r"-r_1\,d^{\,r_2}", per_head=2, official="kerple_power_ap_",
+               official_parameters={"r1": "bias_a", "r2": "bias_p"},
+               style=LineStyle(_SKY, "s", "--")),
+        Method("kerple_log3", "KERPLE 3-para-log", "the log variant with an exponent inside",
+               r"-r_1\,\log(1+r_2 d^{\,r_3})", per_head=3, style=LineStyle(_BLACK, "P", "--")),
+        Method("kerple_bias_wht", "KERPLE bias+wht", "the power variant with a weight on scores",
+               r"-r_1 d^{\,r_2},\quad \exp(-r_3 d^{\,r_4})", per_head=4,
+               official="kerple_power_ap_ap",
+               official_parameters={"r1": "bias_a", "r2": "bias_p", "r3": "wei_a", "r4": "wei_p"},
+               style=LineStyle(_GREY, "h", "-.")),
+        Method("gauss_bias2", "2-para-bias", "a Gaussian bump as a bias",
+               r"r_1\exp(-r_2 d^2)", per_head=2, style=LineStyle(_PURPLE, "p", "-.")),
+        Method("gauss_bias3", "3-para-bias", "the same with a learned exponent",
+               r"r_1\exp(-r_2 d^{\,r_3})", per_head=3, style=LineStyle(_GREEN, "*", ":")),
+        Method("gauss_wht1", "1-para-wht", "a Gaussian as a weight on scores",
+               r"\exp(-r_1 d^2)", per_head=1, style=LineStyle(_ORANGE, "<", ":")),
+        Method("gauss_wht2", "2-para-wht", "the same with a learned exponent",
+               r"\exp(-r_1 d^{\,r_2})", per_head=2, official="kerple_power__ap",
+               official_parameters={"r1": "wei_a", "r2": "wei_p"},
+               style=LineStyle(_VERMILION, ">", "--")),
+        Method("alibi", "ALiBi", "linear bias with fixed slopes",
+               r"-\mathrm{slope}_h\,d", in_neox=True, style=LineStyle(_ORANGE, "^")),
+        Method("kerple_power_original", "ALiBi (floored)",
+               "ALiBi inside the official code's power kernel",
+               r"-\max(0.01,\,\mathrm{slope}_h)\,d", official="kerple_power_original",
+               style=LineStyle(_ORANGE, "v", "--")),
+        Method("rpe", "T5 bias", "a learned value per distance bucket",
+               r"b_{\mathrm{bucket}(d)}\sqrt{\mathrm{head\_dim}}", count=_t5_buckets,
+               in_neox=True, style=LineStyle(_GREEN, "D")),
+        Method("sandwich", "Sandwich", "inner products of sinusoids as a bias",
+               r"\frac{H}{8h}\left(\sum_{i=1}^{64}\cos\frac{d}{10000^{2i/128}}-64\right)",
+               style=LineStyle(_BLACK, "d", ":")),
+        Method("rotary", "Rotary", "queries and keys rotated by position",
+               in_neox=True, style=LineStyle(_VERMILION, "v")),
+        Method("sinusoidal", "Sinusoidal", "fixed sines and cosines added to the input",
+               in_neox=True, style=LineStyle(_PURPLE, "X")),
+        Method("learned", "Learned", "a vector per position, none beyond training length",
+               count=_learned_rows, in_neox=True, style=LineStyle(_GREY, "x", ":")),
+        Method("none", "NoPE", "no positional embedding", in_neox=True,
+               style=LineStyle(_BLACK, "+", "-.")),
+    )
+}  # fmt: skip
 
 
-def known_position(name: str) -> KnownPosition | None:
-    """What is known about `name` without torch."""
-    return KNOWN_POSITIONS.get(OFFICIAL_NAMES.get(name, name))
+def aliases() -> dict[str, str]:
+    """Other names of methods -> ours."""
+    return {
+        entry.official: entry.name
+        for entry in METHODS.values()
+        if entry.official and entry.official != entry.name
+    }
+
+
+def canonical_method(name: str) -> str:
+    """Our name behind one of the official code's; any other stays as it is."""
+    return aliases().get(name, name)
+
+
+def method(name: str) -> Method | None:
+    """What is known about `name`; None for a method of the user's own."""
+    return METHODS.get(canonical_method(name))
+
+
+def label_of(name: str) -> str:
+    """The one name a person reads; a method of the user's own is shown under its own."""
+    known = method(name)
+    return known.label if known else name
+
+
+def line_style(name: str) -> LineStyle:
+    """How a method is drawn in every figure."""
+    known = method(name)
+    return known.style if known else LineStyle()
 
 
 def check_position_name(name: str) -> None:
     """ConfigError unless `name` is known, registered or importable as module:ClassName."""
-    if known_position(name) is not None:
+    if method(name) is not None:
         return
     try:
-        registry = importlib.import_module("megatron.model.positional_embeddings")
+        registry = importlib.import_module("megatron.model.position_names")
     except ImportError as error:
         raise ConfigError(
-            f"pos_emb = {name!r:.80} is not one of {', '.join(KNOWN_POSITIONS)}, and the "
+            f"pos_emb = {name!r:.80} is not one of {', '.join(METHODS)}, and the "
             f"registry cannot be asked: {error}."
         ) from error
     try:

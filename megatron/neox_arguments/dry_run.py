@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron.errors import ConfigError
 from megatron.machine import count_gpus, memory_bytes
 from megatron.neox_arguments.arguments import GROUPS, NeoXArgs
+from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.estimates import (
     count_parameters,
     estimate_memory,
@@ -42,7 +43,7 @@ def _parameter_section(args: NeoXArgs) -> str:
     count = count_parameters(args)
     rows = [
         ("embedding", count.embedding),
-        (f"positions ({args.model.pos_emb})", count.positions),
+        (f"positions ({label_of(args.model.pos_emb)})", count.positions),
         (f"{args.model.num_layers} layers", count.layers),
         ("final norm", count.final_norm),
         ("head" if count.head else "head (tied to the embedding)", count.head),

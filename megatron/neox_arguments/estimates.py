@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.errors import ConfigError
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import data_parallel_size
-from megatron.neox_arguments.catalogue import known_position
+from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
 
 KNOWN_VOCABULARIES = {
@@ -74,7 +74,7 @@ def count_parameters(args: NeoXArgs, vocab_size: int | None = None) -> Parameter
         if kind not in KNOWN_VOCABULARIES:
             assumptions.append(f"vocabulary of {size} assumed ({kind} is not opened here)")
     padded = padded_vocabulary(args, size)
-    position = known_position(model.pos_emb)
+    position = method(model.pos_emb)
     if position is None:
         assumptions.append(f"parameters of pos_emb {model.pos_emb} not counted")
     matrix = padded * model.hidden_size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.catalogue import OFFICIAL_NAMES, check_position_name
+from megatron.neox_arguments.catalogue import canonical_method, check_position_name
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -79,7 +79,7 @@ def _check_heads(args: NeoXArgs) -> None:
 
 
 def _check_positions(model: ModelArgs) -> None:
-    name = OFFICIAL_NAMES.get(model.pos_emb, model.pos_emb)
+    name = canonical_method(model.pos_emb)
     rows = model.position_rows
     if name == "learned":
         for key, length in (

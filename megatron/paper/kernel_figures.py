@@ -13,11 +13,8 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads_within
-from megatron.model.positional_embeddings import (
-    DistanceKernel,
-    TableEmbedding,
-    build_positional_embedding,
-)
+from megatron.model.position_base import DistanceKernel, TableEmbedding
+from megatron.model.position_names import build_positional_embedding
 from megatron.model.standalone import position_options
 from megatron.paper.cells import summarize
 from megatron.paper.methods import label_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.model.kernel_theory import effective_length
-from megatron.model.positional_embeddings import TableEmbedding, Tables
+from megatron.model.position_base import TableEmbedding, Tables
 from megatron.mpu import TensorParallel
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, StepReport, Trainer

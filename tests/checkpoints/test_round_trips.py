@@ -13,7 +13,7 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.writing import write_native, write_neox
 from megatron.errors import CheckpointError
-from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS
 from tests.checkpoints.small_models import (
     VOCABULARY,
     assert_equal_weights,

@@ -18,7 +18,7 @@ from megatron.generation.decoding import restrict
 from megatron.generation.streaming import TextStream
 from megatron.generation.text import TextGenerator, interactive, run_generation
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS
 from megatron.tokenizer import build_tokenizer
 from tests.evaluation.helpers import sharpened, tiny_config, write_run
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron.model.positional_embeddings import (
+from megatron.model.position_base import (
     POSITIONAL_EMBEDDINGS,
     DistanceKernel,
     PositionalEmbedding,
     PositionOptions,
     TableEmbedding,
     Tables,
-    build_positional_embedding,
 )
+from megatron.model.position_names import build_positional_embedding
 from megatron.model.standalone import position_options
 
 _LAYOUT = ("layer", "tp_rank", "tp_size")

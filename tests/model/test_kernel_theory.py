@@ -19,10 +19,7 @@ from megatron.model.kernel_theory import (
     kernel_matrix,
     smallest_shift,
 )
-from megatron.model.positional_embeddings import (
-    DistanceKernel,
-    TableEmbedding,
-)
+from megatron.model.position_base import DistanceKernel, TableEmbedding
 from megatron.model.standalone import kernel
 
 POINTS = 48

@@ -12,15 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
-from megatron.model.positional_embeddings import (
-    POSITIONAL_EMBEDDINGS,
-    DistanceKernel,
-    Exponent,
-    Positive,
-    Uniform,
-    canonical_name,
-    register,
-)
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS, DistanceKernel
+from megatron.model.position_names import canonical_name
+from megatron.model.positional_embeddings import Exponent, Positive, Uniform, register
 from megatron.neox_arguments import allow_kernel
 from tests.model.position_helpers import build, options
 

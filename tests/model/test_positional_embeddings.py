@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
-from megatron.model.positional_embeddings import Tables, alibi_slopes, t5_buckets
+from megatron.model.position_base import Tables
+from megatron.model.positional_embeddings import alibi_slopes, t5_buckets
+from megatron.neox_arguments.catalogue import METHODS
 from tests.model.position_helpers import (
     KERNELS,
     LEARNED_TABLES,
@@ -155,8 +157,8 @@ class TestInitialisation:
             assert values.std().item() == pytest.approx(high / math.sqrt(12), rel=0.05)
 
     def test_official_checkpoint_names_mind_the_swap(self) -> None:
-        assert kernel("kerple_log").official_names == {"r1": "bias_p", "r2": "bias_a"}
-        assert kernel("kerple_power").official_names == {"r1": "bias_a", "r2": "bias_p"}
+        assert METHODS["kerple_log"].official_parameters == {"r1": "bias_p", "r2": "bias_a"}
+        assert METHODS["kerple_power"].official_parameters == {"r1": "bias_a", "r2": "bias_p"}
 
     def test_t5_starts_with_xavier(self) -> None:
         weight = build("rpe", heads=256, rpe_num_buckets=64).weight

@@ -11,7 +11,7 @@ import torch
 
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.mlp import ACTIVATIONS, GATED
-from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS
 
 SIZES: dict[str, Any] = {
     "padded_vocab_size": 64,

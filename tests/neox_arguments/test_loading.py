@@ -70,15 +70,15 @@ def test_configs_inside_official_checkpoints_load(name: str) -> None:
      "kerple_power_original"],
 )  # fmt: skip
 def test_official_position_names_are_known_here_and_to_the_model(name: str) -> None:
-    from megatron.model.positional_embeddings import canonical_name
-    from megatron.neox_arguments.catalogue import OFFICIAL_NAMES
+    from megatron.model.position_names import canonical_name
+    from megatron.neox_arguments.catalogue import canonical_method
 
     NeoXArgs.from_dict({**TINY, "pos_emb": name})
-    assert canonical_name(name) == OFFICIAL_NAMES.get(name, name)
+    assert canonical_name(name) == canonical_method(name)
 
 
 def test_every_registered_position_is_accepted() -> None:
-    from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS
+    from megatron.model.position_base import POSITIONAL_EMBEDDINGS
 
     for name in POSITIONAL_EMBEDDINGS:
         assert NeoXArgs.from_dict({**TINY, "pos_emb": name}).model.pos_emb == name

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS, TableEmbedding
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS, TableEmbedding
 
 ROOT = Path(__file__).parents[2]
 

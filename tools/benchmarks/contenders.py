@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron import attention
 from megatron.model.position_base import PositionalEmbedding
-from megatron.model.positional_embeddings import build_positional_embedding
+from megatron.model.position_names import build_positional_embedding
 from megatron.model.standalone import position_options
 
 __all__ = ["Inputs", "dense_forward", "flex_forward", "sdpa_causal", "sdpa_dense_bias", "tiled"]

@@ -28,14 +28,10 @@ from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError
 from megatron.tokenizer import Tokenizer
 
-__all__ = ["MODEL_FILES", "read_hf_checkpoint", "write_hf"]
+__all__ = ["FORMULA_FILES", "MODEL_FILES", "read_hf_checkpoint", "write_hf"]
 
-MODEL_FILES = (
-    "configuration_kerple.py",
-    "positions_kerple.py",
-    "scores_kerple.py",
-    "modeling_kerple.py",
-)
+MODEL_FILES = ("configuration_kerple.py", "scores_kerple.py", "modeling_kerple.py")
+FORMULA_FILES = ("position_base.py", "positional_embeddings.py", "rotary.py", "input_positions.py")
 _AUTO_MAP = {
     "AutoConfig": "configuration_kerple.KerpleNeoXConfig",
     "AutoModel": "modeling_kerple.KerpleNeoXModel",
@@ -64,10 +60,20 @@ def write_hf(checkpoint: Checkpoint, folder: Path, *, dtype: torch.dtype | None 
     _write_config(config, folder, stored)
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
     if ours:
-        for name in MODEL_FILES:
-            shutil.copyfile(Path(__file__).with_name(name), folder / name)
-        (folder / "keys_kerple.py").write_text(written_out(), encoding="utf-8")
+        _write_code(folder)
     (folder / "README.md").write_text(model_card(checkpoint, config, problem), encoding="utf-8")
+
+
+def _write_code(folder: Path) -> None:
+    """What the model computes, in one flat folder: transformers follows no other imports."""
+    here = Path(__file__).parent
+    for name in MODEL_FILES:
+        source = (here / name).read_text(encoding="utf-8")
+        flat = source.replace("from megatron.model.", "from .")
+        (folder / name).write_text(flat, encoding="utf-8")
+    for name in FORMULA_FILES:
+        shutil.copyfile(here.parents[1] / "model" / name, folder / name)
+    (folder / "keys_kerple.py").write_text(written_out(), encoding="utf-8")
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str | None]:

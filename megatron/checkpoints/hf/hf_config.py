@@ -12,17 +12,16 @@ from transformers import GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.modeling_kerple import ACTIVATIONS, GATED
-from megatron.checkpoints.hf.positions_kerple import TABLES
 from megatron.checkpoints.weight_names import FIRST_LAYER, split_name
 from megatron.errors import CheckpointError
-from megatron.model.positional_embeddings import canonical_name
+from megatron.model.position_names import canonical_name
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys
 
 __all__ = ["args_from_hf", "from_hf_names", "hf_config", "is_plain_gpt_neox", "to_hf_names"]
 
-POSITIONS = (*TABLES, "rotary", "learned", "sinusoidal", "none")
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_tanh")
 
 
@@ -66,11 +65,12 @@ def hf_config(
     if is_plain_gpt_neox(spec):
         return _gpt_neox_config(values, spec)
     pos_emb = canonical_name(spec.pos_emb)
-    if pos_emb not in POSITIONS:
+    if pos_emb not in METHODS:
         raise CheckpointError(
-            f"pos_emb: {spec.pos_emb!r} is a class of your own; the exported modelling file knows "
-            f"{', '.join(POSITIONS)}. Add its formula to "
-            "megatron/checkpoints/hf/positions_kerple.py first."
+            f"pos_emb: {spec.pos_emb!r} is a class of your own; an exported folder holds the "
+            f"formulas of {', '.join(METHODS)}. Add its class to "
+            "megatron/model/positional_embeddings.py and a line to "
+            "megatron/neox_arguments/catalogue.py first."
         )
     scaling = spec.rope_scaling
     values |= {

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.reading import Checkpoint
+from megatron.neox_arguments.catalogue import label_of
 
 __all__ = ["model_card"]
 
@@ -36,7 +37,7 @@ def _header(checkpoint: Checkpoint, ours: bool) -> str:
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags:\n{listed}---\n\n"
-        f"# {checkpoint.args.model.pos_emb} language model, "
+        f"# {label_of(checkpoint.args.model.pos_emb)} language model, "
         f"{checkpoint.num_parameters / 1e6:.1f}M parameters\n\n"
         f"A decoder-only language model trained with KERPLE-NeoX for {checkpoint.iteration} steps "
         f"at length {checkpoint.args.model.seq_length}.\n"
@@ -67,7 +68,7 @@ def _usage(ours: bool, tokenizer_problem: str | None) -> str:
 def _facts(checkpoint: Checkpoint) -> str:
     model = checkpoint.args.model
     rows = {
-        "positional embedding": model.pos_emb,
+        "positional embedding": f"{label_of(model.pos_emb)} (`pos_emb: {model.pos_emb}`)",
         "layers": model.num_layers,
         "hidden size": model.hidden_size,
         "heads": model.num_attention_heads,

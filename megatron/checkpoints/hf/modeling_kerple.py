@@ -1,4 +1,7 @@
-"""KERPLE-NeoX decoder for Hugging Face transformers: needs torch and transformers, nothing else.
+"""KERPLE-NeoX decoder for Hugging Face transformers.
+
+An export holds this file, those beside it and the formulas of `megatron/model/`, all in one folder:
+they need torch and transformers, nothing else.
 
 Shape suffixes: B batch, H heads, Q queries, K keys, D head dimension.
 """
@@ -15,14 +18,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from megatron.model.input_positions import sinusoids
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
+from megatron.model.positional_embeddings import TableEmbedding
+from megatron.model.rotary import RotaryEmbedding, cos_and_sin, rotate
+
 from .configuration_kerple import KerpleNeoXConfig
-from .positions_kerple import (
-    TABLES,
-    PositionTables,
-    rotary_angles,
-    rotate,
-    sinusoids,
-)
 from .scores_kerple import (
     LARGEST_SCORES,
     Scores,
@@ -75,6 +76,15 @@ def make_norm(config: KerpleNeoXConfig) -> nn.Module:
     if config.norm == "scalenorm":
         return ScaleNorm(config.norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+
+
+def make_tables(config: KerpleNeoXConfig, layer: int | None = None) -> TableEmbedding | None:
+    """The kernel shared by all layers, or the one of a layer; None where it is owned elsewhere."""
+    embedding = POSITIONAL_EMBEDDINGS[config.pos_emb]
+    shared = config.kerple_share == "all"
+    if not issubclass(embedding, TableEmbedding) or shared != (layer is None):
+        return None
+    return embedding(PositionOptions(config, layer=layer))
 
 
 class Attention(nn.Module):
@@ -141,8 +151,7 @@ class Layer(nn.Module):
         shared = config.use_parallel_residual and config.share_parallel_norm
         self.post_attention_layernorm = None if shared else make_norm(config)
         self.mlp = MLP(config)
-        own = config.kerple_share == "per_layer" and config.pos_emb in TABLES
-        self.positions: PositionTables | None = PositionTables(config) if own else None
+        self.positions = make_tables(config, layer_idx)
         self.parallel, self.dropout = config.use_parallel_residual, config.hidden_dropout
 
     def forward(
@@ -150,7 +159,7 @@ class Layer(nn.Module):
         sin: Tensor | None, scores: Scores, past_key_values: Any, output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if self.positions is not None:
-            scores = scores.with_tables(self.positions(scores.keys, x.device))
+            scores = scores.with_tables(self.positions(scores.keys))
             bias, weight = scores.dense() if fits_at_once(x, scores) else (None, None)
         normed = self.input_layernorm(x)
         attended, probabilities = self.attention(
@@ -190,8 +199,11 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, PositionTables):
-            module.reset_parameters()
+        elif isinstance(module, TableEmbedding):
+            for name, value in module.initial_values().items():
+                parameter = module.get_parameter(name)
+                if not getattr(parameter, "_is_hf_initialized", False):
+                    parameter.data.copy_(value)
 
 
 class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
@@ -204,8 +216,9 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self.embed_positions: nn.Embedding | None = (
             nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         )
-        shared = config.kerple_share == "all" and config.pos_emb in TABLES
-        self.positions: PositionTables | None = PositionTables(config) if shared else None
+        self.positions = make_tables(config)
+        rotates = config.pos_emb == "rotary"
+        self.rotary = RotaryEmbedding(PositionOptions(config)) if rotates else None
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.final_layer_norm = make_norm(config)
         self.gradient_checkpointing = False
@@ -244,8 +257,7 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         scores = self._scores(x, past, past_key_values, attention_mask)
         at_once = fits_at_once(x, scores) and self._shares_tables
         bias, weight = scores.dense() if at_once else (None, None)
-        rotates = self.config.pos_emb == "rotary"
-        cos, sin = rotary_angles(self.config, position_ids) if rotates else (None, None)
+        cos, sin = self._angles(position_ids)
         want_attentions = bool(
             self.config.output_attentions if output_attentions is None else output_attentions
         )
@@ -273,7 +285,14 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
 
     @property
     def _shares_tables(self) -> bool:
-        return self.positions is not None or self.config.pos_emb not in TABLES
+        return all(layer.positions is None for layer in self.layers)
+
+    def _angles(self, position_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        if self.rotary is None:
+            return None, None
+        frequencies, factor = self.rotary.frequencies, self.rotary.attention_factor
+        cos, sin = cos_and_sin(position_ids, frequencies, factor)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _with_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
         if self.config.pos_emb == "sinusoidal":
@@ -294,7 +313,7 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         keys = cache_capacity(cache) or int(past) + x.shape[1]
         tables: Tables = (None, None)
         if self.positions is not None:
-            tables = self.positions(keys, x.device)
+            tables = self.positions(keys)
         return Scores(
             tables, past, x.shape[1], keys, self.config.attention_window,
             allowed_keys(attention_mask, keys), x.device,

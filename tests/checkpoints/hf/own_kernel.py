@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from megatron.model.positional_embeddings import DistanceKernel, Positive, Uniform
+from megatron.model.position_base import DistanceKernel
+from megatron.model.positional_embeddings import Positive, Uniform
 
 
 class OwnKernel(DistanceKernel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeo
 import megatron
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf import KerpleNeoXForCausalLM
-from megatron.checkpoints.hf.folder import MODEL_FILES, write_hf
+from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.hf.tokenizer_files import _library_of
 from megatron.checkpoints.writing import write_native
 from megatron.errors import CheckpointError
@@ -74,14 +75,24 @@ def test_an_export_works_with_no_other_install(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, logits_of(model, inputs), atol=1e-4, rtol=0)
 
 
-def test_the_modelling_files_import_torch_and_transformers_only() -> None:
-    folder = Path(megatron.__file__).parent / "checkpoints" / "hf"
-    for name in MODEL_FILES:
-        for line in (folder / name).read_text().splitlines():
-            if line.startswith(("import ", "from ")):
-                module = line.split()[1]
-                allowed = ("torch", "transformers", ".", "__future__", "collections", "functools")
-                assert module.startswith((*allowed, "typing", "math")), f"{name}: {line}"
+def test_exported_files_import_torch_transformers_and_their_neighbours(tmp_path: Path) -> None:
+    args = small_args(pos_emb="kerple_log")
+    write_hf(at_rest(random_model(args), args), tmp_path)
+    present = {path.stem for path in tmp_path.glob("*.py")}
+    allowed = sys.stdlib_module_names | {"torch", "transformers"}
+    for path in tmp_path.glob("*.py"):
+        for line in path.read_text().splitlines():
+            if match := re.match(r"(?:from|import) (\.?)(\w+)", line):
+                known = present if match[1] else allowed
+                assert match[2] in known, f"{path.name}: {line}"
+
+
+def test_the_formulas_travel_as_they_are(tmp_path: Path) -> None:
+    args = small_args(pos_emb="kerple_log")
+    write_hf(at_rest(random_model(args), args), tmp_path)
+    home = Path(megatron.__file__).parent / "model"
+    for name in ("positional_embeddings.py", "position_base.py", "rotary.py", "input_positions.py"):
+        assert (tmp_path / name).read_bytes() == (home / name).read_bytes()
 
 
 def test_an_export_loads_without_remote_code_where_the_package_is(tmp_path: Path) -> None:
@@ -168,7 +179,7 @@ def test_the_card_tells_of_the_run_and_its_evaluation(tmp_path: Path) -> None:
 def test_a_kernel_of_your_own_is_refused_with_the_fix(tmp_path: Path) -> None:
     allow_kernel("tests.checkpoints.hf.own_kernel:OwnKernel")
     args = small_args(pos_emb="tests.checkpoints.hf.own_kernel:OwnKernel")
-    with pytest.raises(CheckpointError, match=r"OwnKernel.*positions_kerple"):
+    with pytest.raises(CheckpointError, match=r"OwnKernel.*positional_embeddings.py"):
         write_hf(at_rest(random_model(args), args), tmp_path)
 
 

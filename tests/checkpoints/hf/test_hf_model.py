@@ -18,10 +18,10 @@ from megatron.checkpoints.hf import (
     modeling_kerple,
     scores_kerple,
 )
-from megatron.checkpoints.hf.folder import MODEL_FILES, write_hf
-from megatron.checkpoints.hf.hf_config import POSITIONS
+from megatron.checkpoints.hf.folder import FORMULA_FILES, MODEL_FILES, write_hf
+from megatron.model import rotary
 from megatron.model.gpt import GPTModel
-from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS
+from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.model_keys import HFKey, hugging_face_keys
 from tests.checkpoints.small_models import at_rest, logits_of, random_model, small_args, tokens
 
@@ -69,7 +69,7 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", POSITIONS)
+@pytest.mark.parametrize("pos_emb", METHODS)
 def test_every_positional_embedding_beyond_the_training_length(
     tmp_path: Path, pos_emb: str, attention: str
 ) -> None:
@@ -78,17 +78,15 @@ def test_every_positional_embedding_beyond_the_training_length(
     assert_same(logits_of(model, tokens(length)), logits_of(exported, tokens(length)))
 
 
-def test_the_modelling_file_knows_every_registered_positional_embedding() -> None:
-    ours = {n for n, cls in POSITIONAL_EMBEDDINGS.items() if cls.__module__.startswith("megatron")}
-    assert set(POSITIONS) == ours
-
-
 @pytest.mark.parametrize("key", hugging_face_keys(), ids=lambda key: key.key)
 def test_every_key_of_the_exported_config_is_read_by_the_exported_code(key: HFKey) -> None:
     """A key that is declared, exported and then forgotten would make another model."""
-    source = "".join((Path(folder.__file__).with_name(name)).read_text() for name in MODEL_FILES)
+    folders = {name: Path(folder.__file__).parent for name in MODEL_FILES}
+    folders |= {name: Path(rotary.__file__).parent for name in FORMULA_FILES}
+    source = "".join((folders[name] / name).read_text() for name in folders)
     told_only = {"train_length"}
-    assert key.name in told_only or re.search(rf"config\.({key.name}|{key.key})\b", source)
+    reading = rf"(config|options)\.({key.name}|{key.key})\b"
+    assert key.name in told_only or re.search(reading, source)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
