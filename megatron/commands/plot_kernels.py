@@ -60,6 +60,7 @@ def _of_method(name: str, options: argparse.Namespace) -> Drawn:
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     from megatron.generation.pretrained import load_pretrained
     from megatron.model.position_base import TableEmbedding
+    from megatron.neox_arguments.catalogue import label_of
 
     model = load_pretrained(path, iteration=options.iteration)
     modules = [m for m in model.positional_embeddings() if isinstance(m, TableEmbedding)]
@@ -68,7 +69,7 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     length = options.length or 4 * model.config.model.seq_length
     for number, module in enumerate(modules):
         layer = f", layer {number + 1}" if len(modules) > 1 else ""
-        title = f"{path.name}: {model.spec.pos_emb} at step {model.iteration}{layer}"
+        title = f"{path.name}: {label_of(model.spec.pos_emb)} at step {model.iteration}{layer}"
         file = path / (f"kernels_layer{number + 1}.png" if layer else "kernels.png")
         yield Drawn(title, file, _tables(module, length))
 

@@ -66,7 +66,9 @@ def test_every_norm_and_head_trains_on_the_device(norm: str, no_weight_tying: bo
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
 def test_every_activation_trains_on_the_device(activation: str) -> None:
-    step_on_meta(pos_emb="none", activation=activation)
+    tanh = activation == "gelu_tanh"  # GPT-NeoX has a flag for it
+    name = "gelu" if tanh else activation
+    step_on_meta(pos_emb="none", activation=name, bias_gelu_fusion=tanh)
 
 
 def test_dropout_and_a_window_train_on_the_device() -> None:
