@@ -27,7 +27,7 @@ BY_MAKE = None  # what `make demo` and `make test` run themselves
 # Start of a README command -> what the test adds to it.
 COMMANDS: dict[str, list[str] | None] = {
     "make demo": BY_MAKE,
-    "make test": BY_MAKE,
+    "source .venv/bin/activate": BY_MAKE,
     "python prepare_data.py -d data stdlib": ["-q"],
     f"{TRAIN_TINY} --override": TINY[1:],
     TRAIN_TINY: TINY,
@@ -37,6 +37,8 @@ COMMANDS: dict[str, list[str] | None] = {
     "python prepare_data.py -d data --input my_texts/ my_corpus": ["-q"],
     "python deepy.py evaluate.py": ["--set", "eval_lengths=[128,256]", "eval_num_sequences=2"],
     "python deepy.py generate.py": ["maximum_tokens=3", "num_samples=1"],
+    "python tools/plot_run.py runs/laptop runs/alibi --out runs/compared.png": [],
+    "python tools/plot_kernels.py runs/laptop": [],
     "python tools/convert_checkpoint.py runs/laptop exported --to hf": [],
     "python tools/inspect_checkpoint.py runs/laptop": [],
     "python tools/reproduce.py plan --suite paper": [],
@@ -117,8 +119,10 @@ def test_the_python_example(clone: Path) -> None:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     script = clone / "example.py"
-    script.write_text(example + "\nprint(logits.shape, tables.bias.shape)\n")
-    assert "torch.Size([1, 4096" in run(clone, ["python", "example.py"])
+    script.write_text(example + "\nprint(logits.shape, bias.shape)\n")
+    assert "torch.Size([1, 4096, 512]) torch.Size([4, 4096])" in run(
+        clone, ["python", "example.py"]
+    )
 
 
 def test_every_link_leads_somewhere() -> None:
@@ -126,3 +130,24 @@ def test_every_link_leads_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_index_of_the_docs_leads_to_every_page() -> None:
+    index = (REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        assert page.name == "README.md" or index.count(f"]({page.name})") >= 2, page.name
+
+
+def test_the_tour_names_files_that_are_there() -> None:
+    tour = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(megatron/[a-z_/]+\.py)`", tour)
+    assert len(named) > 10
+    for name in named:
+        assert (REPOSITORY / name).is_file(), name
+
+
+def test_what_runs_for_others_is_what_runs_here() -> None:
+    workflow = (REPOSITORY / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    hooks = (REPOSITORY / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert "- run: .ci/run\n" in workflow
+    assert ".venv/bin/ruff check" in hooks and ".venv/bin/mypy" in hooks

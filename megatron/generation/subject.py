@@ -94,8 +94,8 @@ def _load(args: NeoXArgs, layout: Layout, place: str, device: str) -> GPTModel:
     config = None
     if not layout.is_hf:
         saved = args_from(read_saved_config(layout), layout.directory)
-        chosen = {key: getattr(args.model, key) for key in _FREE_KEYS}
-        config = saved.replace(**{key: v for key, v in chosen.items() if v is not None})
+        given = args.to_dict()
+        config = saved.replace(**{key: given[key] for key in _FREE_KEYS if key in given})
     dtype = torch.float32
     if not device.startswith("cpu"):
         dtype = _DTYPES.get(args.optimization.precision or "fp32", torch.float32)

@@ -1,0 +1,43 @@
+"""The notebook's cells run in order and show what its text says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+
+from megatron.model.positional_embeddings import POSITIONAL_EMBEDDINGS
+from tests.conftest import REPOSITORY
+
+NOTEBOOK = REPOSITORY / "examples" / "kernels_by_hand.ipynb"
+STEPS = 100  # of the notebook's 200
+
+
+def code_cells() -> list[str]:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mpl.use("Agg")
+    space: dict[str, Any] = {}
+    source = "\n".join(code_cells())
+    assert "STEPS, BATCH, LENGTH = 200," in source
+    try:
+        exec(compile(source.replace("= 200,", f"= {STEPS},"), str(NOTEBOOK), "exec"), space)
+    finally:
+        POSITIONAL_EMBEDDINGS.pop("root", None)
+    assert space["root"].r1.grad is not None
+    assert space["is_cpd"](space["root"](128).bias.detach())
+    log, rotary = space["found"]["kerple_log"], space["found"]["rotary"]
+    assert max(log) < 1.1 * log[0], "flat beyond its training length"
+    assert rotary[-1] > 1.2 * rotary[0], "and this one is not"
+    import matplotlib.pyplot as plt
+
+    assert len(plt.get_fignums()) == 2
+    plt.close("all")
