@@ -43,6 +43,8 @@ def run(name: str, argv: Sequence[str]) -> int:
     """One command with its arguments; the exit code."""
 
     def main(arguments: Sequence[str] | None) -> int | None:
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))  # where a kernel or a task of one's own may be
         module = importlib.import_module(ELSEWHERE.get(name, f"{__name__}.{name}"))
         code: int | None = module.main(arguments)
         return code
@@ -57,8 +59,6 @@ def kerple(argv: Sequence[str] | None = None) -> int:
 
 def _kerple(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a kernel or a task of one's own, as for scripts
     if not words or words[0] in ("-h", "--help", "help"):
         print(_listing())
         return 0

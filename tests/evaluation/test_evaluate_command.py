@@ -50,7 +50,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write_checkpoint(tmp_path / "run", config)
     (tmp_path / "config.yml").write_text(yaml.safe_dump(config), "utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # this folder will be added
     return [str(tmp_path / "config.yml")]
 
 

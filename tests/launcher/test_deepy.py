@@ -272,3 +272,42 @@ def test_broken_hostfiles(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match="hostfile"):
         read_hostfile(path)
+
+
+@pytest.mark.parametrize("setup", ["slurm_local", "eleutherai_cluster", "local_setup"])
+@pytest.mark.parametrize("model", ["XL", "small_bf16"])
+def test_a_dry_run_works_away_from_the_cluster_and_names_missing_files(
+    model: str,
+    setup: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.commands import run
+
+    monkeypatch.chdir(tmp_path)
+    configs = REPOSITORY / "configs"
+    (tmp_path / "train.py").write_text("")
+    files = [str(configs / f"{model}.yml"), str(configs / f"{setup}.yml")]
+    assert run("deepy", ["train.py", *files, "--dry-run"]) == 0
+    report = capsys.readouterr().out
+    assert "# parameters" in report and "# batch on" in report
+    assert "MISSING vocab_file: " in report and "_text_document.bin\n" in report
+    alone = model == "small_bf16" and setup == "local_setup"
+    assert ("not from here: " in report) != alone
+
+
+def test_a_dry_run_says_that_the_model_is_too_large_for_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.commands import run
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config = str(REPOSITORY / "configs" / "laptop" / "tiny.yml")
+    sets = ["--set", "num_layers=200", "hidden_size=4096"]
+    with pytest.raises(SystemExit) as ending:
+        run("train", [config, *sets, "--dry-run"])
+    assert ending.value.code == 0
+    report = capsys.readouterr().out
+    assert "this machine, without a GPU" in report
+    assert "warning: a model of 40.7 billion parameters needs 606.3 GiB" in report
