@@ -35,6 +35,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights; default: keep")
     parser.add_argument("--iteration", type=int, help="which global_stepN; default: latest")
     parser.add_argument("--config", nargs="*", help="YAML files, where none was saved inside")
+    parser.add_argument(
+        "--with-kernel-source",
+        action="store_true",
+        help="hf: put the source of a pos_emb of your own into the folder, for others to run",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     add_allow_kernel_argument(parser)
     args = parser.parse_args(arguments)
@@ -68,7 +73,7 @@ def convert(args: argparse.Namespace) -> str:
         if args.to == "hf":
             from megatron.checkpoints.hf.folder import write_hf
 
-            write_hf(checkpoint, folder, dtype=dtype)
+            write_hf(checkpoint, folder, dtype=dtype, with_kernel_source=args.with_kernel_source)
         else:
             write = write_native if args.to == "native" else write_neox
             pp = args.pp if args.pp is not None else int(args.to == "neox")

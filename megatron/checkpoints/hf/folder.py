@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import GenerationConfig, GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
+from megatron.checkpoints.hf.kernel_source import OWN_KERNEL, standalone_source
 from megatron.checkpoints.hf.keys_kerple import written_out
 from megatron.checkpoints.hf.model_card import model_card
 from megatron.checkpoints.hf.tokenizer_files import tokenizer_settings, write_tokenizer
@@ -26,6 +28,8 @@ from megatron.checkpoints.safe_files import load_file
 from megatron.checkpoints.saved_config import tokenizer_of
 from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError
+from megatron.model.position_names import canonical_name, positional_embedding_class
+from megatron.neox_arguments.catalogue import METHODS
 from megatron.tokenizer import Tokenizer
 
 __all__ = ["FORMULA_FILES", "MODEL_FILES", "read_hf_checkpoint", "write_hf"]
@@ -39,12 +43,24 @@ _AUTO_MAP = {
 }
 
 
-def write_hf(checkpoint: Checkpoint, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Everything that `AutoModelForCausalLM.from_pretrained(folder)` needs."""
+def write_hf(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    with_kernel_source: bool = False,
+) -> None:
+    """Everything that `AutoModelForCausalLM.from_pretrained(folder)` needs.
+
+    A `pos_emb` of the user's own goes along as source, if `with_kernel_source` says that it may.
+    """
     tokenizer, problem = _tokenizer(checkpoint)
     spec = checkpoint.spec
     eos = tokenizer.eod if tokenizer is not None else None
-    config = hf_config(spec, checkpoint.args, iteration=checkpoint.iteration, eos=eos)
+    own_kernel = with_kernel_source and canonical_name(spec.pos_emb) not in METHODS
+    config = hf_config(
+        spec, checkpoint.args, iteration=checkpoint.iteration, eos=eos, own_kernel=own_kernel
+    )
     if tokenizer is not None:
         problem = write_tokenizer(tokenizer, folder, max_length=int(1e30))
     if problem:
@@ -56,11 +72,15 @@ def write_hf(checkpoint: Checkpoint, folder: Path, *, dtype: torch.dtype | None 
         head="lm_head.weight" if ours else "embed_out.weight",
     )
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    for path in folder.glob("*.safetensors"):  # written for their owner's eyes only
+        path.chmod(0o666 & ~_umask())
     stored = weights["gpt_neox.embed_in.weight"].dtype
     _write_config(config, folder, stored)
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
     if ours:
         _write_code(folder)
+    if own_kernel:
+        _write_own_kernel(folder, canonical_name(spec.pos_emb))
     (folder / "README.md").write_text(model_card(checkpoint, config, problem), encoding="utf-8")
 
 
@@ -74,6 +94,21 @@ def _write_code(folder: Path) -> None:
     for name in FORMULA_FILES:
         shutil.copyfile(here.parents[1] / "model" / name, folder / name)
     (folder / "keys_kerple.py").write_text(written_out(), encoding="utf-8")
+
+
+def _write_own_kernel(folder: Path, pos_emb: str) -> None:
+    """The user's class beside ours, imported by the model so that transformers brings it along."""
+    cls = positional_embedding_class(pos_emb)
+    (folder / OWN_KERNEL).write_text(standalone_source(cls, pos_emb), encoding="utf-8")
+    model = folder / "modeling_kerple.py"
+    line = f"from .{Path(OWN_KERNEL).stem} import {cls.__name__}  # noqa: E402, F401\n"
+    model.write_text(model.read_text(encoding="utf-8") + "\n" + line, encoding="utf-8")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str | None]:

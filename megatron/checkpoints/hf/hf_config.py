@@ -50,7 +50,12 @@ def is_plain_gpt_neox(spec: ModelSpec) -> bool:
 
 
 def hf_config(
-    spec: ModelSpec, args: NeoXArgs, *, iteration: int, eos: int | None
+    spec: ModelSpec,
+    args: NeoXArgs,
+    *,
+    iteration: int,
+    eos: int | None,
+    own_kernel: bool = False,
 ) -> PretrainedConfig:
     """GPTNeoXConfig where that is the same model, else KerpleNeoXConfig."""
     values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
@@ -65,12 +70,11 @@ def hf_config(
     if is_plain_gpt_neox(spec):
         return _gpt_neox_config(values, spec)
     pos_emb = canonical_name(spec.pos_emb)
-    if pos_emb not in METHODS:
+    if pos_emb not in METHODS and not own_kernel:
         raise CheckpointError(
-            f"pos_emb: {spec.pos_emb!r} is a class of your own; an exported folder holds the "
-            f"formulas of {', '.join(METHODS)}. Add its class to "
-            "megatron/model/positional_embeddings.py and a line to "
-            "megatron/neox_arguments/catalogue.py first."
+            f"pos_emb: {spec.pos_emb!r} is a class of your own, whose source an export must hold. "
+            "If whoever gets the folder may read and run it: --with-kernel-source (in Python "
+            "write_hf(..., with_kernel_source=True))."
         )
     scaling = spec.rope_scaling
     values |= {

@@ -179,7 +179,7 @@ def test_the_card_tells_of_the_run_and_its_evaluation(tmp_path: Path) -> None:
 def test_a_kernel_of_your_own_is_refused_with_the_fix(tmp_path: Path) -> None:
     allow_kernel("tests.checkpoints.hf.own_kernel:OwnKernel")
     args = small_args(pos_emb="tests.checkpoints.hf.own_kernel:OwnKernel")
-    with pytest.raises(CheckpointError, match=r"OwnKernel.*positional_embeddings.py"):
+    with pytest.raises(CheckpointError, match=r"OwnKernel.*--with-kernel-source"):
         write_hf(at_rest(random_model(args), args), tmp_path)
 
 
