@@ -33,6 +33,7 @@ __all__ = [
     "print_error",
     "require",
     "run_command",
+    "say_next",
     "shown_command",
 ]
 
@@ -167,6 +168,11 @@ def shown_command(name: str) -> str:
         if script.is_file() and (PACKAGE.parent / script).is_file():
             return f"python {script}"
     return f"kerple {name}"
+
+
+def say_next(command: str) -> None:
+    """The likely next command, on stderr: stdout is for results."""
+    print(f"next: {command}", file=sys.stderr, flush=True)
 
 
 # Other people's words.

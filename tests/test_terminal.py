@@ -148,6 +148,21 @@ def test_a_tool_without_the_package_says_how_to_install_it(name: str, tmp_path: 
     assert "make install" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_outside_the_environment_says_how_to_enter_it(name: str, tmp_path: Path) -> None:
+    """What the README's commands gave without `source .venv/bin/activate`: a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-S", script(name), "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "is not installed" in line and "source .venv/bin/activate" in line
+
+
 def test_no_script_changes_the_import_path() -> None:
     for path in [*REPOSITORY.glob("*.py"), *(REPOSITORY / "tools").rglob("*.py")]:
         assert "sys.path.insert" not in path.read_text(encoding="utf-8"), path

@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.terminal import say_next, shown_command
+
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -92,5 +94,13 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    print(convert(parse(arguments)))
+    args = parse(arguments)
+    print(convert(args))
+    if args.to == "hf":
+        loaded = (
+            f"AutoModelForCausalLM.from_pretrained({args.destination!r}, trust_remote_code=True)"
+        )
+        say_next(f'python -c "from transformers import AutoModelForCausalLM; {loaded}"')
+    else:
+        say_next(f"{shown_command('inspect_checkpoint')} {args.destination}")
     return 0

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from megatron.data.indexed_dataset import read_manifest
 from megatron.data.prepare import PrepareRequest, prepare_corpus, print_problems, report
 from megatron.data.preprocess import PreprocessOptions, available_cores, terminated_like_interrupted
 from megatron.errors import DataError
-from megatron.terminal import shown_command
+from megatron.terminal import say_next, shown_command
 from megatron.tokenizer import TOKENIZERS
 from megatron.tokenizer.byte_pairs import MERGES, VOCABULARY
 
@@ -133,7 +132,7 @@ def _hint(prefix: Path, request: PrepareRequest) -> None:
         sets += [f"vocab_file={vocab}"] if vocab else []
         sets += [f"merge_file={merges}"] if merges else []
     command = shlex.join(["configs/laptop/tiny.yml", "--set", *sets])
-    print(f"next: {shown_command('deepy')} train.py {command}", file=sys.stderr)
+    say_next(f"{shown_command('deepy')} train.py {command}")
 
 
 def _name_after_inputs(inputs: list[Path]) -> tuple[list[str], list[Path]]:

@@ -44,7 +44,13 @@ from megatron.evaluation.total_bar import TotalBar, showing
 from megatron.generation.subject import Subject, checkpoint_place, find_subject
 from megatron.mpu.job import join_ranks
 from megatron.mpu.ranks import Ranks
-from megatron.terminal import EXIT_USER_ERROR, install_command, print_error
+from megatron.terminal import (
+    EXIT_USER_ERROR,
+    install_command,
+    print_error,
+    say_next,
+    shown_command,
+)
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -75,7 +81,11 @@ def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
         evaluation = Evaluation(args, subject, ranks)
     except KerpleError as error:
         return print_error(error) if ranks.is_main else EXIT_USER_ERROR
-    return evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
+    code = evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
+    config = subject.checkpoint / "configs" / "resolved.yml"
+    if code == 0 and ranks.is_main and config.is_file():
+        say_next(f"{shown_command('generate')} {config}")
+    return code
 
 
 class Evaluation:

@@ -19,7 +19,7 @@ from megatron.errors import ConfigError, KerpleError, NonFiniteError
 from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
 from megatron.neox_arguments.estimates import memory_shortage
-from megatron.terminal import EXIT_USER_ERROR, describe_error, shown_command
+from megatron.terminal import EXIT_USER_ERROR, describe_error, say_next, shown_command
 from megatron.training.control_hooks import EXIT_DIVERGED, leave_on_signal_until_started
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
@@ -78,7 +78,7 @@ def _hint(args: NeoXArgs) -> None:
     newest = CheckpointStore(Path(args.checkpoint.save)).newest()
     if newest is not None:
         configs = Path(args.checkpoint.save) / f"global_step{newest}" / "configs"
-        print(f"next: {shown_command('evaluate')} {configs / 'resolved.yml'}", flush=True)
+        say_next(f"{shown_command('evaluate')} {configs / 'resolved.yml'}")
 
 
 def check_memory(args: NeoXArgs) -> None:
