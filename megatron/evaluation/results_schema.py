@@ -77,6 +77,8 @@ class Bucket(_Open):
 class PositionEntry(_Open):
     length: int
     buckets: list[Bucket]
+    by_position: list[float] = []
+    """Absent in files of older versions."""
     window: int | None = None
     sequences: int = 0
 

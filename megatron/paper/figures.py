@@ -1,4 +1,4 @@
-"""Figures about perplexity: against length, by position, and during training."""
+"""Figures about perplexity: against length, and during training."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
 
-from megatron.evaluation.results_schema import PositionEntry
 from megatron.paper.cells import summarize
 from megatron.paper.methods import label_of, line_style
 from megatron.paper.run_results import ResultSet
-from megatron.paper.style import figure_style, finish_axes, new_figure, plain_log_axis
-from megatron.paper.suite_file import DataSet, Point, Positionwise
+from megatron.paper.style import (
+    EndLabel,
+    direct_labels,
+    figure_style,
+    finish_axes,
+    mark_train_length,
+    new_figure,
+    plain_log_axis,
+)
+from megatron.paper.suite_file import DataSet, Point
 
-__all__ = ["perplexity_by_length", "positionwise_perplexity", "training_loss"]
+__all__ = ["perplexity_by_length", "training_loss"]
 
 _ZOOM_FROM_RATIO = 4.0
 """Above this spread a second row zooms in on the methods that do not explode."""
@@ -42,7 +49,7 @@ def perplexity_by_length(
         return None
     zoom = any(_spread(curves[item.name]) > _ZOOM_FROM_RATIO for item in shown)
     with figure_style():
-        figure = new_figure(len(shown), 2 if zoom else 1)
+        figure = new_figure(len(shown), 2 if zoom else 1, width=5.4)
         grid = figure.subplots(2 if zoom else 1, len(shown), squeeze=False)
         for column, item in enumerate(shown):
             train_length = results.train_length(item.name)
@@ -52,8 +59,19 @@ def perplexity_by_length(
                     grid[1][column], curves[item.name], f"{item.title}, zoomed", train_length
                 )
                 _zoom(grid[1][column], curves[item.name])
-        _outside_legend(figure, grid[0][0])
+            for axes in (row[column] for row in grid):
+                _label_ends(axes, curves[item.name])
     return figure
+
+
+def _label_ends(axes: Axes, curves: list[_Curve]) -> None:
+    direct_labels(
+        axes,
+        [
+            EndLabel(label_of(curve.name), line_style(curve.name).color, curve.means[-1])
+            for curve in curves
+        ],
+    )
 
 
 def _curves(results: ResultSet, split: str, data: str, methods: Sequence[str]) -> list[_Curve]:
@@ -100,8 +118,7 @@ def _length_panel(axes: Axes, curves: list[_Curve], title: str, train_length: in
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     _plain_ticks(axes, sorted({length for curve in curves for length in curve.lengths}))
-    if train_length is not None:
-        axes.axvline(train_length, color="#999999", linestyle=":", linewidth=1.2, zorder=1)
+    mark_train_length(axes, train_length)
     finish_axes(axes, title=title, xlabel="evaluation length (tokens)", ylabel="perplexity")
 
 
@@ -127,68 +144,6 @@ def _zoom(axes: Axes, curves: list[_Curve]) -> None:
 def _outside_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
-
-
-def positionwise_perplexity(
-    results: ResultSet, split: str, data: DataSet, entries: Sequence[Positionwise]
-) -> Figure | None:
-    """Perplexity by position, one panel per evaluation length, with the windowed line last."""
-    panels: dict[int, list[tuple[str, int | None, list[PositionEntry]]]] = {}
-    for item in sorted(entries, key=lambda entry: (entry.length, entry.window or 0)):
-        for name in item.methods if item.data == data.name else []:
-            found = results.positions(data.name, name, item.length, item.window, split)
-            if found:
-                panels.setdefault(item.length, []).append((name, item.window, found))
-    if not panels:
-        return None
-    with figure_style():
-        figure = new_figure(len(panels), width=5.2, height=3.8)
-        grid = figure.subplots(1, len(panels), squeeze=False)
-        for axes, (length, lines) in zip(grid[0], panels.items(), strict=True):
-            for name, window, found in lines:
-                _position_line(axes, name, window, found)
-            train_length = results.train_length(data.name)
-            if train_length is not None:
-                axes.axvline(train_length, color="#999999", linestyle=":", linewidth=1.2, zorder=1)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            _position_ticks(axes, length)
-            finish_axes(
-                axes,
-                title=f"{data.title}, length {length}",
-                xlabel="position in the sequence (tokens)",
-                ylabel="perplexity",
-            )
-        _outside_legend(figure, grid[0][0])
-    return figure
-
-
-def _position_ticks(axes: Axes, length: int) -> None:
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlim(right=length * 1.05)
-    plain_log_axis(axes.yaxis)
-
-
-def _position_line(
-    axes: Axes, name: str, window: int | None, found: Sequence[PositionEntry]
-) -> None:
-    """Geometric middle of each bucket; the mean loss over seeds with equal buckets."""
-    style = line_style(name)
-    first = found[0].buckets
-    same = [item.buckets for item in found if len(item.buckets) == len(first)]
-    losses = np.array([[bucket.loss for bucket in buckets] for buckets in same])
-    middles = [
-        math.sqrt((bucket.start + 1) * max(bucket.end, bucket.start + 1)) for bucket in first
-    ]
-    axes.plot(
-        middles,
-        np.exp(np.minimum(losses.mean(axis=0), 700.0)),
-        label=f"{label_of(name)}, windowed@{window}" if window else label_of(name),
-        color="#555555" if window else style.color,
-        linestyle="--" if window else style.dashes,
-        marker=None if len(first) > 40 or window else style.marker,
-        markersize=4,
-    )
 
 
 def training_loss(

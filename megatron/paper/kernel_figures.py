@@ -20,15 +20,24 @@ from megatron.paper.cells import summarize
 from megatron.paper.methods import label_of
 from megatron.paper.published import published_seconds_per_step
 from megatron.paper.run_results import ResultSet, RunResults
-from megatron.paper.style import data_color, figure_style, finish_axes, new_figure, plain_log_axis
+from megatron.paper.style import (
+    data_color,
+    figure_style,
+    finish_axes,
+    mark_train_length,
+    new_figure,
+    plain_log_axis,
+)
 from megatron.paper.suite_file import DataSet
 from megatron.paper.tables import REFERENCE_METHOD
 
 __all__ = [
     "effective_lengths",
+    "first_kernel",
     "kernel_bias",
     "kernel_functions",
     "learned_parameters",
+    "shade",
     "training_speed",
 ]
 
@@ -37,7 +46,7 @@ _LOWEST_BIAS = -8.0
 _EFFECTIVE_MAX_DISTANCE = 20480
 
 
-def _first_kernel(
+def first_kernel(
     results: ResultSet, data: str, name: str
 ) -> tuple[RunResults, Mapping[str, list[float]]] | None:
     """The first seed whose kernel can be drawn; ALiBi's needs no parameters."""
@@ -55,7 +64,7 @@ def kernel_functions(
         (item.name, name): kernel
         for item in data
         for name in _PLOTTED
-        if (kernel := _first_kernel(results, item.name, name))
+        if (kernel := first_kernel(results, item.name, name))
     }
     rows = [item for item in data if any(key[0] == item.name for key in found)]
     names = [name for name in _PLOTTED if any(key[1] == name for key in found)]
@@ -84,18 +93,16 @@ def _kernel_panel(
         return
     distances = np.arange(1, bias.shape[1])
     order = np.argsort(-bias[:, -1])
-    shades = np.linspace(0.0, 0.85, len(order))
-    for shade, head in zip(shades, order, strict=True):
-        axes.plot(distances, bias[head, 1:], color=_shade(float(shade)), linewidth=1.5)
+    for tone, head in zip(np.linspace(0.0, 0.85, len(order)), order, strict=True):
+        axes.plot(distances, bias[head, 1:], color=shade(float(tone)), linewidth=1.5)
     axes.axhline(EFFECTIVE_BIAS, color="#D55E00", linestyle="--", linewidth=1)
-    if train_length is not None:
-        axes.axvline(train_length, color="#999999", linestyle=":", linewidth=1.2)
+    mark_train_length(axes, train_length, below=True)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylim(_LOWEST_BIAS, 0.4)
 
 
-def _shade(position: float) -> tuple[float, float, float]:
+def shade(position: float) -> tuple[float, float, float]:
     """From strong blue (flattest head) to pale blue (steepest), readable in grey too."""
     start, end = np.array([0.0, 0.27, 0.55]), np.array([0.74, 0.86, 0.95])
     red, green, blue = start + (end - start) * position
@@ -107,7 +114,7 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
     names = [
         name
         for name in ("kerple_power", "kerple_log", "kerple_log3")
-        if any(_first_kernel(results, item.name, name) for item in data)
+        if any(first_kernel(results, item.name, name) for item in data)
     ]
     if not names:
         return None
@@ -116,7 +123,7 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
         grid = figure.subplots(1, len(names), squeeze=False, sharey=True)
         for axes, name in zip(grid[0], names, strict=True):
             for index, item in enumerate(data):
-                kernel = _first_kernel(results, item.name, name)
+                kernel = first_kernel(results, item.name, name)
                 if kernel:
                     color, _ = data_color(index)
                     _effective_line(axes, name, kernel[1], heads, item.title, color, "-")

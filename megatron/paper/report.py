@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from megatron import __version__
 from megatron.atomic_files import write_text
 from megatron.paper.claims import check_claims
-from megatron.paper.figures import perplexity_by_length, positionwise_perplexity, training_loss
+from megatron.paper.figures import perplexity_by_length, training_loss
 from megatron.paper.kernel_figures import (
     effective_lengths,
     kernel_functions,
@@ -33,6 +33,8 @@ from megatron.paper.pages import (
     to_latex,
     to_markdown,
 )
+from megatron.paper.paper_figures import kernels_on_paper_axes
+from megatron.paper.position_figures import positionwise_perplexity
 from megatron.paper.result_fit import Fit
 from megatron.paper.run_files import done_steps, read_history, step_names, step_seconds
 from megatron.paper.run_results import ResultSet, finite, read_run
@@ -185,12 +187,18 @@ _LENGTH_CAPTION = (
     "on the methods that do not explode (linear axis)."
 )
 _POSITION_CAPTION = (
-    "Perplexity of the tokens at each position of long sequences, mean over seeds. If a model used "
-    "no more than the window, its line would coincide with the dashed windowed line beyond it."
+    "Perplexity of the tokens at each position of long sequences: mean loss over seeds in 64 equal "
+    "bins (thin) and their running mean over five (thick), shaded by its standard error over "
+    "seeds. If a model used no more than the window, its line would coincide with the dashed "
+    "windowed line beyond it."
 )
 _KERNEL_CAPTION = (
     "One line per head of the first seed, flattest darkest, cut at −8. Dashed: the bias of −2, "
     "below which a token hardly counts. Dotted: training length."
+)
+_WHOLE_CAPTION = (
+    "As in the paper: linear axes, nothing cut off. Where power has an exponent near 2, a far "
+    "token gets a bias that nothing else in a score makes up for; log's stays within reach."
 )
 _EFFECTIVE_CAPTION = (
     "A head's effective length is the first distance with a bias below −2. The slower a curve "
@@ -219,6 +227,8 @@ def _figures(suite: Suite, section: Section, results: ResultSet, directory: Path
         reach = 32 * max((results.train_length(item.name) or 0) for item in data)
         functions = kernel_functions(own, data, heads, reach)
         add("kernels", "Kernel functions per head", _KERNEL_CAPTION, functions)
+        whole = kernels_on_paper_axes(own, data, heads, reach)
+        add("kernels_whole", "The same on the paper's axes", _WHOLE_CAPTION, whole)
         counts = effective_lengths(own, data, heads)
         add("effective_length", "Heads by effective length", _EFFECTIVE_CAPTION, counts)
         learned = learned_parameters(own, data)

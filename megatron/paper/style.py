@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 __all__ = [
+    "EndLabel",
     "PlotFile",
     "data_color",
+    "direct_labels",
     "figure_style",
     "finish_axes",
+    "mark_train_length",
     "new_figure",
     "plain_log_axis",
     "save_figure",
@@ -94,6 +97,77 @@ def finish_axes(axes: Axes, *, title: str, xlabel: str, ylabel: str) -> None:
     axes.set_title(title, loc="left")
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
+
+
+@dataclass(frozen=True)
+class EndLabel:
+    """A name for a line, written where the line ends."""
+
+    text: str
+    color: str
+    height: float
+    """The line's last value, in the units of the vertical axis."""
+
+
+_LABEL_GAP = 0.062
+"""Least distance of two labels, as a share of the panel's height."""
+
+
+def direct_labels(axes: Axes, labels: Sequence[EndLabel]) -> None:
+    """Names at the right ends of lines, pushed apart; an arrow where a line leaves the panel.
+
+    Call it when the limits are final.
+    """
+    to_panel = axes.transData + axes.transAxes.inverted()
+    x = axes.get_xlim()[1]
+    wanted = []
+    for label in labels:
+        height = float(to_panel.transform((x, label.height))[1])
+        outside = " ↑" if height > 1.001 else " ↓" if height < -0.001 else ""
+        wanted.append((min(max(height, 0.0), 1.0), label, outside))
+    wanted.sort(key=lambda item: item[0])
+    heights = _spread([height for height, _, _ in wanted])
+    for height, (_, label, outside) in zip(heights, wanted, strict=True):
+        axes.text(
+            1.015,
+            height,
+            label.text + outside,
+            transform=axes.transAxes,
+            color=label.color,
+            va="center",
+            ha="left",
+            fontsize=9.5,
+            fontweight="bold",
+        )
+
+
+def _spread(heights: Sequence[float]) -> list[float]:
+    """Rising heights with at least the gap between them, moved as little as is simple."""
+    placed: list[float] = []
+    for height in heights:
+        placed.append(max(height, placed[-1] + _LABEL_GAP) if placed else height)
+    overflow = max(0.0, placed[-1] - 1.0) if placed else 0.0
+    for i in range(len(placed) - 1, -1, -1):
+        limit = placed[i + 1] - _LABEL_GAP if i + 1 < len(placed) else placed[i] - overflow
+        placed[i] = min(placed[i], limit)
+    return placed
+
+
+def mark_train_length(axes: Axes, train_length: int | None, *, below: bool = False) -> None:
+    """A dotted line where training ended, and the words beside it, at the top or below."""
+    if train_length is None:
+        return
+    axes.axvline(train_length, color="#999999", linestyle=":", linewidth=1.2, zorder=1)
+    axes.text(
+        train_length,
+        0.03 if below else 0.985,
+        f" trained at {train_length:,}",
+        transform=axes.get_xaxis_transform(),
+        color="#777777",
+        fontsize=8.5,
+        va="bottom" if below else "top",
+        ha="left",
+    )
 
 
 def plain_log_axis(axis: Axis) -> None:

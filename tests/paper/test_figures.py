@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.paper.figures import perplexity_by_length, positionwise_perplexity, training_loss
+from megatron.paper.figures import perplexity_by_length, training_loss
 from megatron.paper.kernel_figures import (
     effective_lengths,
     kernel_bias,
@@ -15,6 +15,7 @@ from megatron.paper.kernel_figures import (
     learned_parameters,
     training_speed,
 )
+from megatron.paper.position_figures import positionwise_perplexity
 from megatron.paper.report import collect_results
 from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.style import save_figure

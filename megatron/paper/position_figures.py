@@ -1,0 +1,190 @@
+"""Perplexity by position, as the paper draws it: linear axes, with and without a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from numpy.typing import NDArray
+
+from megatron.evaluation.results_schema import PositionEntry
+from megatron.paper.methods import label_of, line_style
+from megatron.paper.run_results import ResultSet
+from megatron.paper.style import (
+    EndLabel,
+    direct_labels,
+    figure_style,
+    finish_axes,
+    mark_train_length,
+    new_figure,
+)
+from megatron.paper.suite_file import DataSet, Positionwise
+
+__all__ = ["binned", "positionwise_perplexity", "smoothed"]
+
+FloatArray = NDArray[np.float64]
+BINS = 64
+SMOOTHING = 5
+"""Bins that the drawn line averages; the bins themselves stay visible behind it."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    name: str
+    window: int | None
+    middles: FloatArray
+    losses: FloatArray
+    """By seed and bin."""
+
+    @property
+    def label(self) -> str:
+        return (
+            f"{label_of(self.name)}, windowed@{self.window}" if self.window else label_of(self.name)
+        )
+
+
+def binned(losses: Sequence[float], bins: int = BINS) -> tuple[FloatArray, FloatArray]:
+    """Middles and mean losses of equal stretches of positions."""
+    values = np.asarray(losses, dtype=np.float64)
+    edges = np.linspace(0, len(values), min(bins, len(values)) + 1).astype(int)
+    means = [values[low:high].mean() for low, high in pairwise(edges)]
+    return (edges[:-1] + edges[1:]) / 2, np.array(means)
+
+
+def smoothed(values: FloatArray, width: int = SMOOTHING) -> FloatArray:
+    """Centred running mean, over fewer neighbours at the two ends."""
+    half = width // 2
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+
+
+def positionwise_perplexity(
+    results: ResultSet, split: str, data: DataSet, entries: Sequence[Positionwise]
+) -> Figure | None:
+    """One panel per evaluation length, windowed lines last; None without results."""
+    panels: dict[int, list[_Line]] = {}
+    for item in sorted(entries, key=lambda entry: (entry.length, entry.window or 0)):
+        for name in item.methods if item.data == data.name else []:
+            found = results.positions(data.name, name, item.length, item.window, split)
+            if found:
+                panels.setdefault(item.length, []).append(_line(name, item.window, found))
+    if not panels:
+        return None
+    compared = any(_reference(lines) for lines in panels.values())
+    with figure_style():
+        figure = new_figure(len(panels), 2 if compared else 1, width=6.2, height=3.6)
+        grid = figure.subplots(2 if compared else 1, len(panels), squeeze=False)
+        for column, (length, lines) in enumerate(panels.items()):
+            train_length = results.train_length(data.name)
+            _panel(grid[0][column], lines, length, train_length)
+            finish_axes(
+                grid[0][column],
+                title=f"{data.title}, length {length:,}",
+                xlabel="position in the sequence (tokens)",
+                ylabel="perplexity",
+            )
+            if compared:
+                _difference_panel(grid[1][column], lines, length, train_length)
+    return figure
+
+
+def _reference(lines: Sequence[_Line]) -> _Line | None:
+    """The first windowed line; the texts' own ups and downs cancel in differences to it."""
+    return next((line for line in lines if line.window and line.losses.shape[1] == BINS), None)
+
+
+def _difference_panel(
+    axes: Axes, lines: Sequence[_Line], length: int, train_length: int | None
+) -> None:
+    """Loss minus the windowed line's, bin by bin: below zero, a model uses more than a window."""
+    reference = _reference(lines)
+    if reference is None:
+        axes.set_visible(False)
+        return
+    labels = []
+    for line in lines:
+        if line is reference or line.losses.shape[1] != BINS:
+            continue
+        style = line_style(line.name)
+        dashes = (0, (4, 2)) if line.window else "-"
+        seeds = min(len(line.losses), len(reference.losses))
+        apart = line.losses[:seeds] - reference.losses[:seeds]
+        fine = smoothed(apart.mean(axis=0))
+        axes.plot(line.middles, fine, color=style.color, linestyle=dashes)
+        if seeds > 1:
+            error = smoothed(apart.std(axis=0, ddof=1) / math.sqrt(seeds))
+            axes.fill_between(
+                line.middles, fine - error, fine + error, color=style.color, alpha=0.15, linewidth=0
+            )
+        labels.append(EndLabel(line.label, style.color, float(fine[-1])))
+    axes.axhline(0.0, color=line_style(reference.name).color, linestyle=(0, (4, 2)), linewidth=1.2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -0.25), min(high, 0.25))
+    axes.set_xlim(0, length)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    mark_train_length(axes, train_length)
+    direct_labels(axes, labels)
+    finish_axes(
+        axes,
+        title=f"the same, against {reference.label}",
+        xlabel="position in the sequence (tokens)",
+        ylabel="difference of the loss (nats)",
+    )
+
+
+def _line(name: str, window: int | None, found: Sequence[PositionEntry]) -> _Line:
+    """Bins of the stored positions; results of older versions have only their buckets."""
+    full = [entry.by_position for entry in found if len(entry.by_position) == entry.length]
+    if full:
+        cut = [binned(losses) for losses in full]
+        return _Line(name, window, cut[0][0], np.array([losses for _, losses in cut]))
+    first = found[0].buckets
+    same = [item.buckets for item in found if len(item.buckets) == len(first)]
+    middles = [math.sqrt((b.start + 1) * max(b.end, b.start + 1)) for b in first]
+    return _Line(name, window, np.array(middles), np.array([[b.loss for b in own] for own in same]))
+
+
+def _panel(axes: Axes, lines: Sequence[_Line], length: int, train_length: int | None) -> None:
+    labels = []
+    for line in lines:
+        style = line_style(line.name)
+        dashes = (0, (4, 2)) if line.window else "-"
+        losses = line.losses.mean(axis=0)
+        fine = smoothed(losses) if len(losses) == BINS else losses
+        axes.plot(line.middles, _ppl(losses), color=style.color, linewidth=0.7, alpha=0.35)
+        axes.plot(line.middles, _ppl(fine), color=style.color, linestyle=dashes, label=line.label)
+        if len(line.losses) > 1:
+            # The seeds' texts are the same, so their spread, not the texts', is the error.
+            error = line.losses.std(axis=0, ddof=1) / math.sqrt(len(line.losses))
+            wide = smoothed(error) if len(losses) == BINS else error
+            axes.fill_between(
+                line.middles,
+                _ppl(fine - wide),
+                _ppl(fine + wide),
+                color=style.color,
+                alpha=0.15,
+                linewidth=0,
+            )
+        labels.append(EndLabel(line.label, style.color, float(_ppl(fine)[-1])))
+    axes.set_xlim(0, length)
+    axes.set_ylim(*_frame(lines))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    mark_train_length(axes, train_length)
+    direct_labels(axes, labels)
+
+
+def _ppl(losses: FloatArray) -> FloatArray:
+    return np.exp(np.minimum(losses, 700.0))
+
+
+def _frame(lines: Sequence[_Line]) -> tuple[float, float]:
+    """Everything that matters: from the best to the first bins, explosions cut off."""
+    values = np.concatenate([_ppl(line.losses.mean(axis=0)) for line in lines])
+    low = float(values.min())
+    high = min(float(np.percentile(values, 98)) * 1.05, 2.5 * float(np.median(values)))
+    return low * 0.97, max(high, low * 1.2)
