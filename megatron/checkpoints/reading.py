@@ -15,6 +15,7 @@ from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_con
 from megatron.checkpoints.sharding import Sharding, merge_shards
 from megatron.checkpoints.universal import read_weights
 from megatron.checkpoints.weight_names import (
+    FIRST_LAYER,
     canonical_shard,
     share_positions,
     split_name,
@@ -23,6 +24,7 @@ from megatron.checkpoints.weight_names import (
 from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, intermediate_size_for
 
 __all__ = ["Checkpoint", "read_checkpoint"]
 
@@ -82,6 +84,8 @@ def read_checkpoint(
         raise CheckpointError(f"{layout.directory}: holds no word_embeddings.weight at layer 0")
     if not (native and args.model.kerple_share == "per_layer"):
         weights, args = _shared(weights, args)
+    if not native:
+        args = _as_wide_as_its_blocks(weights, args)
     kind = "native" if native else "kerple" if "kerple" in args.model.pos_emb else "neox"
     return Checkpoint(weights, args, layout, kind, _iteration(layout))
 
@@ -119,6 +123,16 @@ def _shared(weights: dict[str, Tensor], args: NeoXArgs) -> tuple[dict[str, Tenso
     per_layer = any(split_name(name)[1].startswith("positions.") for name in weights)
     share = "per_layer" if per_layer else "all"
     return weights, args if args.model.kerple_share == share else args.replace(kerple_share=share)
+
+
+def _as_wide_as_its_blocks(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:
+    """GPT-NeoX has had several rules for the width of gated MLPs: the weights tell it."""
+    last = weights.get(f"{FIRST_LAYER}.mlp.dense_4h_to_h.weight")
+    activation = args.model.activation
+    if last is None or activation not in GATED_ACTIVATIONS or last.shape[1] == args.model.ffn_size:
+        return args
+    size = intermediate_size_for(last.shape[1], activation)
+    return args.replace(intermediate_size=size, mlp_multiple_of=1)
 
 
 def _read_shards(layout: Layout) -> list[dict[str, Tensor]]:

@@ -21,7 +21,7 @@ from megatron.checkpoints.universal_engine import load_universal, load_zero3_wei
 from megatron.errors import CheckpointError
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds
-from megatron.neox_arguments.deepspeed_config import zero_stage_in_effect
+from megatron.neox_arguments.deepspeed_config import accumulation_dtype, zero_stage_in_effect
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -194,6 +194,8 @@ def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
         "model_parallel_size": args.parallel.model_parallel_size,
         "zero_stage": zero,
         "precision": args.optimization.precision or "fp32",
+        # DeepSpeed keeps bf16's fp32 sums in an optimizer, and files, of another kind.
+        "grad_accum_dtype": accumulation_dtype(args) if zero == 1 else None,
         # Without ZeRO every replica holds everything, and their number is free.
         "data_parallel_size": plan.data_parallel_size if zero else None,
         "world_size": world_size,
@@ -216,7 +218,7 @@ def check_layout(directory: Path, args: NeoXArgs) -> None:
     differing = [
         f"{key} {saved.get(key)} -> {value}"
         for key, value in now.items()
-        if key != "world_size" and saved.get(key) != value
+        if key != "world_size" and saved.get(key, value) != value
     ]
     if differing:
         raise CheckpointError(

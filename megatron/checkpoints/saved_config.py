@@ -126,6 +126,12 @@ def as_it_began(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
     changes = meaning_then(saved)
     if args.optimization.override_lr_scheduler or args.checkpoint.finetune:
         changes.pop("lr_decay_rule", None)
+    now = args.to_dict()
+    changes = {  # a value that was changed since is what it says
+        key: value
+        for key, value in changes.items()
+        if key == "lr_decay_rule" or now.get(key) == saved.get(key)
+    }
     return args.replace(**changes) if changes else args
 
 

@@ -77,7 +77,7 @@ def measure_lengths(
     """The entries of every split and length that can be measured; the others are in `errors`."""
     options = context.options
     results: dict[str, Any] = {}
-    with windowed(context.model, options.window, context.model.spec.sliding_window_width):
+    with windowed(context.model, options.window, context.model.spec.attention_window):
         for split in options.splits:
             entries = [
                 context.cells.attempt(

@@ -65,9 +65,7 @@ class LMEvalTask(EvaluationTask):
         }
 
     def run(self, context: Context) -> dict[str, Any]:
-        with windowed(
-            context.model, context.options.window, context.model.spec.sliding_window_width
-        ):
+        with windowed(context.model, context.options.window, context.model.spec.attention_window):
             return {self.name: context.cells.get(self.name, lambda: self._evaluate(context))}
 
     def _evaluate(self, context: Context) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class Passkey(EvaluationTask):
     def run(self, context: Context) -> dict[str, Any]:
         options = context.options
         grid: list[dict[str, Any]] = []
-        with windowed(context.model, options.window, context.model.spec.sliding_window_width):
+        with windowed(context.model, options.window, context.model.spec.attention_window):
             for length in options.passkey_lengths:
                 cells = context.cells.attempt(
                     str(length), partial(_measure, context, length), length=length

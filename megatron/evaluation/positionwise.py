@@ -58,7 +58,7 @@ class Positionwise(EvaluationTask):
     def run(self, context: Context) -> dict[str, Any]:
         options = context.options
         results: dict[str, Any] = {}
-        with windowed(context.model, options.window, context.model.spec.sliding_window_width):
+        with windowed(context.model, options.window, context.model.spec.attention_window):
             for split in options.splits:
                 for length in sorted(options.lengths, reverse=True):
                     entry = context.cells.attempt(

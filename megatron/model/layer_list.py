@@ -160,7 +160,7 @@ class LayerFactory:
             generators=generators,
             bias=spec.use_bias_in_attn_linear,
             dropout=spec.attention_dropout,
-            window=spec.sliding_window_width,
+            window=spec.attention_window,
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
             rotary=positions if isinstance(positions, RotaryEmbedding) else None,

@@ -38,8 +38,6 @@ def build_deepspeed_config(args: NeoXArgs, world_size: int) -> dict[str, Any]:
     for key in ("flops_profiler", "comms_logger"):
         if (block := getattr(args.logging, key)) is not None:
             config[key] = block
-    if optimization.data_types is not None:
-        config["data_types"] = optimization.data_types
     _add_extra(config, args.runtime.deepspeed_extra_args or {})
     return config
 
@@ -78,10 +76,19 @@ def _add_precision(config: dict[str, Any], args: NeoXArgs) -> None:
     elif optimization.precision == "bf16":
         assert optimization.bf16 is not None
         config["bf16"] = optimization.bf16.model_dump()
+    config["data_types"] = {"grad_accum_dtype": accumulation_dtype(args)}
+    config["data_types"] |= optimization.data_types or {}
     if optimization.communication_data_type is not None:
         config["communication_data_type"] = optimization.communication_data_type
     elif optimization.fp32_allreduce:
         config["communication_data_type"] = "fp32"
+
+
+def accumulation_dtype(args: NeoXArgs) -> str:
+    """What gradients are added up in: fp32 also under bf16, whose sums would lose small parts."""
+    usual = "fp16" if args.optimization.precision == "fp16" else "fp32"
+    chosen = str((args.optimization.data_types or {}).get("grad_accum_dtype") or usual)
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(chosen, chosen)
 
 
 def _add_extra(config: dict[str, Any], extra: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import data_parallel_size
 from megatron.neox_arguments.catalogue import method
+from megatron.neox_arguments.deepspeed_config import accumulation_dtype
 from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
 
 KNOWN_VOCABULARIES = {
@@ -110,11 +111,13 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     copies = data_parallel_size(args.parallel, world_size)
     stage = args.optimization.zero_stage
     half = args.optimization.precision != "fp32"
+    # bf16's gradients are added up in fp32 beside them.
+    sums = 4 if args.optimization.precision == "bf16" and accumulation_dtype(args) == "fp32" else 0
     # 16-bit training keeps an fp32 copy beside Adam's two moments.
     states = share * (12 if half else 8)
     return MemoryEstimate(
         parameters=share * (2 if half else 4) // (copies if stage == 3 else 1),
-        gradients=share * (2 if half else 4) // (copies if stage >= 2 else 1),
+        gradients=share * ((2 if half else 4) + sums) // (copies if stage >= 2 else 1),
         optimizer=states // (copies if stage >= 1 else 1),
         activations=_activation_bytes(args, world_size),
     )

@@ -134,7 +134,6 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "gMLP": {"gmlp_attn_dim": (64,)},
     "this MLP or attention variant": {
         "mlp_type": ("regular",),
-        "mlp_multiple_of": (1,),
         "expansion_factor": (4,),
         "use_qk_layernorm": _OFF,
         "opt_pos_emb_offset": (0,),

@@ -18,6 +18,7 @@ from megatron.neox_arguments.values import (
     Fraction,
     Group,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     about,
@@ -71,9 +72,16 @@ class ModelArgs(Group):
     )
     intermediate_size: PositiveInt | None = Field(
         None,
-        description="Width of the MLP; null means 4 x hidden_size, or two thirds of that in steps "
-        "of 64 for gated activations.",
+        description="Width of the MLP; null means 4 x hidden_size. A gated activation (swiglu, "
+        "geglu, reglu) is a third as wide, as in GPT-NeoX: two thirds of this are the outputs of "
+        "the first projection, and half of them gate the others.",
         json_schema_extra=about(hf_default=3072),
+    )
+    mlp_multiple_of: PositiveInt = Field(
+        1,
+        description="Round the width of the MLP (after the thirds of gated ones) up to a multiple "
+        "of this.",
+        json_schema_extra=about(hf=None),
     )
     seq_length: PositiveInt = Field(
         2048,
@@ -162,9 +170,10 @@ class ModelArgs(Group):
         "the same attention) is implemented; use sliding_window_width for a window.",
         json_schema_extra=about(hf=None),
     )
-    sliding_window_width: PositiveInt | None = Field(
+    sliding_window_width: NonNegativeInt | None = Field(
         None,
-        description="Attend to at most this many tokens, the query included; null: all.",
+        description="Attend to the query and to this many tokens before it, as GPT-NeoX; null: "
+        "to all.",
         json_schema_extra=about(hf="attention_window"),
     )
     attention_engine: Literal["auto", "naive", "tiled", "triton"] = Field(
@@ -312,12 +321,16 @@ class ModelArgs(Group):
 
     @property
     def ffn_size(self) -> int:
-        """Width of the MLP, with its default filled in."""
-        if self.intermediate_size is not None:
-            return self.intermediate_size
+        """Inputs of the MLP's second projection, by GPT-NeoX's rule."""
+        size, multiple = self.intermediate_size or 4 * self.hidden_size, self.mlp_multiple_of
         if self.activation in GATED_ACTIVATIONS:
-            return -(-(8 * self.hidden_size // 3) // 64) * 64
-        return 4 * self.hidden_size
+            return -(-(size * 2 // 3) // (2 * multiple)) * multiple
+        return -(-size // multiple) * multiple
+
+    @property
+    def attention_window(self) -> int | None:
+        """Keys that a query sees at most, its own included; None: all."""
+        return None if self.sliding_window_width is None else self.sliding_window_width + 1
 
     @property
     def activation_name(self) -> str:
@@ -334,6 +347,11 @@ class ModelArgs(Group):
     def validation_length(self) -> int:
         """seq_length_val with its default filled in."""
         return self.seq_length_val or self.seq_length
+
+
+def intermediate_size_for(width: int, activation: str) -> int:
+    """The `intermediate_size` (with mlp_multiple_of 1) that makes an MLP `width` wide."""
+    return 3 * width if activation in GATED_ACTIVATIONS else width
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,9 @@ class OptimizationArgs(Group):
         1.0, description="With prescale_gradients: divide by this first."
     )
     data_types: dict[str, Any] | None = Field(
-        None, description="DeepSpeed's data_types block, e.g. {grad_accum_dtype: fp32}."
+        None,
+        description="DeepSpeed's data_types block. Under bf16 gradients are added up in fp32, as "
+        "in GPT-NeoX; {grad_accum_dtype: bf16} takes less memory.",
     )
     checkpoint_activations: bool = Field(
         False, description="Recompute layers in the backward pass instead of keeping them."

@@ -11,9 +11,9 @@ from megatron.neox_arguments.values import (
     Group,
     Int,
     NonNegativeInt,
+    NonNegativeIntList,
     PositiveFloat,
     PositiveInt,
-    PositiveIntList,
 )
 
 
@@ -22,15 +22,18 @@ class CheckpointArgs(Group):
 
     save: str | None = Field(None, description="Run directory for checkpoints and metrics.")
     load: str | None = Field(None, description="Run directory to resume or evaluate.")
-    checkpoint_factor: PositiveInt | None = Field(
+    checkpoint_factor: PositiveInt | PositiveFloat | None = Field(
         None,
-        description="Save every this many steps (linear) or at its powers (log). `save_interval` "
-        "is the old name. The last step is always saved.",
+        description="Save every this many steps (linear), or at step 1 and at the powers of this, "
+        "which may be a fraction above 1 (log). `save_interval` is the old name. The last step is "
+        "always saved.",
     )
     checkpoint_scale: Literal["linear", "log"] = Field(
         "linear", description="Spacing of checkpoints."
     )
-    extra_save_iters: PositiveIntList | None = Field(None, description="More steps to save at.")
+    extra_save_iters: NonNegativeIntList | None = Field(
+        None, description="More steps to save at; 0 is the model before the first."
+    )
     keep_last_n_checkpoints: PositiveInt | None = Field(
         None, description="Delete older checkpoints; null keeps all."
     )
@@ -121,7 +124,11 @@ class LoggingArgs(Group):
     wandb_host: str = Field("https://api.wandb.ai", description="wandb server.")
     wandb_run_name: str | None = Field(None, description="wandb name of this run.")
     wandb_init_all_ranks: bool = Field(False, description="One wandb run per rank.")
-    log_grad_norm: bool = Field(False, description="Log the gradient norm of each parameter.")
+    log_grad_norm: bool = Field(
+        False,
+        description="Accepted for old files: the norm of the whole gradient is always logged.",
+        json_schema_extra=NO_EFFECT,
+    )
     log_param_norm: bool = Field(False, description="Log the norm of each parameter.")
     log_optimizer_states: bool = Field(
         False, description="Log the norms of the optimizer's moments."

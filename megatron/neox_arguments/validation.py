@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
+from megatron.neox_arguments.model_keys import intermediate_size_for
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -24,6 +25,7 @@ def check(args: NeoXArgs) -> None:
     _check_attention_config(args.model)
     _check_parallel(args)
     _check_schedule(args)
+    _check_checkpoints(args)
     _check_split(args)
     _check_blends(args)
     _check_evaluation(args)
@@ -33,11 +35,8 @@ def check(args: NeoXArgs) -> None:
 
 NOT_IMPLEMENTED = {
     "no_save_optim": "optimizer states are always saved; --to hf exports weights alone",
-    "use_checkpoint_lr_scheduler": "the schedule always comes from the config, its step from the "
-    "checkpoint",
     "checkpoint_validation_with_forward_pass": "checkpoints are verified by checksums instead",
     "wandb_init_all_ranks": "rank 0 logs for all",
-    "log_grad_norm": "the norm of all gradients is always logged as grad_norm",
     "log_param_norm": "per-parameter norms are not logged",
     "log_optimizer_states": "optimizer states are not logged",
     "log_grad_pct_zeros": "the share of zero gradients is not logged",
@@ -74,8 +73,16 @@ def _check_heads(args: NeoXArgs) -> None:
     if ffn % mp:
         raise ConfigError(
             f"model_parallel_size = {mp} does not divide the MLP width {ffn}. "
-            f"Use intermediate_size {-(-ffn // mp) * mp}."
+            f"Use intermediate_size {_wider(args.model, mp)}."
         )
+
+
+def _wider(model: ModelArgs, mp: int) -> int:
+    """The next intermediate_size whose width tensor parallelism divides."""
+    width = -(-model.ffn_size // mp) * mp
+    if model.mlp_multiple_of > 1:  # then a wish is rounded, so that only this can be promised
+        width = -(-width // (mp * model.mlp_multiple_of)) * mp * model.mlp_multiple_of
+    return intermediate_size_for(width, model.activation)
 
 
 def _check_positions(model: ModelArgs) -> None:
@@ -178,6 +185,22 @@ def _check_schedule(args: NeoXArgs) -> None:
         raise ConfigError(
             f"optimizer.params.betas = {list(optimization.optimizer.params.betas)}: each must be "
             "below 1."
+        )
+
+
+def _check_checkpoints(args: NeoXArgs) -> None:
+    factor = args.checkpoint.checkpoint_factor
+    if factor is None:
+        return
+    if args.checkpoint.checkpoint_scale == "log" and factor <= 1:
+        raise ConfigError(
+            f"checkpoint_factor = {factor} with checkpoint_scale: log: its powers do not grow. "
+            "Use 2 to save at steps 1, 2, 4, 8, ..."
+        )
+    if args.checkpoint.checkpoint_scale == "linear" and factor != int(factor):
+        raise ConfigError(
+            f"checkpoint_factor = {factor} is no whole number of steps. Use {round(factor) or 1}, "
+            "or checkpoint_scale: log."
         )
 
 

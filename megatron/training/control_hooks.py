@@ -129,7 +129,7 @@ class SaveCheckpoints(Hook):
         self,
         store: CheckpointStore,
         *,
-        interval: int | None,
+        interval: float | None,
         scale: str,
         extra_steps: frozenset[int],
         samples_per_step: int,
@@ -140,6 +140,8 @@ class SaveCheckpoints(Hook):
         self.saved_step = -1
 
     def on_start(self, trainer: Trainer) -> None:
+        if trainer.step == 0 and 0 in self.extra_steps:
+            self._save(trainer)
         self.saved_step = trainer.step
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
@@ -162,10 +164,10 @@ class SaveCheckpoints(Hook):
             return False
         if self.scale == "linear":
             return step % self.interval == 0
-        power = self.interval
-        while power < step:
-            power *= 2
-        return power == step
+        power = 1.0
+        while int(power) < step:  # GPT-NeoX's: 1 and the powers, cut to whole steps
+            power *= self.interval
+        return int(power) == step
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.step == self.saved_step:

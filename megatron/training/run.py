@@ -145,7 +145,9 @@ def _as_the_run_began(args: NeoXArgs) -> NeoXArgs:
     """A run from before a key existed is resumed with what it did then."""
     load = _load_directory(args)
     store = CheckpointStore(Path(load)) if load else None
-    step = find_checkpoint(store, args.checkpoint.iteration) if store else None
+    step = args.checkpoint.iteration
+    if step is None and store is not None:
+        step = store.newest()
     if store is None or step is None:
         return args
     began = as_it_began(args, store.path(step))

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+import megatron
+from megatron.checkpoints.save_and_resume import LAYOUT
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
 from megatron.training.schedule import Schedule
 from tests.training.cases import write_data
-from tests.training.runs import run, run_config
+from tests.training.runs import losses, run, run_config
 
 STEPS, FIRST = 6, 2
 
 
-def forget_keys(save: Path, *keys: str) -> None:
-    """Make the newest checkpoint one of a version that did not know `keys`."""
+def forget_keys(save: Path, *keys: str, **values: Any) -> None:
+    """Make the newest checkpoint one of a version that did not know `keys`, and had `values`."""
     store = CheckpointStore(save)
     newest = store.newest()
     assert newest is not None
     folder = store.path(newest)
     file = folder / "configs" / "resolved.yml"
     saved = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({key: saved[key] for key in saved if key not in keys}))
+    kept = {key: saved[key] for key in saved if key not in keys}
+    file.write_text(yaml.safe_dump({**kept, **values}))
+    layout = folder / LAYOUT
+    known = json.loads(layout.read_text())
+    known.pop("grad_accum_dtype")
+    layout.write_text(json.dumps(known))
     sums = json.loads((folder / CHECKSUMS).read_text())
-    sums["configs/resolved.yml"] = [file.stat().st_size, checksum(file)]
+    for changed in (file, layout):
+        name = str(changed.relative_to(folder))
+        sums[name] = [changed.stat().st_size, checksum(changed)]
     (folder / CHECKSUMS).write_text(json.dumps(sums))
 
 
@@ -52,3 +62,26 @@ def test_a_run_from_before_lr_decay_rule_keeps_its_schedule(tmp_path: Path, over
     assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-9)
     saved = yaml.safe_load((save / f"global_step{STEPS}/configs/resolved.yml").read_text())
     assert saved["lr_decay_rule"] == rule  # what the next resume goes by
+
+
+def test_an_earlier_run_keeps_its_width_its_window_and_its_bf16_sums(tmp_path: Path) -> None:
+    """Its config said: a gated MLP of 48, a window of 5 keys; gradients were added up in bf16."""
+    data, plain = write_data(tmp_path), {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    said = {"activation": "swiglu", "precision": "bf16", **plain}
+    said |= {"intermediate_size": 48, "sliding_window_width": 5}
+    meant = {**said, "intermediate_size": 144, "sliding_window_width": 4}
+    meant |= {"data_types": {"grad_accum_dtype": "bf16"}}
+    save, whole = tmp_path / "run", tmp_path / "whole"
+    run(run_config(data, whole, **meant, train_iters=4), tmp_path)
+    run(run_config(data, save, **meant, train_iters=2), tmp_path)
+    new = ("lr_decay_rule", "mlp_multiple_of", "data_types")
+    forget_keys(save, *new, intermediate_size=48, sliding_window_width=5)
+    assert read_shape(save) == (48, 5)
+    run(run_config(data, save, **said, train_iters=4), tmp_path)
+    assert losses(save) == losses(whole)
+
+
+def read_shape(save: Path) -> tuple[int, int | None]:
+    """What an evaluation of the run would build."""
+    spec = megatron.load_pretrained(save).spec
+    return spec.ffn_size, spec.attention_window

@@ -10,6 +10,7 @@ from megatron.errors import ConfigError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.transformer import TransformerLayer
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.model_keys import intermediate_size_for
 from tests.conftest import REPOSITORY
 
 SPEC = ModelSpec(
@@ -67,9 +68,47 @@ def test_fused_gelu_is_the_tanh_approximation() -> None:
     assert SPEC.activation_name == "gelu"
 
 
-def test_gated_layers_keep_the_parameter_count_near_ungated() -> None:
-    assert SPEC.replace(hidden_size=768).ffn_size == 3072
-    assert SPEC.replace(hidden_size=768, activation="swiglu").ffn_size == 2048
+@pytest.mark.parametrize(
+    ("sizes", "width"),
+    [
+        ({"hidden_size": 768}, 3072),
+        ({"hidden_size": 768, "activation": "swiglu"}, 1024),
+        ({"hidden_size": 768, "activation": "geglu", "mlp_multiple_of": 300}, 1200),
+        ({"hidden_size": 4096, "activation": "swiglu", "intermediate_size": 32768}, 10923),
+        (  # llama 7B
+            {
+                "hidden_size": 4096,
+                "activation": "swiglu",
+                "intermediate_size": 32768,
+                "mlp_multiple_of": 256,
+            },
+            11008,
+        ),
+        ({"intermediate_size": 100, "mlp_multiple_of": 16}, 112),
+    ],
+    ids=str,
+)
+def test_the_mlp_is_as_wide_as_in_gpt_neox(sizes: dict[str, object], width: int) -> None:
+    assert SPEC.replace(**sizes).ffn_size == width
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "reglu"])
+@pytest.mark.parametrize("width", [1, 33, 128])
+def test_every_width_has_an_intermediate_size(activation: str, width: int) -> None:
+    size = intermediate_size_for(width, activation)
+    assert SPEC.replace(activation=activation, intermediate_size=size).ffn_size == width
+
+
+def test_a_window_shows_the_query_and_so_many_tokens_before_it() -> None:
+    """As GPT-NeoX's flash-attention: a change further back is not seen."""
+    model = GPTModel(SPEC.replace(num_layers=1, sliding_window_width=4)).eval()
+    text = tokens()
+    changed = text.clone()
+    changed[:, 2] = (changed[:, 2] + 1) % SPEC.padded_vocab_size
+    with torch.no_grad():
+        difference = (model(text) - model(changed)).abs().amax(dim=(0, 2))
+    assert (difference[2:7] > 0).all()
+    assert (difference[7:] == 0).all()
 
 
 def test_chunked_loss_equals_the_whole() -> None:

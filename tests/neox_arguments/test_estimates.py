@@ -44,6 +44,24 @@ def test_count_is_the_models(values: dict[str, Any]) -> None:
     assert count.total == sum(unique.values())
 
 
+def test_llama_7b_has_the_parameters_that_its_authors_count() -> None:
+    llama = {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "activation": "swiglu",
+        "intermediate_size": 32768,
+        "mlp_multiple_of": 256,
+        "norm": "rmsnorm",
+        "pos_emb": "rotary",
+        "no_weight_tying": True,
+        "make_vocab_size_divisible_by": 1,
+        "vocab_size": 32000,
+        **{f"use_bias_in_{part}": False for part in ("norms", "attn_linear", "mlp")},
+    }
+    assert count_parameters(NeoXArgs.from_dict({**TINY, **llama})).total == 6_738_415_616
+
+
 def test_zero_stages_save_what_they_split() -> None:
     totals = []
     for stage in range(4):

@@ -95,6 +95,17 @@ def test_same_training_as_one_process(
     assert result["losses"][-1] < result["losses"][0], "nothing was learned"
 
 
+@pytest.mark.parametrize(
+    ("position", "arrangement"), [(row[0], row[2]) for row in TABLE if row[1] == "bf16"]
+)
+def test_bf16_clips_by_the_norm_of_fp32(
+    results: dict[str, Any], position: str, arrangement: str
+) -> None:
+    """A norm that misses a tensor-parallel slice or a stage is far off, and so is the clipping."""
+    norm = results[f"{position}-bf16-{arrangement}"]["grad_norms"][0]
+    assert norm == pytest.approx(results[f"{position}-fp32-one"]["grad_norms"][0], rel=1e-2)
+
+
 @pytest.mark.parametrize(("position", "name", "arrangement", "processes"), TABLE)
 def test_same_kernel_updates_and_equal_replicas(
     results: dict[str, Any], position: str, name: str, arrangement: str, processes: int

@@ -18,7 +18,7 @@ from megatron.model.position_names import canonical_name
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
-from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys
+from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys, intermediate_size_for
 
 __all__ = ["args_from_hf", "from_hf_names", "hf_config", "is_plain_gpt_neox", "to_hf_names"]
 
@@ -62,6 +62,7 @@ def hf_config(
     values |= {
         "vocab_size": spec.padded_vocab_size,
         "intermediate_size": spec.ffn_size,
+        "attention_window": spec.attention_window,
         "hidden_act": spec.activation_name,
         "tie_word_embeddings": not spec.no_weight_tying,
         "bos_token_id": eos,
@@ -127,7 +128,9 @@ def args_from_hf(config: PretrainedConfig, source: Path) -> NeoXArgs:
     }
     width = values.pop("intermediate_size")
     args = NeoXArgs.from_dict(values)
-    return args if args.model.ffn_size == width else args.replace(intermediate_size=width)
+    if args.model.ffn_size == width:
+        return args
+    return args.replace(intermediate_size=intermediate_size_for(width, args.model.activation))
 
 
 def _activation(name: str, source: Path) -> dict[str, Any]:
@@ -140,7 +143,9 @@ def _activation(name: str, source: Path) -> dict[str, Any]:
 
 def _from_kerple(config: KerpleNeoXConfig, source: Path) -> dict[str, Any]:
     values = {key.key: getattr(config, key.name) for key in hugging_face_keys()}
+    window: int | None = config.attention_window
     return values | {
+        "sliding_window_width": None if window is None else window - 1,
         _EPSILONS[config.norm]: config.norm_eps,
         **_activation(config.hidden_act, source),
     }
