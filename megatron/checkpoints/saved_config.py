@@ -12,7 +12,7 @@ from megatron.checkpoints.layouts import Layout
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import OWNER, NeoXArgs
-from megatron.neox_arguments.foreign_keys import UNIMPLEMENTED
+from megatron.neox_arguments.foreign_keys import changes_the_model
 from megatron.neox_arguments.model_keys import KEYS_OF_OURS
 from megatron.neox_arguments.normalize import canonical_key
 from megatron.neox_arguments.values import facts_of
@@ -103,7 +103,7 @@ def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
         kept = {
             key: value
             for key, value in config.items()
-            if OWNER.get(key) in _NEEDED_GROUPS or key in UNIMPLEMENTED or key == "num_kv_heads"
+            if OWNER.get(key) in _NEEDED_GROUPS or changes_the_model(key) or key == "num_kv_heads"
         }
         try:
             args = NeoXArgs.from_dict({**kept, "train_micro_batch_size_per_gpu": 1})

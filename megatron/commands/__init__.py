@@ -24,6 +24,7 @@ COMMANDS = {
     "train_tokenizer": "train a tokenizer on your text",
     "inspect_checkpoint": "show what a checkpoint holds, or what differs between two",
     "convert_checkpoint": "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any",
+    "convert_neox_to_hf": "export to Hugging Face, with GPT-NeoX's flags",
     "reshard_checkpoint": "make a run resume under another layout",
     "plot_kernels": "draw the kernels of a checkpoint, of a method or of a class of yours",
     "plot_run": "draw a run's loss, rate, gradient norm, tokens/s and kernels",

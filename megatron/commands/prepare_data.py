@@ -20,6 +20,8 @@ from megatron.terminal import say_next, shown_command
 from megatron.tokenizer import TOKENIZERS
 from megatron.tokenizer.byte_pairs import MERGES, VOCABULARY
 
+DEFAULT_CORPUS = "enwik8"  # GPT-NeoX's
+
 
 def build_parser() -> argparse.ArgumentParser:
     table = "\n".join(
@@ -32,7 +34,9 @@ def build_parser() -> argparse.ArgumentParser:
         "An output that is up to date is not rebuilt.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="corpora to prepare, see below")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="corpora to prepare, see below (default: enwik8)"
+    )
     parser.add_argument(
         "-d",
         "--data-dir",
@@ -48,8 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
         "own vocabulary); CharLevelTokenizer (bytes) for stdlib, django_docs and your own text "
         "when no vocabulary is given",
     )
-    parser.add_argument("--vocab-file", type=Path, help="the tokenizer's vocabulary, or its folder")
-    parser.add_argument("--merge-file", type=Path, help="the merges of GPT2BPETokenizer")
+    parser.add_argument(
+        "-v", "--vocab-file", type=Path, help="the tokenizer's vocabulary, or its folder"
+    )
+    parser.add_argument("-m", "--merge-file", type=Path, help="the merges of GPT2BPETokenizer")
     parser.add_argument(
         "--input",
         type=Path,
@@ -76,7 +82,13 @@ def _add_switches(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=available_cores(), help="processes")
     parser.add_argument("--ftfy", action="store_true", help="repair broken encodings with ftfy")
     parser.add_argument("--strict", action="store_true", help="a broken line is an error")
-    parser.add_argument("--force", action="store_true", help="rebuild an output that is up to date")
+    parser.add_argument(
+        "-f",
+        "--force",
+        "--force-redownload",
+        action="store_true",
+        help="rebuild an output that is up to date",
+    )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bars")
 
 
@@ -85,8 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     if not args.names:
         args.names, args.input = _name_after_inputs(args.input)
-    if not args.names:
-        parser.error("give the NAME of a corpus, for example: prepare_data.py stdlib")
+    if not args.names and args.input:
+        parser.error("--input PATH... needs a NAME for the corpus as the last word")
+    args.names = args.names or [DEFAULT_CORPUS]
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if args.input and len(args.names) > 1:
         raise DataError("--input takes one NAME; prepare the others separately")

@@ -46,7 +46,7 @@ class Recall(EvaluationTask):
     def run(self, context: Context) -> dict[str, Any]:
         options = context.options
         grid = []
-        with windowed(context.model, options.window, context.model.spec.sliding_window_width):
+        with windowed(context.model, options.window, context.model.spec.attention_window):
             for kind in RECALL_KINDS:
                 for length in options.lengths:
                     cell = context.cells.attempt(

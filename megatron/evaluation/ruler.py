@@ -91,7 +91,7 @@ class Ruler(EvaluationTask):
             + ", ".join(f"{name} {length}" for name, length in smallest.items())
         )
         grid = []
-        with windowed(context.model, options.window, context.model.spec.sliding_window_width):
+        with windowed(context.model, options.window, context.model.spec.attention_window):
             for name in names:
                 for length in options.ruler_lengths:
                     grid.append(

@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.errors import ConfigError
@@ -100,24 +100,38 @@ def plan_launch(
     variables = dict(os.environ if environ is None else environ)
     hosts = _hosts(args.launcher, variables)
     if hosts is None:
-        return _plan_single_node(script, args, variables)
+        plan = _plan_single_node(script, args, variables)
+        if args.launcher.hostfile is None:
+            return plan
+        missing = f"hostfile = {args.launcher.hostfile} does not exist: this machine alone is used"
+        return replace(plan, warnings=(*plan.warnings, missing))
     return _plan_multi_node(script, args, hosts, variables)
 
 
 def _hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str, int] | None:
     """The job's hosts, or None for this machine."""
-    if launcher.hostfile is not None:
+    if launcher.hostfile is not None and _exists(launcher.hostfile):
         return read_hostfile(Path(launcher.hostfile))
     if launcher.launcher == "slurm":
         return _slurm_hosts(launcher, environ)
-    if DEEPSPEED_DEFAULT_HOSTFILE.is_file():
+    if launcher.hostfile is None and DEEPSPEED_DEFAULT_HOSTFILE.is_file():
         return read_hostfile(DEEPSPEED_DEFAULT_HOSTFILE)
     if launcher.num_nodes > 1:
         raise ConfigError(
-            f"num_nodes = {launcher.num_nodes} but there is no hostfile. Set hostfile, or "
+            f"num_nodes = {launcher.num_nodes} but there is no hostfile{_named(launcher)}. Set "
+            "hostfile to one with `name slots=N` a line, or "
             "launcher: slurm inside a Slurm allocation."
         )
     return None
+
+
+def _exists(hostfile: str | None) -> bool:
+    """GPT-NeoX's own files name one that nobody has, and mean this machine."""
+    return hostfile is not None and Path(hostfile).exists()
+
+
+def _named(launcher: LauncherArgs) -> str:
+    return "" if launcher.hostfile is None else f" {launcher.hostfile}"
 
 
 def _slurm_hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str, int]:
@@ -206,7 +220,7 @@ def _plan_multi_node(
     arguments = ["--launcher", launcher.launcher, "--master_port", str(launcher.master_port)]
     if args.launcher.master_addr:
         arguments += ["--master_addr", args.launcher.master_addr]
-    from_file = launcher.hostfile is not None or launcher.launcher != "slurm"
+    from_file = _exists(launcher.hostfile) or launcher.launcher != "slurm"
     if from_file:
         arguments += ["--hostfile", launcher.hostfile or str(DEEPSPEED_DEFAULT_HOSTFILE)]
         arguments += _counts(launcher)

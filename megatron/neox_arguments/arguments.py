@@ -19,6 +19,7 @@ from megatron.neox_arguments.data_keys import (
     GenerationArgs,
     TokenizerArgs,
 )
+from megatron.neox_arguments.deepspeed_blocks import unknown_zero_keys
 from megatron.neox_arguments.deepspeed_config import build_deepspeed_config
 from megatron.neox_arguments.merging import merge, parse_set, read_layer
 from megatron.neox_arguments.model_keys import ModelArgs
@@ -84,7 +85,9 @@ class NeoXArgs(Group):
         base = [read_layer(path, KNOWN_KEYS) for path in paths]
         above = [read_layer(path, KNOWN_KEYS) for path in overrides]
         assigned = [parse_set(text, KNOWN_KEYS) for text in sets]
-        args = cls._from_canonical(merge(base, [*above, *assigned]))
+        layers = [*base, *above, *assigned]
+        problems = [problem for layer in layers for problem in layer.problems]
+        args = cls._from_canonical(merge(base, [*above, *assigned]), problems)
         args._sources.update(_named_texts([(layer.source, layer.text) for layer in base + above]))
         return args
 
@@ -93,16 +96,19 @@ class NeoXArgs(Group):
         """From one flat mapping, in any spelling a YAML file may use."""
         source = "config"
         plain = copy_plain(dict(values) if isinstance(values, Mapping) else values, source)
-        return cls._from_canonical(normalize(plain, KNOWN_KEYS, source))
+        problems: list[str] = []
+        values = normalize(plain, KNOWN_KEYS, source, problems)
+        return cls._from_canonical(values, problems)
 
     @classmethod
-    def _from_canonical(cls, values: dict[str, Any]) -> NeoXArgs:
-        values = _check_kv_heads(resolve_precision(values))
+    def _from_canonical(cls, values: dict[str, Any], problems: list[str]) -> NeoXArgs:
+        """`problems`: what is already known to be wrong; all of it is raised at once."""
+        values = _check_kv_heads(resolve_precision(values), problems)
+        problems += unknown_zero_keys(values.get("zero_optimization"))
         grouped: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
         for key, value in values.items():
             if value is not None:
                 grouped[OWNER[key]][key] = value
-        problems: list[str] = []
         built: dict[str, Group] = {}
         for name, group in GROUPS.items():
             try:
@@ -110,6 +116,8 @@ class NeoXArgs(Group):
             except ValidationError as error:
                 problems += describe_validation_error(error, group)
         if problems:
+            if isinstance(model := built.get("model"), ModelArgs):
+                problems += validation.other_attention(model)
             raise ConfigError("\n".join(problems))
         args = cls.model_validate(built)
         validation.check(args)
@@ -166,12 +174,12 @@ class NeoXArgs(Group):
         return NeoXArgs.from_dict({**self.to_dict(), **changes}).with_sources(self._sources)
 
 
-def _check_kv_heads(values: dict[str, Any]) -> dict[str, Any]:
+def _check_kv_heads(values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """Grouped-query attention is not implemented; as many key heads as heads is no grouping."""
     rest = {key: value for key, value in values.items() if key != "num_kv_heads"}
     groups = values.get("num_kv_heads")
     if groups is not None and groups != values.get("num_attention_heads"):
-        raise ConfigError(
+        problems.append(
             f"num_kv_heads = {groups!r:.80}: grouped-query attention is a GPT-NeoX feature not "
             "implemented here. Remove it or set it to num_attention_heads."
         )

@@ -6,6 +6,7 @@ import argparse
 import base64
 import binascii
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +17,16 @@ from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.trust import allow_kernel, kernels_in
 from megatron.terminal import print_error
 
+HOSTFILE_VARIABLE = "DLTS_HOSTFILE"
+"""Names a hostfile for all configs, as in GPT-NeoX and on some clusters."""
+
 # deepy.py hands the config over as one argument; Linux takes up to 128 KiB in one.
 MAX_PAYLOAD = 120_000
 
 CONFIG_FLAGS: dict[str, tuple[str, ...]] = {
     "wandb_group": ("--wandb_group", "--wandb-group"),
+    "wandb_run_name": ("--wandb_run_name", "--wandb-run-name"),
+    "wandb_team": ("--wandb_team", "--wandb-team"),
     "eval_tasks": ("--eval_tasks", "--eval-tasks"),
     "iteration": ("--iteration",),
     "eval_results_prefix": ("--eval_results_prefix", "--eval-results-prefix"),
@@ -64,6 +70,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     add_allow_kernel_argument(parser)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
     parser.add_argument(*CONFIG_FLAGS["wandb_group"], help="wandb group of this run")
+    parser.add_argument(*CONFIG_FLAGS["wandb_run_name"], help="wandb name of this run")
+    parser.add_argument(*CONFIG_FLAGS["wandb_team"], help="wandb team or user")
     parser.add_argument(*CONFIG_FLAGS["eval_tasks"], nargs="+", help="what evaluate.py runs")
     parser.add_argument(*CONFIG_FLAGS["iteration"], type=int, help="checkpoint step to load")
     parser.add_argument(*CONFIG_FLAGS["eval_results_prefix"], help="start of result file names")
@@ -115,6 +123,8 @@ def load_config(options: argparse.Namespace) -> NeoXArgs:
     if not options.conf_files and not options.override:
         raise ConfigError("no config file given, e.g. configs/small_bf16.yml.")
     sets = list(options.sets)
+    if HOSTFILE_VARIABLE in os.environ:
+        sets.insert(0, f"hostfile={json.dumps(os.environ[HOSTFILE_VARIABLE])}")
     for key in CONFIG_FLAGS:
         value = getattr(options, key)
         if value is not None:

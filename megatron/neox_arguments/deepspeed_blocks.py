@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from megatron.neox_arguments.values import (
     Fraction,
@@ -90,7 +91,12 @@ class OffloadBlock(Group):
 
 
 class ZeroBlock(Group):
-    """DeepSpeed's ZeRO: what is split over data-parallel processes."""
+    """DeepSpeed's ZeRO: what is split over data-parallel processes.
+
+    Any other key that the installed DeepSpeed knows is passed on to it.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     stage: Annotated[NonNegativeInt, Field(le=3)] = Field(
         0, description="0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."
@@ -143,3 +149,28 @@ class ActivationCheckpointingBlock(Group):
         None, description="As synchronize_each_layer."
     )
     profile: bool | None = Field(None, description="As profile_backward.")
+
+
+def unknown_zero_keys(block: Any) -> list[str]:
+    """What to say of keys in `zero_optimization` that neither we nor DeepSpeed know."""
+    names = list(block) if isinstance(block, dict) else []
+    others = [key for key in names if key not in ZeroBlock.model_fields]
+    if not others:
+        return []  # DeepSpeed takes seconds to import
+    known = [*ZeroBlock.model_fields, *_deepspeeds_zero_keys()]
+    problems = []
+    for key in others:
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            hint = f"Did you mean {close[0]}?" if close else "DeepSpeed does not know it either."
+            problems.append(f"unknown key 'zero_optimization.{key:.80}'. {hint}")
+    return problems
+
+
+def _deepspeeds_zero_keys() -> list[str]:
+    try:
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    except ImportError:
+        return []
+    fields: Any = DeepSpeedZeroConfig.model_fields
+    return [*fields, *(field.alias for field in fields.values() if field.alias)]

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.errors import ConfigError
-
 ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",
+    "slurm_comment": "comment",
     "gas": "gradient_accumulation_steps",
 }
 """Old name -> today's name; the value keeps its meaning."""
@@ -36,7 +35,7 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "moe_jitter_eps": _OFF,
         "moe_expert_interval": (1, 2),
         "moe_aux_loss_coeff": (0, 0.1),
-        "moe_router_type": _OFF,
+        "moe_router_type": ("sinkhorn", "topk"),
         "moe_grouped_gemm": _OFF,
         "create_moe_param_group": (True,),
         "expert_interval": (1, 2),
@@ -117,8 +116,10 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "online data and replay": {
         "is_replay_enabled": _OFF,
         "replay_config": _OFF,
-        "online_dataserver_ips": _OFF,
-        "online_dataserver_ports": _OFF,
+        "online_dataserver_ips": ("localhost",),
+        "online_dataserver_ports": (10000,),
+        "serve_model_weights": _OFF,
+        "weight_server_port": (6000,),
     },
     "encoder-decoder and masked models": {
         "model_arch": ("gpt2",),
@@ -137,7 +138,6 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         "expansion_factor": (4,),
         "use_qk_layernorm": _OFF,
         "opt_pos_emb_offset": (0,),
-        "use_flashattn_swiglu": _OFF,
         "rotary_save_freqs_buffer": (True,),
         "rmsnorm_fusion": (True,),
         "fp16_lm_cross_entropy": _OFF,
@@ -202,6 +202,26 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 
+SHAPING = frozenset(
+    {
+        "mixture of experts",
+        "mu-parametrisation",
+        "sparse attention",
+        "Mamba",
+        "RWKV",
+        "Transformer Engine",
+        "encoder-decoder and masked models",
+        "parameter-efficient tuning",
+        "layer sharing",
+        "gMLP",
+        "this MLP or attention variant",
+    }
+)
+"""Features that make another model; a checkpoint trained with any other one can be loaded."""
+
+IGNORED = frozenset({"use_flashattn_swiglu", "fused_kernels_build_path", "global_num_gpus"})
+"""GPT-NeoX keys that change nothing: the same function fused, a build folder, a derived count."""
+
 UNIMPLEMENTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     key: (feature, harmless)
     for feature, keys in _FEATURES.items()
@@ -228,7 +248,6 @@ DERIVED: dict[str, str] = {
     "save_iters": "extra_save_iters",
     "is_pipe_parallel": "pipe_parallel_size",
     "world_size": "num_gpus",
-    "global_num_gpus": "num_gpus",
     "rank": "num_gpus",
     "local_rank": "num_gpus",
     "user_script": "the script after deepy.py",
@@ -238,8 +257,11 @@ DERIVED: dict[str, str] = {
 """Keys that GPT-NeoX fills in itself -> what to set instead."""
 
 
-def _is_off(value: Any, harmless: tuple[Any, ...]) -> bool:
-    if value is None or value is False:
+_FALSE_ASKS = frozenset({"use_shared_fs"})
+
+
+def _is_off(key: str, value: Any, harmless: tuple[Any, ...]) -> bool:
+    if value is None or (value is False and key not in _FALSE_ASKS):
         return True
     if isinstance(value, dict) and value.get("enabled") is False:
         return True
@@ -250,20 +272,52 @@ def _is_off(value: Any, harmless: tuple[Any, ...]) -> bool:
     )
 
 
-def refuse_foreign_key(key: str, value: Any, source: str) -> bool:
-    """True when `key` is foreign and switched off; ConfigError when it is foreign and on."""
-    if key in DERIVED:
-        raise ConfigError(
-            f"{source}: {key} = {value!r:.80} cannot be set, it is derived. "
-            f"Set {DERIVED[key]} instead."
-        )
-    if key not in UNIMPLEMENTED:
-        return False
-    feature, harmless = UNIMPLEMENTED[key]
-    if _is_off(value, harmless):
+def changes_the_model(key: str) -> bool:
+    """Whether a foreign key belongs to a feature that makes another model."""
+    return key in UNIMPLEMENTED and UNIMPLEMENTED[key][0] in SHAPING
+
+
+class ForeignKeys:
+    """The foreign keys of one file: which can be passed over, and what to say of the others."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._refused: dict[str, list[str]] = {}
+        self._derived: list[str] = []
+
+    def passes_over(self, key: str, value: Any) -> bool:
+        """True for a foreign key, on or off; those that are on are remembered."""
+        if key in IGNORED:
+            return True
+        if key in DERIVED:
+            self._derived.append(
+                f"{self.source}: {key} = {value!r:.80} cannot be set, it is derived. "
+                f"Set {DERIVED[key]} instead."
+            )
+            return True
+        if key not in UNIMPLEMENTED:
+            return False
+        feature, harmless = UNIMPLEMENTED[key]
+        if not _is_off(key, value, harmless):
+            self._refused.setdefault(feature, []).append(f"{key} = {value!r:.80}")
         return True
-    neutral = repr(harmless[0]) if harmless and harmless[0] is not True else "its default"
-    raise ConfigError(
-        f"{source}: {key} = {value!r:.80} is a GPT-NeoX key that is not implemented here "
-        f"({feature}). Remove it, or leave it at {neutral if harmless else 'null or false'}."
-    )
+
+    def problems(self) -> list[str]:
+        """One line per feature that is switched on, and one per key that cannot be set."""
+        return [*(self._line(feature) for feature in self._refused), *self._derived]
+
+    def _line(self, feature: str) -> str:
+        found = self._refused[feature]
+        if len(found) > 1:
+            return (
+                f"{self.source}: {', '.join(found)} are GPT-NeoX keys that are not implemented "
+                f"here ({feature}). Remove them."
+            )
+        harmless = UNIMPLEMENTED[found[0].split(" = ")[0]][1]
+        neutral = "null or false"
+        if harmless:
+            neutral = "its default" if harmless[0] is True else repr(harmless[0])
+        return (
+            f"{self.source}: {found[0]} is a GPT-NeoX key that is not implemented here "
+            f"({feature}). Remove it, or leave it at {neutral}."
+        )

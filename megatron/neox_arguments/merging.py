@@ -1,7 +1,9 @@
 """Several files become one config.
 
 Plain files must agree: the same key with two values is an error that names both files. Files after
-`--override` and values of `--set` are layers on top: they win, and mappings merge key by key.
+`--override` and values of `--set` are layers on top: they win, and mappings merge key by key. A
+later plain file wins too if its only key is `seq_length_val`, or if it holds one key and lies in a
+folder `lengths`: the official fork evaluates with `ex_eval.yml lengths/length_16384.yml`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ class Layer:
     source: str
     values: dict[str, Any]
     text: str = ""
+    problems: tuple[str, ...] = ()
 
 
 def read_layer(path: str | Path, known: list[str]) -> Layer:
@@ -33,9 +36,10 @@ def read_layer(path: str | Path, known: list[str]) -> Layer:
     source = str(path)
     parsed = parse_yaml(text, source)
     plain = copy_plain({} if parsed is None else parsed, source)
-    values = normalize(plain, known, source)
+    problems: list[str] = []
+    values = normalize(plain, known, source, problems)
     check_code_keys(path, values)
-    return Layer(source, values, text)
+    return Layer(source, values, text, tuple(problems))
 
 
 def parse_set(assignment: str, known: list[str]) -> Layer:
@@ -55,9 +59,10 @@ def parse_set(assignment: str, known: list[str]) -> Layer:
         raise ConfigError(f"{source}: {parts[0][:80]} has no keys inside it; write {parts[0]}=...")
     for part in reversed(parts):
         value = {part: value}
-    values = normalize(copy_plain(value, source), known, source)
+    problems: list[str] = []
+    values = normalize(copy_plain(value, source), known, source, problems)
     allow_kernel(kernels_in(values))
-    return Layer(source, values)
+    return Layer(source, values, problems=tuple(problems))
 
 
 _FREE_BLOCKS = frozenset({"data_types", "flops_profiler", "comms_logger", "deepspeed_extra_args"})
@@ -75,17 +80,25 @@ def merge(base: Sequence[Layer], overrides: Sequence[Layer]) -> dict[str, Any]:
 def _merge_equals(layers: Sequence[Layer]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
+    conflicts = []
     for layer in layers:
         for key, value in layer.values.items():
-            if key in merged and merged[key] != value:
-                raise ConfigError(
+            if key in merged and merged[key] != value and not _is_length_overlay(layer):
+                conflicts.append(
                     f"{key} is {_short(merged[key])} in {origin[key]} and {_short(value)} in "
                     f"{layer.source}. Remove one, or give the file that should win after "
                     f"--override (or the value with --set {key}=...)."
                 )
             merged[key] = value
             origin.setdefault(key, layer.source)
+    if conflicts:
+        raise ConfigError("\n".join(conflicts))
     return merged
+
+
+def _is_length_overlay(layer: Layer) -> bool:
+    in_folder = Path(layer.source).parent.name == "lengths"
+    return len(layer.values) == 1 and ("seq_length_val" in layer.values or in_folder)
 
 
 def _short(value: Any) -> str:

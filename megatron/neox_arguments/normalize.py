@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.foreign_keys import ALIASES, refuse_foreign_key
+from megatron.neox_arguments.foreign_keys import ALIASES, ForeignKeys
 
 NESTED_BLOCKS = frozenset(
     {
@@ -35,36 +35,46 @@ def canonical_key(key: str) -> str:
     return ALIASES.get(underscored, underscored)
 
 
-def unknown_key(key: str, known: list[str], source: str) -> ConfigError:
-    """The error for a key that nobody knows, with the nearest one that exists."""
+def unknown_key(key: str, known: list[str], source: str) -> str:
+    """What to say of a key that nobody knows, with the nearest one that exists."""
     close = get_close_matches(key, [*known, *ALIASES], n=1, cutoff=0.6)
     hint = f"Did you mean {close[0]}?" if close else "docs/neox_arguments.md lists every key."
-    return ConfigError(f"{source}: unknown key {key!r:.80}. {hint}")
+    return f"{source}: unknown key {key!r:.80}. {hint}"
 
 
-def normalize(values: dict[str, Any], known: list[str], source: str) -> dict[str, Any]:
-    """Canonical keys and values of one layer (a file, a --set); every key is checked."""
+def normalize(
+    values: dict[str, Any], known: list[str], source: str, problems: list[str]
+) -> dict[str, Any]:
+    """Canonical keys and values of one layer (a file, a --set).
+
+    Every key is checked; all that is wrong with them is added to `problems`.
+    """
     result: dict[str, Any] = {}
+    foreign, unknown = ForeignKeys(source), []
     for raw_key, raw_value in values.items():
         key = canonical_key(raw_key)
         if key not in known and key != "num_kv_heads":
-            if refuse_foreign_key(key, raw_value, source):
-                continue
-            raise unknown_key(raw_key, known, source)
+            if not foreign.passes_over(key, raw_value):
+                unknown.append(unknown_key(raw_key, known, source))
+            continue
         value = _normalize_value(key, raw_value, source)
         if key in result and result[key] != value:
-            raise ConfigError(
+            unknown.append(
                 f"{source}: {key} is given twice with different values, {result[key]!r:.80} and "
                 f"{value!r:.80} (hyphens, underscores and old names are the same key). Keep one."
             )
         result[key] = value
+    problems += [*foreign.problems(), *unknown]
     _move_bfloat16_block(result, source)
     return result
 
 
 def _normalize_value(key: str, value: Any, source: str) -> Any:
     if key in NESTED_BLOCKS:
-        return _underscore_keys(value)
+        block = _underscore_keys(value)
+        if key == "bf16" and isinstance(block, dict):  # written like fp16's, which scales its loss
+            return {name: item for name, item in block.items() if name not in _OF_LOSS_SCALING}
+        return block
     if key == "precision" and isinstance(value, str):
         return _PRECISION_NAMES.get(value.lower(), value)
     if key == "pos_emb" and value is None:
@@ -72,6 +82,16 @@ def _normalize_value(key: str, value: Any, source: str) -> Any:
     if key == "split" and isinstance(value, list):
         return ",".join(str(share) for share in value)
     return value
+
+
+_OF_LOSS_SCALING = {
+    "bf16",
+    "loss_scale",
+    "loss_scale_window",
+    "initial_scale_power",
+    "hysteresis",
+    "min_loss_scale",
+}
 
 
 def _underscore_keys(value: Any) -> Any:

@@ -59,7 +59,9 @@ class LauncherArgs(Group):
     """Hosts, processes and the program that starts them."""
 
     hostfile: str | None = Field(
-        None, description="File with one `name slots=N` per line; null: this machine only."
+        None,
+        description="File with one `name slots=N` per line; null, or a file that is not there: "
+        "this machine only. The variable DLTS_HOSTFILE sets it too.",
     )
     include: str | None = Field(
         None, description="Hosts and devices to use: worker-0@worker-1:0,2."

@@ -116,10 +116,27 @@ def _check_positions(model: ModelArgs) -> None:
         raise ConfigError("gpt_j_tied = true needs gpt_j_residual: true.")
 
 
+def other_attention(model: ModelArgs) -> list[str]:
+    """The kinds of attention in attention_config that are not implemented."""
+    kinds: set[str] = set()
+    for entry in model.attention_config or []:
+        found = entry[0] if isinstance(entry, list) and entry else []
+        kinds |= {str(kind) for kind in (found if isinstance(found, list) else [found])}
+    others = sorted(kinds - {"global", "flash"})
+    if not others:
+        return []
+    return [
+        f"attention_config: attention type {', '.join(map(repr, others)):.200} is not implemented "
+        "here; only `global` is (`flash` means the same). For a window use sliding_window_width."
+    ]
+
+
 def _check_attention_config(model: ModelArgs) -> None:
     config = model.attention_config
     if config is None:
         return
+    if others := other_attention(model):
+        raise ConfigError(others[0])
     wrong = ConfigError(
         f'attention_config = {config!r:.80}: expected a list like [[["global"], '
         f"{model.num_layers}]]."
@@ -129,8 +146,6 @@ def _check_attention_config(model: ModelArgs) -> None:
         if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list)):
             raise wrong
         kinds, repeat = entry
-        for kind in kinds:
-            _check_attention_kind(kind)
         if repeat == "all":
             return
         if isinstance(repeat, bool) or not isinstance(repeat, int) or repeat < 1 or not kinds:
@@ -140,14 +155,6 @@ def _check_attention_config(model: ModelArgs) -> None:
         raise ConfigError(
             f"attention_config describes {layers} layers but num_layers = {model.num_layers}. "
             "Remove attention_config: global attention is the default."
-        )
-
-
-def _check_attention_kind(kind: Any) -> None:
-    if kind not in ("global", "flash"):
-        raise ConfigError(
-            f"attention_config: attention type {kind!r:.80} is not implemented here; only "
-            "`global` is (`flash` means the same). For a window use sliding_window_width."
         )
 
 

@@ -122,7 +122,7 @@ def test_terminating_deepy_ends_all_processes(toy: Path) -> None:
         (["toy.yml", "--set", "train_itres=3"], "train_iters"),
         (["nothere.yml"], "nothere.yml"),
         (["toy.yml", "--set", "hidden_size=33"], "hidden_size = 33"),
-        (["toy.yml", "--set", "hostfile=/nonexistent/hosts"], "hostfile"),
+        (["toy.yml", "--set", "hostfile=/nonexistent/hosts", "num_nodes=2"], "hostfile"),
         (["toy.yml", "--set", "model_parallel_size=2"], "1 processes"),
         ([], "no config file"),
     ],
@@ -173,12 +173,14 @@ def test_shortcut_flags_set_their_keys(toy: Path) -> None:
     args, _ = parse_command_line(
         "evaluate.py",
         [str(toy / "toy.yml"), "--eval_tasks", "passkey", "lambada", "--iteration", "7", "-i", "in",
-         "-o", "out", "--wandb_group", "g: 1", "--eval_results_prefix", "p", "-H", "hosts"],
+         "-o", "out", "--wandb_group", "g: 1", "--eval_results_prefix", "p", "-H", "hosts",
+         "--wandb_run_name", "first", "--wandb_team", "us"],
     )  # fmt: skip
     assert args.evaluation.eval_tasks == ["passkey", "lambada"]
     assert args.checkpoint.iteration == 7
     assert (args.generation.sample_input_file, args.generation.sample_output_file) == ("in", "out")
     assert (args.logging.wandb_group, args.launcher.hostfile) == ("g: 1", "hosts")
+    assert (args.logging.wandb_run_name, args.logging.wandb_team) == ("first", "us")
     assert args.evaluation.eval_results_prefix == "p"
 
 
@@ -206,6 +208,25 @@ def test_hostfile_with_pdsh(hostfile: Path) -> None:
     assert plan.world_size == 4
     assert (options.hostfile, options.launcher, options.num_gpus) == (str(hostfile), "pdsh", 2)
     assert options.user_args == ["--megatron_config", "x"]
+
+
+def test_a_hostfile_that_is_not_there_means_this_machine(tmp_path: Path) -> None:
+    """GPT-NeoX's 125M.yml names /mock_path."""
+    plan = plan_launch("train.py", config(hostfile=str(tmp_path / "none")), {})
+    assert plan.world_size == 1
+    assert "does not exist: this machine alone" in plan.warnings[0]
+
+
+def test_a_variable_names_the_hostfile(
+    toy: Path, hostfile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.neox_arguments.command_line import parse_command_line
+
+    monkeypatch.setenv("DLTS_HOSTFILE", str(hostfile))
+    args, _ = parse_command_line("train.py", [str(toy / "toy.yml")])
+    assert args.launcher.hostfile == str(hostfile)
+    args, _ = parse_command_line("train.py", [str(toy / "toy.yml"), "-H", "mine"])
+    assert args.launcher.hostfile == "mine"
 
 
 def test_include_and_no_ssh_check(hostfile: Path) -> None:

@@ -29,9 +29,21 @@ def other(base: Path, text: str) -> Path:
 
 def test_different_value_in_two_files_names_both(base: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        NeoXArgs.from_files([base, other(base, "seq_length_val: 16384")])
+        NeoXArgs.from_files([base, other(base, "{seq_length_val: 16384, eval_iters: 5}")])
     for fragment in ("seq_length_val", "2048", "16384", "base.yml", "other.yml", "--override"):
         assert fragment in str(caught.value)
+
+
+def test_a_later_file_of_one_length_wins_as_in_the_official_evaluation(base: Path) -> None:
+    overlay = other(base, "seq-length-val: 16384")
+    assert NeoXArgs.from_files([base, overlay]).model.seq_length_val == 16384
+    with pytest.raises(ConfigError, match=r"train_iters is 5 in .*other\.yml"):
+        NeoXArgs.from_files([base, other(base, "train_iters: 77")])
+    folder = base.parent / "lengths"
+    folder.mkdir()
+    (folder / "short.yml").write_text("train_iters: 77")
+    args = NeoXArgs.from_files([base, folder / "short.yml"])
+    assert args.optimization.train_iters == 77
 
 
 def test_alias_conflicts_with_the_key_it_stands_for(base: Path) -> None:
