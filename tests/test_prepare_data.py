@@ -163,12 +163,41 @@ def test_help_lists_every_corpus(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in text and SOURCES[name].licence
 
 
+def test_gpt_neoxs_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a name it is enwik8; -v, -m and -f are GPT-NeoX's."""
+    from megatron.commands import prepare_data
+
+    asked: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        prepare_data, "prepare_corpus", lambda name, request: (asked.append((name, request)), None)
+    )
+    monkeypatch.setattr(prepare_data, "report", lambda *parts: "")
+    words = ["-d", str(tmp_path), "-v", "v.json", "-m", "m.txt", "-t", "GPT2BPETokenizer"]
+    assert command_run("prepare_data", [*words, "-f"]) == 0
+    ((name, request),) = asked
+    assert name == "enwik8"
+    assert isinstance(request, prepare_data.PrepareRequest) and request.force
+    assert (request.vocab_file, request.merge_file) == (Path("v.json"), Path("m.txt"))
+
+
+def test_the_door_where_gpt_neox_has_its_preprocessing(tmp_path: Path) -> None:
+    text = tmp_path / "own.txt"
+    text.write_text("some text\n")
+    tool = REPOSITORY / "tools" / "datasets" / "preprocess_data.py"
+    words = ["--input", str(text), "--output-prefix", str(tmp_path / "own"), "--dataset-impl"]
+    words += ["mmap", "--tokenizer-type", "CharLevelTokenizer", "--append-eod", "--num-docs", "1"]
+    subprocess.run([sys.executable, str(tool), *words], check=True, cwd=tmp_path)
+    assert text_of(tmp_path / "own_text_document", 0) == "some text\n"
+
+
 def test_the_name_may_follow_the_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = corpus(tmp_path)
     assert prepare(tmp_path, "--input", source, "novels") == 0
     assert prepare(tmp_path, "--input", source / "a.txt", source / "b.jsonl", "arxiv") == 0
     assert len(IndexedDataset(tmp_path / "data" / "arxiv" / "arxiv_text_document")) == 2
-    for arguments in ([], ["--input", source], ["--input", source / "a.txt", source / "b.jsonl"]):
+    for arguments in (["--input", source], ["--input", source / "a.txt", source / "b.jsonl"]):
         with pytest.raises(SystemExit) as stopped:
             prepare(tmp_path, *arguments)
         assert stopped.value.code == 2

@@ -35,6 +35,7 @@ _BUFFERS = (
     "attention.bias",
     "attention.masked_bias",
     "rotary_pos_emb.",
+    "position_embeddings.inv_freq",  # of sinusoidal positions; learned ones have a weight
 )
 # GPT-NeoX of 2024 and later -> GPT-NeoX 2.0 and KERPLE
 _NEWER = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to_h."}

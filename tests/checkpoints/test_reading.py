@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import megatron
 from megatron.checkpoints import find_layout, read_checkpoint
@@ -104,6 +105,43 @@ def test_without_latest_the_newest_step_is_taken(tmp_path: Path) -> None:
     (run / "latest").unlink()
     (run / "global_step7").rename(run / "global_step12")
     assert find_layout(run).step_in_name == 12
+
+
+def changed(run: Path, **keys: object) -> None:
+    """The official log checkpoint with other keys in its saved config."""
+    shutil.copytree(LOG, run)
+    config = run / "global_step7" / "configs" / "model.yml"
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **keys}))
+
+
+def test_official_sinusoidal_checkpoints_load(tmp_path: Path) -> None:
+    """They hold the frequencies as a buffer of the embedding, and no kernel."""
+    run = tmp_path / "run"
+    changed(run, **{"pos-emb": "sinusoidal"})
+    for path in sorted((run / "global_step7").glob("layer_*")):
+        content = {n: t.clone() for n, t in load_file(path).items() if ".rpe." not in n}
+        path.unlink()
+        if path.name.startswith("layer_00"):
+            content["position_embeddings.inv_freq"] = torch.ones(24)
+        torch.save(content, path)
+    model = megatron.load_pretrained(run)
+    assert model.spec.pos_emb == "sinusoidal"
+    assert bool(torch.isfinite(logits_of(model, tokens(20))).all())
+
+
+def test_saved_keys_that_do_not_change_the_model_do_not_stop_it(tmp_path: Path) -> None:
+    others = {
+        "sequence_parallel": True, "use_comet": True, "comet_project": "p", "s3_path": "s3://b",
+        "profile": True, "memory_profiling": True, "use_bnb_optimizer": True, "train_epochs": 2,
+        "peak_theoretical_tflops": 312, "label_data_paths": ["a"], "pack_impl": "unpacked",
+        "autotuning": {"enabled": True}, "train_impl": "dpo",
+    }  # fmt: skip
+    changed(tmp_path / "run", **others)
+    with pytest.warns(UserWarning, match="are ignored"):
+        assert megatron.load_pretrained(tmp_path / "run").spec.num_layers == 3
+    changed(tmp_path / "other", **others, moe_num_experts=4)
+    with pytest.raises(CheckpointError, match="mixture of experts"):
+        megatron.load_pretrained(tmp_path / "other")
 
 
 @pytest.mark.parametrize("make", ["missing", "file", "empty"])

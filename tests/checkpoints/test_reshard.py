@@ -25,6 +25,7 @@ ODD = {
     "pos_emb": "rpe",
     "norm": "scalenorm",
     "activation": "swiglu",
+    "intermediate_size": 132,
     "no_weight_tying": True,
     "output_layer_parallelism": "row",
 }

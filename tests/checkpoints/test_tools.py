@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import megatron
 from megatron.checkpoints import read_checkpoint
 from megatron.commands import run
 from tests.checkpoints.small_models import assert_equal_weights, logits_of, saved_model
-from tests.conftest import FIXTURES
+from tests.conftest import FIXTURES, REPOSITORY
 
 convert = partial(run, "convert_checkpoint")
 inspect = partial(run, "inspect_checkpoint")
@@ -40,6 +42,18 @@ def test_any_to_any_keeps_the_official_logits(tmp_path: Path) -> None:
         np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4, rtol=0)
         assert model.iteration == 7
         assert_equal_weights(read_checkpoint(POWER), read_checkpoint(tmp_path / name))
+
+
+def test_gpt_neoxs_export_tool_is_a_door_to_ours(tmp_path: Path) -> None:
+    tool = REPOSITORY / "tools" / "ckpts" / "convert_neox_to_hf.py"
+    output = tmp_path / "hf"
+    words = ["--input_dir", str(LOG / "global_step7"), "--output_dir", str(output)]
+    words += ["--config_file", str(LOG / "global_step7" / "configs" / "model.yml")]
+    words += ["--precision", "fp32", "--architecture", "neox"]
+    subprocess.run([sys.executable, str(tool), *words], check=True, cwd=tmp_path)
+    expected = np.load(LOG / "expected.npz")
+    logits = logits_of(megatron.load_pretrained(output), torch.from_numpy(expected["tokens"]))
+    np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4, rtol=0)
 
 
 def test_a_failed_conversion_leaves_nothing(
