@@ -1,0 +1,85 @@
+"""The house as a building: a room imports only rooms above it, and no two modules share a name."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+
+ROOT = REPOSITORY / "megatron"
+DOOR = 0  # single files at the top: errors, atomic_files, machine, terminal, ...
+ROOMS = [
+    "neox_arguments",
+    "launcher",
+    "tokenizer",
+    "data",
+    "mpu",
+    "engines",
+    "model",
+    "checkpoints",
+    "training",
+    "generation",
+    "evaluation",
+    "paper",
+    "commands",
+]
+
+
+def modules() -> Iterator[Path]:
+    yield from (path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py")
+
+
+def floor(name: str) -> int:
+    """0 at the door, then the rooms in order."""
+    return ROOMS.index(name) + 1 if name in ROOMS else DOOR
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The rooms, or files at the door, that a module imports anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "megatron":
+            names = [f"megatron.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name.startswith("megatron."):
+                yield name.split(".")[1]
+
+
+def test_every_room_is_known() -> None:
+    rooms = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
+    assert rooms == set(ROOMS)
+
+
+def test_no_two_modules_share_a_name() -> None:
+    names = Counter(path.stem for path in modules() if path.stem != "__init__")
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_room_imports_only_rooms_above_it() -> None:
+    wrong = [
+        f"{path.relative_to(REPOSITORY)} imports {other}"
+        for path in modules()
+        for other in imports(path)
+        if floor(other) > floor(path.relative_to(ROOT).parts[0])
+    ]
+    assert wrong == []
+
+
+def test_training_knows_nothing_of_the_paper() -> None:
+    for path in (ROOT / "training").glob("*.py"):
+        assert "paper" not in set(imports(path)), path
+
+
+def test_the_page_opens_the_rooms_in_this_order() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    named = [room for line in headings for room in ROOMS if f"`{room}/`" in line]
+    ordered = sorted(named, key=ROOMS.index)
+    assert named == ordered and set(named) == set(ROOMS)
