@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.atomic_files import atomic_writer, check_writable
 from megatron.data.chunks import read_texts
 from megatron.data.streams import list_files
-from megatron.errors import DataError
+from megatron.errors import DataError, TokenizerError
 from megatron.tokenizer.byte_pairs import (
     END_OF_TEXT,
     not_empty,
@@ -34,6 +34,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--type", choices=sorted(TRAINERS), default="GPT2BPETokenizer")
     parser.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
     parser.add_argument(
+        "--pattern",
+        metavar="REGEX",
+        help="HFTokenizer: pieces that no token crosses, with Unicode classes such as \\p{L} "
+        "(default: GPT-2's)",
+    )
+    parser.add_argument(
         "--max-megabytes", type=float, help="learn from the first so many megabytes only"
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
@@ -44,10 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.vocab_size < SMALLEST_VOCABULARY:
         raise DataError(f"--vocab-size {args.vocab_size}: at least {SMALLEST_VOCABULARY}")
+    if args.pattern is not None and args.type != "HFTokenizer":
+        raise TokenizerError(f"--pattern: {args.type} has its own; use --type HFTokenizer")
     files, _ = list_files(args.input)
     texts = read_texts(files, args.jsonl_key, args.max_megabytes)
     check_writable(args.output_dir / "vocab.json", "--output-dir")
-    size = TRAINERS[args.type](texts, args.output_dir, args.vocab_size, not args.quiet)
+    if args.pattern is not None:
+        size = _hugging_face(texts, args.output_dir, args.vocab_size, not args.quiet, args.pattern)
+    else:
+        size = TRAINERS[args.type](texts, args.output_dir, args.vocab_size, not args.quiet)
     print(f"{args.type} with {size} tokens -> {args.output_dir}")
     return 0
 
@@ -56,8 +67,10 @@ def _gpt2_bpe(texts: Iterator[str], folder: Path, size: int, progress: bool) -> 
     return write_gpt2_files(train_byte_pairs(texts, size, progress), folder)
 
 
-def _hugging_face(texts: Iterator[str], folder: Path, size: int, progress: bool) -> int:
-    tokenizer = train_byte_pairs(texts, size, progress)
+def _hugging_face(
+    texts: Iterator[str], folder: Path, size: int, progress: bool, pattern: str | None = None
+) -> int:
+    tokenizer = train_byte_pairs(texts, size, progress, pattern)
     with atomic_writer(folder / "tokenizer.json") as handle:
         handle.write(tokenizer.to_str(pretty=True).encode())
     return int(tokenizer.get_vocab_size())

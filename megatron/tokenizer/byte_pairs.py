@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import regex
+
 from megatron.atomic_files import atomic_writer
-from megatron.errors import DataError
+from megatron.errors import DataError, TokenizerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -18,6 +20,7 @@ __all__ = [
     "END_OF_TEXT",
     "MERGES",
     "VOCABULARY",
+    "check_pattern",
     "not_empty",
     "train_byte_pairs",
     "write_gpt2_files",
@@ -28,12 +31,36 @@ PADDING = "<|padding|>"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 
 
-def train_byte_pairs(texts: Iterator[str], size: int, progress: bool) -> Tokenizer:
-    """A tokenizer of ``size`` tokens: 256 bytes, the end token, padding, and what it learned."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def check_pattern(pattern: str) -> None:
+    """Refuse a pattern that is none, or that can match nothing at all and so would not advance."""
+    try:
+        compiled = regex.compile(pattern)
+    except regex.error as error:
+        raise TokenizerError(
+            f"--pattern {pattern!r:.80}: not a regular expression: {error}"
+        ) from error
+    if compiled.fullmatch(""):
+        raise TokenizerError(f"--pattern {pattern!r:.80}: it matches the empty text")
+
+
+def train_byte_pairs(
+    texts: Iterator[str], size: int, progress: bool, pattern: str | None = None
+) -> Tokenizer:
+    r"""A tokenizer of ``size`` tokens: 256 bytes, the end token, padding, and what it learned.
+
+    No token crosses a piece of ``pattern``, GPT-2's by default; ``\p{N}{1,3}|\p{L}+|...`` would
+    cut numbers into threes.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        check_pattern(pattern)
+        pieces = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,

