@@ -59,15 +59,25 @@ class Head(Protocol):
 
 
 class UntiedHead(nn.Module):
-    """A projection of its own, split by vocabulary ("column") or by hidden size ("row")."""
+    """A projection of its own, split by vocabulary ("column") or by hidden size ("row").
 
-    def __init__(self, final_linear: ColumnParallelLinear | RowParallelLinear) -> None:
+    As the last layer of a pipeline it passes the hidden states on (`in_loss`): the loss applies
+    it to some tokens at a time.
+    """
+
+    def __init__(
+        self, final_linear: ColumnParallelLinear | RowParallelLinear, *, in_loss: bool = False
+    ) -> None:
         super().__init__()
+        self.in_loss = in_loss
         self.final_linear = final_linear
         split_by_vocabulary = isinstance(final_linear, ColumnParallelLinear)
         self.vocab_tp = final_linear.tp if split_by_vocabulary else SERIAL
 
     def forward(self, x: Tensor) -> Tensor:
+        return x if self.in_loss else self.logits(x)
+
+    def logits(self, x: Tensor) -> Tensor:
         return self.final_linear(x)
 
 

@@ -15,12 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron.model.attention import Cache, LayerCache
 from megatron.model.embedding import Embedding, Head, TiedHead, full_logits
 from megatron.model.layer_list import FunctionLayer, LayerFactory, keep
+from megatron.model.loss import DEFAULT_LOSS_CHUNK, head_losses, loss_chunk
 from megatron.model.position_base import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.spec import ModelSpec
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
-from megatron.mpu import SERIAL, TensorParallel, vocab_parallel_cross_entropy
-
-DEFAULT_LOSS_CHUNK = 1024
+from megatron.mpu import SERIAL, TensorParallel
 
 
 class GPTModel(nn.Module):
@@ -69,7 +68,9 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """Logits of the next token, [B, L, V]; with labels, their losses [B, L]."""
         if labels_BL is not None:
-            chunk = None if torch.is_grad_enabled() else DEFAULT_LOSS_CHUNK
+            chunk: int | None = DEFAULT_LOSS_CHUNK
+            if torch.is_grad_enabled():
+                chunk = loss_chunk(labels_BL.numel(), self.spec.padded_vocab_size)
             return self.token_losses(tokens_BL, labels_BL, chunk)
         logits = self.head(self.hidden_states(tokens_BL, cache))
         return full_logits(logits, self.head.vocab_tp)
@@ -89,23 +90,10 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """The loss of each label, fp32 [B, L].
 
-        Logits exist for `chunk` tokens at a time only: at 16,384 tokens and 50,000 words all of
-        them would be 3.3 GB. With gradients, each chunk is recomputed in the backward pass. None
-        takes all at once.
+        Logits exist for `chunk` tokens at a time only (see loss.py); None takes all at once.
         """
-        hidden = self.hidden_states(tokens_BL).flatten(0, 1)
-        labels = labels_BL.flatten()
-        if chunk is None or hidden.shape[0] <= chunk:
-            return self._head_loss(hidden, labels).view_as(labels_BL)
-        pieces = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-        if torch.is_grad_enabled():
-            losses = [
-                cast(Tensor, checkpoint(self._head_loss, h, y, use_reentrant=False))
-                for h, y in pieces
-            ]
-        else:
-            losses = [self._head_loss(h, y) for h, y in pieces]
-        return torch.cat(losses).view_as(labels_BL)
+        hidden = self.hidden_states(tokens_BL)
+        return head_losses(self.head, hidden, labels_BL, self.head.vocab_tp, chunk)
 
     def new_cache(self) -> Cache:
         """An empty cache of keys and values."""
@@ -128,9 +116,6 @@ class GPTModel(nn.Module):
         """Limit every layer to the last `window` distances; None lifts the limit."""
         for layer in self.layers:
             layer.attention.window = window
-
-    def _head_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(self.head(hidden), labels, self.head.vocab_tp)
 
     def _run_layers(self, state: State, cache: Cache | None) -> State:
         if self.training and self.spec.checkpoint_activations and torch.is_grad_enabled():

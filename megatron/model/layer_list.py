@@ -108,20 +108,21 @@ class LayerFactory:
         init = self._init(spec.init_method)
         generator = seeded_generator(spec.seed, "final_linear")
         sizes = (spec.hidden_size, spec.padded_vocab_size)
+        linear: ColumnParallelLinear | RowParallelLinear
         if spec.output_layer_parallelism == "row":
-            return UntiedHead(
-                RowParallelLinear(
-                    *sizes,
-                    init=init,
-                    generator=generator,
-                    bias=False,
-                    input_is_split=False,
-                    tp=self.tp,
-                )
+            linear = RowParallelLinear(
+                *sizes,
+                init=init,
+                generator=generator,
+                bias=False,
+                input_is_split=False,
+                tp=self.tp,
             )
-        return UntiedHead(
-            ColumnParallelLinear(*sizes, init=init, generator=generator, bias=False, tp=self.tp)
-        )
+        else:
+            linear = ColumnParallelLinear(
+                *sizes, init=init, generator=generator, bias=False, tp=self.tp
+            )
+        return UntiedHead(linear, in_loss=self.pipelined)
 
     def positions(self, layer: int | None = None) -> PositionalEmbedding:
         """The positional embedding; `layer` gives each layer a draw of its own."""

@@ -10,13 +10,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
 
-from megatron.model.embedding import tied_logits
+from megatron.model.embedding import UntiedHead, tied_logits
 from megatron.model.layer_list import LayerFactory, keep
+from megatron.model.loss import head_losses, loss_chunk, masked_mean
 from megatron.model.spec import ModelSpec
 from megatron.model.transformer import drop_tables
-from megatron.mpu import SERIAL, ParallelState, TensorParallel, vocab_parallel_cross_entropy
-
-Loss = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+from megatron.mpu import SERIAL, ParallelState, TensorParallel
 
 
 class _Built(LayerSpec):
@@ -51,25 +50,40 @@ class _TiedEmbedding(TiedLayerSpec):
         return self.make()
 
 
-def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """The mean loss of the tokens that count."""
-    mask = mask.to(losses.dtype)
-    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+class PipelineLoss:
+    """The last stage's loss against (labels, loss mask); it applies the head itself."""
 
+    def __init__(self, vocab_tp: TensorParallel) -> None:
+        self.vocab_tp = vocab_tp
+        self.logits_of: Callable[[Tensor], Tensor] | None = None
+        self.vocabulary = 0
 
-def pipeline_loss(vocab_tp: TensorParallel) -> Loss:
-    """Loss of the last stage's logits against (labels, loss mask)."""
+    def apply_head_of(self, module: PipelineModule, spec: ModelSpec) -> None:
+        """Find the head among this stage's layers; other stages have none."""
+        self.vocabulary = spec.padded_vocab_size
+        if not spec.no_weight_tying:
+            embedding = module.tied_modules["embedding"] if module.tied_modules else None
+            self.logits_of = None if embedding is None else partial(tied_logits, embedding)
+        for layer in module.modules():
+            if isinstance(layer, UntiedHead):
+                self.logits_of = layer.logits
 
-    def loss(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, hidden: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels, mask = targets
-        return masked_mean(vocab_parallel_cross_entropy(logits, labels, vocab_tp), mask)
+        assert self.logits_of is not None
+        chunk = loss_chunk(labels.numel(), self.vocabulary)
+        losses = head_losses(self.logits_of, hidden, labels, self.vocab_tp, chunk)
+        return masked_mean(losses, mask)
 
-    return loss
+
+def _hidden_only(embedding: nn.Module, x: Tensor) -> Tensor:
+    """A tied head as a layer: the loss makes the logits."""
+    return x
 
 
 def layer_specs(spec: ModelSpec, tp: TensorParallel) -> list[Any]:
     """GPT-NeoX's list of layers as DeepSpeed layer specs."""
-    from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
+    from megatron.model.embedding import Embedding, FinalNorm
     from megatron.model.transformer import PositionTables, TransformerLayer
 
     factory = LayerFactory(spec, tp, pipelined=True)
@@ -80,7 +94,7 @@ def layer_specs(spec: ModelSpec, tp: TensorParallel) -> list[Any]:
         else _Built(Embedding, factory.embedding)
     )
     last = (
-        _TiedEmbedding(Embedding, factory.embedding, forward_fn=tied_logits)
+        _TiedEmbedding(Embedding, factory.embedding, forward_fn=_hidden_only)
         if tied
         else _Built(UntiedHead, factory.untied_head)
     )
@@ -103,12 +117,15 @@ def build_pipeline(
     """This rank's stage of the model."""
     row_split_head = spec.no_weight_tying and spec.output_layer_parallelism == "row"
     interval = spec.checkpoint_num_layers if spec.checkpoint_activations else 0
-    return PipelineModule(
+    loss = PipelineLoss(SERIAL if row_split_head else parallel.tp)
+    module = PipelineModule(
         layer_specs(spec, parallel.tp),
         topology=parallel.topology,
-        loss_fn=pipeline_loss(SERIAL if row_split_head else parallel.tp),
+        loss_fn=loss,
         partition_method=partition_method,
         activation_checkpoint_interval=interval,
         activation_checkpoint_func=non_reentrant_checkpoint,
         checkpointable_layers=["TransformerLayer"],
     )
+    loss.apply_head_of(module, spec)
+    return module

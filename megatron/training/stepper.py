@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.model.pipeline import masked_mean
+from megatron.model.loss import masked_mean
 from megatron.mpu import ParallelState
 
 MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]  # tokens, (labels, loss mask)
