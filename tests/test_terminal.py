@@ -25,7 +25,9 @@ TOOLS = sorted(set(COMMANDS) - {*SCRIPTS, "lm_eval"})
 
 def script(name: str) -> str:
     place = REPOSITORY / f"{name}.py"
-    return str(place if place.is_file() else REPOSITORY / "tools" / f"{name}.py")
+    found = [*([place] if place.is_file() else []), *(REPOSITORY / "tools").rglob(f"{name}.py")]
+    assert found, f"{name} has no script"
+    return str(min(found, key=lambda path: len(path.parts)))
 
 
 def ending_with(error: BaseException) -> tuple[int, str]:

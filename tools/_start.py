@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 if find_spec("megatron") is None:
@@ -15,6 +17,11 @@ if find_spec("megatron") is None:
         f"error: KERPLE-NeoX is not installed for {sys.executable}: run `make install` once in the "
         "checkout, then `source .venv/bin/activate`."
     )
+
+# A script's neighbours by the name that tests know them by, whatever folder it was started from.
+_package = ModuleType("tools")
+_package.__path__ = [str(Path(__file__).parent)]
+sys.modules.setdefault("tools", _package)
 
 
 def start(name: str) -> NoReturn:

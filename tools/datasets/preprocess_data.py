@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from _start import start
+from runpy import run_path
 
 if __name__ == "__main__":
-    start("preprocess_data")
+    beside = Path(__file__).resolve().parents[1] / "_start.py"
+    run_path(str(beside))["start"]("preprocess_data")
