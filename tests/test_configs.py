@@ -18,7 +18,7 @@ LOCAL = CONFIGS / "local_setup.yml"
 METHODS = sorted(
     path.stem for path in (CONFIGS / "kerple").glob("*.yml") if "length" not in path.stem
 )
-ALL = sorted(CONFIGS.rglob("*.yml"))
+ALL = sorted(path for path in CONFIGS.rglob("*.yml") if path.parent.name != "slurm")
 
 
 def is_model(path: Path) -> bool:

@@ -226,3 +226,59 @@ def test_the_corpus_in_numbers_and_the_next_command(
 
 def corpus_once(folder: Path) -> Path:
     return folder / "mine" if (folder / "mine").exists() else corpus(folder)
+
+
+def pile_file(path: Path) -> Path:
+    """Lines as the whole Pile has them: text, and the name of its part under meta."""
+    parts = ["Github", "ArXiv", "Github", "OpenWebText2", "Github"]
+    lines = [
+        json.dumps({"text": f"{part} {number}", "meta": {"pile_set_name": part}})
+        for number, part in enumerate(parts)
+    ]
+    lines += [json.dumps({"text": "no meta"}), json.dumps({"text": "x", "meta": "y"})]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_part_of_the_pile_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = pile_file(tmp_path / "pile.jsonl")
+    own = ["-d", str(tmp_path), "-t", "CharLevelTokenizer", "--input", str(source), "github"]
+    assert command_run("prepare_data", [*own, "--where", "meta.pile_set_name=Github"]) == 0
+    assert "3 documents" in (text := capsys.readouterr().out)
+    assert "4 documents left out by --where" in text
+    prefix = tmp_path / "github" / "github_text_document"
+    assert [text_of(prefix, i) for i in range(3)] == ["Github 0", "Github 2", "Github 4"]
+    assert command_run("prepare_data", [*own, "--where", "meta.pile_set_name=Books3"]) == 2
+    assert "7 left out by --where" in capsys.readouterr().err
+    assert command_run("prepare_data", [*own, "--where", "Github"]) == 2
+    assert "expected KEY=VALUE" in capsys.readouterr().err
+
+
+def test_tokens_stay_up_to_date_when_their_source_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data job of a suite names the corpus only; its user has prepared it from own files."""
+
+    def refuse(*_: object, **__: object) -> list[Path]:
+        raise corpora.DownloadError("no network in this test")
+
+    monkeypatch.setattr(corpora, "download", refuse)
+    source = pile_file(tmp_path / "pile.jsonl")
+    job = ["-d", str(tmp_path), "-t", "CharLevelTokenizer", "github"]
+    own = [*job, "--input", str(source), "--where", "meta.pile_set_name=Github"]
+    assert command_run("prepare_data", job) == 2
+    assert command_run("prepare_data", own) == 0
+    capsys.readouterr()
+    assert command_run("prepare_data", job) == 0
+    assert "github: up to date" in capsys.readouterr().out
+    source.unlink()
+    for again in (job, own):
+        assert command_run("prepare_data", again) == 0
+        assert "github: up to date" in capsys.readouterr().out
+    other = [*own[:-1], "meta.pile_set_name=ArXiv"]
+    assert command_run("prepare_data", other) == 2, "another filter needs the source"
+    gpt2 = ["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "github"]
+    files = ["--vocab-file", str(GPT2 / "encoder.json"), "--merge-file", str(GPT2 / "vocab.bpe")]
+    capsys.readouterr()
+    assert command_run("prepare_data", [*gpt2, *files]) == 2, "other tokens need the source"
+    assert "holds tokens of CharLevelTokenizer" in capsys.readouterr().err

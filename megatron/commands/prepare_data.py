@@ -74,6 +74,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jsonl-key", default="text", help="the JSON key that holds the text (default: text)"
     )
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="only JSON lines with this value, e.g. meta.pile_set_name=Github for a part of the "
+        "Pile; repeated, all must hold",
+    )
     _add_switches(parser)
     return parser
 
@@ -114,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             keys=(args.jsonl_key,),
             ftfy=args.ftfy,
             splitter=args.split_text,
+            where=tuple(_condition(text) for text in args.where),
             strict=args.strict,
             workers=max(1, args.workers),
             progress=not args.quiet,
@@ -146,6 +155,13 @@ def _hint(prefix: Path, request: PrepareRequest) -> None:
         sets += [f"merge_file={merges}"] if merges else []
     command = shlex.join(["configs/laptop/tiny.yml", "--set", *sets])
     say_next(f"{shown_command('deepy')} train.py {command}")
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise DataError(f"--where {text}: expected KEY=VALUE, e.g. meta.pile_set_name=Github")
+    return key, value
 
 
 def _name_after_inputs(inputs: list[Path]) -> tuple[list[str], list[Path]]:

@@ -27,6 +27,7 @@ class EncodedChunk:
     ends_document: bool = True
     text_characters: int = 0
     empty: int = 0
+    left_out: int = 0
     broken: int = 0
     problems: list[Problem] = field(default_factory=list)
     consumed: int = 0
@@ -43,12 +44,14 @@ class Encoder:
         *,
         append_eod: bool,
         ftfy: bool,
+        where: Sequence[tuple[str, str]] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._keys = list(keys)
         self._dtype = dtype
         self._eod = [tokenizer.eod] if append_eod else []
         self._fix = _load_ftfy() if ftfy else None
+        self._where = [(key.split("."), value) for key, value in where]
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         result = EncodedChunk([], [], consumed=chunk.consumed)
@@ -94,6 +97,9 @@ class Encoder:
                 if len(result.problems) < MAX_PROBLEMS_PER_CHUNK:
                     result.problems.append(Problem(chunk.file, number, str(error)))
                 continue
+            if texts is None:
+                result.left_out += 1
+                continue
             if not any(texts):
                 result.empty += 1
                 continue
@@ -101,7 +107,8 @@ class Encoder:
                 column.append(text)
         return columns
 
-    def _parse(self, line: bytes) -> list[str]:
+    def _parse(self, line: bytes) -> list[str] | None:
+        """The texts of a line; None if it is not one of those that `where` asks for."""
         try:
             record = json.loads(line)
         except UnicodeDecodeError:
@@ -110,6 +117,8 @@ class Encoder:
             raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
         if not isinstance(record, dict):
             raise ValueError(f"a JSON object was expected, not {type(record).__name__}")
+        if any(_value_at(record, path) != value for path, value in self._where):
+            return None
         texts = []
         for key in self._keys:
             if not isinstance(record.get(key), str):
@@ -129,6 +138,13 @@ class Encoder:
             return b""
         arrays = [np.array(tokens, self._dtype) for tokens in ids]
         return np.concatenate(arrays).tobytes()
+
+
+def _value_at(record: Any, path: Sequence[str]) -> str | None:
+    """What ``meta.pile_set_name`` and the like lead to, as text."""
+    for key in path:
+        record = record.get(key) if isinstance(record, dict) else None
+    return None if record is None else str(record)
 
 
 def _load_ftfy():  # type: ignore[no-untyped-def]  # an optional package

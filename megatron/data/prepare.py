@@ -20,7 +20,7 @@ from megatron.data.indexed_dataset import describe_tokenizer, read_manifest
 from megatron.data.package_text import package_record
 from megatron.data.preprocess import Outcome, PreprocessOptions, output_prefixes, preprocess
 from megatron.data.streams import list_files
-from megatron.errors import DataError
+from megatron.errors import DataError, DownloadError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.byte_pairs import MERGES, VOCABULARY, train_byte_pairs, write_gpt2_files
 
@@ -28,6 +28,7 @@ __all__ = ["PrepareRequest", "gpt2_files", "prepare_corpus", "print_problems", "
 
 log = logging.getLogger(__name__)
 
+LOCAL = "local files"
 CONTENT_HASH_LIMIT = 64 << 20  # inputs up to this size are compared by content, larger by time
 
 
@@ -48,37 +49,83 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
     """Make ``{directory}/{name}/{name}_text_document``; no outcome if it was up to date."""
     source = _source(name, request)
     folder = request.directory / name
+    prefix = output_prefixes(folder / name, request.options.keys)[0]
+    made = None if request.force else read_manifest(prefix)
     if not source.vocabulary:
         tokenizer = _tokenizer(source, request)  # a missing vocabulary shows before the download
-    if request.inputs:
-        inputs = list(request.inputs)
-    else:
-        inputs = fetch(source, folder / "downloads", progress=request.options.progress)
+        if made and _needs_no_source(made, source, request, tokenizer):
+            return prefix, None
+    inputs = _inputs(source, folder, request, made)
+    if inputs is None:
+        return prefix, None
     options = replace(request.options, splitter=_splitter(source, request))
     files, _ = list_files(inputs)
     if source.vocabulary:
         request = _with_own_vocabulary(source.vocabulary, request, folder, files)
         tokenizer = _tokenizer(source, request)
     fingerprint = _fingerprint(files, tokenizer, options)
-    prefix = output_prefixes(folder / name, options.keys)[0]
-    manifest = read_manifest(prefix)
-    if manifest and manifest.get("inputs_fingerprint") == fingerprint and not request.force:
+    if made and made.get("inputs_fingerprint") == fingerprint:
         return prefix, None
     described: dict[str, Any] = {
         "name": name,
         "inputs_fingerprint": fingerprint,
         "source": {
-            "description": "local files" if request.inputs else source.description,
+            "description": LOCAL if request.inputs else source.description,
             "licence": "not stated" if request.inputs else source.licence,
             "files": len(files),
         },
         "text_sample": sample_counts_of_text(files, options.keys[0]),
     }
+    if request.inputs:
+        described["source"]["inputs"] = [path.name for path in request.inputs]
     if not request.inputs and (packages := package_record(folder / "downloads")):
         described["source"]["packages"] = packages
     if name == "stdlib" and not request.inputs:
         described["python"] = f"{platform.python_implementation()} {platform.python_version()}"
     return prefix, preprocess(inputs, folder / name, tokenizer, options, manifest=described)
+
+
+def _needs_no_source(
+    made: dict[str, Any], source: Source, request: PrepareRequest, tokenizer: Tokenizer
+) -> bool:
+    """Whether what is there answers the request, with its source at hand or long deleted.
+
+    Tokens that the user made from own files stay the corpus of that name; so do those of a download
+    that is gone again. A path given with --input that no longer exists is known by its name.
+    """
+    if made.get("tokenizer") != describe_tokenizer(tokenizer):
+        return False
+    origin = made.get("source") if isinstance(made.get("source"), dict) else {}
+    assert isinstance(origin, dict)
+    if request.inputs:
+        gone = not any(path.exists() for path in request.inputs)
+        same_filter = made.get("where", []) == [list(pair) for pair in request.options.where]
+        names = [path.name for path in request.inputs]
+        return gone and same_filter and origin.get("inputs") == names
+    if origin.get("description") == LOCAL:
+        return True
+    downloads = request.directory / source.name / "downloads"
+    return bool(source.files) and not any((downloads / file.name).exists() for file in source.files)
+
+
+def _inputs(
+    source: Source, folder: Path, request: PrepareRequest, made: dict[str, Any] | None
+) -> list[Path] | None:
+    """Local files to read; None if the source is out of reach, and what it once gave is here."""
+    if request.inputs:
+        return list(request.inputs)
+    try:
+        return fetch(source, folder / "downloads", progress=request.options.progress)
+    except DownloadError as error:
+        if made and source.vocabulary and (folder / VOCABULARY).is_file():
+            return None
+        if made:
+            kind = (made.get("tokenizer") or {}).get("type")
+            raise DownloadError(
+                f"{error}\n{folder} holds tokens of {kind} with another vocabulary or tokenizer "
+                "than this call asks for; they are left as they are."
+            ) from error
+        raise
 
 
 def _source(name: str, request: PrepareRequest) -> Source:
@@ -149,6 +196,7 @@ def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, options: Preproces
     by_content = sum(path.stat().st_size for path in files) <= CONTENT_HASH_LIMIT
     digest = hashlib.blake2b(digest_size=16)
     settings = [describe_tokenizer(tokenizer), options.append_eod, options.ftfy, options.splitter]
+    settings += [list(pair) for pair in options.where]
     digest.update(json.dumps([*settings, list(options.keys), by_content]).encode())
     for path in files:
         status = path.stat()
@@ -161,6 +209,8 @@ def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
     """What the user gets: where it is, and the corpus in numbers."""
     state = "up to date" if outcome is None else "ready"
     broken = f", {outcome.broken_lines} broken lines" if outcome and outcome.broken_lines else ""
+    if outcome and outcome.left_out:
+        broken += f", {outcome.left_out} documents left out by --where"
     lines = [f"{name}: {state}{broken}, {prefix}", *corpus_numbers(prefix)]
     return "\n  ".join(lines)
 

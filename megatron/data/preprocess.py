@@ -53,6 +53,8 @@ class PreprocessOptions:
     append_eod: bool = True
     ftfy: bool = False
     splitter: str = "file"
+    where: tuple[tuple[str, str], ...] = ()
+    """Only JSON lines with these values: (("meta.pile_set_name", "Github"),)."""
     strict: bool = False
     workers: int = 1
     progress: bool = True
@@ -67,6 +69,7 @@ class Outcome:
     tokens: int = 0
     text_characters: int = 0
     empty_documents: int = 0
+    left_out: int = 0
     broken_lines: int = 0
     problems: list[Problem] = field(default_factory=list)
     source_hash: str = ""
@@ -116,7 +119,12 @@ def preprocess(
         log.warning("%d files that are not text are left out (%s)", len(unknown), kinds)
     dtype = best_dtype(tokenizer.vocab_size)
     encoder = Encoder(
-        tokenizer, options.keys, dtype, append_eod=options.append_eod, ftfy=options.ftfy
+        tokenizer,
+        options.keys,
+        dtype,
+        append_eod=options.append_eod,
+        ftfy=options.ftfy,
+        where=options.where,
     )
     outcome = Outcome(prefixes=output_prefixes(output_prefix, options.keys))
     digest = hashlib.blake2b(digest_size=16)
@@ -210,6 +218,7 @@ def _write(writers: Sequence[IndexedDatasetWriter], encoded: EncodedChunk) -> No
 def _account(outcome: Outcome, encoded: EncodedChunk, strict: bool) -> None:
     outcome.text_characters += encoded.text_characters
     outcome.empty_documents += encoded.empty
+    outcome.left_out += encoded.left_out
     outcome.broken_lines += encoded.broken
     room = 1000 - len(outcome.problems)
     outcome.problems += encoded.problems[:room]
@@ -234,7 +243,8 @@ def _nothing_usable(outcome: Outcome, files: Sequence[Path]) -> str:
     shown = "".join(f"\n  {problem}" for problem in outcome.problems[:PROBLEMS_SHOWN])
     return (
         f"no documents in {len(files)} input file(s), the first being {files[0]}: "
-        f"{outcome.broken_lines} broken lines, {outcome.empty_documents} empty documents.{shown}"
+        f"{outcome.broken_lines} broken lines, {outcome.empty_documents} empty documents, "
+        f"{outcome.left_out} left out by --where.{shown}"
     )
 
 
@@ -256,6 +266,8 @@ def _write_manifests(
                 "append_eod": options.append_eod,
                 "ftfy": options.ftfy,
                 "splitter": options.splitter,
+                "where": [list(pair) for pair in options.where],
+                "left_out": outcome.left_out,
                 "bin_bytes": bin_path(prefix).stat().st_size,
                 "idx_bytes": idx_path(prefix).stat().st_size,
                 **extra,

@@ -269,13 +269,14 @@ def text_table(
     align: Sequence[str] | None = None,
     style: str = "simple",
 ) -> str:
-    """Columns under a line, aligned to the right unless `align` says otherwise."""
+    """Columns under a line, aligned to the right; `align` says otherwise for the first ones."""
+    alignment = [*(align or []), *["right"] * len(header)][: len(header)]
     return tabulate.tabulate(
         [list(row) for row in rows],
         list(header),
         tablefmt=style,
         disable_numparse=True,
-        colalign=list(align or ["right"] * len(header)) if rows else None,
+        colalign=alignment if rows else None,
     )
 
 

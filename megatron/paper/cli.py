@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron.errors import ReproduceError
+from megatron.errors import KerpleError, ReproduceError
+from megatron.paper.cluster_options import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
 
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add(commands, common, "run", "run locally; finished runs are skipped, stopped ones continue")
     _add(commands, common, "submit", "submit to Slurm as array jobs")
     _add(commands, common, "status", "a table of all runs, from their directories and squeue")
+    _add(commands, common, "logs", "the end of a run's log; without a name, of all that failed")
     _add(commands, common, "report", "tables and figures of what is finished")
     _add(commands, common, "worker", argparse.SUPPRESS)
     _plan_and_run_arguments(commands.choices)
@@ -105,44 +107,32 @@ def _plan_and_run_arguments(commands: Any) -> None:
 
 
 def _submit_arguments(submit: argparse.ArgumentParser) -> None:
-    texts = {
-        "account": "account to charge",
-        "partition": "partition of the GPU nodes",
-        "qos": "quality of service",
-        "constraint": "node features",
-        "gpu-type": "GPU type as in --gres=gpu:TYPE:N",
-        "container": "command before python inside srun, e.g. 'apptainer exec --nv image.sif'",
-    }
-    for name, text in texts.items():
-        submit.add_argument(f"--{name}", help=text)
-    submit.add_argument("--no-gpus", action="store_true", help="CPU nodes: one process per task")
-    submit.add_argument("--cpus-per-task", type=int, default=8, help="(8)")
-    submit.add_argument("--time", default="24:00:00", help="limit of a training job (24:00:00)")
-    submit.add_argument("--evaluate-time", default="4:00:00", help="(4:00:00)")
-    submit.add_argument("--data-time", default="24:00:00", help="(24:00:00)")
-    submit.add_argument("--data-cpus", type=int, default=8, help="(8)")
-    submit.add_argument(
-        "--grace", type=int, default=300, metavar="SECONDS", help="saved this early (300)"
-    )
-    submit.add_argument("--at-once", type=int, metavar="N", help="most array tasks at a time")
-    submit.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        help="shell line before python, e.g. 'module load x'",
-    )
-    submit.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="further sbatch option"
-    )
+    """One option per field of ClusterOptions; those not given stay out of the namespace."""
+    submit.add_argument("--cluster", metavar="FILE", help="YAML file with the options below")
     submit.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
+    for name, field in ClusterOptions.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        common: dict[str, Any] = {"help": field.description, "default": argparse.SUPPRESS}
+        if field.default is False:
+            submit.add_argument(flag, action="store_true", **common)
+        elif field.default == ():
+            submit.add_argument(flag, action="append", metavar="TEXT", **common)
+        elif name == "gpus_per_task":
+            submit.add_argument(flag, choices=["all", "one"], **common)
+        else:
+            submit.add_argument(flag, metavar=name.split("_")[-1].upper(), **common)
 
 
 def _other_arguments(commands: Any) -> None:
+    commands["logs"].add_argument("run", nargs="?", help="a run or data set (the failed ones)")
+    commands["logs"].add_argument("--lines", type=int, default=40, metavar="N", help="(40)")
     commands["status"].add_argument("--watch", action="store_true", help="repeat every 10 s")
     commands["report"].add_argument("--out", metavar="DIR", help="(runs/SUITE/report)")
     worker = commands["worker"]
     worker.add_argument("--tasks", default="", help="file with one run or data set a line")
-    worker.add_argument("--container")
+    worker.add_argument("--container", default="")
+    worker.add_argument("--python", default=sys.executable)
+    worker.add_argument("--one-gpu-per-task", action="store_true")
     worker.add_argument("stage", choices=["data", "train", "evaluate", "report"])
     worker.add_argument("--index", type=int, default=0)
 
@@ -151,11 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         return int(_COMMANDS[options.command](options))
-    except ReproduceError as error:
+    except KerpleError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def _suite(options: argparse.Namespace) -> Suite:
@@ -246,26 +234,10 @@ def _legend(table: Table, color: bool) -> str:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    from megatron.paper.slurm import ClusterOptions, submit
+    from megatron.paper.slurm import submit
 
-    chosen = ClusterOptions(
-        account=options.account,
-        partition=options.partition,
-        qos=options.qos,
-        constraint=options.constraint,
-        gpu_type=options.gpu_type,
-        no_gpus=options.no_gpus,
-        cpus_per_task=options.cpus_per_task,
-        time=options.time,
-        evaluate_time=options.evaluate_time,
-        data_time=options.data_time,
-        data_cpus=options.data_cpus,
-        grace_seconds=options.grace,
-        at_once=options.at_once,
-        container=options.container,
-        setup=tuple(options.setup),
-        extra=tuple(options.sbatch),
-    )
+    given = {key: getattr(options, key) for key in ClusterOptions.model_fields if key in options}
+    chosen = ClusterOptions.from_file(options.cluster, given)
     root = Path(options.runs)
     arguments = [f"--suite={options.suite}", f"--runs={root}", f"--data={Path(options.data)}"]
     arguments += [f"--only={name}" for name in options.only]
@@ -286,6 +258,13 @@ def _status(options: argparse.Namespace) -> int:
         time.sleep(10)
 
 
+def _logs(options: argparse.Namespace) -> int:
+    from megatron.paper.status import logs_text
+
+    print(logs_text(_suite(options), Path(options.runs), options.run, options.lines), end="")
+    return 0
+
+
 def _report(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
     _write_report(_suite(options), Path(options.runs), out)
@@ -293,6 +272,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _worker(options: argparse.Namespace) -> int:
+    from megatron.paper.execute import Launcher
     from megatron.paper.slurm import run_task
 
     suite, root = _suite(options), Path(options.runs)
@@ -305,7 +285,9 @@ def _worker(options: argparse.Namespace) -> int:
         raise ReproduceError(f"--tasks {options.tasks}: {error}") from error
     if not 0 <= options.index < len(tasks):
         raise ReproduceError(f"--index {options.index}: the job has {len(tasks)} tasks")
-    return run_task(suite, root, options.stage, tasks[options.index], options.container)
+    container = shlex.split(options.container)
+    launcher = Launcher(True, container, options.python, options.one_gpu_per_task)
+    return run_task(suite, root, options.stage, tasks[options.index], launcher)
 
 
 _COMMANDS = {
@@ -313,6 +295,7 @@ _COMMANDS = {
     "run": _run,
     "submit": _submit,
     "status": _status,
+    "logs": _logs,
     "report": _report,
     "worker": _worker,
 }

@@ -41,7 +41,7 @@ __all__ = [
     "execute_run",
     "prepare_command",
     "prepare_data",
-    "script_path",
+    "script_command",
     "train_command",
 ]
 
@@ -108,9 +108,12 @@ def prepare_data(
     run: Run,
     log: Path,
     environment: Mapping[str, str],
+    launcher: Launcher | None = None,
 ) -> None:
     """prepare_data.py decides itself whether its output is up to date."""
-    code = children.start(prepare_command(source, data_root, run.config), log, environment)
+    launcher = launcher or Launcher()
+    command = prepare_command(source, data_root, run.config, launcher.python)
+    code = children.start([*launcher.container, *command], log, environment)
     if code != 0 and not children.stopping:
         raise ReproduceError(
             f"preparing {source.name} failed with exit code {code}; the last lines of {log}:\n"
@@ -198,16 +201,17 @@ def _execute_step(
 # The commands of each step, as argument lists: prepare_data.py, train.py, evaluate.py.
 
 
-def script_path(name: str) -> str:
-    """deepy.py, prepare_data.py and so on: in the working directory, or beside the package."""
+def script_command(python: str, name: str) -> list[str]:
+    """Start deepy, train, evaluate or prepare_data: the script of a checkout, or the package's.
+
+    A script in the working directory keeps its short name: commands can be repeated by hand.
+    """
     package = Path(megatron.__file__).resolve().parent
     for folder in (Path.cwd(), package.parent):
-        if (folder / name).is_file() and (folder / "deepy.py").is_file():
-            return name if folder == Path.cwd() else str(folder / name)
-    raise ReproduceError(
-        f"{name} is neither here nor in {package.parent}: start this command in a checkout of "
-        "the repository, whose scripts it calls"
-    )
+        script = folder / f"{name}.py"
+        if script.is_file() and (folder / "deepy.py").is_file():
+            return [python, "-u", script.name if folder == Path.cwd() else str(script)]
+    return [python, "-u", "-m", "megatron.commands", name]
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,7 @@ class Launcher:
     srun: bool = False
     container: Sequence[str] = ()
     python: str = sys.executable
+    one_gpu_per_task: bool = False
 
     def command(self, script: str, config: Path, run: Run, arguments: Sequence[str]) -> list[str]:
         if kernels := kernels_in(run.config):  # the suite names it; config.yml lies in a run folder
@@ -224,19 +229,25 @@ class Launcher:
         if self.srun:
             # The first rank that has saved must not end the others; a lost rank ends them soon.
             waits = ["--kill-on-bad-exit=0", "--wait=60"]
-            start = ["srun", f"--ntasks={run.gpus}", *waits, *self.container]
-            return [*start, self.python, "-u", script_path(script), str(config), *arguments]
+            start = ["srun", f"--ntasks={run.gpus}", *waits, *self._resources(), *self.container]
+            return [*start, *script_command(self.python, script), str(config), *arguments]
         # Several runs on one machine must not share the port of their process groups.
         port = ["--set", f"master_port={free_port()}"]
-        start = [self.python, "-u", script_path("deepy.py"), script]
+        start = [*script_command(self.python, "deepy"), f"{script}.py"]
         return [*start, str(config), *arguments, *port]
+
+    def _resources(self) -> list[str]:
+        """srun of Slurm 22.05 and later does not inherit the job's processors per task."""
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+        options = [f"--cpus-per-task={cpus}"] if cpus else []
+        return [*options, "--gpus-per-task=1"] if self.one_gpu_per_task else options
 
 
 def prepare_command(
     source: DataSet, data_root: Path, config: Mapping[str, Any], python: str = sys.executable
 ) -> list[str]:
     """Download or read, tokenize with the runs' own tokenizer, and index one data set."""
-    command = [python, "-u", script_path("prepare_data.py"), source.source or source.name]
+    command = [*script_command(python, "prepare_data"), source.source or source.name]
     command += ["-d", str(data_root)]
     command += ["-t", str(config["tokenizer_type"])]
     for key, flag in (("vocab_file", "--vocab-file"), ("merge_file", "--merge-file")):
@@ -246,7 +257,7 @@ def prepare_command(
 
 
 def train_command(launcher: Launcher, directory: Path, run: Run) -> list[str]:
-    return launcher.command("train.py", directory / "config.yml", run, [])
+    return launcher.command("train", directory / "config.yml", run, [])
 
 
 def evaluate_command(launcher: Launcher, directory: Path, run: Run, step: EvalStep) -> list[str]:
@@ -262,4 +273,4 @@ def evaluate_command(launcher: Launcher, directory: Path, run: Run, step: EvalSt
         ]
         if step.window is not None:
             arguments.append(f"eval_window={step.window}")
-    return launcher.command("evaluate.py", directory / "config.yml", run, arguments)
+    return launcher.command("evaluate", directory / "config.yml", run, arguments)

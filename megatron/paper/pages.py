@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup, escape
 
 from megatron.evaluation.results_schema import text_table
 from megatron.paper.claims import Finding
@@ -90,6 +91,7 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {"tex": _latex_escape, "latex_row": latex_row, "markdown": to_markdown}
+    environment.filters["code"] = _code
     environment.globals |= {"groups": _groups, "published": _published_text}
     return environment
 
@@ -118,7 +120,8 @@ def to_latex(table: Table) -> str:
 
 def to_markdown(table: Table) -> str:
     """GitHub Markdown; the paper's number follows ours in small type."""
-    parts = [f"**{table.key}.** {table.caption}"]
+    beside = f" {table.beside}" if table.published else ""
+    parts = [f"**{table.key}.** {table.caption}{beside}"]
     for block in table.blocks:
         if block.title:
             parts.append(f"#### {block.title}")
@@ -185,6 +188,11 @@ def _csv_values(entry: Entry) -> list[object]:
 
 
 # Pieces that several formats share.
+
+
+def _code(text: str) -> Markup:
+    """Prose for the page: `names` in backticks become code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704
 
 
 def _heads(block: Block) -> list[str]:

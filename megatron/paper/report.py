@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -178,7 +178,7 @@ def _result_table(spec: TableSpec, results: ResultSet, split: str, *, first: boo
         published_source(spec) if first else None,
     )
     key = spec.key if first else f"{spec.key}_{split}"
-    return Table(key, f"{table.caption} [{split} split]", table.blocks)
+    return replace(table, key=key, caption=f"{table.caption} Split: {split}.")
 
 
 _LENGTH_CAPTION = (

@@ -12,11 +12,27 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron.errors import EvaluationError
-from megatron.evaluation.results_schema import MODEL_KEYS, Result, read_result, weights_id
+from megatron.evaluation.results_schema import (
+    MODEL_KEYS,
+    Result,
+    read_json,
+    read_result,
+    weights_id,
+)
 from megatron.paper.suite import EvalStep, Run
 
-__all__ = ["Fit", "ResultFiles", "StepCheck", "check_steps", "wanted_cells"]
+__all__ = [
+    "Fit",
+    "ResultFiles",
+    "StepCheck",
+    "check_steps",
+    "recorded_train_hash",
+    "training_differences",
+    "wanted_cells",
+]
 
 _DEFAULT_PROTOCOL, _DEFAULT_SEQUENCES = "fixed_sequences", 320
 
@@ -38,6 +54,38 @@ class StepCheck:
     """What evaluate.py tried and could not measure, with the reason."""
     recorded: bool = True
     """False if the file is of an older version, which did not record all its settings."""
+
+
+def recorded_train_hash(directory: Path) -> str | None:
+    """Hash of the config that training started with, or None if it has not started."""
+    started = (directory / "metrics.jsonl").exists() or (directory / "latest").exists()
+    if not (started or (directory / ".done" / "train.json").exists()):
+        return None
+    value = (read_json(directory / "run.json") or {}).get("train_hash")
+    return str(value) if value else None
+
+
+def training_differences(directory: Path, run: Run) -> str:
+    """How the config that the directory was trained with differs; empty if it is the suite's."""
+    trained_with = recorded_train_hash(directory)
+    if trained_with is None or trained_with == run.train_hash:
+        return ""
+    try:
+        saved = yaml.safe_load((directory / "config.yml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        saved = None
+    if not isinstance(saved, dict):
+        return "another training config"
+    missing = object()
+    keys = [
+        key
+        for key in sorted({*saved, *run.config})
+        if not key.startswith("eval_")
+        and key not in ("save", "load")
+        and saved.get(key, missing) != run.config.get(key, missing)
+    ]
+    changes = [f"{k} {saved.get(k, 'unset')} instead of {run.config.get(k, 'unset')}" for k in keys]
+    return "trained with " + (", ".join(changes) or "another training config")
 
 
 def _expected(run: Run, step: EvalStep) -> dict[str, Any]:
@@ -139,8 +187,10 @@ class ResultFiles:
     run: Run
     results: list[tuple[Path, Result]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    other_training: str = ""
 
     def __post_init__(self) -> None:
+        self.other_training = training_differences(self.directory, self.run)
         for path in sorted((self.directory / "results").glob("*.json")):
             try:
                 self.results.append((path, read_result(path)))
@@ -155,7 +205,9 @@ class ResultFiles:
         for path, result in self.results:
             if not _answers(result, step):
                 continue
-            if why := _differences(result, self.run, step):
+            if self.other_training:
+                bad.append((Fit.FOREIGN, path, self.other_training))
+            elif why := _differences(result, self.run, step):
                 bad.append((Fit.FOREIGN, path, why))
             elif why := _outdated(result, self.run, self.directory):
                 bad.append((Fit.OUTDATED, path, why))

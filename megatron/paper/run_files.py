@@ -22,7 +22,7 @@ import yaml
 from megatron.atomic_files import write_text
 from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import read_json
-from megatron.paper.result_fit import Fit, check_steps
+from megatron.paper.result_fit import Fit, check_steps, training_differences
 from megatron.paper.run_results import finite
 from megatron.paper.suite import Run
 
@@ -72,11 +72,10 @@ def config_text(run: Run) -> str:
 
 def prepare_run(directory: Path, suite_name: str, run: Run) -> None:
     """Write the config and the description; refuse to mix two trainings in one directory."""
-    trained_with = _recorded_train_hash(directory)
-    if trained_with is not None and trained_with != run.train_hash:
+    if different := training_differences(directory, run):
         raise ReproduceError(
-            f"{directory} holds a run with another training config. Move it aside, or let "
-            "`tools/reproduce.py run --restart-changed` do that (nothing is deleted)."
+            f"{directory} holds a run with another training config ({different}). Move it aside, "
+            "or let `tools/reproduce.py run --restart-changed` do that (nothing is deleted)."
         )
     write_text(directory / "config.yml", config_text(run), parents=True)
     description = {
@@ -92,20 +91,9 @@ def prepare_run(directory: Path, suite_name: str, run: Run) -> None:
     write_text(directory / "run.json", json.dumps(description, indent=1) + "\n")
 
 
-def _recorded_train_hash(directory: Path) -> str | None:
-    """Hash of the config that training started with, or None if it has not started."""
-    started = (directory / "metrics.jsonl").exists() or (directory / "latest").exists()
-    if not (started or (directory / ".done" / "train.json").exists()):
-        return None
-    content = read_json(directory / "run.json") or {}
-    value = content.get("train_hash")
-    return str(value) if value else None
-
-
 def move_aside(directory: Path, run: Run) -> Path | None:
     """Rename the directory of a run whose training config changed; None if it need not move."""
-    trained_with = _recorded_train_hash(directory)
-    if trained_with is None or trained_with == run.train_hash:
+    if not training_differences(directory, run):
         return None
     target = directory.with_name(f"{directory.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
     directory.rename(target)

@@ -76,7 +76,8 @@ def read_run(directory: Path, run: Run) -> RunResults:
             results.versions.add(result.version or "0.1.0 or older")
             _add_cells(results, result, step)
     results.unused = [f"{path}: {why}" for path, why in unused.items()]
-    _read_training(directory / "metrics.jsonl", results)
+    if not files.other_training:
+        _read_training(directory / "metrics.jsonl", results)
     return results
 
 

@@ -24,6 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import megatron
 from megatron.atomic_files import write_text
 from megatron.errors import ReproduceError
+from megatron.paper.cluster_options import ClusterOptions
 from megatron.paper.execute import (
     EXIT_REQUEUE,
     Children,
@@ -35,31 +36,9 @@ from megatron.paper.execute import (
 from megatron.paper.run_files import RunState, State, done_steps, prepare_run, step_names, trained
 from megatron.paper.suite import Run, Suite
 
-__all__ = ["ClusterOptions", "Job", "build_jobs", "run_task", "submit", "submitted_jobs"]
+__all__ = ["Job", "build_jobs", "run_task", "submit", "submitted_jobs"]
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
-
-
-@dataclass(frozen=True)
-class ClusterOptions:
-    """What differs between clusters; None leaves the cluster's default."""
-
-    account: str | None = None
-    partition: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    gpu_type: str | None = None
-    no_gpus: bool = False
-    cpus_per_task: int = 8
-    time: str = "24:00:00"
-    evaluate_time: str = "4:00:00"
-    data_time: str = "24:00:00"
-    data_cpus: int = 8
-    grace_seconds: int = 300
-    at_once: int | None = None
-    container: str | None = None
-    setup: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,48 +147,67 @@ class _Script:
             "time": options.time,
             "evaluate_time": options.evaluate_time,
             "data_time": options.data_time,
-            "grace": options.grace_seconds,
-            "log_directory": _directive_value((self._directory / "logs").resolve().as_posix()),
-            "directives": self._directives(),
+            "grace": options.grace,
+            "log_directory": _line((self._directory / "logs").resolve().as_posix()),
+            "directives": self._directives(stage),
             "gpu_directive": self._gpu_directive(gpus),
             "place": shlex.quote(str(Path.cwd())),
             "package": shlex.quote(str(Path(megatron.__file__).resolve().parents[1])),
-            "setup": "\n".join(options.setup) or ":",
+            "setup": "\n".join([*self._scratch(), *options.setup]) or ":",
             "worker": self._worker(task_file if tasks else None),
         }
         return environment.get_template(f"{stage}.sbatch.j2").render(values)
 
     def _worker(self, task_file: Path | None) -> str:
+        options = self._options
         words = [sys.executable, "-u", "-m", "megatron.paper.cli", "worker"]
         words += self._suite_arguments
-        if self._options.container:
-            words.append(f"--container={self._options.container}")
+        for name in ("container", "python"):
+            if value := getattr(options, name):
+                words.append(f"--{name}={value}")
+        if options.gpus_per_task == "one" and not options.no_gpus:
+            words.append("--one-gpu-per-task")
         if task_file is not None:
             words.append(f"--tasks={task_file}")
         return " ".join(shlex.quote(word) for word in words)
 
-    def _directives(self) -> str:
-        options = self._options
-        given: dict[str, str | None] = {
-            "account": options.account,
-            "partition": options.partition,
-            "qos": options.qos,
-            "constraint": options.constraint,
-        }
-        lines = [
-            f"#SBATCH --{key}={_directive_value(value)}" for key, value in given.items() if value
+    def _scratch(self) -> list[str]:
+        """Double quotes: the job's own variables are meant to be expanded."""
+        if self._options.scratch is None:
+            return []
+        place = _line(self._options.scratch).replace("\\", "\\\\").replace('"', '\\"')
+        place = place.replace("`", "\\`").replace("$(", "\\$(")
+        return [
+            f'export TMPDIR="{place}"',
+            'mkdir -p "$TMPDIR"',
+            'export TRITON_CACHE_DIR="$TMPDIR/triton" KERPLE_CACHE_DIR="$TMPDIR/kerple-neox"',
         ]
-        lines += [f"#SBATCH {_directive_value(line)}" for line in options.extra]
+
+    def _directives(self, stage: str) -> str:
+        options = self._options
+        on_gpus = stage in ("train", "evaluate")
+        given = {
+            "account": options.account,
+            "partition": options.partition if on_gpus else options.data_partition,
+            "qos": options.qos,
+            "constraint": options.constraint if on_gpus else None,
+            "mem": options.memory if on_gpus else None,
+        }
+        if not on_gpus and options.data_partition is None:
+            given["partition"] = options.partition
+        lines = [f"#SBATCH --{key}={_line(value)}" for key, value in given.items() if value]
+        lines += [f"#SBATCH {_line(line)}" for line in options.sbatch]
         return "\n".join(lines) or "# no account, partition or further options given"
 
     def _gpu_directive(self, gpus: int) -> str:
         if self._options.no_gpus:
             return "# CPU only"
         kind = f"{self._options.gpu_type}:" if self._options.gpu_type else ""
-        return f"#SBATCH --gres=gpu:{_directive_value(kind)}{gpus}"
+        return f"#SBATCH --gres=gpu:{_line(kind)}{gpus}"
 
 
-def _directive_value(value: str) -> str:
+def _line(value: str) -> str:
+    """A value that stays on its line of the script."""
     if "\n" in value or "\r" in value:
         raise ReproduceError(f"cluster option {value!r} contains a line break")
     return value
@@ -267,7 +265,7 @@ def _record(directory: Path, jobs: list[Job], numbers: Mapping[str, str]) -> Non
     content = {
         job.name: {"job": numbers[job.name], "runs": list(job.runs)}
         for job in jobs
-        if job.name in numbers and job.stage in ("train", "evaluate")
+        if job.name in numbers and job.stage != "report"
     }
     write_text(directory / "jobs.json", json.dumps(content, indent=1) + "\n")
 
@@ -288,18 +286,17 @@ def submitted_jobs(suite_directory: Path) -> dict[str, tuple[str, list[str]]]:
 # What one Slurm array task does; also usable by hand to repeat a single task.
 
 
-def run_task(suite: Suite, root: Path, stage: str, name: str, container: str | None) -> int:
+def run_task(suite: Suite, root: Path, stage: str, name: str, launcher: Launcher) -> int:
     """Prepare a data set, or train or evaluate a run; the exit code for the batch script."""
     children = Children()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         # srun passes USR1 on to its tasks; on TERM it would end them without a chance to save.
         signal.signal(number, lambda *_: children.stop(signal.SIGUSR1))
     if stage == "data":
-        return _data_task(children, suite, root, name)
+        return _data_task(children, suite, root, name, launcher)
     run = suite.run_named(name)
     directory = suite.run_directory(root, run)
     prepare_run(directory, suite.name, run)
-    launcher = Launcher(srun=True, container=shlex.split(container or ""))
     state = execute_run(
         children,
         launcher,
@@ -311,12 +308,12 @@ def run_task(suite: Suite, root: Path, stage: str, name: str, container: str | N
     return _exit_code(directory, run, state, stage)
 
 
-def _data_task(children: Children, suite: Suite, root: Path, name: str) -> int:
+def _data_task(children: Children, suite: Suite, root: Path, name: str, launcher: Launcher) -> int:
     users = [run for run in suite.runs if run.data == name]
     if not users:
         raise ReproduceError(f"suite {suite.name} has no data set {name!r}")
     log = root / suite.name / "logs" / f"prepare-{name}.log"
-    prepare_data(children, suite.data[name], suite.data_root, users[0], log, {})
+    prepare_data(children, suite.data[name], suite.data_root, users[0], log, {}, launcher)
     return EXIT_REQUEUE if children.stopping else 0
 
 

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import subprocess
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.evaluation.results_schema import text_table
+from megatron.paper.execute import tail
 from megatron.paper.result_fit import Fit, check_steps
-from megatron.paper.run_files import State, done_steps, read_state, step_names
+from megatron.paper.run_files import State, done_steps, read_state, step_names, step_seconds
 from megatron.paper.run_results import finite, read_metrics
 from megatron.paper.slurm import submitted_jobs
 from megatron.paper.suite import Run, Suite
 
-__all__ = ["RunProgress", "duration", "progress_of", "queue_states", "status_text"]
+__all__ = [
+    "RunProgress",
+    "duration",
+    "logs_text",
+    "progress_of",
+    "queue_states",
+    "status_text",
+]
 
 _TAIL_BYTES = 16384
 
@@ -100,26 +107,92 @@ def _last_metrics(path: Path) -> tuple[int, float | None, float | None]:
 def status_text(suite: Suite, root: Path) -> str:
     """From the run directories, and squeue where there is one."""
     queued = queue_states(suite, root)
-    rows, states, unfit = [], Counter[str](), []
+    rows, states, notes = [], Counter[str](), []
+    work_left = WorkLeft()
     for run in suite.runs:
         directory = suite.run_directory(root, run)
         progress = progress_of(directory, run)
         states[progress.state] += 1
         rows.append([*progress.cells(), queued.get(run.name, "")])
-        unfit += _unfit(directory, run)
+        work_left.add(directory, run, progress)
+        notes += _unfit(directory, run)
+        if progress.state == State.FAILED:
+            notes.append(f"  {run.name} failed: {_last_line(directory, progress.stage)}")
     head = ["run", "state", "stage", "step", "loss", "left", "queue"]
     align = ["left", "left", "left", "right", "right", "right", "left"]
     summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
-    lines = [text_table(head, rows, align), "", f"{len(rows)} runs: {summary}"]
-    if unfit:
-        lines += ["", "results that `run` (or `submit`) will make again:", *unfit]
+    lines = [text_table(head, rows, align), "", f"{len(rows)} runs: {summary}{work_left.text()}"]
+    if notes:
+        lines += ["", *notes]
+    if states[State.FAILED]:
+        lines.append(f"  logs: tools/reproduce.py logs --suite {suite.name} --runs {root}")
     return "\n".join(lines) + "\n"
+
+
+@dataclass
+class WorkLeft:
+    """Run time that is left, judged by the steps that are finished."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    missing: Counter[str] = field(default_factory=Counter)
+    running: float = 0.0
+
+    def add(self, directory: Path, run: Run, progress: RunProgress) -> None:
+        done = done_steps(directory, run)
+        for name in step_names(run):
+            kind = f"{run.model} {name}"
+            taken = step_seconds(directory, name)
+            if name in done and taken:
+                self.seconds.setdefault(kind, []).append(taken)
+            elif name == "train" and progress.seconds_left is not None and name not in done:
+                self.running += progress.seconds_left
+            elif name not in done:
+                self.missing[kind] += 1
+
+    def text(self) -> str:
+        if not self.missing and not self.running:
+            return ""
+        if any(kind not in self.seconds for kind in self.missing):
+            return ""
+        total = self.running + sum(
+            count * sum(self.seconds[kind]) / len(self.seconds[kind])
+            for kind, count in self.missing.items()
+        )
+        return f"; about {duration(total)} of work left, one run at a time"
+
+
+def _last_line(directory: Path, step: str) -> str:
+    lines = tail(directory / "logs" / f"{step}.log", 30).strip().splitlines()
+    return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "no log")
+
+
+def logs_text(suite: Suite, root: Path, name: str | None, lines: int) -> str:
+    """The end of the logs of one run or data set, or of every run that failed."""
+    if name is None:
+        failed = [
+            run.name
+            for run in suite.runs
+            if progress_of(suite.run_directory(root, run), run).state == State.FAILED
+        ]
+        return "\n".join(logs_text(suite, root, run, lines) for run in failed) or "nothing failed\n"
+    if name in suite.data:
+        paths = [root / suite.name / "logs" / f"prepare-{name}.log"]
+    else:
+        directory = suite.run_directory(root, suite.run_named(name))
+        step = read_state(directory).step
+        paths = sorted((directory / "logs").glob(f"{step or '*'}.log"))
+    # What Slurm itself wrote: a job that died before our first line left its reason there.
+    for job, (_, tasks) in submitted_jobs(root / suite.name).items():
+        if name in tasks:
+            paths.append(root / suite.name / "slurm" / "logs" / f"{job}-{tasks.index(name)}.log")
+    shown = [f"==> {path}\n{tail(path, lines)}\n" for path in paths if path.is_file()]
+    return "\n".join(shown) or f"{name}: no log yet under {root / suite.name}\n"
 
 
 def _unfit(directory: Path, run: Run) -> list[str]:
     checks = check_steps(directory, run)
     return [
-        f"  {run.name} {name}: {check.fit.value}: {check.detail}"
+        f"  {run.name} {name} will be evaluated again: {check.fit.value}: {check.detail}"
         for name, check in checks.items()
         if check.fit in (Fit.OUTDATED, Fit.FOREIGN)
     ]
@@ -131,19 +204,22 @@ def queue_states(suite: Suite, root: Path) -> dict[str, str]:
     if not submission or shutil.which("squeue") is None:
         return {}
     jobs = ",".join(job for job, _ in submission.values())
-    command = ["squeue", "--noheader", "--array", "--format=%A %F %K %T %r", f"--jobs={jobs}"]
+    fields = "ArrayJobID:20,ArrayTaskID:20,State:20,RestartCnt:12,Reason:60"
+    command = ["squeue", "--noheader", "--array", f"--Format={fields}", f"--jobs={jobs}"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False)
     states: dict[str, str] = {}
     by_job = {job: (stage, names) for stage, (job, names) in submission.items()}
     for line in listed.stdout.splitlines():
-        match = re.match(r"\S+ (\d+) (\d+|N/A) (\S+) (.*)", line.strip())
-        if match is None or match.group(1) not in by_job:
+        words = line.split(maxsplit=4)
+        if len(words) < 4 or words[0] not in by_job or not words[1].isdigit():
             continue
-        stage, names = by_job[match.group(1)]
-        if match.group(2).isdigit() and int(match.group(2)) < len(names):
-            reason = "" if match.group(4) == "None" else f" ({match.group(4)})"
-            name = names[int(match.group(2))]
-            # A run waits in two arrays at once: training is the more interesting one.
-            if name not in states or stage.startswith("train"):
-                states[name] = f"{stage} {match.group(3)}{reason}"
+        stage, names = by_job[words[0]]
+        if int(words[1]) >= len(names):
+            continue
+        reason = f" ({words[4].strip()})" if len(words) > 4 and words[4].strip() != "None" else ""
+        requeued = f", requeued {words[3]}x" if words[3] not in ("0", "N/A") else ""
+        name = names[int(words[1])]
+        # A run waits in two arrays at once: training is the more interesting one.
+        if name not in states or stage.startswith("train"):
+            states[name] = f"{stage} {words[2]}{reason}{requeued}"
     return states

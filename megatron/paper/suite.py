@@ -17,6 +17,7 @@ from megatron.paper.suite_file import (
     Point,
     Section,
     SuiteFile,
+    TableSpec,
     read_suite_file,
 )
 
@@ -167,7 +168,17 @@ class _Expansion:
         for model in reversed(chain):
             config |= model.config
             gpus = model.gpus or gpus
-        return config, gpus
+        shape = {key: value for key, value in self._sets.items() if key != "eval_lengths"}
+        return config | shape, gpus
+
+    def _lengths(self, section: Section, model: str) -> list[int]:
+        """The section's; with --set eval_lengths=[...] those, for every section that has some."""
+        own, chosen = section.lengths_of(model), self._sets.get("eval_lengths")
+        if not own or not chosen:
+            return own
+        if not isinstance(chosen, list) or not all(isinstance(item, int) for item in chosen):
+            raise ReproduceError(f"--set eval_lengths={chosen}: expected a list as [512,1024]")
+        return sorted(chosen)
 
     def _section_runs(self, name: str, section: Section) -> Iterable[Run]:
         for model in section.models:
@@ -186,12 +197,14 @@ class _Expansion:
         tokens = self._file.data[data].prefix(self._data_root)
         config |= {"pos_emb": method, "seed": seed, "data_path": tokens}
         config |= {"save": directory, "load": directory, "num_gpus": gpus, **self._sets}
-        lengths = section.lengths_of(model)
+        lengths = self._lengths(section, model)
+        longest = max(lengths, default=0) if "eval_lengths" in self._sets else None
         steps = [EvalStep("extrapolation")] if lengths else []
         steps += [
             EvalStep("positionwise", item.length, item.window)
             for item in section.positionwise
             if item.data == data and method in item.methods
+            if longest is None or item.length <= longest
         ]
         config["eval_lengths"] = lengths
         splits = tuple(self._file.splits)
@@ -203,6 +216,11 @@ class _Expansion:
         config = {key: value for key, value in run.config.items() if value != []}
         return replace(run, config=dict(sorted(config.items())))
 
+    def _table_lengths(self, section: Section, table: TableSpec, model: str) -> list[int]:
+        if "eval_lengths" in self._sets or table.lengths is None:
+            return self._lengths(section, model)
+        return list(table.lengths)
+
     def _with_table(self, section: Section) -> Section:
         """The section's table with what follows from the rest of the file."""
         table = section.table
@@ -211,7 +229,7 @@ class _Expansion:
         points = tuple(
             Point(train_length=int(self._model(model)[0]["seq_length"]), length=length)
             for model in section.models
-            for length in table.lengths or section.lengths_of(model)
+            for length in self._table_lengths(section, table, model)
         )
         filled = {
             "key": section.name,

@@ -106,6 +106,8 @@ class TableSpec(_Strict):
     published: str | None = None
     """The paper's table whose numbers stand beside ours."""
     published_train_length: int = 512
+    beside: str = "In small type: the paper's numbers."
+    """Said where the paper's numbers are shown; not in LaTeX, which has ours alone."""
     key: str = ""
     methods: tuple[str, ...] = ()
     data: tuple[DataSet, ...] = ()

@@ -87,6 +87,8 @@ class Table:
     key: str
     caption: str
     blocks: tuple[Block, ...]
+    beside: str = "In small type: the paper's numbers."
+    """Said where the paper's numbers are shown beside ours."""
 
     @property
     def entries(self) -> list[Entry]:
@@ -95,6 +97,11 @@ class Table:
     @property
     def complete(self) -> bool:
         return all(entry.cell.present or entry.cell.note for entry in self.entries)
+
+    @property
+    def published(self) -> bool:
+        """Whether any number of the paper stands beside ours."""
+        return any(entry.published is not None for entry in self.entries)
 
 
 def published_source(spec: TableSpec) -> CellSource:
@@ -152,7 +159,29 @@ def lay_out(
         blocks = (_side_by_side_block(spec, placed),)
     else:
         blocks = tuple(_by_method_block(spec, placed, data) for data in spec.data)
-    return Table(spec.key, spec.caption, blocks)
+    table = Table(spec.key, spec.caption, blocks, spec.beside)
+    if all(entry.cell.seeds == 0 for entry in table.entries):
+        return table  # the paper's own cells, or nothing
+    return replace(table, caption=" ".join([spec.caption, *_notes(table)]))
+
+
+def _notes(table: Table) -> list[str]:
+    """What the numbers and marks of this very table are."""
+    cells = [entry.cell for entry in table.entries if entry.cell.seeds]
+    few, many = min(cell.seeds for cell in cells), max(cell.seeds for cell in cells)
+    if many == 1:
+        notes = ["One seed."]
+    else:
+        count = str(many) if few == many else f"{few} to {many}"
+        notes = [f"Mean ± standard deviation over {count} seeds."]
+    if any(cell.bold for cell in cells):
+        notes.append("Bold: the best of its row.")
+    if any(cell.p_value is not None for cell in cells):
+        notes.append(
+            f"†: {label_of(REFERENCE_METHOD)} is significantly better (paired two-sided t-test "
+            "over seeds, α=0.05)."
+        )
+    return notes
 
 
 class _Placer:
@@ -166,6 +195,9 @@ class _Placer:
         self._ours = self._collect(source)
         self._paper = self._collect(beside) if beside else {}
         self._decimals = {data.name: self._decimals_of(self._ours, data) for data in spec.data}
+        # The paper's daggers stand where ours could: not beside a single seed.
+        tested = any(cell is not None and cell.p_value is not None for cell in self._ours.values())
+        self._daggers = tested or not any(cell and cell.seeds for cell in self._ours.values())
 
     def _collect(self, source: CellSource) -> dict[tuple[str, str, Point], Cell | None]:
         spec = self._spec
@@ -189,12 +221,15 @@ class _Placer:
         rounding = self._spec.rounding
         if name in self._spec.integer_methods:
             rounding = Rounding.INTEGER
+        paper = self._paper.get(key)
+        if paper is not None and not self._daggers:
+            paper = replace(paper, dagger=False)
         note = "-" if point.length < point.train_length else self._missing_note
         return Entry(
             self._ours[key] or Cell(note=note),
             rounding,
             self._decimals[data.name],
-            self._paper.get(key),
+            paper,
         )
 
 
@@ -257,4 +292,5 @@ def _speed_table(
         for name, cell in cells.items()
     )
     columns = tuple(Column(label_of(name)) for name in cells)
+    caption = caption if caption.endswith(".") else f"{caption}."
     return Table(key, caption, (Block("", "", columns, (Row("sec/step", entries),)),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,16 +10,19 @@ import pytest
 
 from megatron.errors import ReproduceError
 from megatron.paper.cli import main
+from megatron.paper.cluster_options import ClusterOptions
+from megatron.paper.execute import Launcher, train_command
 from megatron.paper.plan import estimate_cost, parameter_count, plan_text
 from megatron.paper.published import published_seconds_per_step
-from megatron.paper.slurm import ClusterOptions, build_jobs, submit
+from megatron.paper.slurm import build_jobs, submit
 from megatron.paper.suite import load_suite
+from tests.conftest import REPOSITORY
 from tests.paper.synthetic import write_run
 
 
 def test_parameters_of_the_papers_model() -> None:
     run = load_suite("paper").runs[0]
-    assert parameter_count(run.config) + 2 * 12 == 162_322_968
+    assert parameter_count(run) + 2 * 12 == 162_322_968
 
 
 def test_gpu_hours_follow_the_papers_seconds_per_step() -> None:
@@ -27,7 +31,8 @@ def test_gpu_hours_follow_the_papers_seconds_per_step() -> None:
     assert cost.steps == 50_000
     assert cost.tokens == 50_000 * 32 * 512
     training = 50_000 * published_seconds_per_step()["rpe"] / 3600
-    assert training < cost.gpu_hours < 1.2 * training
+    assert cost.train_hours == pytest.approx(training)
+    assert training < cost.hours < 1.3 * training
 
 
 def test_the_large_model_counts_its_accumulation_and_not_its_tensor_parallel_ranks() -> None:
@@ -38,8 +43,18 @@ def test_the_large_model_counts_its_accumulation_and_not_its_tensor_parallel_ran
 def test_plan_counts_shared_runs_once() -> None:
     text = plan_text(load_suite("paper"))
     assert "274 runs" in text
-    assert "(runs shared with a section above)" in text
-    assert "not measured" in text
+    assert "(runs of a section above)" in text
+    assert "Nothing of this was measured on a GPU by us" in text
+    for fact in ("A100 40 GB", "A100 80 GB", "H100 80 GB", "95.16 GB raw", "tokenizing about"):
+        assert fact in text
+
+
+def test_laptop_suites_are_planned_in_minutes_on_cores() -> None:
+    text = plan_text(load_suite("demo"))
+    assert "A100" not in text
+    found = re.search(r"With -j 2 on two cores about ([\d.]+) min", text)
+    assert found is not None
+    assert 4 < float(found.group(1)) < 16  # `make demo` took 8 minutes here
 
 
 def test_plan_writes_complete_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,10 +101,14 @@ def test_scripts_carry_the_clusters_options(tmp_path: Path) -> None:
         gpu_type="a100",
         time="12:00:00",
         at_once=7,
-        grace_seconds=120,
+        grace=120,
         container="apptainer exec --nv box.sif",
         setup=("module load cuda",),
-        extra=("--mail-type=FAIL",),
+        sbatch=("--mail-type=FAIL",),
+        scratch="/scratch/$SLURM_JOB_ID",
+        constraint="a100-80gb",
+        qos="long",
+        gpus_per_task="one",
     )["train-large"].script
     for line in (
         "#SBATCH --account=lab",
@@ -101,11 +120,66 @@ def test_scripts_carry_the_clusters_options(tmp_path: Path) -> None:
         "#SBATCH --signal=B:USR1@120",
         "#SBATCH --requeue",
         "#SBATCH --mail-type=FAIL",
+        "#SBATCH --constraint=a100-80gb",
+        "#SBATCH --qos=long",
+        'export TMPDIR="/scratch/$SLURM_JOB_ID"',
+        "--one-gpu-per-task",
         "module load cuda",
         "'--container=apptainer exec --nv box.sif'",
         "scontrol requeue",
     ):
         assert line in script
+
+
+def test_data_jobs_go_to_their_own_partition_and_ask_for_no_gpu(tmp_path: Path) -> None:
+    options = {"partition": "a100", "data_partition": "cpu", "constraint": "a100-80gb"}
+    found = jobs(tmp_path, "main", **options)
+    for name in ("data", "report"):
+        assert "#SBATCH --partition=cpu" in found[name].script
+        assert "gres" not in found[name].script
+        assert "constraint" not in found[name].script
+    assert "#SBATCH --partition=a100" in found["evaluate-small"].script
+    assert "#SBATCH --partition=a100" in jobs(tmp_path, "main", partition="a100")["data"].script
+
+
+def test_srun_repeats_what_it_does_not_inherit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_suite("paper", ["large"]).runs[0]
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
+    command = train_command(Launcher(srun=True, one_gpu_per_task=True), tmp_path, run)
+    assert {"--cpus-per-task=6", "--gpus-per-task=1", "--ntasks=2"} <= set(command)
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK")
+    assert not any(
+        "gpus" in word or "cpus" in word
+        for word in train_command(Launcher(srun=True), tmp_path, run)
+    )
+
+
+def test_a_cluster_file_and_options_that_win_over_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = str(REPOSITORY / "configs" / "slurm" / "a100.yml")
+    call = ["submit", "--suite", "smoke", "--runs", str(tmp_path), "--dry-run", "--cluster"]
+    assert main([*call, shipped, "--partition", "h100"]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --partition=h100" in text
+    assert "#SBATCH --partition=cpu" in text
+    assert "#SBATCH --gres=gpu:a100:1" in text
+    wrong = tmp_path / "mine.yml"
+    wrong.write_text("partitions: x\n")
+    assert main([*call, str(wrong)]) == 2
+    assert "cluster option partitions: " in capsys.readouterr().err
+
+
+def test_set_shrinks_a_suite_with_its_lengths_and_tables() -> None:
+    sets = {"seq_length": 32, "eval_lengths": [32, 64], "train_iters": 10}
+    suite = load_suite("paper", ["main", "github"], sets=sets)
+    assert {tuple(run.config["eval_lengths"]) for run in suite.runs} == {(32, 64)}
+    assert not [step for run in suite.runs for step in run.evaluations if step.length]
+    table = suite.sections[0].table
+    assert table is not None
+    assert [(point.train_length, point.length) for point in table.points] == [(32, 32), (32, 64)]
 
 
 def test_every_script_is_valid_shell(tmp_path: Path) -> None:

@@ -109,6 +109,18 @@ def test_another_checkpoint_or_other_data_is_outdated(
     assert "other weights" in fit(directory, run)[1]
 
 
+def test_a_run_of_another_training_config_is_left_out_whole(tmp_path: Path) -> None:
+    old = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path, sets={"train_iters": 20})
+    write_run(old, tmp_path, old.runs[0])
+    new = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path, sets={"warmup": 0.5})
+    directory = new.run_directory(tmp_path, new.runs[0])
+    found = read_run(directory, new.runs[0])
+    assert not found.perplexity
+    assert not found.losses
+    assert "trained with warmup 0.05 instead of 0.5" in found.unused[0]
+    assert read_run(directory, old.runs[0]).perplexity
+
+
 def test_a_length_that_was_tried_and_failed_is_not_tried_for_ever(
     one_run: tuple[Suite, Run, Path],
 ) -> None:

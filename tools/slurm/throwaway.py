@@ -52,8 +52,11 @@ JobRequeue=1
 KillWait=20
 InactiveLimit=0
 MinJobAge=600
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
+GresTypes=gpu
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=16000 Gres=gpu:a100:{gpus} State=UNKNOWN
+PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PartitionName=a100 Nodes={host} MaxTime=INFINITE State=UP
+PartitionName=cpu Nodes={host} MaxTime=INFINITE State=UP
 """
 
 
@@ -81,8 +84,8 @@ def _free_ports(count: int) -> list[int]:
             item.close()
 
 
-def start(directory: Path, cpus: int = 4) -> None:
-    """Start the three daemons and wait until the node accepts jobs."""
+def start(directory: Path, cpus: int = 4, gpus: int = 2) -> None:
+    """Start the three daemons and wait until the node accepts jobs; its GPUs are names only."""
     if os.geteuid() != 0:
         raise SlurmSetupError("needs root: slurmd starts jobs for users")
     absent = missing_programs()
@@ -100,8 +103,11 @@ def start(directory: Path, cpus: int = 4) -> None:
         controller_port=ports[0],
         node_port=ports[1],
         cpus=cpus,
+        gpus=gpus,
     )
     (directory / "slurm.conf").write_text(config, encoding="utf-8")
+    gres = f"Name=gpu Type=a100 Count={gpus}\n"
+    (directory / "gres.conf").write_text(gres, encoding="utf-8")
     (directory / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
     _daemon(directory, ["slurmctld", "-i"])
     _daemon(directory, ["slurmd"])
