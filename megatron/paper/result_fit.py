@@ -22,6 +22,7 @@ from megatron.evaluation.results_schema import (
     read_result,
     weights_id,
 )
+from megatron.neox_arguments.catalogue import canonical_method
 from megatron.paper.suite import EvalStep, Run
 
 __all__ = [
@@ -94,7 +95,7 @@ def _expected(run: Run, step: EvalStep) -> dict[str, Any]:
     protocol = config.get("eval_protocol") or _DEFAULT_PROTOCOL
     expected = {
         "seed": run.seed,
-        "pos_emb": run.method,
+        "pos_emb": canonical_method(run.method),
         "train_length": run.train_length,
         "window": step.window,
         "eval_protocol": protocol,
@@ -117,7 +118,7 @@ def _recorded(result: Result, step: EvalStep) -> dict[str, Any]:
     """The same facts of a file; older ones did not record all."""
     facts: dict[str, Any] = {
         "seed": result.seed,
-        "pos_emb": result.pos_emb,
+        "pos_emb": canonical_method(result.pos_emb),
         "train_length": result.train_length,
         "window": result.window,
         "eval_protocol": result.protocol,
