@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import compare_paired, summarize
-from megatron.paper.methods import label_of
 from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet, Point
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import (
     Cell,
     Rounding,
@@ -18,7 +19,6 @@ from megatron.paper.cells import (
     reference_decimals,
     summarize,
 )
-from megatron.paper.methods import label_of
 from megatron.paper.published import published_cell, published_seconds_per_step
 from megatron.paper.suite_file import DataSet, Layout, Point, TableSpec
 
