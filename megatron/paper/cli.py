@@ -30,6 +30,7 @@ EXAMPLES = """examples:
       --partition a100 --time 24:00:00 --dry-run
   python tools/reproduce.py status --suite paper --watch
   python tools/reproduce.py report --suite paper --out docs/results/paper
+  python tools/reproduce.py released --dir kerple_release --text my_book.txt
 """
 
 
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add(commands, common, "logs", "the end of a run's log; without a name, of all that failed")
     _add(commands, common, "report", "tables and figures of what is finished")
     _add(commands, common, "worker", argparse.SUPPRESS)
+    _released_arguments(commands)
     _plan_and_run_arguments(commands.choices)
     _submit_arguments(commands.choices["submit"])
     _other_arguments(commands.choices)
@@ -88,6 +90,27 @@ def _common_arguments() -> argparse.ArgumentParser:
         help="config values for every run, e.g. train_iters=100",
     )
     return common
+
+
+def _released_arguments(commands: Any) -> None:
+    text = "figures and perplexities of the official release's checkpoints"
+    released = commands.add_parser("released", help=text, description=text, allow_abbrev=False)
+    released.add_argument(
+        "--dir", type=Path, required=True, help="where the release's archives are unpacked"
+    )
+    released.add_argument(
+        "--text", type=Path, nargs="+", default=[], help="any text or jsonl to evaluate on"
+    )
+    released.add_argument("--out", type=Path, default=Path("runs/released"), metavar="DIR")
+    released.add_argument("--tokenizer", default="GPT2BPETokenizer", help="(GPT2BPETokenizer)")
+    released.add_argument("--vocab-file", type=Path, help="(data/gpt2-vocab.json)")
+    released.add_argument("--merge-file", type=Path, help="(data/gpt2-merges.txt)")
+    lengths = [512, 1024, 2048, 4096, 8192, 16384]
+    released.add_argument("--lengths", type=int, nargs="+", default=lengths, metavar="N")
+    released.add_argument("--window", type=int, default=512, metavar="N", help="(512)")
+    released.add_argument(
+        "--sequences", type=int, default=8, metavar="N", help="at the longest length (8)"
+    )
 
 
 def _plan_and_run_arguments(commands: Any) -> None:
@@ -265,6 +288,25 @@ def _logs(options: argparse.Namespace) -> int:
     return 0
 
 
+def _released(options: argparse.Namespace) -> int:
+    from megatron.paper.released import ReleasedOptions, make_released_report
+
+    vocab, merges = options.vocab_file, options.merge_file
+    if options.tokenizer == "GPT2BPETokenizer" and vocab is None:
+        vocab, merges = Path("data/gpt2-vocab.json"), Path("data/gpt2-merges.txt")
+    chosen = ReleasedOptions(
+        tuple(options.text),
+        options.tokenizer,
+        vocab,
+        merges,
+        tuple(sorted(options.lengths)),
+        options.window,
+        options.sequences,
+    )
+    print(f"Report: {make_released_report(options.dir, options.out, chosen)}")
+    return 0
+
+
 def _report(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
     _write_report(_suite(options), Path(options.runs), out)
@@ -296,6 +338,7 @@ _COMMANDS = {
     "submit": _submit,
     "status": _status,
     "logs": _logs,
+    "released": _released,
     "report": _report,
     "worker": _worker,
 }

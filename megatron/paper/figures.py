@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
 
+from megatron.neox_arguments.catalogue import label_of, line_style
 from megatron.paper.cells import summarize
-from megatron.paper.methods import label_of, line_style
 from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
     EndLabel,

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.kernel_figures import first_kernel, kernel_bias, shade
-from megatron.paper.methods import label_of
 from megatron.paper.run_results import ResultSet
 from megatron.paper.style import figure_style, finish_axes, mark_train_length, new_figure
 from megatron.paper.suite_file import DataSet

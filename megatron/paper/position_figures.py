@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from megatron.evaluation.results_schema import PositionEntry
-from megatron.paper.methods import label_of, line_style
+from megatron.neox_arguments.catalogue import label_of, line_style
 from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
     EndLabel,

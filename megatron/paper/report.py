@@ -43,7 +43,14 @@ from megatron.paper.suite import Suite
 from megatron.paper.suite_file import DataSet, Layout, Section, TableSpec
 from megatron.paper.tables import Table, lay_out, measured_cells, published_source, speed_table
 
-__all__ = ["ReportFiles", "collect_results", "machine_name", "make_report"]
+__all__ = [
+    "EFFECTIVE_CAPTION",
+    "KERNEL_CAPTION",
+    "ReportFiles",
+    "collect_results",
+    "machine_name",
+    "make_report",
+]
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ _POSITION_CAPTION = (
     "seeds. If a model used no more than the window, its line would coincide with the dashed "
     "windowed line beyond it."
 )
-_KERNEL_CAPTION = (
+KERNEL_CAPTION = (
     "One line per head of the first seed, flattest darkest, cut at −8. Dashed: the bias of −2, "
     "below which a token hardly counts. Dotted: training length."
 )
@@ -200,7 +207,7 @@ _WHOLE_CAPTION = (
     "As in the paper: linear axes, nothing cut off. Where power has an exponent near 2, a far "
     "token gets a bias that nothing else in a score makes up for; log's stays within reach."
 )
-_EFFECTIVE_CAPTION = (
+EFFECTIVE_CAPTION = (
     "A head's effective length is the first distance with a bias below −2. The slower a curve "
     "rises, the farther the model looks."
 )
@@ -226,11 +233,11 @@ def _figures(suite: Suite, section: Section, results: ResultSet, directory: Path
         heads = int(runs[0].config["num_attention_heads"]) if runs else 1
         reach = 32 * max((results.train_length(item.name) or 0) for item in data)
         functions = kernel_functions(own, data, heads, reach)
-        add("kernels", "Kernel functions per head", _KERNEL_CAPTION, functions)
+        add("kernels", "Kernel functions per head", KERNEL_CAPTION, functions)
         whole = kernels_on_paper_axes(own, data, heads, reach)
         add("kernels_whole", "The same on the paper's axes", _WHOLE_CAPTION, whole)
         counts = effective_lengths(own, data, heads)
-        add("effective_length", "Heads by effective length", _EFFECTIVE_CAPTION, counts)
+        add("effective_length", "Heads by effective length", EFFECTIVE_CAPTION, counts)
         learned = learned_parameters(own, data)
         add("parameters", "Learned r1 and r2", "One point per head and seed.", learned)
     if section.speed:

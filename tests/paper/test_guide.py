@@ -24,9 +24,9 @@ from tests.paper.test_slurm import slurm as slurm
 SHRUNK = (
     "num_layers=1 hidden_size=32 num_attention_heads=2 seq_length=32 max_position_embeddings=32 "
 )
-SHRUNK += "train_iters=40 lr_decay_iters=40 train_micro_batch_size_per_gpu=2 precision=fp32 "
-SHRUNK += "fp32_allreduce=false eval_lengths=[32,64] eval_num_sequences=2 eval_interval=20 "
-SHRUNK += "eval_iters=1 log_interval=5 checkpoint_factor=20 num_workers=0 split=80,10,10"
+SHRUNK += "train_iters=300 lr_decay_iters=300 train_micro_batch_size_per_gpu=2 precision=fp32 "
+SHRUNK += "fp32_allreduce=false eval_lengths=[32,64] eval_num_sequences=2 eval_interval=100 "
+SHRUNK += "eval_iters=1 log_interval=5 checkpoint_factor=100 num_workers=0 split=80,10,10"
 RUNS = ["small.github.kerple_log.1235", "small.arxiv.alibi.1236"]
 
 
@@ -129,9 +129,8 @@ def test_the_guide_works_as_written(slurm: dict[str, str], tmp_path: Path) -> No
     train = re.search(r"^train-small: job (\d+),", printed, re.MULTILINE)
     assert train is not None
     wait_for(reader, lambda: (tmp_path / "runs/paper" / RUNS[0] / "metrics.jsonl").exists())
-    subprocess.run(
-        ["scontrol", "requeue", f"{train.group(1)}_0"], env=reader.environment, check=False
-    )
+    task = f"{train.group(1)}_0"
+    subprocess.run(["scontrol", "requeue", task], env=reader.environment, check=True)
     status = reader.shell(watch)
     assert RUNS[0] in status
     wait_for(reader, lambda: not squeue(reader).strip())
@@ -139,6 +138,9 @@ def test_the_guide_works_as_written(slurm: dict[str, str], tmp_path: Path) -> No
     status = reader.shell(watch)
     assert "2 runs: 2 done" in status
     assert "nothing failed" in status
+    shown = ["scontrol", "show", "job", task]
+    details = subprocess.run(shown, env=reader.environment, capture_output=True, text=True)
+    assert "Restarts=1" in details.stdout
     assert "KERPLE-log" in reader.shell(report)
     page = (tmp_path / "runs" / "paper" / "report" / "report.html").read_text(encoding="utf-8")
     assert "2 of 2 finished" in page

@@ -47,7 +47,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     tool = throwaway()
     directory = tmp_path_factory.mktemp("slurm")
     try:
-        tool.start(directory, cpus=4)
+        tool.start(directory, cpus=32)
         yield {**os.environ, **tool.environment(directory), "OMP_NUM_THREADS": "1"}
     finally:
         tool.stop(directory)

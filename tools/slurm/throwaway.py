@@ -106,7 +106,9 @@ def start(directory: Path, cpus: int = 4, gpus: int = 2) -> None:
         gpus=gpus,
     )
     (directory / "slurm.conf").write_text(config, encoding="utf-8")
-    gres = f"Name=gpu Type=a100 Count={gpus}\n"
+    for number in range(gpus):  # Slurm only asks whether a GPU's file is there
+        (directory / f"gpu{number}").touch()
+    gres = f"Name=gpu Type=a100 File={directory}/gpu[0-{gpus - 1}]\n"
     (directory / "gres.conf").write_text(gres, encoding="utf-8")
     (directory / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
     _daemon(directory, ["slurmctld", "-i"])

@@ -1,0 +1,250 @@
+"""`tools/reproduce.py released`: the paper's figures from its released checkpoints, in minutes.
+
+The six archives of the official release unpack to folders as the official configs name them
+(`kerple_log_github_1235_checkpoints`, `kerple_power_ap__arxiv_1235_checkpoints`, ...). Their
+kernels are drawn as they are; with any text, perplexity from 512 to 16,384 is measured, log against
+power, with all of the context and with a window.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.atomic_files import write_text
+from megatron.errors import ReproduceError
+from megatron.evaluation.results_schema import Result, read_result
+from megatron.neox_arguments.catalogue import canonical_method, label_of
+from megatron.paper.cells import Cell, Rounding
+from megatron.paper.pages import Chapter, Page, page_html, page_markdown, to_csv, to_latex, to_text
+from megatron.paper.published import DATA_TITLES
+from megatron.paper.run_results import ResultSet, RunResults
+from megatron.paper.suite import Run
+from megatron.paper.suite_file import DataSet
+from megatron.paper.tables import Block, Column, Entry, Row, Table
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+__all__ = ["ReleasedOptions", "find_released", "make_released_report"]
+
+_FOLDER = re.compile(r"(?P<method>kerple_\w*?)_(?P<data>github|arxiv|openwebtext2)_(?P<seed>\d+)")
+_DEPTH = 3
+"""How far below the directory checkpoints are looked for."""
+
+
+@dataclass(frozen=True)
+class ReleasedOptions:
+    text: tuple[Path, ...] = ()
+    tokenizer: str = "GPT2BPETokenizer"
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    window: int = 512
+    sequences: int = 8
+    """At the longest length; the others see the same tokens."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """One checkpoint: where it is, what it was trained on, and its kernel."""
+
+    folder: Path
+    args: NeoXArgs
+    found: RunResults
+
+    @property
+    def run(self) -> Run:
+        return self.found.run
+
+
+def find_released(directory: Path) -> list[Released]:
+    """Every checkpoint folder below `directory`, by method and data set."""
+    from megatron.checkpoints import read_checkpoint
+    from megatron.checkpoints.inspection import kernel_of
+
+    if not directory.is_dir():
+        raise ReproduceError(f"--dir {directory}: no such directory")
+    released = []
+    for folder in _checkpoint_folders(directory):
+        checkpoint = read_checkpoint(folder)
+        config = checkpoint.args.to_dict()
+        named = _FOLDER.search(folder.name)
+        method = canonical_method(str(config["pos_emb"]))
+        data = named["data"] if named else folder.name
+        seed = int(named["seed"]) if named else int(config.get("seed") or 0)
+        config["train_iters"] = checkpoint.iteration
+        run = Run(folder.name, "released", data, method, seed, 1, config)
+        kernels = kernel_of(checkpoint)
+        values = kernels[0].values if kernels else {}
+        results = RunResults(run, kernel=values, last_step=checkpoint.iteration)
+        released.append(Released(folder, checkpoint.args, results))
+    if not released:
+        raise ReproduceError(
+            f"--dir {directory}: no checkpoint there. Unpack the archives of the official release "
+            "into it: folders such as kerple_log_github_1235_checkpoints, with `latest` inside"
+        )
+    return sorted(released, key=lambda item: (item.run.data, item.run.method, item.run.name))
+
+
+def _checkpoint_folders(directory: Path) -> list[Path]:
+    found = [directory] if (directory / "latest").is_file() else []
+    for depth in range(1, _DEPTH + 1):
+        pattern = "/".join(["*"] * depth)
+        found += [path for path in directory.glob(pattern) if (path / "latest").is_file()]
+    return sorted(found)
+
+
+def make_released_report(directory: Path, out: Path, options: ReleasedOptions) -> Path:
+    """Figures, and with a text the perplexity table; the path of the page."""
+    released = find_released(directory)
+    page = Page(
+        "KERPLE: the released checkpoints",
+        f"{len(released)} checkpoints of the official release, read from their files.",
+        [(item.run.name, _facts(item)) for item in released],
+        [_figures(released, out)],
+    )
+    if options.text:
+        table = _perplexity_table(released, out, options)
+        page.chapters.insert(0, Chapter("Perplexity by length", tables=[table]))
+        for suffix, render in (("csv", to_csv), ("tex", to_latex), ("md", to_text)):
+            place = out / "tables" / f"{table.key}.{suffix}"
+            write_text(place, render(table), parents=True)
+        print(f"\n{to_text(table)}", end="")
+    write_text(out / "report.html", page_html(page), parents=True)
+    write_text(out / "report.md", page_markdown(page))
+    return out / "report.html"
+
+
+def _facts(item: Released) -> str:
+    heads = item.args.model.num_attention_heads
+    return f"{label_of(item.run.method)}, {heads} heads, step {item.found.last_step}"
+
+
+def _data_sets(released: Sequence[Released]) -> list[DataSet]:
+    names = dict.fromkeys(item.run.data for item in released)
+    return [DataSet(name=name, title=DATA_TITLES.get(name, name)) for name in names]
+
+
+def _figures(released: Sequence[Released], out: Path) -> Chapter:
+    from megatron.paper.kernel_figures import (
+        effective_lengths,
+        kernel_functions,
+        learned_parameters,
+    )
+    from megatron.paper.report import EFFECTIVE_CAPTION, KERNEL_CAPTION
+    from megatron.paper.style import save_figure
+
+    results = ResultSet(tuple(item.found for item in released))
+    data = _data_sets(released)
+    heads = released[0].args.model.num_attention_heads
+    reach = 32 * max(item.run.train_length for item in released)
+    functions = kernel_functions(results, data, heads, reach)
+    counts = effective_lengths(results, data, heads)
+    learned = learned_parameters(results, data)
+    plots = (
+        ("kernels", "Kernel functions per head", KERNEL_CAPTION, functions),
+        ("effective_length", "Heads by effective length", EFFECTIVE_CAPTION, counts),
+        ("parameters", "Learned r1 and r2", "One point per head.", learned),
+    )
+    chapter = Chapter("Kernels")
+    for key, title, caption, figure in plots:
+        if figure is not None:
+            chapter.figures.append(save_figure(figure, out / "figures", key, title, caption))
+    return chapter
+
+
+# Perplexity on a text of the user's.
+
+
+def _perplexity_table(released: Sequence[Released], out: Path, options: ReleasedOptions) -> Table:
+    prefix = _prepared(out, options)
+    measured = {
+        (item.run.name, window): _evaluated(item, prefix, out, options, window)
+        for item in released
+        for window in (None, options.window)
+    }
+    blocks = []
+    for data in _data_sets(released):
+        own = [item for item in released if item.run.data == data.name]
+        pairs = [(item, window) for item in own for window in (None, options.window)]
+        columns = tuple(
+            Column(f"windowed@{window}" if window else "full", label_of(item.run.method))
+            for item, window in pairs
+        )
+        rows = tuple(
+            Row(
+                str(length),
+                tuple(_entry(measured[item.run.name, window], length) for item, window in pairs),
+            )
+            for length in options.lengths
+        )
+        blocks.append(Block(f"trained on {data.title}", "length", columns, rows))
+    names = ", ".join(path.name for path in options.text)
+    caption = (
+        f"Perplexity of the released checkpoints on {names}, the same tokens at every length; "
+        f"windowed: attention to the last {options.window} tokens only."
+    )
+    return Table("released", caption, tuple(blocks))
+
+
+def _entry(result: Result | None, length: int) -> Entry:
+    entries = result.by_length().get("valid", []) if result else []
+    found = next((item.ppl for item in entries if item.length == length), None)
+    return Entry(Cell(found, seeds=0 if found is None else 1), Rounding.MAGNITUDE, 2)
+
+
+def _prepared(out: Path, options: ReleasedOptions) -> Path:
+    from megatron.data.prepare import PrepareRequest, prepare_corpus
+
+    request = PrepareRequest(
+        directory=out / "data",
+        tokenizer_type=options.tokenizer,
+        vocab_file=options.vocab_file,
+        merge_file=options.merge_file,
+        inputs=options.text,
+    )
+    return prepare_corpus("text", request)[0]
+
+
+def _evaluated(
+    item: Released, prefix: Path, out: Path, options: ReleasedOptions, window: int | None
+) -> Result | None:
+    from megatron.evaluation.evaluator import run_evaluation
+
+    changes: dict[str, Any] = {
+        "load": str(item.folder),
+        "save": None,
+        "data_path": None,
+        "valid_data_paths": [str(prefix)],
+        "do_valid": True,
+        "do_test": False,
+        "eval_tasks": ["extrapolation"],
+        "eval_lengths": list(options.lengths),
+        "eval_protocol": "fixed_tokens",
+        "eval_num_sequences": options.sequences,
+        "eval_window": window,
+        "eval_results_prefix": str(out / "results" / item.run.name),
+    }
+    args = item.args.replace(**changes)
+    if run_evaluation(args) != 0:
+        return None
+    suffix = f"_window{window}" if window else ""
+    # Another text or other lengths before this one have left their own files beside it.
+    pattern = f"{item.run.name}_extrapolation{suffix}*.json"
+    files = (out / "results").glob(pattern)
+    matching = [path for path in files if _asked_for(read_result(path), prefix, options, window)]
+    return read_result(max(matching, key=lambda path: path.stat().st_mtime_ns))
+
+
+def _asked_for(result: Result, prefix: Path, options: ReleasedOptions, window: int | None) -> bool:
+    settings = result.settings or {}
+    return (
+        result.window == window
+        and settings.get("lengths") == sorted(options.lengths)
+        and settings.get("num_sequences") == options.sequences
+        and [entry["prefix"] for entry in settings.get("data") or []] == [str(prefix)]
+    )
