@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -136,8 +138,17 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
                 xlabel="distance d = |m − n| (tokens)",
                 ylabel="heads (effective length ≤ d)",
             )
-            axes.legend(loc="upper left")
+        _figure_legend(figure, grid[0])
     return figure
+
+
+def _figure_legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Beside the panels, never over their curves."""
+    found: dict[str, Artist] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(found.values()), list(found), loc="outside right upper")
 
 
 def _effective_line(
@@ -196,7 +207,7 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
             axes.set_yscale("log")
             plain_log_axis(axes.xaxis)
             plain_log_axis(axes.yaxis)
-            axes.legend(loc="best")
+        _figure_legend(figure, grid[0])
     return figure
 
 
@@ -225,8 +236,8 @@ def training_speed(
         axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
         finish_axes(axes, title="", xlabel="time per training step, KERPLE-log = 1", ylabel="")
         handles: list[Line2D] = [own, published]
-        labels = [f"ours ({machine})", "paper (A100, 162M)"]
-        figure.legend(handles, labels, loc="outside upper center", ncols=2)
+        labels = [textwrap.fill(f"ours ({machine})", 60), "paper (A100, 162M)"]
+        figure.legend(handles, labels, loc="outside upper left")
     return figure
 
 

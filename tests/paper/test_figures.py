@@ -18,7 +18,7 @@ from megatron.paper.kernel_figures import (
 from megatron.paper.position_figures import positionwise_perplexity
 from megatron.paper.report import collect_results
 from megatron.paper.run_results import ResultSet, RunResults
-from megatron.paper.style import save_figure, spread
+from megatron.paper.style import save_figure
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import DataSet, Positionwise
 from tests.paper.synthetic import write_run
@@ -143,16 +143,3 @@ def test_every_format_is_written(results: ResultSet, tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
     assert plot.data_uri.startswith("data:image/svg+xml;base64,")
-
-
-@pytest.mark.parametrize(
-    ("wanted", "given"),
-    [
-        ([0.1, 0.5, 0.9], [0.1, 0.5, 0.9]),
-        ([0.5, 0.5], [0.45, 0.55]),
-        ([0.98, 0.99, 1.0], [0.8, 0.9, 1.0]),
-        ([], []),
-    ],
-)
-def test_names_at_the_ends_of_lines_never_overlap(wanted: list[float], given: list[float]) -> None:
-    assert spread(wanted, 0.1) == pytest.approx(given)
