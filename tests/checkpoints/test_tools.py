@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -158,3 +159,17 @@ def test_a_config_can_be_given_where_none_was_saved(tmp_path: Path) -> None:
 def test_errors_are_one_line_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect(["nowhere"]) == 2
     assert capsys.readouterr().err == "error: nowhere: no such checkpoint directory\n"
+
+
+def test_stdout_holds_the_json_and_nothing_else() -> None:
+    """Without DS_ACCELERATOR, DeepSpeed searches for one and prints that it did."""
+    environment = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
+    done = subprocess.run(
+        [sys.executable, "tools/inspect_checkpoint.py", str(LOG), "--json"],
+        cwd=REPOSITORY,
+        env={**environment, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr == ""
+    assert json.loads(done.stdout)["checkpoint"]["pos_emb"] == "kerple_log"
