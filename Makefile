@@ -45,7 +45,7 @@ $(VENV)/.dev: $(VENV)/.runtime $(REQUIREMENTS)
 	@touch $@
 
 install: $(VENV)/.runtime
-	@echo "Ready: $(BIN)/python deepy.py --help"
+	@echo "Ready: source $(BIN)/activate, then python deepy.py --help (or kerple --help)"
 
 install-dev: $(VENV)/.dev
 
