@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
+from tests.conftest import REPOSITORY
 
 from .samples import TINY
 
@@ -70,3 +73,30 @@ def test_extra_arguments_pass_but_do_not_replace() -> None:
         NeoXArgs.from_dict(
             {**TINY, "deepspeed_extra_args": {"train_batch_size": 4}}
         ).deepspeed_config(1)
+
+
+def test_any_key_that_deepspeed_knows_passes_in_zeros_block() -> None:
+    zero = {"stage": 3, "stage3-module-granularity-threshold": 7, "zero_hpz_partition_size": 1}
+    args = NeoXArgs.from_dict({**TINY, "zero_optimization": zero})
+    config = parsed(args.deepspeed_config(1)).zero_config
+    assert config.module_granularity_threshold == 7
+    assert config.zero_hpz_partition_size == 1
+    with pytest.raises(ConfigError, match=r"zero_optimization\.zero_hpz_partition_sise.*_size\?"):
+        NeoXArgs.from_dict({**TINY, "zero_optimization": {"zero_hpz_partition_sise": 1}})
+
+
+def test_deepspeed_is_imported_for_a_foreign_key_alone() -> None:
+    """Else a dry run would take seconds."""
+    program = (
+        "import sys; from megatron.neox_arguments import NeoXArgs; "
+        f"NeoXArgs.from_dict({{**{TINY!r}, 'zero_optimization': {{'stage': 1}}}}); "
+        "sys.exit('deepspeed' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True)
+
+
+def test_bf16_gradients_are_added_up_in_fp32_unless_told() -> None:
+    half = {**TINY, "precision": "bf16"}
+    assert parsed(NeoXArgs.from_dict(half).deepspeed_config(1)).grad_accum_dtype == "fp32"
+    args = NeoXArgs.from_dict({**half, "data_types": {"grad_accum_dtype": "bf16"}})
+    assert parsed(args.deepspeed_config(1)).grad_accum_dtype == "bf16"
