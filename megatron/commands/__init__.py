@@ -27,6 +27,7 @@ COMMANDS = {
     "convert_neox_to_hf": "export to Hugging Face, with GPT-NeoX's flags",
     "reshard_checkpoint": "make a run resume under another layout",
     "plot_kernels": "draw the kernels of a checkpoint, of a method or of a class of yours",
+    "check_kernel": "is a kernel conditionally positive definite, as the theory asks?",
     "plot_run": "draw a run's loss, rate, gradient norm, tokens/s and kernels",
     "reproduce": "repeat the paper, on a cluster or in miniature",
     "lm_eval": "the lm_eval command with --model kerple_neox",

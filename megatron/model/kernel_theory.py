@@ -20,6 +20,7 @@ __all__ = [
     "EFFECTIVE_BIAS",
     "PAPER_MAX_DISTANCE",
     "KernelAnalysisError",
+    "counterexample",
     "cpd_margin",
     "effective_length",
     "heads_within",
@@ -80,6 +81,21 @@ def is_cpd(table: Tensor, points: int | None = None, tol: float | None = None) -
     """
     allowed = _tolerance(table, kernel_matrix(table, points)) if tol is None else tol
     return bool((cpd_margin(table, points) >= -allowed).all())
+
+
+def counterexample(table: Tensor, points: int | None = None) -> Tensor | None:
+    """Coefficients that sum to zero with a negative quadratic form (one head); None if CPD.
+
+    They are the eigenvector of the smallest eigenvalue on the zero-sum subspace, of length one.
+    """
+    if table.dim() != 1:
+        raise KernelAnalysisError("counterexample takes one head: pass table[h].")
+    if is_cpd(table, points):
+        return None
+    matrix = kernel_matrix(table, points)
+    basis = _zero_sum_basis(matrix.shape[-1]).to(matrix.device)
+    _, vectors = torch.linalg.eigh(basis.T @ matrix @ basis)
+    return basis @ vectors[:, 0]
 
 
 def is_pd(table: Tensor, points: int | None = None, tol: float | None = None) -> bool:

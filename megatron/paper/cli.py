@@ -31,6 +31,7 @@ EXAMPLES = """examples:
   python tools/reproduce.py status --suite paper --watch
   python tools/reproduce.py report --suite paper --out docs/results/paper
   python tools/reproduce.py released --dir kerple_release --text my_book.txt
+  python tools/reproduce.py keep --suite study --out docs/results/study/runs
 """
 
 
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add(commands, common, "status", "a table of all runs, from their directories and squeue")
     _add(commands, common, "logs", "the end of a run's log; without a name, of all that failed")
     _add(commands, common, "report", "tables and figures of what is finished")
+    _add(commands, common, "keep", "copy the results of finished runs, without checkpoints")
     _add(commands, common, "worker", argparse.SUPPRESS)
     _released_arguments(commands)
     _plan_and_run_arguments(commands.choices)
@@ -151,6 +153,7 @@ def _other_arguments(commands: Any) -> None:
     commands["logs"].add_argument("--lines", type=int, default=40, metavar="N", help="(40)")
     commands["status"].add_argument("--watch", action="store_true", help="repeat every 10 s")
     commands["report"].add_argument("--out", metavar="DIR", help="(runs/SUITE/report)")
+    commands["keep"].add_argument("--out", required=True, metavar="DIR", help="a folder of runs")
     worker = commands["worker"]
     worker.add_argument("--tasks", default="", help="file with one run or data set a line")
     worker.add_argument("--container", default="")
@@ -313,6 +316,14 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+def _keep(options: argparse.Namespace) -> int:
+    from megatron.paper.keep_results import keep_results
+
+    kept = keep_results(_suite(options), Path(options.runs), Path(options.out))
+    print(f"{len(kept)} finished runs: {options.out}")
+    return 0
+
+
 def _worker(options: argparse.Namespace) -> int:
     from megatron.paper.execute import Launcher
     from megatron.paper.slurm import run_task
@@ -340,6 +351,7 @@ _COMMANDS = {
     "logs": _logs,
     "released": _released,
     "report": _report,
+    "keep": _keep,
     "worker": _worker,
 }
 
