@@ -32,7 +32,11 @@ class TotalBar:
         terminal = sys.stderr.isatty()
         self._lines = self._show and not terminal
         self._bar = tqdm(
-            total=total, bar_format=BAR, disable=not (self._show and terminal), dynamic_ncols=True
+            total=total,
+            bar_format=BAR,
+            disable=not (self._show and terminal),
+            dynamic_ncols=True,
+            leave=False,  # what stays on the screen are the tables
         )
 
     def cost(self, tokens: int, length: int) -> float:
