@@ -148,6 +148,7 @@ def test_progress_is_lines_in_a_pipe_and_a_bar_on_a_terminal(
         with showing(TotalBar(10, 2560.0, show=True)):
             current_bar().at("extrapolation valid 8")
             current_bar().advance(10, 8)
+            current_bar().at("extrapolation valid 16")
         text = stream.getvalue()
         assert ("|" in text) == bar_shown and "50%" in text
         assert ("s left\n" in text) != bar_shown
