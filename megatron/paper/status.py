@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.evaluation.results_schema import text_table
 from megatron.paper.execute import tail
-from megatron.paper.result_fit import Fit, check_steps
+from megatron.paper.result_fit import Fit, check_steps, training_differences
 from megatron.paper.run_files import State, done_steps, read_state, step_names, step_seconds
 from megatron.paper.run_results import finite, read_metrics
 from megatron.paper.slurm import submitted_jobs
@@ -190,6 +190,8 @@ def logs_text(suite: Suite, root: Path, name: str | None, lines: int) -> str:
 
 
 def _unfit(directory: Path, run: Run) -> list[str]:
+    if different := training_differences(directory, run):
+        return [f"  {run.name} was {different}; `run --restart-changed` trains it anew beside it"]
     checks = check_steps(directory, run)
     return [
         f"  {run.name} {name} will be evaluated again: {check.fit.value}: {check.detail}"

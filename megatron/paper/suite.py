@@ -212,8 +212,12 @@ class _Expansion:
         return Run(*identity, config, (section_name,), tuple(steps), splits)
 
     def _with_lengths(self, run: Run) -> Run:
-        """Keys that follow from others; a run that no table reads has no lengths."""
-        config = {key: value for key, value in run.config.items() if value != []}
+        """A run that no table reads has no lengths; `--set key=null` leaves a key out."""
+        config = {
+            key: value
+            for key, value in run.config.items()
+            if value != [] and not (value is None and key in self._sets)
+        }
         return replace(run, config=dict(sorted(config.items())))
 
     def _table_lengths(self, section: Section, table: TableSpec, model: str) -> list[int]:

@@ -119,6 +119,13 @@ def test_a_run_of_another_training_config_is_left_out_whole(tmp_path: Path) -> N
     assert not found.losses
     assert "trained with warmup 0.05 instead of 0.5" in found.unused[0]
     assert read_run(directory, old.runs[0]).perplexity
+    assert "was trained with warmup 0.05 instead of 0.5" in status_text(new, tmp_path)
+
+
+def test_a_key_that_an_older_suite_lacked_can_be_left_out(tmp_path: Path) -> None:
+    only = ["alibi", "*.1235"]
+    (run,) = load_suite("smoke", only, sets={"lr_decay_rule": None}).runs
+    assert "lr_decay_rule" not in run.config
 
 
 def test_a_length_that_was_tried_and_failed_is_not_tried_for_ever(

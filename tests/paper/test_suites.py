@@ -115,6 +115,8 @@ def test_wrong_names_are_explained(name: str, only: list[str], message: str) -> 
     [
         ({"sections": {"main": {"title": "x"}}}, "sections.main.models"),
         ({"nonsense": 1}, "nonsense"),
+        ({"data": {"../../d": {"title": "D"}}, "sections": {}}, "cannot be a name"),
+        ({"models": {"../m": {"config": {}}}, "sections": {}}, "cannot be a name"),
         ({"models": {"a": {"config": {}, "extends": "b"}}}, "is not defined|does not exist"),
         ({"models": {"tiny": {"config": {}, "extends": "tiny"}}}, "extends itself"),
     ],
