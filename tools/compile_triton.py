@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,6 +187,7 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
         sink=torch.zeros(heads) if "sink" in extras else None,
         visible=None, window=length, scale=0.125,
     )  # fmt: skip
+    problem = replace(problem, arch=configuration.arch)
     forward, out, lse = forward_launches(problem)
     wanted = Wanted(
         bias=tables.learned_bias, weight=tables.learned_weight, key_bias="key_bias" in extras

@@ -84,21 +84,21 @@ def attention(
 
 
 def _run_triton(call: Call) -> Tensor:
-    from megatron.engines.pruning import visible_keys
     from megatron.engines.triton_attention import triton_attention
+    from megatron.engines.triton_pruning import visible_distances
 
+    tensors = (call.q, call.k, call.v, call.bias, call.weight)
+    visible = None
+    if call.pruning:
+        visible = visible_distances(*tensors, call.key_bias, window=call.window, scale=call.scale)
     return triton_attention(
-        call.q,
-        call.k,
-        call.v,
-        call.bias,
-        call.weight,
+        *tensors,
         key_bias=call.key_bias,
         first_key=call.first_key,
         sink=call.sink,
         window=call.window,
         scale=call.scale,
-        visible=visible_keys(call) if call.pruning else None,
+        visible=visible,
     )
 
 

@@ -18,6 +18,7 @@ from megatron.engines.triton_compat import (
     cdiv,
     device_of,
     interpreted,
+    launcher_problem,
     next_power_of_2,
     unavailable,
 )
@@ -73,7 +74,7 @@ def _unsuitable_device(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"it needs compute capability 8.0 or newer (A100), {device} has {major}.{minor}"
-    return None
+    return launcher_problem()
 
 
 def triton_attention(
@@ -173,7 +174,7 @@ class _TritonAttention(torch.autograd.Function):
             problem.q, problem.k, problem.v, bias, weight, problem.key_bias, problem.own,
             problem.first_key, problem.sink, problem.visible, out, lse,
         )  # fmt: skip
-        ctx.settings = (window, scale)
+        ctx.settings = (window, scale, problem.arch)
         ctx.shapes = tuple(None if x is None else (x.shape, x.dtype) for x in (key_bias, sink))
         return out
 

@@ -7,12 +7,19 @@ read by tools that walk the package) on a machine without Triton. Nothing can be
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.engines.triton_cache import compile_turn, use_node_local_cache
 
 __all__ = [
     "Launch",
@@ -21,6 +28,7 @@ __all__ = [
     "device_of",
     "interpreted",
     "jit",
+    "launcher_problem",
     "next_power_of_2",
     "tl",
     "triton",
@@ -61,6 +69,33 @@ def unavailable() -> str | None:
     return None
 
 
+@functools.cache
+def launcher_problem() -> str | None:
+    """Why Triton cannot launch on this machine's GPU, or None.
+
+    Before its first launch Triton compiles a small C file, unless its cache has it already. Doing
+    that now turns a crash in the first step into a reason at the start.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        use_node_local_cache()
+    try:
+        with compile_turn("launcher"):
+            _ = triton.runtime.driver.active.utils
+    except Exception as error:  # whatever a compiler, a linker or the file system may say
+        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"Triton cannot build its launcher ({told}){_compiler_advice()}"
+    return None
+
+
+def _compiler_advice() -> str:
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "; this node has no C compiler: load gcc or clang on every node, or set CC"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return f"; {header} is missing: install Python's headers on every node"
+    return "; set TRITON_CACHE_DIR to a directory that holds it, built on a node like this one"
+
+
 def interpreted() -> bool:
     """True when kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
     return unavailable() is None and bool(triton.knobs.runtime.interpret)
@@ -76,7 +111,8 @@ class Launch:
     options: dict[str, Any]
 
     def run(self) -> None:
-        self.kernel[self.grid](*self.arguments, **self.options)
+        with compile_turn((self.kernel, *self.options.values())):
+            self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def device_of(x: Tensor) -> Any:

@@ -56,7 +56,8 @@ class BackwardResult:
 
 
 def _tiles(kernel: str, problem: Problem) -> Tiles:
-    return tiles_of(kernel, problem.block_d, problem.q.dtype, problem.weight is not None)
+    weighted = problem.weight is not None
+    return tiles_of(kernel, problem.block_d, problem.q.dtype, weighted, problem.arch)
 
 
 def _copies(

@@ -37,6 +37,7 @@ class Problem:
     visible: Tensor  # [H] int32: distances worth visiting per head
     window: int
     scale: float
+    arch: int = 80  # compute capability, times ten
 
     @property
     def head_dim(self) -> int:
@@ -84,8 +85,17 @@ def build_problem(
         own = own_references(key_bias)
     sinks = None if sink is None else _relative_sinks(sink, own, q.shape[2])
     return Problem(
-        q, k, v, bias, weight, key_bias, own, first_key, sinks, visible, window, scale
+        q, k, v, bias, weight, key_bias, own, first_key, sinks, visible, window, scale,
+        architecture(q.device),
     )  # fmt: skip
+
+
+def architecture(device: torch.device) -> int:
+    """80 for an A100, 90 for an H100; 80 where there is no GPU."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def own_references(key_bias: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from megatron.engines.triton_compat import (
     cdiv,
     device_of,
     interpreted,
+    launcher_problem,
     next_power_of_2,
     unavailable,
 )
@@ -51,7 +52,7 @@ def can_run_softmax(
         return f"it runs on GPU, the scores are on {scores.device}"
     if any(t is not None and t.device != scores.device for t in (bias, weight)):
         return f"the tables must be on {scores.device}, like the scores"
-    return None
+    return launcher_problem() if scores.is_cuda else None
 
 
 def triton_fused_softmax(

@@ -76,8 +76,8 @@ _TILES: dict[str, dict[tuple[bool, bool], dict[int, Tiles]]] = {
         },
         (True, True): {
             32: Tiles(32, 128, 4, 2),
-            64: Tiles(32, 64, 4, 2),
-            128: Tiles(32, 64, 8, 2),
+            64: Tiles(16, 128, 4, 2),
+            128: Tiles(16, 128, 8, 2),
             256: Tiles(32, 64, 8, 1),
         },
         (False, False): {
@@ -157,6 +157,14 @@ def steep_warps(block_d: int, dtype: torch.dtype, warps: int) -> int:
     return _STEEP_WARPS.get((dtype != torch.float32, block_d), warps)
 
 
-def tiles_of(kernel: str, block_d: int, dtype: torch.dtype, weighted: bool) -> Tiles:
+# Where the H100's instructions want another tile: by kernel, half precision, weight, head dim.
+_HOPPER = {("dkdv", True, False, 128): Tiles(32, 128, 8, 2)}
+
+
+def tiles_of(
+    kernel: str, block_d: int, dtype: torch.dtype, weighted: bool, arch: int = 80
+) -> Tiles:
     """The tile of a kernel for a padded head dimension, a dtype, and with a weight table or not."""
-    return _TILES[kernel][dtype != torch.float32, weighted][block_d]
+    half = dtype != torch.float32
+    tiles = _TILES[kernel][half, weighted][block_d]
+    return _HOPPER.get((kernel, half, weighted, block_d), tiles) if arch >= 90 else tiles

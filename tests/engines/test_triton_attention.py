@@ -30,8 +30,8 @@ def python(arguments: list[str], **environment: str) -> subprocess.CompletedProc
 @pytest.mark.skipif(unavailable() is not None, reason="Triton is not installed")
 def test_every_output_and_gradient_in_tritons_interpreter() -> None:
     """Runs its files in a process of their own: the interpreter is chosen at import."""
-    files = ("triton_interpreted.py", "triton_interpreted_softmax.py")
-    tests = [f"tests/engines/{name}" for name in files]
+    names = ("", "_pruning", "_softmax")
+    tests = [f"tests/engines/triton_interpreted{name}.py" for name in names]
     result = python(
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
         TRITON_INTERPRET="1",

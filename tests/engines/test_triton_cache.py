@@ -1,0 +1,126 @@
+"""Triton's cache on a node of many ranks, and its C compiler: no GPU needed for either."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.engines import triton_cache, triton_compat
+from megatron.engines.triton_cache import compile_turn, use_node_local_cache
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(triton_cache, "_folder", None)
+    monkeypatch.setattr(triton_cache, "_launched", set())
+
+
+def test_the_cache_is_the_nodes_own_and_private(tmp_path: Path) -> None:
+    folder = use_node_local_cache()
+    assert folder.parent == tmp_path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert os.environ["TRITON_CACHE_DIR"] == str(folder)
+    assert use_node_local_cache() == folder
+
+
+def test_a_directory_that_was_chosen_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
+    assert use_node_local_cache() == tmp_path / "mine"
+
+
+def test_code_is_not_loaded_from_a_directory_that_others_can_write(tmp_path: Path) -> None:
+    open_to_all = tmp_path / f"kerple-triton-{os.getuid()}"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    assert use_node_local_cache() != open_to_all
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+from megatron.engines.triton_cache import compile_turn, use_node_local_cache
+folder = use_node_local_cache()
+for launch in range(3):
+    with compile_turn("kernel"):
+        if launch == 0:  # only the first launch compiles
+            inside = folder / "inside"
+            assert not inside.exists(), "two ranks compile at once"
+            inside.touch()
+            time.sleep(0.2)
+            inside.unlink()
+"""
+
+
+def test_ranks_of_a_node_compile_one_after_the_other(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_TMPDIR": str(tmp_path)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK], env=environment, stderr=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors.decode()
+
+
+def test_only_the_first_launch_of_a_kernel_takes_a_turn() -> None:
+    folder = use_node_local_cache()
+    with compile_turn("a"):
+        assert (folder / "compiling.lock").exists()
+    (folder / "compiling.lock").unlink()
+    start = time.monotonic()
+    with compile_turn("a"):
+        assert not (folder / "compiling.lock").exists()
+    assert time.monotonic() - start < 1.0
+
+
+class _NoLauncher:
+    @property
+    def utils(self) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC\nmore")
+
+
+@pytest.fixture
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(active=_NoLauncher())
+    stand_in = SimpleNamespace(runtime=SimpleNamespace(driver=driver))
+    monkeypatch.setattr(triton_compat, "triton", stand_in)
+    monkeypatch.delenv("CC", raising=False)
+
+
+@pytest.mark.usefixtures("_no_launcher")
+def test_a_node_without_a_compiler_is_told_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    reason = triton_compat.launcher_problem.__wrapped__()
+    assert reason == (
+        "Triton cannot build its launcher (Failed to find C compiler. Please specify via CC);"
+        " this node has no C compiler: load gcc or clang on every node, or set CC"
+    )
+
+
+@pytest.mark.usefixtures("_no_launcher")
+def test_missing_headers_are_told_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "/usr/bin/cc")
+    monkeypatch.setattr(triton_compat.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    reason = triton_compat.launcher_problem.__wrapped__()
+    assert f"{tmp_path}/Python.h is missing: install Python's headers" in (reason or "")
+
+
+def test_an_old_triton_is_told_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_compat, "triton", SimpleNamespace(__version__="3.2.0"))
+    assert triton_compat.unavailable() == "Triton 3.2.0 is too old; pip install 'triton>=3.4'"
+    assert not triton_compat.interpreted()

@@ -1,0 +1,202 @@
+"""The Triton engine's host code on tensors without memory, its launches recorded instead of run.
+
+On device "meta" every check, layout, stride, grid and workspace is made as on a GPU, for a million
+tokens as for ten; a tensor that was left on the CPU raises where it meets the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.engines import triton_attention as engine
+from megatron.engines.triton_compat import Launch, unavailable
+from megatron.engines.triton_tiles import ROW_MULTIPLE, tiles_of
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason="Triton is not installed")
+
+A100_PROCESSORS = 108
+MAX_GRID = (2**31 - 1, 65535, 65535)
+
+
+@dataclass
+class Rehearsal:
+    launches: list[Launch]
+    inputs: dict[str, Tensor]
+    out: Tensor
+
+    def of(self, kernel: str) -> list[Launch]:
+        name = f"attention_{kernel}_kernel"
+        return [launch for launch in self.launches if _name(launch) == name]
+
+    def argument(self, kernel: str, name: str) -> Any:
+        launch = self.of(kernel)[0]
+        return dict(zip(_parameters(launch), launch.arguments, strict=False))[name]
+
+
+def _name(launch: Launch) -> str:
+    return str(launch.kernel.fn.__name__)
+
+
+def _parameters(launch: Launch) -> list[str]:
+    return list(inspect.signature(launch.kernel.fn).parameters)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    launches: list[Launch] = []
+    monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch))
+    monkeypatch.setattr(engine, "_unsuitable_device", lambda device: None)
+    return launches
+
+
+def rehearse(
+    launches: list[Launch],
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    key_heads: int | None = None,
+    length: int = 8192,
+    q_length: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    operands: tuple[str, ...] = ("bias",),
+    window: int | None = None,
+) -> Rehearsal:
+    """A forward and a backward on device meta."""
+
+    def empty(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+        x = torch.empty(shape, dtype=kind, device="meta")
+        return x.requires_grad_() if x.is_floating_point() else x
+
+    def rows(count: int, rows: int) -> Tensor:  # [B, L, H, D] in memory, as a projection gives them
+        return empty(batch, rows, count, head_dim, kind=dtype)
+
+    q_length = q_length or length
+    shapes = {
+        "bias": (heads, length),
+        "weight": (heads, length + 5),
+        "key_bias": (batch, heads, length),
+        "sink": (heads,),
+    }
+    inputs = {
+        "q": rows(heads, q_length),
+        "k": rows(key_heads or heads, length),
+        "v": rows(key_heads or heads, length),
+        **{name: empty(*shape) for name, shape in shapes.items() if name in operands},
+    }
+    others = {name: x for name, x in inputs.items() if name not in "qkv"}
+    if "first_key" in operands:
+        others["first_key"] = empty(batch, q_length, kind=torch.int64)
+    out = engine.triton_attention(
+        *(inputs[name].transpose(1, 2) for name in "qkv"), scale=0.1, window=window, **others
+    )
+    out.sum().backward()
+    return Rehearsal(launches, inputs, out)
+
+
+ALL = ("bias", "weight", "key_bias", "sink", "first_key")
+CASES = [
+    {},
+    {"operands": ()},
+    {"operands": ALL, "batch": 3, "heads": 4, "key_heads": 2, "q_length": 100, "length": 777},
+    {"head_dim": 40, "dtype": torch.float16, "window": 100},
+    {"head_dim": 160, "dtype": torch.float32, "length": 300, "operands": ALL},
+    {"q_length": 1, "length": 5, "operands": ("weight", "key_bias")},
+    {"length": 1 << 20, "head_dim": 128, "operands": ALL},
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_every_launch_is_whole_and_every_gradient_has_its_place(
+    recorded: list[Launch], settings: dict[str, Any]
+) -> None:
+    rehearsal = rehearse(recorded, **settings)
+    for launch in rehearsal.launches:
+        given = {**dict(zip(_parameters(launch), launch.arguments, strict=False)), **launch.options}
+        options = {"num_warps", "num_stages", "enable_fp_fusion"}
+        assert given.keys() - options == set(_parameters(launch)), _name(launch)
+        assert all(x.device.type == "meta" for x in launch.arguments if isinstance(x, Tensor))
+        assert all(1 <= n <= limit for n, limit in zip(launch.grid, MAX_GRID, strict=False))
+    for name, x in rehearsal.inputs.items():
+        assert x.grad is not None, name
+        assert (x.grad.shape, x.grad.dtype) == (x.shape, x.dtype), name
+    assert rehearsal.out.shape[2] == settings.get("q_length", rehearsal.out.shape[2])
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_addresses_are_aligned_and_offsets_inside_a_tile_fit_32_bits(
+    recorded: list[Launch], settings: dict[str, Any]
+) -> None:
+    for launch in rehearse(recorded, **settings).launches:
+        named = dict(zip(_parameters(launch), launch.arguments, strict=False))
+        for name, value in named.items():
+            if name in ("copy_stride", "lse_stride") or name.endswith(("_stride_l", "_stride_h")):
+                if name.startswith(("key_bias", "sink")):
+                    continue
+                assert value % 16 == 0, (_name(launch), name, value)
+        if "copy_stride" in named:
+            assert 4 * named["copy_stride"] < 2**31
+        rows = max(launch.options.get("BLOCK_M", 0), launch.options.get("BLOCK_N", 0))
+        for name in ("q_stride_l", "k_stride_l", "v_stride_l", "grad_stride_l"):
+            assert rows * named.get(name, 0) < 2**31
+        assert ROW_MULTIPLE % launch.options.get("BLOCK_M", 1) == 0
+
+
+@pytest.mark.parametrize("length", [8192, 32768, 1 << 20])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_two_heads_fill_an_a100_at_any_length(
+    recorded: list[Launch], length: int, head_dim: int
+) -> None:
+    rehearsal = rehearse(recorded, length=length, head_dim=head_dim)
+    for kernel in ("forward", "dkdv", "dq", "band"):
+        for launch in rehearsal.of(kernel):
+            assert prod(launch.grid) >= A100_PROCESSORS, (kernel, launch.grid)
+
+
+@pytest.mark.parametrize("length", [8192, 1 << 20])
+def test_memory_is_linear_without_a_workspace_of_the_size_of_dq(
+    recorded: list[Launch], length: int
+) -> None:
+    rehearsal = rehearse(recorded, length=length, heads=16, head_dim=128, operands=ALL)
+    arguments = [x for launch in rehearsal.launches for x in launch.arguments]
+    kept = {id(x): x for x in arguments if isinstance(x, Tensor)}
+    # beside q, k, v, the output and their gradients: all of it together is smaller than q
+    others = [x for x in kept.values() if x.dtype != torch.bfloat16]
+    q = rehearsal.inputs["q"]
+    assert sum(x.numel() * x.element_size() for x in others) < q.numel() * q.element_size()
+    shapes = {tuple(x.shape) for x in kept.values() if x.dtype == torch.bfloat16}
+    assert shapes == {(1, 16, length, 128)}
+
+
+def test_grouped_heads_are_read_in_place(recorded: list[Launch]) -> None:
+    rehearsal = rehearse(recorded, heads=8, key_heads=2, length=1024)
+    for kernel in ("forward", "dkdv", "dq", "band"):
+        assert rehearsal.argument(kernel, "k_ptr").shape[1] == 2
+        assert rehearsal.argument(kernel, "group") == 4
+    assert rehearsal.argument("dkdv", "dk_ptr").shape == (1, 2, 1024, 64)
+    blocks = 1024 // tiles_of("dkdv", 64, torch.bfloat16, weighted=False).keys
+    assert rehearsal.of("dkdv")[0].grid == (blocks, 2)
+
+
+def test_nothing_is_launched_for_what_is_not_learned(recorded: list[Launch]) -> None:
+    x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    table = torch.empty(2, 64, device="meta")
+    engine.triton_attention(x, x.detach(), x.detach(), table, scale=0.1).sum().backward()
+    names = [_name(launch) for launch in recorded]
+    assert "attention_band_kernel" not in names
+    assert "attention_dkdv_kernel" not in names
+    assert names.count("attention_dq_kernel") == 1
+
+
+def test_a_table_on_another_device_is_refused(recorded: list[Launch]) -> None:
+    x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match=r"one device, got \['cpu', 'meta'\]"):
+        engine.triton_attention(x, x, x, torch.zeros(2, 64), scale=0.1)
+    assert recorded == []

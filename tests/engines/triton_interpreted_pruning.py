@@ -1,0 +1,131 @@
+"""Tests of the Triton engine's pruning in Triton's interpreter (see triton_interpreted.py)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.engines import triton_pruning
+from megatron.engines.call import checked_call
+from megatron.engines.pruning import visible_keys
+from megatron.engines.triton_attention import triton_attention
+from megatron.engines.triton_compat import Launch, interpreted
+from megatron.engines.triton_pruning import can_decay, visible_distances
+from tests.engines.triton_cases import Case, Inputs, assert_same, inputs_of, outputs_and_gradients
+
+assert interpreted(), "set TRITON_INTERPRET=1"
+
+LENGTH = 300
+STEEP = Case(LENGTH, LENGTH, 32)
+
+
+def steep(case: Case) -> Inputs:
+    """A head that decays within the length, and one that hardly falls."""
+    inputs = inputs_of(case)
+    slopes = torch.tensor([[2.0], [0.01]])
+    inputs["bias"] = (-slopes * torch.arange(case.k_length)).requires_grad_()
+    return inputs
+
+
+def counts_of(inputs: Inputs, **settings: float) -> Tensor | None:
+    names = ("q", "k", "v", "bias", "weight", "key_bias")
+    return visible_distances(*(inputs[name] for name in names), scale=0.2, **settings)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        STEEP,
+        replace(STEEP, q_length=120, weight=True, batch=2),
+        replace(STEEP, heads=2, key_heads=1, key_bias="small", sink="head"),
+        replace(STEEP, dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_what_is_pruned_changes_nothing(case: Case) -> None:
+    inputs = steep(case)
+    visible = counts_of(inputs)
+    assert visible is not None
+    assert visible.dtype == torch.int32
+    assert 1 <= visible[0] < LENGTH
+    assert visible[1] == LENGTH
+    plain = outputs_and_gradients(triton_attention, inputs, scale=0.2)
+    pruned = outputs_and_gradients(triton_attention, inputs, scale=0.2, visible=visible)
+    assert_same(pruned, plain, 1e-6 if case.dtype == torch.float32 else 1e-3)
+
+
+def test_the_bound_is_at_least_as_tight_as_that_of_the_other_engines() -> None:
+    inputs = steep(replace(STEEP, weight=True))
+    call = checked_call(*(inputs[name] for name in ("q", "k", "v", "bias", "weight")), scale=0.2)
+    found, other = counts_of(inputs), visible_keys(call)
+    assert found is not None
+    assert other is not None
+    assert (found <= other).all()
+    assert found[0] >= other[0] - 20
+
+
+def test_a_gate_that_lifts_far_keys_forbids_pruning_them() -> None:
+    inputs = steep(replace(STEEP, key_bias="small"))
+    plain = counts_of(inputs)
+    with torch.no_grad():  # the first keys stand out by more than the table falls
+        inputs["key_bias"][0, 0, :5] += 1000.0
+    lifted = counts_of(inputs)
+    assert plain is not None
+    assert lifted is not None
+    assert plain[0] < LENGTH
+    assert lifted[0] == LENGTH
+
+
+class Counter:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches = 0
+        self.reads = 0
+        run, read = Launch.run, Tensor.__bool__
+
+        def counted_run(launch: Launch) -> None:
+            self.launches += 1
+            run(launch)
+
+        def counted_read(x: Tensor) -> bool:
+            self.reads += 1
+            return read(x)
+
+        monkeypatch.setattr(Launch, "run", counted_run)
+        monkeypatch.setattr(Tensor, "__bool__", counted_read)
+
+
+def test_tables_that_do_not_decay_cost_one_look_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of(STEEP)
+    inputs["bias"] = -2.0 * torch.log1p(torch.arange(float(LENGTH))).expand(2, -1)
+    counter = Counter(monkeypatch)
+    for _layer in range(12):
+        assert counts_of(inputs) is None
+    assert (counter.launches, counter.reads) == (0, 1)
+
+
+def test_tables_that_decay_cost_two_launches_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = steep(STEEP)
+    counter = Counter(monkeypatch)
+    for _layer in range(3):
+        assert counts_of(inputs) is not None
+    assert (counter.launches, counter.reads) == (6, 1)
+
+
+def test_a_table_that_changed_is_looked_at_again() -> None:
+    bias = torch.zeros(1, LENGTH)
+    assert not can_decay(bias, LENGTH)
+    bias[0, -1] = -1000.0
+    assert can_decay(bias, LENGTH)
+    assert not can_decay(bias, LENGTH - 1)
+    bias[0, 0] = math.nan
+    assert not can_decay(bias, LENGTH)
+
+
+def test_nothing_is_pruned_without_a_bias_or_below_some_length() -> None:
+    inputs = steep(STEEP)
+    assert counts_of(inputs, window=triton_pruning._MIN_KEYS - 1) is None
+    assert counts_of({**inputs, "bias": None}) is None
