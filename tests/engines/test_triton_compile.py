@@ -25,7 +25,6 @@ A100 = [Configuration(64, "bf16", "bias", 80), Configuration(128, "bf16", "bias"
 REPRESENTATIVE = [
     Configuration(64, "bf16", "bias", 90),
     Configuration(80, "fp16", "both", 80),
-    Configuration(256, "bf16", "bias", 80),
     Configuration(64, "bf16", "bias", 80, "all"),
     Configuration(256, "fp32", "both", 80),
 ]
