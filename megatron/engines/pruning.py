@@ -10,7 +10,8 @@ does. The same keys have no share in the backward beyond rounding.
 A key bias adds to the bound what it is at most among those keys, and to s0 that of the own key; a
 sink only makes every share smaller; hidden keys (first_key) are not needed anyway.
 
-The C++ engine applies the bound per block of queries and block of keys; the PyTorch one per head.
+The C++ engine applies the bound per block of queries and block of keys; the PyTorch one per head,
+as does the Triton engine with kernels of its own (triton_pruning).
 Large q or k, or an outlier, only widen the bound: less is pruned, never wrongly.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from megatron.engines.call import Call
 
-__all__ = ["DecayBounds", "TileCount", "decay_bounds", "head_windows", "visible_keys"]
+__all__ = ["DecayBounds", "TileCount", "decay_bounds", "head_windows"]
 
 _EPSILON_LOG2 = 24.0
 _MIN_KEYS = 256  # shorter than this, hardly a block could be left out
@@ -60,13 +61,11 @@ def decay_bounds(call: Call) -> DecayBounds | None:
     bias = torch.zeros_like(call.k[0, 0, :, 0], dtype=torch.float32).expand(call.q.shape[1], -1)
     if call.bias is not None:
         bias = call.bias.detach()[:, :k_len].float()
-    # On GPU the look at the numbers would wait for the device; bounds that do not help are cheap.
-    if not bias.is_cuda:
-        deepest = (bias[:, 0] - bias.amin(1)).max()
-        if call.key_bias is not None:
-            deepest = deepest + _deepest_key_bias(call.key_bias.detach())
-        if not deepest * math.log2(math.e) > margin_log2:
-            return None
+    deepest = (bias[:, 0] - bias.amin(1)).max()
+    if call.key_bias is not None:
+        deepest = deepest + _deepest_key_bias(call.key_bias.detach())
+    if not deepest * math.log2(math.e) > margin_log2:
+        return None
     weight_after = None
     if call.weight is not None:
         weight_after = _suffix_max(call.weight.detach()[:, :k_len].float().abs())
@@ -111,12 +110,6 @@ def head_windows(call: Call, bounds: DecayBounds) -> Tensor:
     negligible = most < least_own[:, None] - bounds.margin_log2 * math.log(2.0)
     # Both suffix maxima fall with distance, so the negligible distances are a tail.
     return (~negligible).sum(1).clamp(min=1)
-
-
-def visible_keys(call: Call) -> Tensor | None:
-    """`head_windows` as int32; None where pruning cannot help."""
-    bounds = decay_bounds(call)
-    return None if bounds is None else head_windows(call, bounds).int()
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.engines.call import checked_call
 from megatron.engines.cpu import tiled_forward_with_count
-from megatron.engines.pruning import decay_bounds, head_windows, visible_keys
+from megatron.engines.pruning import decay_bounds, head_windows
 from tests.engines.reference import Case
 
 Engine = Callable[..., Tensor]
@@ -155,12 +155,3 @@ def test_head_windows_are_true_bounds() -> None:
         beyond = torch.where(distance >= window, scores, -torch.inf)
         excess = torch.logsumexp(beyond, 1) - scores.diagonal()
         assert excess.max() < -24 * 0.6931
-
-
-def test_visible_keys_in_any_precision() -> None:
-    q, k, v = (x.bfloat16() for x in draw())
-    visible = visible_keys(checked_call(q, k, v, alibi()))
-    assert visible is not None
-    assert visible.dtype == torch.int32
-    assert visible[0] < 256
-    assert visible_keys(checked_call(q, k, v)) is None

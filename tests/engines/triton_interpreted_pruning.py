@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.engines import triton_pruning
 from megatron.engines.call import checked_call
-from megatron.engines.pruning import visible_keys
+from megatron.engines.pruning import decay_bounds, head_windows
 from megatron.engines.triton_attention import triton_attention
 from megatron.engines.triton_compat import Launch, interpreted
 from megatron.engines.triton_pruning import can_decay, visible_distances
@@ -62,9 +62,10 @@ def test_what_is_pruned_changes_nothing(case: Case) -> None:
 def test_the_bound_is_at_least_as_tight_as_that_of_the_other_engines() -> None:
     inputs = steep(replace(STEEP, weight=True))
     call = checked_call(*(inputs[name] for name in ("q", "k", "v", "bias", "weight")), scale=0.2)
-    found, other = counts_of(inputs), visible_keys(call)
+    found, bounds = counts_of(inputs), decay_bounds(call)
     assert found is not None
-    assert other is not None
+    assert bounds is not None
+    other = head_windows(call, bounds)
     assert (found <= other).all()
     assert found[0] >= other[0] - 20
 
