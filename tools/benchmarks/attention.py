@@ -25,6 +25,7 @@ from .contenders import (
     sdpa_causal,
     sdpa_dense_bias,
     tiled,
+    with_terms,
 )
 from .peak_memory import measure_forward
 from .timing import Target, Timings, interleave, render_table
@@ -161,6 +162,31 @@ def measure_kernels(args: argparse.Namespace, report: Report) -> None:
     report.target("weight kernels: slowest over log", weighted, 1.30)
 
 
+def measure_terms(args: argparse.Namespace, report: Report) -> None:
+    """What key biases, sinks, packed documents and grouped heads cost beside the plain log bias."""
+    length = 1024 if args.quick else 4096
+    inputs = Inputs(1, HEADS, length, DIM, train=True)
+    at_most = {"key_bias": 1.05, "sink": 1.05, "packed": 0.3, "grouped": 1.0}
+    contenders = {name: with_terms(inputs, name) for name in ("plain", *at_most)}
+    timings = interleave(contenders, args.repeats)
+    report.keep(f"terms {length}", timings)
+    says = {
+        "plain": "log bias alone",
+        "key_bias": "a bias for each key and head",
+        "sink": "a sink for each head",
+        "packed": f"eight documents of {length // 8}",
+        "grouped": f"{HEADS} query heads on {HEADS // 3} key heads",
+    }
+    rows = [["", "ms (times plain)", "fastest round (times plain)"]]
+    for name, text in says.items():
+        fastest = timings.best(name) / timings.best("plain")
+        row = f"{timings.best(name) * 1e3:.1f} ({fastest:.2f})"
+        rows.append([text, _ms(timings, name, "plain"), row])
+        if name in at_most:
+            report.target(f"{text} at {length}: over plain", fastest, at_most[name])
+    report.add(f"Forward+backward at {length}, batch 1, with the log bias and", rows)
+
+
 def measure_forward_pass(args: argparse.Namespace, report: Report) -> None:
     """Forward only, with FlexAttention where it runs."""
     rows = [["length (batch)", "(c) SDPA, none", "tiled, log", "(d) FlexAttention, log"]]
@@ -224,6 +250,7 @@ def measure_longest(args: argparse.Namespace, report: Report) -> None:
 PARTS: dict[str, Callable[[argparse.Namespace, Report], Any]] = {
     "training": measure_training,
     "kernels": measure_kernels,
+    "terms": measure_terms,
     "forward": measure_forward_pass,
     "long": measure_long,
     "longest": measure_longest,

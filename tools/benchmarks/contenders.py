@@ -18,7 +18,15 @@ from megatron.model.position_base import PositionalEmbedding
 from megatron.model.position_names import build_positional_embedding
 from megatron.model.standalone import position_options
 
-__all__ = ["Inputs", "dense_forward", "flex_forward", "sdpa_causal", "sdpa_dense_bias", "tiled"]
+__all__ = [
+    "Inputs",
+    "dense_forward",
+    "flex_forward",
+    "sdpa_causal",
+    "sdpa_dense_bias",
+    "tiled",
+    "with_terms",
+]
 
 Contender = Callable[[], Tensor]
 
@@ -66,6 +74,36 @@ def tiled(
                 pruning=pruning,
             )
             return inputs.finish(out, kernel)
+
+    return run
+
+
+def with_terms(inputs: Inputs, term: str) -> Contender:
+    """Ours with the log bias and one more term; "grouped" has a third of the key heads."""
+    kernel = inputs.kernel("kerple_log")
+    batch, heads, length, dim = inputs.q.shape
+    train = inputs.grad is not None
+    k, v = inputs.k, inputs.v
+    terms: dict[str, Tensor] = {}
+    if term == "key_bias":
+        terms["key_bias"] = torch.rand(batch, heads, length).cumsum(-1).mul_(1e-3)
+    elif term == "sink":
+        terms["sink"] = torch.zeros(heads)
+    elif term == "packed":  # eight documents
+        eighth = length // 8
+        first = torch.arange(length) // eighth * eighth
+        terms["first_key"] = first.expand(batch, -1)
+    elif term == "grouped":
+        k, v = (torch.randn(batch, heads // 3, length, dim) for _ in range(2))
+    learned = [x.requires_grad_(train) for x in (k, v, *terms.values()) if x.is_floating_point()]
+
+    def run() -> Tensor:
+        with torch.set_grad_enabled(train):
+            out = attention(inputs.q, k, v, kernel(length).bias, engine="tiled", **terms)
+            inputs.finish(out, kernel)
+            for tensor in learned:
+                tensor.grad = None
+            return out
 
     return run
 

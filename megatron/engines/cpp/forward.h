@@ -41,10 +41,12 @@ void score_block(const Problem& p, ForwardScratch& s, const Terms& t, const Bloc
       each<M, N>([&](int m, int v) { acc[m][v] += key_terms.at(m, v); });
     }
     if constexpr (hidden.value) hide_earlier<N>(p, t, b, r, c, acc);
-    each<M, N>([&](int m, int v) {
-      store(scores + (r + m) * LD + c + v * VL, acc[m][v]);
-      float* top = tops + (r + m) * VL;
-      store(top, larger(load(top), acc[m][v]));
+    each<M, N>([&](int m, int v) { store(scores + (r + m) * LD + c + v * VL, acc[m][v]); });
+    each<M, 1>([&](int m, int) {
+      vf top = load(tops + (r + m) * VL);
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) top = larger(top, acc[m][v]);
+      store(tops + (r + m) * VL, top);
     });
   });
 }
