@@ -6,6 +6,7 @@ Runs the compiled C++ implementation where there is a compiler, the PyTorch one 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,10 @@ class Backend(Protocol):
 
 
 def tiled_attention(call: Call) -> Tensor:
+    if torch.compiler.is_compiling():
+        from megatron.engines.cpu_compile import compiled_attention
+
+        return compiled_attention(call)
     check_first_key(call)
     return _Tiled.apply(call, *call.operands())
 
@@ -51,15 +56,15 @@ def tiled_forward_with_count(*tensors: Tensor | None, **options: Any) -> tuple[T
     """`attention` without gradients, and how many tiles the pruning left to visit."""
     call = checked_call(*tensors, **options)  # type: ignore[arg-type]
     check_first_key(call)
-    out, _, count = _backend().forward(call.in_fp32(), _bounds(call))
+    out, _, count = current_backend().forward(call.in_fp32(), bounds_of(call))
     return out.to(call.q.dtype), count
 
 
-def _bounds(call: Call) -> DecayBounds | None:
+def bounds_of(call: Call) -> DecayBounds | None:
     return decay_bounds(call) if call.pruning else None
 
 
-def _backend() -> Backend:
+def current_backend() -> Backend:
     library = load_library()
     return _torch_backend() if library is None else _compiled_backend(library)
 
@@ -74,14 +79,35 @@ def _torch_backend() -> Backend:
     return TorchBackend()
 
 
+def run_forward(call: Call, bounds: DecayBounds | None, backend: Backend) -> tuple[Tensor, Tensor]:
+    """The output in the call's dtype, and the logsumexp of its rows."""
+    out, lse, _ = backend.forward(call.in_fp32(), bounds)
+    return out.to(call.q.dtype), lse
+
+
+def run_backward(
+    call: Call,
+    bounds: DecayBounds | None,
+    backend: Backend,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of the call's operands that are needed, in their dtypes and shapes."""
+    wanted = frozenset(name for name, needs in zip(OPERANDS, needed, strict=True) if needs)
+    grads = backend.backward(call.in_fp32(), bounds, out.float(), lse, grad_out.float(), wanted)
+    found = (getattr(grads, name) for name in OPERANDS)
+    return [_fitted(g, x) for g, x in zip(found, call.operands(), strict=True)]
+
+
 class _Tiled(torch.autograd.Function):
     """The call's tensors are passed beside it, for autograd to see them."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
-        bounds, backend = _bounds(call), _backend()
-        out, lse, _ = backend.forward(call.in_fp32(), bounds)
-        out = out.to(call.q.dtype)
+        bounds, backend = bounds_of(call), current_backend()
+        out, lse = run_forward(call, bounds, backend)
         ctx.save_for_backward(*tensors, call.first_key, out, lse)
         ctx.window, ctx.scale, ctx.bounds, ctx.backend = call.window, call.scale, bounds, backend
         return out
@@ -91,13 +117,8 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, bias, weight, key_bias, sink, first_key, out, lse = ctx.saved_tensors
         call = Call(q, k, v, bias, weight, ctx.window, ctx.scale, key_bias, first_key, sink)
-        needed = zip(OPERANDS, ctx.needs_input_grad[1:], strict=True)
-        wanted = frozenset(name for name, needs in needed if needs)
-        grads = ctx.backend.backward(
-            call.in_fp32(), ctx.bounds, out.float(), lse, grad_out.float(), wanted
-        )
-        found = (getattr(grads, name) for name in OPERANDS)
-        return None, *(_fitted(g, x) for g, x in zip(found, call.operands(), strict=True))
+        needed = ctx.needs_input_grad[1:]
+        return None, *run_backward(call, ctx.bounds, ctx.backend, out, lse, grad_out, needed)
 
 
 def _fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:

@@ -49,7 +49,8 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias_after", "weight_after")),
         ("key_bias", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("key_batch", "key_head")),
-        *((name, ctypes.c_void_p) for name in ("key_origin", "grad_key_bias", "sink", "first_key")),
+        *((name, ctypes.c_void_p) for name in ("key_origin", "grad_key_bias")),
+        *((name, ctypes.c_void_p) for name in ("sink", "grad_sink", "first_key")),
         *((name, ctypes.c_int64) for name in ("table_row", "tiles", "tiles_visited")),
     ]
 
@@ -96,10 +97,8 @@ class CompiledBackend:
             job.set_rows(name, grad)
         grad_bias = job.set_table_gradient("grad_bias") if "bias" in wanted else None
         grad_weight = job.set_table_gradient("grad_weight") if "weight" in wanted else None
-        grad_key_bias = None
-        if "key_bias" in wanted:
-            grad_key_bias = torch.empty(batch, heads, call.k_len)
-            job.set_pointer("grad_key_bias", grad_key_bias)
+        grad_key_bias = job.set_gradient("key_bias", call.k_len) if "key_bias" in wanted else None
+        grad_sink = job.set_gradient("sink", q_len) if "sink" in wanted else None
         self._library.attention_backward(ctypes.byref(job.problem))
         if parts > 1:
             grad_q = grad_q.view(parts, batch, heads, q_len, job.dim).sum(0)
@@ -110,7 +109,7 @@ class CompiledBackend:
             _by_distance(grad_bias, call.k_len),
             _by_distance(grad_weight, call.k_len),
             grad_key_bias,
-            _sink_gradient(job.sink, lse, out, grad_out),
+            grad_sink,
         )
 
 
@@ -134,7 +133,6 @@ class _Job:
         for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
             self.set_rows(name, tensor)
         self._set_tables(call, heads, k_len)
-        self.sink: Tensor | None = None
         self._set_terms(call)
         if bounds is not None:
             self._set_bounds(bounds)
@@ -150,6 +148,11 @@ class _Job:
             tensor = tensor.contiguous()
         self._alive.append(tensor)
         setattr(self.problem, name, _Rows(tensor.data_ptr(), *tensor.stride()[:3]))
+
+    def set_gradient(self, name: str, length: int) -> Tensor:
+        grad = torch.empty(self.problem.batch, self.problem.heads, length)
+        self.set_pointer(f"grad_{name}", grad)
+        return grad
 
     def set_table_gradient(self, name: str) -> Tensor:
         problem = self.problem
@@ -185,8 +188,7 @@ class _Job:
             self.set_pointer("key_origin", torch.nn.functional.pad(rows, (0, _MARGIN)))
         sink = sink_rows(call)
         if sink is not None:
-            self.sink = (sink * _LOG2E).contiguous()
-            self.set_pointer("sink", self.sink)
+            self.set_pointer("sink", (sink * _LOG2E).contiguous())
         if call.first_key is not None:
             self.set_pointer("first_key", call.first_key.to(torch.int64).contiguous())
 
@@ -208,15 +210,6 @@ def _parts(threads: int, pairs: int, grouped: bool) -> int:
 def _rows_apart(batch: int, heads: int, length: int, dim: int) -> Tensor:
     """[B, H, L, D] in memory as [B, L, H, D], as the model's next reshape wants it."""
     return torch.empty(batch, length, heads, dim).transpose(1, 2)
-
-
-def _sink_gradient(
-    sink: Tensor | None, lse: Tensor, out: Tensor, grad_out: Tensor
-) -> Tensor | None:
-    """The sink has no value: its gradient is its probability times -delta."""
-    if sink is None:
-        return None
-    return -torch.exp2(sink - lse) * (out * grad_out).sum(-1)
 
 
 def _by_distance(grad: Any, k_len: int) -> Tensor | None:

@@ -29,10 +29,8 @@ def reversed_table(table: Tensor, length: int, padding: int, fill: float) -> Ten
 def flipped_view(reversed_: Tensor, start: int, rows: int, cols: int) -> Tensor:
     """`[heads, rows, cols]` whose entry (r, c) is `reversed_[:, start + r + c]`; not a copy."""
     stride_head, stride = reversed_.stride()
-    return reversed_.as_strided(
-        (reversed_.shape[0], rows, cols),
-        (stride_head, stride, stride),
-        reversed_.storage_offset() + start * stride,
+    return reversed_[:, start:].as_strided(
+        (reversed_.shape[0], rows, cols), (stride_head, stride, stride)
     )
 
 

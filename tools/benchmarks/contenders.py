@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,7 @@ def with_terms(inputs: Inputs, term: str) -> Contender:
     batch, heads, length, dim = inputs.q.shape
     train = inputs.grad is not None
     k, v = inputs.k, inputs.v
-    terms: dict[str, Tensor] = {}
+    terms: dict[str, Any] = {}
     if term == "key_bias":
         terms["key_bias"] = torch.rand(batch, heads, length).cumsum(-1).mul_(1e-3)
     elif term == "sink":

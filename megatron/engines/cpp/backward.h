@@ -34,6 +34,18 @@ void load_pair(const Problem& p, BackwardScratch& s, int64_t bh) {
     s.lse.data[i] = p.lse[bh * p.q_len + i];
     s.delta.data[i] = dot(row_of(p.out, bh, p.heads, i), s.grad_out.data + i * p.dim, p.dim);
   }
+  // The rows that fill up the last block have probabilities of 0.
+  const int64_t missing = s.q_rows - p.q_len;
+  std::fill_n(s.q.data + p.q_len * p.dim, missing * p.dim, 0.0f);
+  std::fill_n(s.grad_out.data + p.q_len * p.dim, missing * p.dim, 0.0f);
+  std::fill_n(s.lse.data + p.q_len, missing, INFINITY);
+  std::fill_n(s.delta.data + p.q_len, missing, 0.0f);
+}
+
+// The sink has no value: its gradient is its probability times -delta.
+void sink_grads(const Problem& p, const BackwardScratch& s, const Terms& t, int64_t bh) {
+  for (int64_t i = 0; i < p.q_len; ++i)
+    p.grad_sink[bh * p.q_len + i] = -std::exp2(t.sink[i] - s.lse.data[i]) * s.delta.data[i];
 }
 
 void load_keys(const Problem& p, BackwardScratch& s, int64_t kv, int64_t c0, int64_t count) {
@@ -106,10 +118,7 @@ void score_grads(const Problem& p, BackwardScratch& s, const Terms& t, const Blo
     if constexpr (KEYED) {
       vf total[N];
       for (int v = 0; v < N; ++v) total[v] = load(s.grad_key.data + c + v * VL);
-      const int64_t there = std::min<int64_t>(M, b.rows - r);  // later rows are other data
-      each<M, N>([&](int m, int v) {
-        if (m < there) total[v] += acc[m][v];
-      });
+      each<M, N>([&](int m, int v) { total[v] += acc[m][v]; });
       for (int v = 0; v < N; ++v) store(s.grad_key.data + c + v * VL, total[v]);
     }
     each<M, N>([&](int m, int v) {
@@ -210,6 +219,7 @@ void backward_head(const Problem& p, BackwardScratch& s, int64_t bh, int64_t par
   const Pruner pruner(p, t, bh);
   const int64_t offset = p.k_len - p.q_len;
   load_pair(p, s, bh);
+  if (part == 0 && p.grad_sink) sink_grads(p, s, t, bh);
   for (int64_t k_block = part; k_block * C < p.k_len; k_block += p.parts) {
     const int64_t c0 = k_block * C, count = std::min<int64_t>(C, p.k_len - c0);
     load_keys(p, s, kv, c0, count);

@@ -49,6 +49,7 @@ struct Problem {
                                 // biases before they are added, so that they may be large
   float* grad_key_bias;    // [batch, heads, k_len], or null
   const float* sink;       // [batch, heads, q_len], base 2, less the origin; or null
+  float* grad_sink;        // the same shape, or null
   const int64_t* first_key;  // [batch, q_len]: keys before it are not seen; or null
   int64_t table_row;
   int64_t tiles, tiles_visited;  // out
