@@ -233,6 +233,12 @@ def register(name: str, aliases: Iterable[str] = ()) -> Callable[[Cls], Cls]:
 SMALLEST = 0.01  # the official code's lower bound of every kernel parameter
 
 
+class InitialValues(Protocol):
+    """How a parameter starts: a value for each head of the whole model."""
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Uniform:
     """Initial values, uniform in [low, high)."""
@@ -249,7 +255,7 @@ class Uniform:
 class Bounded:
     """One kernel parameter, a value per head in [minimum, maximum]."""
 
-    init: Uniform
+    init: InitialValues
     minimum: float = SMALLEST
     maximum: float = math.inf
 

@@ -172,6 +172,24 @@ class Alibi(TableEmbedding):
         return Tables(bias=-slope_per_head.unsqueeze(1) * self.distances(length))
 
 
+class AlibiSlopes:
+    """Initial values: ALiBi's slopes, nothing random."""
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.tensor(alibi_slopes(count))
+
+
+@register("alibi_learned")
+class AlibiLearned(DistanceKernel):
+    """ALiBi whose slopes are trained: the power variant with its exponent held at 1."""
+
+    # ALiBi's flattest slope is 2^-8, below the bound that the official code gives its kernels
+    learnable: ClassVar = {"r1": Positive(AlibiSlopes(), minimum=1e-4)}
+
+    def bias(self, d: Tensor, r1: Tensor) -> Tensor:
+        return -r1 * d
+
+
 @register("kerple_power_original")
 class AlibiFloored(Alibi):
     """The official code's name for ALiBi inside its power kernel: slopes are at least 0.01."""

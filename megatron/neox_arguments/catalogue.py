@@ -116,6 +116,8 @@ METHODS: dict[str, Method] = {
                style=LineStyle(_VERMILION, ">", "--")),
         Method("alibi", "ALiBi", "linear bias with fixed slopes",
                r"-\mathrm{slope}_h\,d", in_neox=True, style=LineStyle(_ORANGE, "^")),
+        Method("alibi_learned", "ALiBi (learned)", "linear bias with slopes that are trained",
+               r"-r_1\,d", per_head=1, style=LineStyle(_ORANGE, "h", ":")),
         Method("kerple_power_original", "ALiBi (floored)",
                "ALiBi inside the official code's power kernel",
                r"-\max(0.01,\,\mathrm{slope}_h)\,d", official="kerple_power_original",

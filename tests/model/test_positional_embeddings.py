@@ -31,6 +31,7 @@ FORMULAS = {
     "gauss_bias3": {"bias": lambda d, r: r[0] * math.exp(-r[1] * d ** r[2])},
     "gauss_wht1": {"weight": lambda d, r: math.exp(-r[0] * d * d)},
     "gauss_wht2": {"weight": lambda d, r: math.exp(-r[0] * d ** r[1])},
+    "alibi_learned": {"bias": lambda d, r: -r[0] * d},
 }
 
 
@@ -100,6 +101,19 @@ class TestFormulas:
     def test_alibi_slopes_of_twelve_heads_are_those_of_the_official_code(self) -> None:
         powers = [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]
         assert alibi_slopes(12) == pytest.approx([2**-p for p in powers])
+
+    @pytest.mark.parametrize("constraint", ["ste", "project", "softplus"])
+    def test_learned_slopes_start_as_alibis_and_have_gradients(self, constraint: str) -> None:
+        learned = build("alibi_learned", kerple_constraint=constraint)
+        torch.testing.assert_close(learned(40).bias, build("alibi")(40).bias)
+        (parameter,) = learned.parameters()
+        (grad,) = torch.autograd.grad(learned(40).bias.sum(), parameter)
+        assert grad.ne(0).all()
+        ranks = [build("alibi_learned", tp_size=2, tp_rank=rank) for rank in range(2)]
+        assert torch.equal(
+            torch.cat([r.kernel_values()["r1"] for r in ranks]),
+            build("alibi_learned").kernel_values()["r1"],
+        )
 
     def test_official_original_is_alibi_with_slopes_of_at_least_a_hundredth(self) -> None:
         slopes = -build("kerple_power_original")(2).bias[:, 1]

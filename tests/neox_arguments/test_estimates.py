@@ -32,6 +32,7 @@ from .samples import TINY
         {"pos_emb": "sandwich"},
         {"pos_emb": "sinusoidal"},
         {"pos_emb": "kerple_power_original"},
+        {"pos_emb": "alibi_learned", "kerple_share": "per_layer"},
     ],
 )
 def test_count_is_the_models(values: dict[str, Any]) -> None:
