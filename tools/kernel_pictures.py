@@ -1,0 +1,95 @@
+"""The pictures of docs/positional_embeddings.md, drawn by tools/draw_kernel_docs.py.
+
+One picture per kernel: the bias (or weight) of each head as it starts, in the shape of the 162M
+model (12 heads of 64); and one picture that compares the families.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from megatron.model.kernel_theory import effective_length, heads_within
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS, TableEmbedding
+from megatron.model.position_names import build_positional_embedding
+from megatron.model.standalone import position_options
+from megatron.neox_arguments.catalogue import METHODS
+
+OPTIONS = position_options(heads=12, head_dim=64, seed=1234)
+LENGTH = 513
+NEAR = 33  # Gaussians are over within a few positions
+FLOOR = -20.0  # a key with such a bias is out of reach of softmax
+
+
+def table_embedding(name: str) -> TableEmbedding:
+    embedding = build_positional_embedding(name, OPTIONS)
+    if not isinstance(embedding, TableEmbedding):
+        raise ValueError(f"{name} has no table over distance to plot.")
+    return embedding
+
+
+def draw_heads(axes: Axes, table: Tensor, label: str) -> None:
+    """One line per head, light to dark."""
+    colours = mpl.colormaps["viridis"](torch.linspace(0, 0.92, len(table)).numpy())
+    for head, (row, colour) in enumerate(zip(table, colours, strict=True)):
+        axes.plot(row.numpy(), color=colour, linewidth=1.2, label=f"head {head + 1}")
+    axes.set_xlabel("distance d")
+    axes.set_ylabel(label)
+    axes.margins(x=0)
+    axes.grid(alpha=0.25)
+    if table.min() < FLOOR:
+        axes.set_ylim(FLOOR, 0.5)
+
+
+def draw_kernel(name: str, path: Path) -> None:
+    tables = {n: t for n, t in table_embedding(name)(LENGTH)._asdict().items() if t is not None}
+    figure = Figure(figsize=(5.2 * len(tables), 3.2), layout="constrained")
+    axes_row = figure.subplots(1, len(tables), squeeze=False)[0]
+    for axes, (table_name, table) in zip(axes_row, tables.items(), strict=True):
+        near = table_name == "weight" or name.startswith("gauss")
+        draw_heads(axes, table.detach()[:, : NEAR if near else LENGTH], table_name)
+    known = METHODS[name]
+    figure.suptitle(f"{known.label} (`{name}`):  ${known.formula}$", fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+def draw_families(path: Path) -> None:
+    """The paper's two views: shapes side by side, and heads within their effective length."""
+    figure = Figure(figsize=(10.4, 3.6), layout="constrained")
+    shapes, counts = figure.subplots(1, 2)
+    d = torch.arange(1025.0)
+    for label, bias in {
+        "log: $-2\\log(1+d)$": -2 * torch.log1p(d),
+        "power: $-0.5\\,d^{0.5}$": -0.5 * d**0.5,
+        "ALiBi: $-2^{-4}d$": -(2**-4) * d,
+        "Gaussian bias: $2\\exp(-0.01 d^2)$": 2 * torch.exp(-0.01 * d**2),
+        "Sandwich, head 12": table_embedding("sandwich")(1025).bias[11],
+    }.items():
+        shapes.plot(bias.numpy(), label=label)
+    shapes.set(xlabel="distance d", ylabel="bias", ylim=(1.5 * FLOOR, 3))
+    for name in ("kerple_log", "kerple_power", "alibi"):
+        heads = heads_within(effective_length(table_embedding(name)))
+        counts.plot(heads.numpy(), label=METHODS[name].label)
+    counts.set(xlabel="distance d", ylabel="heads with effective length $\\leq d$", xscale="symlog")
+    counts.set_ylim(0, 12.4)
+    for axes, corner in ((shapes, "lower right"), (counts, "upper left")):
+        axes.legend(fontsize=8, loc=corner)
+        axes.grid(alpha=0.25)
+        axes.margins(x=0)
+    figure.savefig(path, dpi=110)
+
+
+def draw_all(out: Path) -> None:
+    """Every table over distance, and the families beside each other."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, cls in POSITIONAL_EMBEDDINGS.items():
+        if issubclass(cls, TableEmbedding):
+            draw_kernel(name, out / f"{name}.png")
+            print(out / f"{name}.png")
+    draw_families(out / "families.png")
+    print(out / "families.png")
