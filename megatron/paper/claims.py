@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron.evaluation.results_schema import PositionEntry
 from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import compare_paired, summarize
 from megatron.paper.run_results import ResultSet
@@ -176,6 +177,44 @@ def _no_clear_advantage(view: _View) -> tuple[Verdict, str]:
     return _by_exceptions(len(exceptions), len(common)), text
 
 
+def _loss_from(entry: PositionEntry, start: int) -> float | None:
+    """Mean loss of the positions from `start` on."""
+    if entry.by_position:
+        rest = entry.by_position[start:]
+        return sum(rest) / len(rest) if rest else None
+    buckets = [bucket for bucket in entry.buckets if bucket.start >= start]
+    total = sum(bucket.end - bucket.start for bucket in buckets)
+    weighted = sum(bucket.loss * (bucket.end - bucket.start) for bucket in buckets)
+    return weighted / total if total else None
+
+
+def _against_window(name: str, *, below: bool) -> _Check:
+    """Beyond the training length, against log's own loss in a window of that length."""
+
+    def check(view: _View) -> tuple[Verdict, str]:
+        start, data, results = view.train_length, view.data.name, view.results
+        apart: dict[int, float] = {}
+        for length in sorted(results.position_lengths(data, name)):
+            own = results.positions(data, name, length, None, view.split)
+            windowed = results.positions(data, "kerple_log", length, start, view.split)
+            first = [_loss_from(entry, start) for entry in own]
+            second = [_loss_from(entry, start) for entry in windowed]
+            pairs = [
+                (one, two)
+                for one, two in zip(first, second, strict=False)
+                if one is not None and two is not None
+            ]
+            if pairs:
+                apart[length] = sum(one - two for one, two in pairs) / len(pairs)
+        if not apart:
+            return _NOTHING
+        exceptions = [length for length, mean in apart.items() if (mean < 0) != below]
+        text = ", ".join(f"{mean:+.4f} nats at length {length}" for length, mean in apart.items())
+        return _by_exceptions(len(exceptions), len(apart)), f"loss minus the window's: {text}"
+
+    return check
+
+
 @dataclass(frozen=True)
 class _Claim:
     text: str
@@ -228,6 +267,16 @@ def _claims() -> tuple[_Claim, ...]:
             f"a Gaussian-like weight ({weight}) beats the bias ({bias})",
             ("gauss_wht2", "gauss_bias3"),
             _below_everywhere("gauss_wht2", "gauss_bias3"),
+        ),
+        _Claim(
+            f"{log} uses what lies beyond the training length: below its own window",
+            ("kerple_log",),
+            _against_window("kerple_log", below=True),
+        ),
+        _Claim(
+            f"{alibi} lies above {log} in a window",
+            ("alibi", "kerple_log"),
+            _against_window("alibi", below=False),
         ),
     )
 

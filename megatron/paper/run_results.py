@@ -212,6 +212,10 @@ class ResultSet:
             and item.seconds_per_step is not None
         }
 
+    def position_lengths(self, data: str, method: str) -> set[int]:
+        """Evaluation lengths with position-wise results."""
+        return {found.entry.length for item in self.of(data, method) for found in item.positions}
+
     def positions(
         self, data: str, method: str, length: int, window: int | None, split: str
     ) -> list[PositionEntry]:

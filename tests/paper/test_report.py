@@ -121,6 +121,24 @@ def test_claims_are_judged_from_the_numbers(report: tuple[Suite, Path, Path]) ->
     assert not [claim for claim in verdicts if "Gaussian" in claim], "the suite has none"
 
 
+def test_position_wise_claims_compare_with_the_window(report: tuple[Suite, Path, Path]) -> None:
+    suite, root, _ = report
+    results = collect_results(suite, root)
+    stdlib = (DataSet(name="stdlib", title="stdlib"),)
+    name = "KERPLE-log uses what lies beyond the training length: below its own window"
+
+    def verdict() -> tuple[Verdict, str]:
+        findings = check_claims(results, "valid", stdlib)
+        return next((f.verdict, f.evidence) for f in findings if f.claim == name)
+
+    assert verdict()[0] is Verdict.AGREES and "-" in verdict()[1]
+    for run in results.runs:
+        for found in run.positions:
+            if found.entry.window is None:
+                found.entry.by_position[:] = [9.0] * found.entry.length
+    assert verdict()[0] is Verdict.DISAGREES and "+" in verdict()[1]
+
+
 def test_contrary_results_are_reported_as_contrary(report: tuple[Suite, Path, Path]) -> None:
     suite, root, _ = report
     results = collect_results(suite, root)
