@@ -5,6 +5,8 @@
 #   make test-full   the tests, with the slow ones
 #   make test-slow   the slow ones alone; TESTS="tests/training" for a part
 #   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
+#   make fuzz        spoil N=10000 files of every kind: only our own errors may come of it
+#   make soak        KILLS=100 random kills over layouts, each resumed to the same bits
 #   make lint        ruff and mypy
 #   make bench       attention, data, evaluation and step benchmarks
 #   make gpu-check   for whoever has a GPU: ten minutes, one JSON file, PASS or FAIL
@@ -17,6 +19,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
+.PHONY: fuzz soak
 .PHONY: help install install-dev demo test test-full test-slow test-slurm slurm-packages lint format bench gpu-check docs clean
 
 help:
@@ -68,6 +71,15 @@ slurm-packages:
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
 	  [ "$$(id -u)" = 0 ] || { echo "error: make test-slurm needs root, to install and start Slurm."; exit 1; }; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+
+N ?= 10000
+SEED ?= 0
+fuzz: $(VENV)/.dev
+	@$(BIN)/python -m tests.fuzz.harness $(N) --seed $(SEED)
+
+KILLS ?= 100
+soak: $(VENV)/.dev
+	@$(BIN)/python -m tests.training.soak $(KILLS) --seed $(SEED)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

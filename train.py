@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from megatron.early_signals import leave_until_started
+
+if __name__ == "__main__":
+    leave_until_started()  # before the imports that take seconds
+
 import sys
 
 from megatron.commands import run

@@ -1,13 +1,18 @@
-"""Files that are either complete or absent: temporary name, fsync, rename."""
+"""Files and directories that are either complete or absent: temporary name, fsync, rename."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +24,9 @@ __all__ = [
     "check_folder_writable",
     "check_writable",
     "fingerprint",
+    "new_directory",
     "publish",
+    "remove_leftovers",
     "sync_directory",
     "temporary_name",
     "write_json",
@@ -33,6 +40,31 @@ CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EP
 def temporary_name(path: Path) -> Path:
     """A name beside ``path`` that no other process uses and no reader mistakes for ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def remove_leftovers(path: Path, *, older_than_seconds: float = 3600.0) -> None:
+    """Delete temporary files for ``path`` whose process was killed.
+
+    Another machine's processes cannot be looked up: files that were written to lately stay.
+    """
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
+    for entry in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        match = pattern.fullmatch(entry.name)
+        if match is None or _is_running(int(match[1])):
+            continue
+        with contextlib.suppress(OSError):
+            if time.time() - entry.stat().st_mtime > older_than_seconds:
+                entry.unlink()
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -66,6 +98,84 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_directory(
+    path: str | Path,
+    *,
+    overwrite: bool = False,
+    replaceable: re.Pattern[str] | None = None,
+    sources: Iterable[str | Path] = (),
+) -> Iterator[Path]:
+    """A temporary directory that becomes ``path`` when the block ends without error.
+
+    ``overwrite`` replaces a directory that holds nothing but names that ``replaceable`` matches,
+    and none of the ``sources``.
+    """
+    target = Path(path)
+    _check_replaceable(target, overwrite, replaceable, sources)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(target)
+    temporary.mkdir()
+    try:
+        yield temporary
+        _sync_tree(temporary)
+        _replace_directory(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_replaceable(
+    target: Path,
+    overwrite: bool,
+    replaceable: re.Pattern[str] | None,
+    sources: Iterable[str | Path],
+) -> None:
+    whole = target.resolve()
+    for source in sources:
+        if Path(source).resolve().is_relative_to(whole):
+            raise OutputError(f"{target}: holds {source}, which is read; choose another place")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise OutputError(f"{target}: exists; choose another destination, or --overwrite")
+    if not target.is_dir():
+        raise OutputError(f"{target}: is a file, which --overwrite does not replace")
+    foreign = [
+        entry.name
+        for entry in sorted(target.iterdir())
+        if replaceable is None or not replaceable.fullmatch(entry.name)
+    ]
+    if foreign:
+        raise OutputError(
+            f"{target}: holds {', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''}, which "
+            "is not of a conversion; --overwrite replaces earlier results only. Choose another "
+            "place, or delete it yourself."
+        )
+
+
+def _replace_directory(temporary: Path, target: Path) -> None:
+    if not target.exists():
+        temporary.rename(target)
+    elif not any(target.iterdir()):
+        target.rmdir()
+        temporary.rename(target)
+    else:
+        old = temporary_name(target)
+        target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    sync_directory(target.parent)
+
+
+def _sync_tree(directory: Path) -> None:
+    for path in [*directory.rglob("*"), directory]:
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
 
 
 def check_writable(path: Path, option: str, shown: Path | None = None) -> None:

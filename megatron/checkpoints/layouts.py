@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.checkpoints.universal import is_universal
+from megatron.checkpoints.checksums import CHECKSUMS, problems_of
+from megatron.checkpoints.store import TAG, CheckpointStore
+from megatron.checkpoints.universal import PARAMETERS, is_universal
 from megatron.errors import CheckpointError
 
-__all__ = ["Layout", "find_layout"]
+__all__ = ["Layout", "find_layout", "open_layout"]
 
-_LAYER = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
-_MP_RANK = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
-_ZERO = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_(optim|model)_states\.pt$")
-_STEP = re.compile(r"^global_step(\d+)$")
+# At most five digits: a name must not make us look for a billion others.
+_LAYER = re.compile(r"^layer_(\d{1,5})-model_(\d{1,5})-model_states\.pt$")
+_MP_RANK = re.compile(r"^mp_rank_(\d{1,5})_model_states\.pt$")
+_ZERO = re.compile(r"zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_(optim|model)_states\.pt$")
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Layout:
     @property
     def step_in_name(self) -> int | None:
         """N of `global_stepN`."""
-        match = _STEP.match(self.directory.name)
+        match = TAG.fullmatch(self.directory.name)
         return int(match[1]) if match else None
 
     @property
@@ -55,6 +58,26 @@ class Layout:
     def is_universal(self) -> bool:
         """Whether every parameter lies whole in a folder of its own."""
         return is_universal(self.directory)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is anything to read here."""
+        return bool(self.layer_files or self.mp_files or self.zero_model_files)
+
+    def files_to_read(self) -> list[Path]:
+        """What weights and config come from: all of it is verified, optimizer states are not."""
+        if self.is_hf:
+            weights = [*self.directory.glob("*.safetensors")]
+            weights = weights or [*self.directory.glob("pytorch_model*.bin")]
+            return sorted([*weights, self.directory / "config.json"])
+        files = [*self.layer_files.values(), *self.mp_files.values()]
+        if self.is_zero3:
+            files += [*self.zero_model_files.values(), *self.zero_optimizer_files.values()]
+        if self.is_universal:
+            parameters = self.directory / PARAMETERS
+            folders = [entry for entry in parameters.iterdir() if not entry.is_symlink()]
+            files += [folder / "fp32.pt" for folder in folders if folder.is_dir()]
+        return sorted([*files, *(self.directory / "configs").glob("*.y*ml")])
 
     @property
     def has_optimizer(self) -> bool:
@@ -72,14 +95,43 @@ def find_layout(path: str | Path, iteration: int | None = None) -> Layout:
     if _is_hf(root):
         return Layout(root, root, is_hf=True)
     layout = _scan(root, root)
-    if layout.layer_files or layout.mp_files or layout.zero_model_files:
+    if layout.has_weights:
         return layout
-    directory = _step_directory(root, iteration)
-    layout = _scan(directory, root)
-    if not (layout.layer_files or layout.mp_files or layout.zero_model_files):
+    store = CheckpointStore(root)
+    step = store.find(iteration)
+    if step is None:
         raise CheckpointError(
-            f"{directory}: holds neither layer_LL-model_MM-model_states.pt nor "
+            f"{root}: holds no checkpoint; expected `latest`, `global_stepN/`, or a Hugging Face "
+            "config.json"
+        )
+    layout = _scan(store.path(step), root)
+    if not layout.has_weights:
+        raise CheckpointError(
+            f"{layout.directory}: holds neither layer_LL-model_MM-model_states.pt nor "
             "mp_rank_MM_model_states.pt files"
+        )
+    return layout
+
+
+def open_layout(path: str | Path, iteration: int | None = None) -> Layout:
+    """The checkpoint at `path`, its weights and config proven to be what was written.
+
+    Every command opens checkpoints here. Those of other programs have no checksums, which is said.
+    """
+    layout = find_layout(path, iteration)
+    step = layout.step_in_name
+    if step is not None:
+        proven = CheckpointStore(layout.directory.parent).verify(step, layout.files_to_read())
+    else:
+        problems = problems_of(layout.directory, layout.files_to_read())
+        if problems:
+            raise CheckpointError(f"{layout.directory} is damaged: {'; '.join(problems)}.")
+        proven = (layout.directory / CHECKSUMS).is_file()
+    if not proven:
+        warnings.warn(
+            f"{layout.directory}: unverified, because it has no {CHECKSUMS} (another program's, or "
+            "a conversion by an older version)",
+            stacklevel=3,
         )
     return layout
 
@@ -90,39 +142,9 @@ def _is_hf(directory: Path) -> bool:
         return False
     try:
         content = json.loads(config.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{config}: is not valid JSON ({error})") from error
     return isinstance(content, dict) and "model_type" in content
-
-
-def _step_directory(root: Path, iteration: int | None) -> Path:
-    steps = sorted(
-        int(match[1])
-        for entry in root.iterdir()
-        if entry.is_dir() and (match := _STEP.match(entry.name))
-    )
-    available = f"available: {', '.join(f'global_step{n}' for n in steps) or 'none'}"
-    if iteration is not None:
-        chosen = root / f"global_step{iteration}"
-        if not chosen.is_dir():
-            raise CheckpointError(f"{root}: has no global_step{iteration} ({available})")
-        return chosen
-    latest = root / "latest"
-    if latest.is_file():
-        tag = latest.read_text("utf-8", errors="replace").strip()
-        chosen = root / tag
-        if not tag or "/" in tag or not chosen.is_dir():
-            raise CheckpointError(
-                f"{latest}: names {tag[:80]!r}, which is not there ({available}); give an "
-                "iteration, or correct the file"
-            )
-        return chosen
-    if not steps:
-        raise CheckpointError(
-            f"{root}: holds no checkpoint; expected `latest`, `global_stepN/`, or a Hugging Face "
-            "config.json"
-        )
-    return root / f"global_step{steps[-1]}"
 
 
 def _scan(directory: Path, root: Path) -> Layout:

@@ -22,16 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.checkpoints.sharding import Sharding, with_rows
+from megatron.checkpoints.universal import STEP, WEIGHT, States
 from megatron.checkpoints.weight_names import strip_prefix
 from megatron.errors import CheckpointError
 from megatron.mpu import TensorParallel
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
-
-States = dict[str, Tensor]
-STEP = "step"
-WEIGHT = "fp32"  # beside the optimizer's own names: exp_avg, exp_avg_sq, step, ...
 
 
 def _numel(parameter: nn.Parameter) -> int:

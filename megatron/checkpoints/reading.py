@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoints.layouts import Layout, find_layout
-from megatron.checkpoints.safe_files import load_file
+from megatron.checkpoints.layouts import Layout, open_layout
+from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_config
 from megatron.checkpoints.sharding import Sharding, merge_shards
 from megatron.checkpoints.universal import read_weights
@@ -63,7 +63,7 @@ def read_checkpoint(
     config: NeoXArgs | Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Any checkpoint: ours, official KERPLE, GPT-NeoX (both generations), or Hugging Face."""
-    layout = find_layout(path, iteration)
+    layout = open_layout(path, iteration)
     if layout.is_hf:
         from megatron.checkpoints.hf.folder import read_hf_checkpoint
 
@@ -153,13 +153,13 @@ def _read_layers(layout: Layout, rank: int) -> dict[str, Tensor]:
         f"{layer}.{name}": tensor
         for (layer, shard), path in layout.layer_files.items()
         if shard == rank
-        for name, tensor in load_file(path).items()
+        for name, tensor in load_mapping(path).items()
         if isinstance(tensor, Tensor)
     }
 
 
 def _read_mp_file(path: Path) -> dict[str, Tensor]:
-    module = load_file(path, training_state=True).get("module")
+    module = load_mapping(path).get("module")
     if not isinstance(module, dict):
         raise CheckpointError(f"{path}: holds no weights under `module`")
     return {
@@ -173,7 +173,7 @@ def _iteration(layout: Layout) -> int:
     if layout.step_in_name is not None:
         return layout.step_in_name
     if layout.mp_files:
-        state = load_file(layout.mp_files[min(layout.mp_files)], training_state=True)
+        state = load_mapping(layout.mp_files[min(layout.mp_files)])
         step = state.get("iteration", state.get("global_steps", 0))
         return int(step) if isinstance(step, int) else 0
     return 0

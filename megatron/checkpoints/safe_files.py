@@ -1,71 +1,91 @@
 """Checkpoint files are data, not programs: tensors and plain containers, and nothing that runs.
 
-Everything goes through `torch.load(weights_only=True)`. Training states of DeepSpeed also hold
-NumPy's random state and a few plain classes; those are named here one by one.
+Everything goes through one loader, `load_file`, with one allow-list. Before torch reads a file, its
+archive and its pickle are looked through: nothing compressed, no name outside the list, nothing
+that promises more bytes than the file has. Then `torch.load(weights_only=True)` reads it.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron.checkpoints.checksums import ChecksummedFile, Sums
 from megatron.errors import CheckpointError
 
-__all__ = ["CheckpointError", "SafeCheckpointEngine", "load_file", "safe_load", "synced_save"]
+__all__ = ["SafeCheckpointEngine", "load_file", "load_mapping", "synced_save"]
 
-SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
+MAX_PICKLE_BYTES = 1 << 28
+MAX_MEMBERS = 1_000_000
+TORCH_NAMES = frozenset(
+    {
+        "collections.OrderedDict",
+        "_codecs.encode",
+        "torch.Size",
+        "torch.device",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_parameter",
+        "torch.Tensor",
+        "torch._tensor._rebuild_from_type_v2",
+        "torch.nn.parameter.Parameter",
+        "torch.storage.UntypedStorage",
+        "torch.serialization._get_layout",
+        *(
+            f"torch.{kind}Storage"
+            for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char")
+        ),
+        "torch.ByteStorage",
+        "torch.BoolStorage",
+        *(
+            f"torch.{name}"
+            for name in (
+                "float64", "float32", "float16", "bfloat16",
+                "int64", "int32", "int16", "int8", "uint8", "bool",
+            )
+        ),
+    }
+)  # fmt: skip
+"""What every file of tensors names."""
 
 
-def _numpy_globals() -> list[SafeGlobal]:
-    """What an array of NumPy 1 or 2 is pickled with."""
+def _others() -> dict[str, Any]:
+    """Plain classes in DeepSpeed's training states: random states, loss scalers, options."""
+    import argparse
+
     reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
     scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
-    old = "numpy.core.multiarray"
-    return [
-        np.ndarray,
-        np.dtype,
-        *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"},
-        reconstruct,
-        scalar,
-        (reconstruct, f"{old}._reconstruct"),
-        (scalar, f"{old}.scalar"),
-    ]
+    number_types = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
+    return {
+        "numpy.ndarray": np.ndarray,
+        "numpy.dtype": np.dtype,
+        **{f"numpy.dtypes.{kind.__name__}": kind for kind in number_types},
+        "numpy._core.multiarray._reconstruct": reconstruct,
+        "numpy.core.multiarray._reconstruct": reconstruct,
+        "numpy._core.multiarray.scalar": scalar,
+        "numpy.core.multiarray.scalar": scalar,
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
+        "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStageEnum,
+        "deepspeed.utils.tensor_fragment.fragment_address": fragment_address,
+        "argparse.Namespace": argparse.Namespace,
+    }
 
 
-def _deepspeed_globals() -> list[SafeGlobal]:
-    """Plain attribute holders of optimizer states."""
-    try:
-        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-    except ImportError:
-        return []
-    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
-
-
-def load_file(path: Path, *, training_state: bool = False) -> dict[str, Any]:
-    """The mapping stored in one `.pt` file, on the CPU.
-
-    `training_state` also admits random states and DeepSpeed's loss scalers.
-    """
-    allowed = [*_numpy_globals(), *_deepspeed_globals()] if training_state else []
-    try:
-        with torch.serialization.safe_globals(allowed):
-            content = _load(path)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(path, error)) from error
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({_first_line(error)}); it may be incomplete: copy or save "
-            "it again"
-        ) from error
+def load_mapping(path: Path) -> dict[str, Any]:
+    """The mapping stored in one `.pt` file, its tensors mapped from the disk."""
+    content = load_file(path, mmap=True)
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{path}: holds a {type(content).__name__}, not a mapping of names to tensors"
@@ -73,80 +93,110 @@ def load_file(path: Path, *, training_state: bool = False) -> dict[str, Any]:
     return content
 
 
-def _load(path: Path) -> Any:
+def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
+    """What is stored in one `.pt` file, if it is nothing but data."""
+    path = Path(path)
+    names = _checked_names(path)
+    others = _others()
+    if unknown := sorted(names - TORCH_NAMES - others.keys()):
+        raise CheckpointError(
+            f"{path}: refused, because it holds more than data (objects of "
+            f"{', '.join(unknown)[:200]}). Loading them would run code of the file. If you trust "
+            "its origin, save its tensors alone again with torch.save."
+        )
+    allowed = [(found, name) for name, found in others.items()]
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:  # files from before torch 1.6 cannot be mapped
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([*allowed, *_by_own_name(others)]):
+            content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: refused, because it holds more than data. Only tensors, plain containers and "
+            "DeepSpeed's own state are read."
+        ) from error
+    except Exception as error:  # whatever a broken file leads torch to
+        raise CheckpointError(_damaged(path, error)) from error
+    for tensor in _tensors(content):
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path}: refused, because a tensor of shape {tuple(tensor.shape)} would need more "
+                "memory than the file has for it"
+            )
+    return content
 
 
-def _refusal(path: Path, error: Exception) -> str:
-    try:
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except (ValueError, RuntimeError, OSError):
-        unsafe = []
-    what = f"objects of {', '.join(unsafe)}" if unsafe else _first_line(error)
+def _by_own_name(others: dict[str, Any]) -> list[Any]:
+    return list({id(found): found for found in others.values()}.values())
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
     return (
-        f"{path}: refused, it holds more than tensors and plain data ({what}). Loading them would "
-        "run code of the file. If you trust its origin, save its tensors again with torch.save."
+        f"{path}: cannot be read ({reason}); it is incomplete, damaged or not a checkpoint file: "
+        "copy or save it again"
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-# A DeepSpeed checkpoint engine that executes nothing it reads and syncs what it writes.
-
-
-def allowed_types() -> list[Any]:
-    """The only classes, beside tensors and plain containers, that DeepSpeed's files hold."""
-    import argparse
-
-    import numpy as np
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [
-        LossScaler,
-        DynamicLossScaler,
-        ZeroStageEnum,
-        fragment_address,
-        argparse.Namespace,
-        torch.Size,
-        np.dtype,
-        np.ndarray,
-        np.dtypes.UInt32DType,
-        np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
-        (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # type: ignore[attr-defined]
-    ]
-
-
-def safe_load(path: str | Path, map_location: Any = "cpu") -> Any:
-    """torch.load that refuses anything but data."""
+def _checked_names(path: Path) -> set[str]:
+    """The classes and functions that the file's pickle names, after checking its archive."""
     try:
-        with torch.serialization.safe_globals(allowed_types()):
-            return torch.load(path, map_location=map_location, weights_only=True)
+        size = path.stat().st_size
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            total = sum(member.file_size for member in members)
+            compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+            if compressed or total > size or len(members) > MAX_MEMBERS:
+                raise CheckpointError(
+                    f"{path}: refused, because it would unpack to more than the {size} bytes it has"
+                )
+            names: set[str] = set()
+            for member in members:
+                if member.filename.endswith(".pkl"):
+                    if member.file_size > MAX_PICKLE_BYTES:
+                        raise CheckpointError(f"{path}: refused, its table of contents is too big")
+                    names |= _names_in(archive.read(member))
+            return names
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint file") from None
-    except pickle.UnpicklingError as error:
-        reason = str(error).split("\n")[0]
-        raise CheckpointError(
-            f"{path}: refused, because it holds more than data ({reason}). "
-            "Only tensors, plain containers and DeepSpeed's own state are read."
-        ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: damaged or not a checkpoint file ({error})") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile and pickletools raise what they like for garbage
+        raise CheckpointError(_damaged(path, error)) from error
 
 
-def synced_save(state: Any, path: str | Path) -> None:
-    """torch.save, then wait until the bytes are on the disk."""
+def _names_in(data: bytes) -> set[str]:
+    names = set()
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("GLOBAL", "INST"):
+            names.add(str(argument).replace(" ", "."))
+        elif opcode.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4"):
+            names.add(opcode.name)  # a name that cannot be seen beforehand
+    return names
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    stack = [value]
+    seen: set[int] = set()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict | list | tuple | set) and id(item) not in seen:
+            seen.add(id(item))  # a pickle may hold itself
+            stack.extend(item.values() if isinstance(item, dict) else item)
+
+
+# Writing: synced, and summed on the way.
+
+
+def synced_save(state: Any, path: str | Path) -> tuple[int, str]:
+    """torch.save, then wait until the bytes are on the disk; their number and checksum."""
     try:
         with Path(path).open("wb") as file:
-            torch.save(state, file)
+            summed = ChecksummedFile(file)
+            torch.save(state, summed)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
+            return summed.size, summed.checksum
     except RuntimeError as error:
         # torch.save loses its place when a write fails, and reports that instead of the reason.
         if isinstance(error.__context__, OSError):
@@ -157,31 +207,45 @@ def synced_save(state: Any, path: str | Path) -> None:
 class SafeCheckpointEngine(TorchCheckpointEngine):
     """What DeepSpeed's engine uses for every file once training has started.
 
-    A write that fails (a full disk) is remembered instead of raised: DeepSpeed's ranks meet in
-    barriers between their files, and a rank that left would keep the others waiting.
+    It executes nothing it reads, syncs and sums what it writes. A write that fails (a full disk)
+    is remembered instead of raised: DeepSpeed's ranks meet in barriers between their files, and a
+    rank that left would keep the others waiting.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._failure: Exception | None = None
+        self._written: dict[Path, tuple[int, str]] = {}
 
     def begin(self) -> None:
         """Before DeepSpeed saves."""
         self._failure = None
+        self._written = {}
 
     def finish(self) -> None:
         """After DeepSpeed saved: raise what went wrong meanwhile."""
         if self._failure is not None:
             raise self._failure
 
+    def sums(self, directory: Path) -> Sums:
+        """Sizes and checksums of what this rank has written below `directory`."""
+        return {
+            path.relative_to(directory).as_posix(): entry
+            for path, entry in self._written.items()
+            if path.is_relative_to(directory)
+        }
+
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self.attempt(lambda: os.makedirs(path, exist_ok=exist_ok))  # noqa: PTH103
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.attempt(lambda: synced_save(state_dict, path))
+        def write() -> None:
+            self._written[Path(path)] = synced_save(state_dict, path)
+
+        self.attempt(write)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return safe_load(path, map_location)
+        return load_file(path, map_location)
 
     def preserves_storage_sharing(self) -> bool:
         return True

@@ -7,30 +7,29 @@ save/latest                           replaced last.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.atomic_files import sync_directory, write_text
+from megatron.checkpoints.checksums import (
+    CHECKSUMS,
+    Sums,
+    is_training_checkpoint,
+    problems_of,
+    write_checksums,
+)
 from megatron.errors import CheckpointError
 
-TAG = re.compile(r"global_step(\d+)$")
-CHECKSUMS = "checksums.json"
+__all__ = ["CheckpointStore", "tag_of"]
+
+TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
+MAX_LATEST = 4096
 
 
 def tag_of(step: int) -> str:
     return f"global_step{step}"
-
-
-def checksum(path: Path) -> str:
-    """CRC-32 of a file's content: it guards against damage, not against forgery."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return f"{value:08x}"
 
 
 class CheckpointStore:
@@ -54,14 +53,34 @@ class CheckpointStore:
         return sorted(int(match.group(1)) for match in found if match)
 
     def newest(self) -> int | None:
-        """The step that `latest` names, or the newest complete one if `latest` is missing."""
+        """The step that `latest` names, or the newest complete one if there is no `latest`."""
         latest = self.directory / "latest"
-        if latest.is_file():
-            match = TAG.fullmatch(latest.read_text(encoding="utf-8").strip())
-            if match and self.path(int(match.group(1))).is_dir():
-                return int(match.group(1))
         steps = self.steps()
-        return steps[-1] if steps else None
+        if not latest.is_file():
+            return steps[-1] if steps else None
+        tag = latest.read_bytes()[:MAX_LATEST].decode("utf-8", errors="replace").strip()
+        match = TAG.fullmatch(tag)
+        if match and int(match.group(1)) in steps:
+            return int(match.group(1))
+        raise CheckpointError(
+            f"{latest}: names {tag[:80]!r}, which is not there ({self._listing(steps)}). Give "
+            "the step (--iteration N), or delete the file to take the newest."
+        )
+
+    def find(self, iteration: int | None) -> int | None:
+        """The step to load: the one asked for, else the newest; None if there is nothing yet."""
+        if iteration is None:
+            return self.newest()
+        if not self.path(iteration).is_dir():
+            raise CheckpointError(
+                f"iteration = {iteration}: {self.path(iteration)} does not exist "
+                f"({self._listing(self.steps())})"
+            )
+        return iteration
+
+    @staticmethod
+    def _listing(steps: list[int]) -> str:
+        return f"complete checkpoints: {', '.join(map(str, steps)) or 'none'}"
 
     def prepare(self, step: int) -> Path:
         """An empty place to write checkpoint `step` to; returns the staging directory."""
@@ -69,13 +88,14 @@ class CheckpointStore:
         (self.staging / tag_of(step)).mkdir(parents=True)
         return self.staging
 
-    def commit(self, step: int) -> Path:
-        """Turn what was staged into a checkpoint, then move `latest`."""
+    def commit(self, step: int, sums: Sums | None = None) -> Path:
+        """Turn what was staged into a checkpoint, then move `latest`.
+
+        `sums`: of files whose checksums the ranks have computed as they wrote them.
+        """
         staged, final = self.staging / tag_of(step), self.path(step)
-        files = sorted(p for p in staged.rglob("*") if p.is_file() and p.name != CHECKSUMS)
-        sums = {str(p.relative_to(staged)): [p.stat().st_size, checksum(p)] for p in files}
-        write_text(staged / CHECKSUMS, json.dumps(sums, indent=1))
-        for directory in {p.parent for p in files}:
+        write_checksums(staged, sums)
+        for directory in {p.parent for p in staged.rglob("*") if p.is_file()}:
             sync_directory(directory)
         replaced = self._set_aside(step) if final.exists() else None
         staged.rename(final)
@@ -115,11 +135,16 @@ class CheckpointStore:
         self.path(step).rename(trash)
         return trash
 
-    def verify(self, step: int) -> None:
-        """Compare every file with its checksum; the error names the damage and what is left."""
-        problems = self._problems(step)
+    def verify(self, step: int, needed: Iterable[Path] | None = None) -> bool:
+        """Compare files (all, or those `needed`) with their checksums; the error names the damage.
+
+        False: there are no checksums, and there need be none, because the checkpoint is another
+        program's or an older conversion.
+        """
+        root = self.path(step)
+        problems = self._problems(step, needed)
         if not problems:
-            return
+            return (root / CHECKSUMS).is_file()
         others = [other for other in self.steps() if other != step and not self._problems(other)]
         offer = (
             f"The newest complete checkpoint before it is {tag_of(others[-1])}: "
@@ -127,27 +152,12 @@ class CheckpointStore:
             if others
             else "No other complete checkpoint is there."
         )
-        listing = "; ".join(problems)
-        raise CheckpointError(f"{self.path(step)} is damaged: {listing}. {offer}")
+        raise CheckpointError(f"{root} is damaged: {'; '.join(problems)}. {offer}")
 
-    def _problems(self, step: int) -> list[str]:
+    def _problems(self, step: int, needed: Iterable[Path] | None = None) -> list[str]:
         root = self.path(step)
         if not root.is_dir():
             return [f"{root.name} does not exist"]
-        sums_file = root / CHECKSUMS
-        if not sums_file.is_file():
-            return []  # written by GPT-NeoX or the official code
-        try:
-            sums = json.loads(sums_file.read_text(encoding="utf-8"))
-        except ValueError:
-            return [f"{CHECKSUMS} is not readable"]
-        problems = []
-        for name, (size, expected) in sums.items():
-            file = root / name
-            if not file.is_file():
-                problems.append(f"{name} is missing")
-            elif file.stat().st_size != size:
-                problems.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
-            elif checksum(file) != expected:
-                problems.append(f"{name} does not match its checksum")
-        return problems
+        if is_training_checkpoint(root) and not (root / CHECKSUMS).is_file():
+            return [f"{CHECKSUMS} is missing, so that nothing in it can be proven"]
+        return problems_of(root, needed)

@@ -14,24 +14,28 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.atomic_files import write_text
 from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.optimizer_view import (
+from megatron.checkpoints.optimizer_view import canonical_names, joined, place, read
+from megatron.checkpoints.safe_files import SafeCheckpointEngine
+from megatron.checkpoints.sharding import Sharding
+from megatron.checkpoints.universal import (
+    INDEX,
+    MODEL_STATES,
+    OPTIMIZER,
+    PARAMETERS,
     STEP,
     WEIGHT,
     States,
-    canonical_names,
-    joined,
-    place,
-    read,
+    common_step,
+    parameter_folders,
+    progress_in_model_states,
+    read_progress,
+    read_states,
 )
-from megatron.checkpoints.safe_files import SafeCheckpointEngine, safe_load
-from megatron.checkpoints.sharding import Sharding
-from megatron.checkpoints.universal import OPTIMIZER, PARAMETERS, parameter_folders
 from megatron.checkpoints.universal_metadata import (
     described,
     model_states,
@@ -47,12 +51,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-INDEX = "universal.json"
-LATEST = "latest_universal"
 NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems
-NEEDED = {"iteration", "consumed_samples", "lr_scheduler", "skipped_steps"}
-# DeepSpeed looks for the first without ZeRO 3, for the second with it.
-MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
 def export(
@@ -135,14 +134,12 @@ def load_universal(
     progress = read_progress(directory)
     folders = parameter_folders(directory)
 
-    @cache
-    def common_step() -> Tensor:
-        return _common_step(directory / PARAMETERS / OPTIMIZER)
+    step = cache(partial(common_step, directory))
 
     def whole_states(name: str) -> States:
         states = read_states(_found(name, folders, directory), optimizer=optimizer)
         if "exp_avg" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
-            states[STEP] = common_step()
+            states[STEP] = step()
         _check_optimizer(engine, states, directory)
         return states
 
@@ -166,7 +163,7 @@ def load_zero3_weights(
         return {WEIGHT: _found(name, weights, directory).detach()}
 
     place(engine, whole_weight, args, tp, directory)
-    progress = _progress_in_model_states(directory)
+    progress = progress_in_model_states(directory)
     continue_from(engine, progress, schedule=schedule)
     return progress
 
@@ -204,59 +201,3 @@ def _padded_vocabulary(progress: dict[str, Any], args: NeoXArgs) -> int | None:
         args.model.make_vocab_size_divisible_by,
         args.parallel.model_parallel_size,
     )
-
-
-def read_states(folder: Path, *, optimizer: bool) -> States:
-    """One parameter's fp32 weight and, if asked for, the optimizer's states."""
-    files = sorted(folder.glob("*.pt")) if optimizer else [folder / f"{WEIGHT}.pt"]
-    states = {file.stem: _tensor_in(file) for file in files}
-    if WEIGHT not in states:
-        raise CheckpointError(f"{folder}: holds no {WEIGHT}.pt")
-    return states
-
-
-def _tensor_in(file: Path) -> Tensor:
-    content = safe_load(file)
-    value = content.get("param") if isinstance(content, dict) else content
-    if isinstance(value, int | float):
-        return torch.tensor(float(value))
-    if not isinstance(value, Tensor):
-        raise CheckpointError(f"{file}: holds no tensor under `param`")
-    return value
-
-
-def _common_step(file: Path) -> Tensor:
-    try:
-        return torch.as_tensor(safe_load(file)["optimizer_state_dict"]["state"][0][STEP])
-    except (KeyError, TypeError, IndexError):
-        raise CheckpointError(f"{file}: holds no step count of the optimizer") from None
-
-
-def read_progress(directory: Path) -> dict[str, Any]:
-    """Where training stood: our index, or what DeepSpeed's converter copied."""
-    if (directory / INDEX).is_file():
-        return _index_of(directory / INDEX)
-    return _progress_in_model_states(directory)
-
-
-def _index_of(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not readable ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != 1:
-        raise CheckpointError(f"{file}: is not format 1 of a universal checkpoint's index")
-    return content
-
-
-def _progress_in_model_states(directory: Path) -> dict[str, Any]:
-    file = next((directory / name for name in MODEL_STATES if (directory / name).is_file()), None)
-    if file is None:
-        raise CheckpointError(f"{directory}: neither {INDEX} nor {MODEL_STATES[0]} is there")
-    state = safe_load(file)
-    if not isinstance(state, dict) or not state.keys() >= NEEDED:
-        raise CheckpointError(
-            f"{file}: does not say where training stood ({', '.join(sorted(NEEDED))}); only "
-            "checkpoints of train.py can be resumed"
-        )
-    return {"schedule" if key == "lr_scheduler" else key: state[key] for key in NEEDED}

@@ -10,6 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from megatron.checkpoints.checksums import write_checksums
 from megatron.checkpoints.reading import Checkpoint
 from megatron.checkpoints.saved_config import RESOLVED
 from megatron.checkpoints.sharding import Sharding, split_weights
@@ -70,6 +71,7 @@ def write_native(
     directory = _start(root, checkpoint.iteration)
     _write_shards(directory, shards, checkpoint.iteration, by_layer=pp >= 1)
     (directory / "configs" / RESOLVED).write_text(args.to_yaml(), encoding="utf-8")
+    write_checksums(directory)
     return directory
 
 
@@ -93,6 +95,7 @@ def write_neox(
     _write_shards(directory, shards, checkpoint.iteration, by_layer=pp >= 1)
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None)
     (directory / "configs" / "model.yml").write_text(text, encoding="utf-8")
+    write_checksums(directory)
     return directory
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoints.layouts import Layout
-from megatron.checkpoints.safe_files import load_file
+from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.weight_names import strip_prefix
 from megatron.errors import CheckpointError
 
@@ -41,7 +41,7 @@ def _shapes(layout: Layout, mp_rank: int) -> dict[str, torch.Size]:
         raise CheckpointError(
             f"{layout.directory}: zero_pp_rank_0_mp_rank_{mp_rank:02d}_model_states.pt is missing"
         )
-    state = load_file(path, training_state=True)
+    state = load_mapping(path)
     if state.get("frozen_param_shapes"):
         raise CheckpointError(
             f"{path}: holds frozen parameters; merge it with DeepSpeed's zero_to_fp32.py first"
@@ -62,7 +62,7 @@ def _flat_pieces(layout: Layout, mp_rank: int) -> list[Tensor]:
     for dp_rank in range(max(paths, default=-1) + 1):
         if dp_rank not in paths:
             break
-        state: dict[str, Any] = load_file(paths[dp_rank], training_state=True)
+        state: dict[str, Any] = load_mapping(paths[dp_rank])
         optimizer = state.get("optimizer_state_dict") or {}
         flat = optimizer.get("fp32_flat_groups")
         if flat is None:

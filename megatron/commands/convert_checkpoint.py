@@ -8,12 +8,19 @@ tools/convert_checkpoint.py HF_FOLDER DST --to neox --dtype bf16
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.terminal import say_next, shown_command
 
+# What a conversion writes, and so all that --overwrite may replace.
+CONVERSION = re.compile(
+    r"global_step\d+|latest|checksums\.json|README\.md|(generation_)?config\.json|\w+_kerple\.py"
+    r"|model[\w-]*\.safetensors(\.index\.json)?|(tokenizer|vocab|special_tokens)\w*\.(json|model)"
+    r"|merges\.txt|positional_embeddings\.py|position_base\.py"
+)
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -61,8 +68,8 @@ def convert(args: argparse.Namespace) -> str:
     settle_accelerator()
     import torch
 
+    from megatron.atomic_files import new_directory
     from megatron.checkpoints import read_checkpoint
-    from megatron.checkpoints.output import new_directory
     from megatron.checkpoints.writing import write_native, write_neox
     from megatron.neox_arguments import NeoXArgs
 
@@ -71,7 +78,12 @@ def convert(args: argparse.Namespace) -> str:
     )
     config = NeoXArgs.from_files(args.config) if args.config else None
     checkpoint = read_checkpoint(args.source, iteration=args.iteration, config=config)
-    with new_directory(args.destination, overwrite=args.overwrite) as folder:
+    with new_directory(
+        args.destination,
+        overwrite=args.overwrite,
+        replaceable=CONVERSION,
+        sources=[args.source, *(args.config or ())],
+    ) as folder:
         if args.to == "hf":
             from megatron.checkpoints.hf.folder import write_hf
 

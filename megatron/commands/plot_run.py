@@ -54,7 +54,7 @@ def read_run(directory: Path) -> RunMetrics:
         try:
             record = json.loads(line)
             step = int(record["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines):
                 break  # a run that is going on may be in the middle of its last line
             raise DataError(f"{path}, line {number}: not a record of metrics") from error

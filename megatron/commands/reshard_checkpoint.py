@@ -10,7 +10,6 @@ machine's CPU: it needs memory for the whole model with its optimizer.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -28,12 +27,12 @@ def plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     from megatron.machine import settle_accelerator
 
     settle_accelerator()
-    from megatron.checkpoints.save_and_resume import LAYOUT, find_checkpoint
+    from megatron.checkpoints.rank_layout import read_layout
     from megatron.checkpoints.store import CheckpointStore
     from megatron.checkpoints.universal import is_universal
 
     store = CheckpointStore(source)
-    step = find_checkpoint(store, iteration)
+    step = store.find(iteration)
     if step is None:
         raise CheckpointError(f"{source}: no global_step* checkpoint there")
     if is_universal(store.path(step)):
@@ -41,12 +40,11 @@ def plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     if target.resolve() == source.resolve():
         raise CheckpointError(f"{target}: choose a directory other than the source")
     try:
-        layout = json.loads((store.path(step) / LAYOUT).read_text(encoding="utf-8"))
-        return step, int(layout["world_size"])
-    except (OSError, ValueError, KeyError) as error:
+        return step, int(read_layout(store.path(step))["world_size"])
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{store.path(step) / LAYOUT}: not readable ({error}); only checkpoints that "
-            "train.py wrote can be resharded. For weights alone use tools/convert_checkpoint.py"
+            f"{error}; only checkpoints that train.py wrote can be resharded. For weights alone "
+            "use tools/convert_checkpoint.py"
         ) from error
 
 

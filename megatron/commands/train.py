@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from megatron.early_signals import leave_until_started
+
+if __name__ == "__main__":
+    leave_until_started()  # before the imports that take seconds
+
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +15,7 @@ from megatron.terminal import leaving_at_once, run_command
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code; docs/reliability.md lists them."""
+    leave_until_started()
     from megatron.neox_arguments import parse_command_line
 
     args, _ = parse_command_line("train.py", argv)

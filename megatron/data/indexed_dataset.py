@@ -21,6 +21,7 @@ import hashlib
 import json
 import mmap
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 LEGACY_MAGIC = b"TNTIDX\x00\x00"  # fairseq's lazy and cached formats
 CHECK_CHUNK = 1 << 20
+SUM_BLOCK = 1 << 24
 REBUILD = "Build it again with prepare_data.py or tools/preprocess_data.py."
 
 
@@ -83,12 +85,15 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
         self.prefix = prefix_of(prefix)
         self._index = _map_file(idx_path(self.prefix))
+        sums = _recorded_checksums(self.prefix)
+        _check_sum(self._index, idx_path(self.prefix), sums.get("idx_crc32"))
         self._read_index()
         self._tokens = _map_file(bin_path(self.prefix))
         self._check_pointers()
         self._check_boundaries()
-        if warmup:
+        if warmup:  # all of it is read anyway
             _touch_pages(self._tokens)
+            _check_sum(self._tokens, bin_path(self.prefix), sums.get("bin_crc32"))
 
     def _read_index(self) -> None:
         path, buffer = idx_path(self.prefix), self._index
@@ -194,6 +199,30 @@ def _touch_pages(buffer: mmap.mmap) -> None:
     np.frombuffer(buffer, np.uint8)[:: mmap.PAGESIZE].sum()
 
 
+def _recorded_checksums(prefix: Path) -> dict[str, str]:
+    """CRC-32 of both files as they were written, if a manifest of these very sizes has them."""
+    manifest = read_manifest(prefix) or {}
+    return {
+        key: manifest[key]
+        for key in ("idx_crc32", "bin_crc32")
+        if isinstance(manifest.get(key), str)
+    }
+
+
+def _check_sum(buffer: mmap.mmap, path: Path, expected: str | None) -> None:
+    if expected is None:
+        return
+    value = 0
+    with memoryview(buffer) as view:
+        for start in range(0, len(view), SUM_BLOCK):
+            value = zlib.crc32(view[start : start + SUM_BLOCK], value)
+    if f"{value:08x}" != expected:
+        raise DataError(
+            f"{path}: does not match the checksum in {manifest_path(prefix_of(path)).name}; the "
+            f"file is damaged. {REBUILD}"
+        )
+
+
 # The small JSON beside a dataset: what it holds and which tokenizer made it.
 
 
@@ -216,7 +245,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     try:
         content = json.loads(manifest_path(prefix).read_text())
         sizes = [path(prefix_of(prefix)).stat().st_size for path in (bin_path, idx_path)]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict):
         return None

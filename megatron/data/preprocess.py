@@ -144,7 +144,8 @@ def preprocess(
             manifest_path(prefix).unlink(missing_ok=True)
         outcome.documents, outcome.tokens = writers[0].num_sequences, writers[0].num_tokens
     outcome.source_hash = digest.hexdigest()
-    _write_manifests(outcome, tokenizer, options, manifest or {})
+    checksums = [writer.checksums for writer in writers]
+    _write_manifests(outcome, tokenizer, options, manifest or {}, checksums)
     return outcome
 
 
@@ -249,9 +250,13 @@ def _nothing_usable(outcome: Outcome, files: Sequence[Path]) -> str:
 
 
 def _write_manifests(
-    outcome: Outcome, tokenizer: Tokenizer, options: PreprocessOptions, extra: dict[str, Any]
+    outcome: Outcome,
+    tokenizer: Tokenizer,
+    options: PreprocessOptions,
+    extra: dict[str, Any],
+    checksums: Sequence[dict[str, str]],
 ) -> None:
-    for prefix in outcome.prefixes:
+    for prefix, sums in zip(outcome.prefixes, checksums, strict=True):
         write_json(
             manifest_path(prefix),
             {
@@ -270,6 +275,7 @@ def _write_manifests(
                 "left_out": outcome.left_out,
                 "bin_bytes": bin_path(prefix).stat().st_size,
                 "idx_bytes": idx_path(prefix).stat().st_size,
+                **sums,
                 **extra,
             },
         )

@@ -30,6 +30,8 @@ JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
 COMPRESSED_SUFFIXES = frozenset({".zst", ".gz", ".bz2", ".xz"})
 ARCHIVE_SUFFIXES = frozenset({".tar", ".tgz", ".zip"})
 READ_SIZE = 1 << 20
+ZSTD_SLICE = 2048
+MAX_ZSTD_WINDOW = 1 << 27  # what the zstd command accepts without --long
 DECODING_ERRORS = (
     EOFError,
     OSError,
@@ -146,31 +148,39 @@ def _decompressed(name: str, raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Frames of zstd one after another; the library's own reader takes a cut frame for the end."""
+    """Frames of zstd one after another; the library's own reader takes a cut frame for the end.
+
+    A few bytes of zstd can stand for 128 KiB each. Small slices go in, so that what comes out of
+    one is at most some tens of megabytes, whatever the file claims.
+    """
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
-        self._context = zstandard.ZstdDecompressor(max_window_size=2**31)
+        self._context = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
         self._frame = self._context.decompressobj()
         self._in_frame = False
-        self._pending = b""  # compressed bytes after the end of a frame
-        self._ready = b""
+        self._compressed = memoryview(b"")
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
         while not self._ready:
-            data = self._pending or self._raw.read(READ_SIZE // 8)
-            self._pending = b""
-            if not data:
+            if not self._compressed:
+                self._compressed = memoryview(self._raw.read(READ_SIZE // 8))
+            if not self._compressed:
                 if self._in_frame:
                     raise EOFError("the last zstd frame is incomplete")
                 return 0
+            part, self._compressed = self._compressed[:ZSTD_SLICE], self._compressed[ZSTD_SLICE:]
             self._in_frame = True
-            self._ready = self._frame.decompress(data)
+            self._ready = memoryview(self._frame.decompress(part))
             if self._frame.eof:
-                self._pending = self._frame.unused_data
+                unused = len(self._frame.unused_data)
+                if unused:
+                    rest = self._frame.unused_data + bytes(self._compressed)
+                    self._compressed = memoryview(rest)
                 self._frame = self._context.decompressobj()
                 self._in_frame = False
         count = min(len(buffer), len(self._ready))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.atomic_files import publish, temporary_name
+from megatron.atomic_files import publish, remove_leftovers, temporary_name
 from megatron.data.indexed_dataset import (
     DTYPES,
     HEADER,
@@ -54,6 +55,11 @@ class IndexedDatasetWriter:
         self._sizes = array("i")
         self._boundaries = array("q", [0])
         self._open_tokens: int | None = None  # length so far of a document written in pieces
+        self.checksums: dict[str, str] = {}
+        """CRC-32 of both files, for the manifest; known once ``close`` has succeeded."""
+        self._crc = 0
+        for path in (bin_path(self.prefix), idx_path(self.prefix)):
+            remove_leftovers(path)
         self._temporary = temporary_name(bin_path(self.prefix))
         self._handle: BinaryIO | None = self._temporary.open("wb", buffering=1 << 20)
 
@@ -87,7 +93,7 @@ class IndexedDatasetWriter:
         """Tokens, packed in this file's dtype, of a document that ``end_document`` will end."""
         if self._handle is None:
             raise DataError(f"{self.prefix}: the writer is closed")
-        self._handle.write(data)
+        self._put(data)
         self._open_tokens = (self._open_tokens or 0) + len(data) // self.dtype.itemsize
 
     def add_packed(
@@ -107,7 +113,7 @@ class IndexedDatasetWriter:
             raise DataError(
                 f"{self.prefix}: a document of {max(sizes)} tokens; the limit is 2^31-1"
             )
-        self._handle.write(data)
+        self._put(data)
         first = len(self._sizes) + 1
         self._sizes.extend(sizes)
         if end_documents:
@@ -137,9 +143,14 @@ class IndexedDatasetWriter:
                 chunk = source.read(min(COPY_CHUNK, remaining))
                 if not chunk:
                     raise DataError(f"{bin_path(other.prefix)}: ended while it was being copied")
-                self._handle.write(chunk)
+                self._put(chunk)
                 remaining -= len(chunk)
         self._sizes.frombytes(other.sizes.astype(np.int32).tobytes())
+
+    def _put(self, data: Any) -> None:
+        assert self._handle is not None
+        self._handle.write(data)
+        self._crc = zlib.crc32(data, self._crc)
 
     def _check_range(self, values: npt.NDArray[Any]) -> None:
         if self.dtype.kind == "f" or not len(values):
@@ -168,6 +179,9 @@ class IndexedDatasetWriter:
                 self._write_index(handle)
                 handle.flush()
                 os.fsync(handle.fileno())
+            with temporary_index.open("rb") as handle:
+                index_sum = zlib.crc32(handle.read())
+            self.checksums = {"bin_crc32": f"{self._crc:08x}", "idx_crc32": f"{index_sum:08x}"}
             index.unlink(missing_ok=True)  # an older index must never meet the new tokens
             publish(self._temporary, bin_path(self.prefix))
             publish(temporary_index, index)

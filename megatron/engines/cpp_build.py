@@ -59,7 +59,12 @@ def load_library() -> ctypes.CDLL | None:
 @functools.cache
 def _load_once() -> ctypes.CDLL | None:
     try:
-        return _open(_build())
+        path = _build()
+        try:
+            return _open(path)
+        except (OSError, AttributeError):  # a broken library in the cache is built again
+            path.unlink(missing_ok=True)
+            return _open(_build())
     except (BuildError, OSError, subprocess.SubprocessError) as error:
         warnings.warn(
             f"attention engine 'tiled': no compiled C++ version ({error}); using the PyTorch one,"
@@ -127,10 +132,21 @@ def _cache_directory() -> Path:
     base = Path(chosen) if chosen else _user_cache() / "kerple-neox"
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not _is_private(base):
+            base = base / f"user-{os.getuid()}"  # shared among users: a place of one's own in it
+            base.mkdir(exist_ok=True, mode=0o700)
+        if not _is_private(base):
+            raise PermissionError(f"{base} belongs to somebody else")
         with tempfile.NamedTemporaryFile(dir=base):
             return base
     except OSError:  # a read-only home: build for this process alone, in a private directory
         return Path(tempfile.mkdtemp(prefix="kerple-neox-"))
+
+
+def _is_private(directory: Path) -> bool:
+    """Whether nobody else could have put a program there for us to load."""
+    about = directory.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
 
 
 def _user_cache() -> Path:

@@ -152,7 +152,7 @@ def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -
 
 def weights_id(checkpoint: Path) -> str | None:
     """Names the weights by their checksums; None for a checkpoint that has none, or is gone."""
-    from megatron.checkpoints.store import CHECKSUMS
+    from megatron.checkpoints.checksums import CHECKSUMS
 
     sums = read_json(checkpoint / CHECKSUMS)
     if not sums:
@@ -173,7 +173,7 @@ def read_json(path: Path) -> Content | None:
     """The content of a file; None if it is absent or not ours."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from megatron.launcher.planning import find_script, plan_launch, run
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.command_line import add_config_arguments, load_config
 from megatron.neox_arguments.dry_run import dry_run_report
+from megatron.terminal import shown_command
 
 EXAMPLES = """examples:
   python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml
@@ -41,7 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the job's exit code; 2 for a wrong config."""
-    options = build_parser().parse_intermixed_args(list(sys.argv[1:] if argv is None else argv))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = build_parser().parse_intermixed_args(arguments)
     script = find_script(options.script, Path(__file__).resolve().parents[2])
     args = load_config(options)
     if options.dry_run:
@@ -50,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = plan_launch(script, args)
     if args.optimization.train_iters:
         args.batch_plan(plan.world_size)
+    # What a rank tells an interrupted user to type: its own arguments are not for people.
+    os.environ["KERPLE_COMMAND"] = f"{shown_command('deepy')} {shlex.join(arguments)}"
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return run(plan)

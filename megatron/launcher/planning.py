@@ -23,6 +23,7 @@ from megatron.neox_arguments.run_keys import LauncherArgs
 from megatron.terminal import PACKAGE
 
 DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
+HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?")
 RUNNER = "deepspeed.launcher.runner"
 LAUNCHABLE = ("train", "evaluate", "generate")
 
@@ -73,12 +74,21 @@ def read_hostfile(path: Path) -> dict[str, int]:
             raise ConfigError(
                 f"hostfile {path}, line {number}: {line!r:.80}; expected `name slots=8`."
             )
+        check_host(match.group(1), f"hostfile {path}, line {number}")
         if match.group(1) in hosts:
             raise ConfigError(f"hostfile {path}, line {number}: {match.group(1)} is listed twice.")
         hosts[match.group(1)] = int(match.group(2))
     if not hosts:
         raise ConfigError(f"hostfile {path} lists no hosts; expected lines like `name slots=8`.")
     return hosts
+
+
+def check_host(name: str, where: str) -> None:
+    """Refuse what is no host name or address: ssh and pdsh would take `-o...` for an option."""
+    if len(name) > 253 or not HOST.fullmatch(name):
+        raise ConfigError(
+            f"{where}: {name!r:.80} is not a host name or address (letters, digits, dots, hyphens)."
+        )
 
 
 def find_script(name: str, root: Path) -> str:
@@ -146,7 +156,10 @@ def _slurm_hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str
         text = environ.get(name, "")
         if slots is None and text.isdigit() and int(text) > 0:
             slots = int(text)
-    return dict.fromkeys(expand_hostlist(nodes), slots or 1)
+    hosts = expand_hostlist(nodes)
+    for host in hosts:
+        check_host(host, "SLURM_JOB_NODELIST")
+    return dict.fromkeys(hosts, slots or 1)
 
 
 def _plan_single_node(script: str, args: NeoXArgs, environ: dict[str, str]) -> LaunchPlan:
@@ -203,6 +216,8 @@ def _plan_multi_node(
     script: str, args: NeoXArgs, hosts: dict[str, int], environ: Mapping[str, str]
 ) -> LaunchPlan:
     launcher = args.launcher
+    if launcher.master_addr is not None:
+        check_host(launcher.master_addr, "master_addr")
     if launcher.num_nodes > len(hosts):
         raise ConfigError(f"num_nodes = {launcher.num_nodes} but there are {len(hosts)} hosts.")
     names = list(hosts)[: launcher.num_nodes if launcher.num_nodes > 0 else None]

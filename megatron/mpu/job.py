@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
-from megatron.launcher.environment import environment_for
+from megatron.launcher.environment import LOOPBACK, DistributedEnvironment, environment_for
 from megatron.mpu.groups import ParallelState, initialize_parallel
 from megatron.mpu.ranks import Ranks
 
@@ -29,6 +30,8 @@ __all__ = [
     "set_seeds",
     "start_distributed",
 ]
+
+LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 
 
 def device_index(local_rank: int, visible: int) -> int:
@@ -93,12 +96,49 @@ def join_job(args: NeoXArgs) -> None:
         _without_compiled_collectives()
         # DeepSpeed asks for fp16 instructions; PyTorch computes fp16 without them, only slower.
         get_accelerator().is_fp16_supported = lambda: True
+    backend = "gloo" if on_cpu else args.parallel.distributed_backend
+    timeout = timedelta(minutes=args.runtime.distributed_timeout_minutes)
+    _meet_on_loopback(environment, backend, timeout)
     deepspeed.init_distributed(
-        dist_backend="gloo" if on_cpu else args.parallel.distributed_backend,
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timedelta(minutes=args.runtime.distributed_timeout_minutes),
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
     )
+
+
+def _meet_on_loopback(
+    environment: DistributedEnvironment, backend: str, timeout: timedelta
+) -> None:
+    """On one machine, let no socket of the job be reached from another.
+
+    Torch's own rendezvous listens on all interfaces, and whoever connects may write to its store.
+    """
+    if environment.master_addr not in LOOPBACK_NAMES:
+        return
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if loopback := _loopback_interface():
+            os.environ.setdefault(variable, loopback)
+    dist.init_process_group(
+        backend,
+        store=_loopback_store(environment, timeout),
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+    )
+
+
+def _loopback_interface() -> str | None:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), None)
+
+
+def _loopback_store(environment: DistributedEnvironment, timeout: timedelta) -> dist.Store:
+    """A store in this process alone, or a server that listens on loopback."""
+    if environment.world_size == 1:
+        return dist.HashStore()
+    options: dict[str, Any] = {"world_size": environment.world_size, "timeout": timeout}
+    if environment.rank == 0:
+        listener = socket.create_server((LOOPBACK, environment.master_port), backlog=4096)
+        options |= {"is_master": True, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(LOOPBACK, environment.master_port, **options)
 
 
 def _without_compiled_collectives() -> None:
@@ -120,9 +160,10 @@ def join_ranks(args: NeoXArgs, local_rank: int | None = None) -> tuple[Ranks, st
     environment = environment_for(args.launcher, local_rank)
     device = pick_device(environment.local_rank)
     if environment.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            "gloo", timeout=timedelta(minutes=args.runtime.distributed_timeout_minutes)
-        )
+        timeout = timedelta(minutes=args.runtime.distributed_timeout_minutes)
+        _meet_on_loopback(environment, "gloo", timeout)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timeout)
     return Ranks.current(), str(device)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.normalize import NESTED_BLOCKS, normalize
-from megatron.neox_arguments.trust import allow_kernel, check_code_keys, kernels_in
+from megatron.neox_arguments.trust import allow_kernel, kernels_in, without_code
 from megatron.neox_arguments.values import copy_plain
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
@@ -38,8 +38,7 @@ def read_layer(path: str | Path, known: list[str]) -> Layer:
     plain = copy_plain({} if parsed is None else parsed, source)
     problems: list[str] = []
     values = normalize(plain, known, source, problems)
-    check_code_keys(path, values)
-    return Layer(source, values, text, tuple(problems))
+    return Layer(source, without_code(path, values), text, tuple(problems))
 
 
 def parse_set(assignment: str, known: list[str]) -> Layer:

@@ -135,6 +135,11 @@ class OptimizationArgs(Group):
     activation_checkpointing: ActivationCheckpointingBlock | None = Field(
         None, description="DeepSpeed's block; its keys win over the five above."
     )
+    exit_on_divergence: bool = Field(
+        False,
+        description="End with exit code 76 when the loss stays far above the uniform model's and "
+        "grows; otherwise that is only said.",
+    )
     max_consecutive_nonfinite: Int = Field(
         20,
         ge=0,

@@ -14,6 +14,7 @@ from megatron.neox_arguments.values import (
     NonNegativeIntList,
     PositiveFloat,
     PositiveInt,
+    TextList,
 )
 
 
@@ -36,6 +37,16 @@ class CheckpointArgs(Group):
     )
     keep_last_n_checkpoints: PositiveInt | None = Field(
         None, description="Delete older checkpoints; null keeps all."
+    )
+    overwrite: bool = Field(
+        False,
+        description="Start anew in a `save` that holds a run; the old run is moved aside, to "
+        "`save`.replacedN.",
+    )
+    allow_changed: TextList | None = Field(
+        None,
+        description="Keys that a resumed run may set differently from the saved config, such as "
+        "[train_batch_size]; all others that decide what is computed must be equal.",
     )
     iteration: NonNegativeInt | None = Field(
         None, description="Load this step instead of the one named in `latest`."

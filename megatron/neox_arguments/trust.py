@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,11 @@ from megatron.errors import ConfigError
 
 __all__ = [
     "allow_kernel",
-    "check_code_keys",
     "is_allowed",
     "is_import_path",
     "is_inside_checkpoint",
     "kernels_in",
+    "without_code",
 ]
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -49,47 +50,45 @@ def is_allowed(name: str) -> bool:
     return name in _allowed
 
 
-def check_code_keys(source: str | Path, values: Mapping[str, Any]) -> None:
-    """Take the names of code in a config file that the user wrote; refuse them in another's.
+def without_code(source: str | Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config file, if the user wrote it; else none that decide what is executed.
 
     A file inside a run or checkpoint folder may have come with it.
     """
-    named = _code_in(values)
-    if not named:
-        return
+    classes = [*kernels_in(values), *_tasks_in(values)]
+    programs = [key for key in ("eval_include_path", "launcher_args") if values.get(key)]
+    if not classes and not programs:
+        return values
     if not is_inside_checkpoint(source):
         allow_kernel(kernels_in(values))
-        return
-    for key, value in named.items():
-        if key == "pos_emb" and is_allowed(value):
+        return values
+    for name in classes:
+        if is_allowed(name):
             continue
-        hint = f"--allow-kernel {value}" if key == "pos_emb" else f"--set {key}=..."
         raise ConfigError(
-            f"{source}: {key} = {value!r:.80} names code to run, and this file lies in a "
-            f"checkpoint's or run's folder, which may have come from somebody else. If the code is "
-            f"yours, add {hint}."
+            f"{source}: {name!r:.80} names a class to import, and this file lies in a "
+            f"checkpoint's or run's folder, which may have come from somebody else. If the class "
+            f"is yours, add --allow-kernel {name:.80}."
         )
+    for key in programs:
+        print(
+            f"warning: {source}: {key} is not obeyed, because it names programs and the file lies "
+            f"in a checkpoint's or run's folder; give it with --set {key}=...",
+            file=sys.stderr,
+        )
+    return {key: value for key, value in values.items() if key not in programs}
 
 
 def kernels_in(values: Mapping[str, Any]) -> list[str]:
-    """The classes of the user's own that a config names."""
+    """The classes of the user's own that a config names as pos_emb."""
     name = values.get("pos_emb")
     return [name] if isinstance(name, str) and is_import_path(name) else []
 
 
-def _code_in(values: Mapping[str, Any]) -> dict[str, str]:
-    """Keys whose values decide what is executed."""
-    found: dict[str, str] = {}
-    if kernels := kernels_in(values):
-        found["pos_emb"] = kernels[0]
-    for key in ("eval_include_path", "launcher_args"):
-        if values.get(key):
-            found[key] = str(values[key])
+def _tasks_in(values: Mapping[str, Any]) -> list[str]:
     tasks = values.get("eval_tasks")
-    for task in tasks if isinstance(tasks, list) else [tasks]:
-        if isinstance(task, str) and is_import_path(task):
-            found["eval_tasks"] = task
-    return found
+    listed = tasks if isinstance(tasks, list) else [tasks]
+    return [task for task in listed if isinstance(task, str) and is_import_path(task)]
 
 
 def is_inside_checkpoint(path: str | Path) -> bool:

@@ -7,10 +7,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.errors import ReproduceError
+from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.cells import Rounding
 
 __all__ = [
@@ -185,10 +185,7 @@ def read_suite_file(name: str) -> SuiteFile:
             f"no suite {name!r}: use one of {known}, or the path of your own .yml file"
         )
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        suite = SuiteFile.model_validate(content)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ReproduceError(f"{path}: not valid YAML: {error}") from error
+        suite = SuiteFile.model_validate(parse_yaml(read_text(path), str(path)))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
@@ -220,6 +217,12 @@ def _check_names(path: Path, suite: SuiteFile) -> None:
                 f"{path}: {item!r} cannot be a name: letters, digits and _ . : - only, as it "
                 "becomes the name of a folder"
             )
+    for name in suite.models:
+        seen = [name]
+        while (parent := getattr(suite.models.get(seen[-1]), "extends", None)) is not None:
+            if parent in seen:
+                raise ReproduceError(f"{path}: model {name} extends itself ({' -> '.join(seen)})")
+            seen.append(parent)
     for name, model in suite.models.items():
         if model.extends is not None and model.extends not in suite.models:
             raise ReproduceError(

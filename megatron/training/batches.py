@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoints.resuming import Resumed
 from megatron.data.datasets import build_datasets, sample_counts
 from megatron.data.loader import ResumableBatchSampler, build_data_loader, get_labels_and_mask
 from megatron.errors import DataError
@@ -30,26 +31,25 @@ def build_streams(
     *,
     eod: int,
     vocab_size: int,
-    start_step: int,
+    start: Resumed,
 ) -> Streams:
-    """Training data from step `start_step` on; validation and test from where they would be."""
-    iterations = args.optimization.train_iters or 0
+    """Training data after the samples consumed; validation and test from where they would be."""
     evaluation = args.evaluation
     datasets = build_datasets(
         args.data,
         seq_length=args.model.seq_length,
         seq_length_val=args.model.seq_length_val,
-        num_samples=sample_counts(
-            iterations, evaluation.eval_interval, evaluation.eval_iters, plan.train_batch_size
-        ),
+        num_samples=_sample_counts(args, plan, start),
         seed=args.runtime.seed if args.data.data_seed is None else args.data.data_seed,
         vocab_size=vocab_size,
     )
     _check_enough(datasets[0], args.model.seq_length)
+    iterations = args.optimization.train_iters or 0
     if iterations and dist.get_rank() == 0:
         print(_amount(datasets[0], iterations * plan.train_batch_size * args.model.seq_length))
-    evaluations_done = start_step // evaluation.eval_interval
-    starts = (start_step, evaluations_done * evaluation.eval_iters, 0)
+    evaluations_done = start.step // evaluation.eval_interval
+    validated = evaluations_done * evaluation.eval_iters * plan.train_batch_size
+    starts = (start.consumed_samples, validated, 0)
     streams = [
         None
         if dataset is None or len(dataset) == 0
@@ -89,9 +89,22 @@ def tokens_of(dataset: Any) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
+def _sample_counts(args: NeoXArgs, plan: BatchPlan, start: Resumed) -> tuple[int, int, int]:
+    """How many samples each split must have; the size of a batch may have changed on the way."""
+    iterations = args.optimization.train_iters or 0
+    evaluation = args.evaluation
+    _, valid, test = sample_counts(
+        iterations, evaluation.eval_interval, evaluation.eval_iters, plan.train_batch_size
+    )
+    train = start.samples_at(max(iterations, start.step), plan.train_batch_size)
+    if start.step > iterations:
+        train = iterations * plan.train_batch_size
+    return train, valid, test
+
+
 def _stream(
     dataset: Any,
-    start: int,
+    consumed: int,
     plan: BatchPlan,
     parallel: ParallelState,
     args: NeoXArgs,
@@ -101,7 +114,7 @@ def _stream(
 ) -> Iterator[MicroBatch]:
     sampler = ResumableBatchSampler(
         total_samples=len(dataset),
-        consumed_samples=start * plan.train_batch_size,
+        consumed_samples=consumed,
         micro_batch_size=plan.micro_batch_size,
         dp_rank=parallel.dp_rank,
         dp_size=parallel.dp_size,

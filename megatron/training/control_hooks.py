@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
+from collections import deque
 from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
@@ -12,26 +12,16 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoints.save_and_resume import save_checkpoint
+from megatron.checkpoints.resuming import Resumed
+from megatron.checkpoints.saving import save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
+from megatron.early_signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron.mpu.job import current_device
 from megatron.training.stepper import MicroBatch
 from megatron.training.trainer import Hook, StepReport, Trainer
 
-# sysexits.h's "temporary failure; try again": the sbatch templates requeue on it.
-EXIT_REQUEUE = 75
 EXIT_DIVERGED = 76
-
-
-def leave_on_signal_until_started() -> None:
-    """Before the first step there is nothing to save: a signal ends the process, to be requeued."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        print(f"received {signal.Signals(number).name} before the first step", flush=True)
-        os._exit(EXIT_REQUEUE)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, leave)
+INTERRUPTED = (EXIT_REQUEUE, EXIT_INTERRUPTED)
 
 
 class StopOnSignal(Hook):
@@ -50,7 +40,7 @@ class StopOnSignal(Hook):
         number = _largest_anywhere(self.received)
         if number:
             name = signal.Signals(number).name
-            code = 130 if number == signal.SIGINT else EXIT_REQUEUE
+            code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
             trainer.ask_to_stop(f"received {name}", exit_code=code)
 
     # The handlers stay: a launcher that sees one rank leave with 75 sends SIGTERM to the others,
@@ -108,6 +98,59 @@ def is_bad_step(trainer: Trainer, report: StepReport) -> bool:
     return report.skipped and report.loss_scale <= trainer.args.optimization.fp16.min_loss_scale
 
 
+class WatchDivergence(Hook):
+    """Says when the loss has left for good: far above the uniform model's, and growing.
+
+    Told from the first steps on, once; with `exit_on_divergence` the run ends instead.
+    """
+
+    WINDOW = 5
+    PATIENCE = 10
+
+    def __init__(self, vocabulary: int, sink: Sink | None, *, ends: bool) -> None:
+        self.uniform = math.log(max(vocabulary, 2))
+        self.sink, self.ends = sink, ends
+        self.recent: deque[float] = deque(maxlen=2 * self.WINDOW)
+        self.in_a_row = 0
+        self.told = False
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        if not math.isfinite(report.loss):
+            return  # StopWhenDiverged counts those
+        self.recent.append(report.loss)
+        far = report.loss > 1.5 * self.uniform + 1.0
+        self.in_a_row = self.in_a_row + 1 if far and self._grows() else 0
+        if self.in_a_row >= 3 and not self.told:
+            self.told = True
+            self._tell(trainer, report)
+        if self.ends and self.in_a_row >= self.PATIENCE:
+            trainer.ask_to_stop(
+                f"the loss diverged: {report.loss:.4g}, the uniform model's is {self.uniform:.4g}",
+                exit_code=EXIT_DIVERGED,
+            )
+
+    def _grows(self) -> bool:
+        """The newer half of the last losses lies above the older, or all of them are high."""
+        losses = list(self.recent)
+        half = len(losses) // 2
+        if half == 0:
+            return True
+        older, newer = losses[:half], losses[half:]
+        return sum(newer) / len(newer) >= 0.9 * sum(older) / len(older)
+
+    def _tell(self, trainer: Trainer, report: StepReport) -> None:
+        if trainer.is_main:
+            print(
+                f"warning: step {report.step}: the training diverges: loss {report.loss:.4g}, "
+                f"where a model that knows nothing has {self.uniform:.4g}. Lower the learning rate "
+                f"(now {report.lr:.2e}); exit_on_divergence: true ends such a run with "
+                f"{EXIT_DIVERGED}.",
+                flush=True,
+            )
+        if self.sink is not None:
+            self.sink.write(report.step, {"diverging": report.loss, "uniform_loss": self.uniform})
+
+
 class StopAtInterval(Hook):
     """`exit_interval`: leave (after saving) at the first step divisible by it."""
 
@@ -132,11 +175,12 @@ class SaveCheckpoints(Hook):
         interval: float | None,
         scale: str,
         extra_steps: frozenset[int],
+        start: Resumed,
         samples_per_step: int,
     ) -> None:
         self.store = store
         self.interval, self.scale, self.extra_steps = interval, scale, extra_steps
-        self.samples_per_step = samples_per_step
+        self.start, self.samples_per_step = start, samples_per_step
         self.saved_step = -1
 
     def on_start(self, trainer: Trainer) -> None:
@@ -172,12 +216,12 @@ class SaveCheckpoints(Hook):
     def _save(self, trainer: Trainer) -> None:
         if trainer.step == self.saved_step:
             return
+        progress = {
+            "iteration": trainer.step,
+            "consumed_samples": self.start.samples_at(trainer.step, self.samples_per_step),
+        }
         path = save_checkpoint(
-            trainer.stepper.engine,
-            self.store,
-            trainer.args,
-            trainer.step,
-            trainer.step * self.samples_per_step,
+            trainer.stepper.engine, self.store, trainer.args, trainer.step, progress
         )
         self.saved_step = trainer.step
         if trainer.is_main:

@@ -20,7 +20,7 @@ from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
 from megatron.neox_arguments.estimates import memory_shortage
 from megatron.terminal import EXIT_USER_ERROR, describe_error, say_next, shown_command
-from megatron.training.control_hooks import EXIT_DIVERGED, leave_on_signal_until_started
+from megatron.training.control_hooks import EXIT_DIVERGED
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
 
@@ -39,7 +39,6 @@ def run_and_report(args: NeoXArgs) -> int:
 
 def _run(args: NeoXArgs) -> int:
     heartbeat, finished = None, False
-    leave_on_signal_until_started()
     try:
         if args.checkpoint.save and _rank() == 0:
             check_folder_writable(Path(args.checkpoint.save), "save =")
@@ -64,6 +63,8 @@ def _run(args: NeoXArgs) -> int:
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)
+        if not finished and dist.is_initialized() and dist.get_world_size() == 1:
+            dist.destroy_process_group()  # with peers, they may be gone, and it would wait
     if code == 0 and _rank() == 0:
         _hint(args)
     if dist.is_initialized():  # after an error, peers may be gone: leave without a farewell

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron.atomic_files import write_text
+from megatron.atomic_files import atomic_writer
+from megatron.errors import OutputError
 from megatron.terminal import install_command, require
 
 if TYPE_CHECKING:
@@ -32,10 +33,16 @@ class JsonLines:
 
     def __init__(self, path: Path, start_step: int, *, finished: bool = False) -> None:
         """`finished`: the run has taken all its steps and will only evaluate once more."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._keep(path, start_step, finished)
-        # Unbuffered: a line that found no space must not be tried again later, in the middle.
-        self._file = path.open("ab", buffering=0)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._keep(path, start_step, finished)
+            # Unbuffered: a line that found no space must not be tried again later, in the middle.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise OutputError(
+                f"{path}: cannot be written ({error.strerror}); move it away, or choose another "
+                "`save`"
+            ) from error
         self._complained = False
 
     def write(self, step: int, values: Values) -> None:
@@ -56,10 +63,11 @@ class JsonLines:
     def _keep(path: Path, step: int, finished: bool) -> None:
         if not path.is_file():
             return
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if not _is_repeated(line, step, finished)]
         if len(kept) != len(lines):
-            write_text(path, "".join(kept))
+            with atomic_writer(path) as file:
+                file.writelines(kept)
 
 
 def _strict(value: Any) -> Any:
@@ -71,15 +79,15 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _is_repeated(line: str, step: int, finished: bool) -> bool:
+def _is_repeated(line: bytes, step: int, finished: bool) -> bool:
     """Whether a run that goes on after `step` writes this line again; so are lines cut short."""
     try:
         values = json.loads(line)
         own = int(values["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return True
     evaluated = "valid_loss" in values or "test_loss" in values
-    return own > step or not line.endswith("\n") or (finished and own == step and evaluated)
+    return own > step or not line.endswith(b"\n") or (finished and own == step and evaluated)
 
 
 def flatten(values: Values) -> dict[str, float]:

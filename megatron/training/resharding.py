@@ -9,11 +9,18 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.atomic_files import write_text
-from megatron.checkpoints.save_and_resume import Resumed, resume, together, write_configs
-from megatron.checkpoints.saved_config import RESOLVED, as_it_began
+from megatron.checkpoints.checksums import Sums
+from megatron.checkpoints.resuming import Resumed, resume
+from megatron.checkpoints.saved_config import (
+    RESOLVED,
+    args_from,
+    as_it_began,
+    read_config_file,
+)
+from megatron.checkpoints.saving import publish, write_configs
 from megatron.checkpoints.store import CheckpointStore, tag_of
-from megatron.checkpoints.universal_engine import LATEST, export, progress_of
-from megatron.errors import CheckpointError
+from megatron.checkpoints.universal import LATEST
+from megatron.checkpoints.universal_engine import export, progress_of
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
@@ -25,7 +32,8 @@ from megatron.training.run import find_vocabulary
 def reshard(source: Path, target: Path, step: int) -> None:
     """Called on every rank of the layout that `source` was written under."""
     store = CheckpointStore(source)
-    saved = NeoXArgs.from_files([str(store.path(step) / "configs" / RESOLVED)])
+    file = store.path(step) / "configs" / RESOLVED
+    saved = args_from(read_config_file(file), file)
     args = as_it_began(saved.replace(finetune=False, override_lr_scheduler=False), store.path(step))
     parallel = start_distributed(args)
     set_seeds(args.runtime.seed, parallel)
@@ -48,24 +56,19 @@ def write_universal(
     vocab_size: int,
 ) -> None:
     """A universal checkpoint of the engine as it stands; complete or invisible."""
-    main, staged = dist.get_rank() == 0, store.staging / tag_of(at.step)
+    staged = store.staging / tag_of(at.step)
     progress = progress_of(engine, at.step, at.consumed_samples, vocab_size)
-    doing, advice = f"writing {store.path(at.step)}", "What was read is untouched."
-    try:
-        together(lambda: store.prepare(at.step) if main else None, doing, advice)
-        together(lambda: export(engine, staged, parallel, args, progress), doing, advice)
-        together(lambda: _publish(store, args, at.step) if main else None, doing, advice)
-    except CheckpointError:
-        if main:
-            store.discard(at.step)
-        raise
+
+    def write() -> Sums:
+        export(engine, staged, parallel, args, progress)
+        if dist.get_rank() == 0:
+            write_configs(staged / "configs", args)
+        return dict(engine.checkpoint_engine.sums(staged))
+
+    publish(store, at.step, write, f"writing {store.path(at.step)}", "What was read is untouched.")
+    if dist.get_rank() == 0:
+        write_text(store.directory / LATEST, tag_of(at.step))
     dist.barrier()
-
-
-def _publish(store: CheckpointStore, args: NeoXArgs, step: int) -> None:
-    write_configs(store.staging / tag_of(step) / "configs", args)
-    store.commit(step)
-    write_text(store.directory / LATEST, tag_of(step))
 
 
 def main() -> int:

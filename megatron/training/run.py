@@ -10,29 +10,34 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.checkpoints import load_weights
-from megatron.checkpoints.save_and_resume import Resumed, clean_up, find_checkpoint, resume
-from megatron.checkpoints.saved_config import as_it_began
-from megatron.checkpoints.store import CHECKSUMS, CheckpointStore
-from megatron.checkpoints.universal import is_universal
+from megatron.checkpoints.resuming import Resumed, resume
+from megatron.checkpoints.store import CheckpointStore
 from megatron.data.datasets import check_tokenizers
-from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams
 from megatron.training.control_hooks import (
+    INTERRUPTED,
     SaveCheckpoints,
     StopAtInterval,
     StopOnSignal,
     StopWhenDiverged,
     Validate,
+    WatchDivergence,
 )
 from megatron.training.engine import build_engine, build_module, build_schedule
 from megatron.training.kernel_hooks import ProjectKernels, RecordKernels
 from megatron.training.metrics import Sinks, build_sinks
 from megatron.training.progress_hooks import CloseSinks, RecordMetrics, ShowProgress
-from megatron.training.run_manifest import Manifest
+from megatron.training.run_directory import (
+    Start,
+    command_to_continue,
+    plan_start,
+    run_directory,
+)
+from megatron.training.run_manifest import FINISHED, Manifest
 from megatron.training.stepper import build_stepper
 from megatron.training.trainer import Hook, StepReport, Trainer
 
@@ -77,7 +82,7 @@ class RecordManifest(Hook):
         self.manifest.started(trainer.step)
 
     def on_end(self, trainer: Trainer) -> None:
-        self.manifest.stopped(trainer.step, trainer.stop_reason or "finished")
+        self.manifest.stopped(trainer.step, trainer.stop_reason or FINISHED)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         self.manifest.stopped(trainer.step, f"failed: {type(error).__name__}: {error}")
@@ -95,36 +100,40 @@ class NameFirstBadLayer(Hook):
 def train(args: NeoXArgs) -> int:
     """Train as the config says; returns the process's exit code."""
     parallel = start_distributed(args)
-    args = _as_the_run_began(args)
+    args, start = plan_start(args)
+    if start.finished:
+        return 0
     vocabulary = find_vocabulary(args)
     set_seeds(args.runtime.seed, parallel)
     plan = args.batch_plan(dist.get_world_size())
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
     module = build_module(args, spec, parallel)
-    foreign = _load_foreign_weights(args, module, spec, parallel, vocabulary)
+    if start.foreign is not None:
+        _load_foreign_weights(start.foreign, args, module, spec, parallel, vocabulary)
     engine = build_engine(args, module, parallel)
-    directory = _directory(args)
-    if directory is not None:
-        clean_up(CheckpointStore(directory))
-    resumed = Resumed(0, 0) if foreign else _resume_if_possible(args, engine, parallel)
+    resumed = _resume(start, args, engine, parallel)
     streams = build_streams(
-        args,
-        plan,
-        parallel,
-        eod=vocabulary.eod,
-        vocab_size=vocabulary.padded_size,
-        start_step=resumed.step,
+        args, plan, parallel, eod=vocabulary.eod, vocab_size=vocabulary.padded_size, start=resumed
     )
     trainer = _trainer(args, plan, parallel, engine, resumed.step, streams)
-    sinks = build_sinks(args, directory, resumed.step, main=trainer.is_main)
-    trainer.hooks = build_hooks(args, trainer, plan, sinks, spec)
+    sinks = build_sinks(args, run_directory(args), resumed.step, main=trainer.is_main)
+    trainer.hooks = build_hooks(args, trainer, plan, sinks, spec, resumed)
     if trainer.is_main:
         print(_opening_line(args, trainer, engine), flush=True)
         if build_schedule(args).rises_again(trainer.train_iters):
             print(_RISES, flush=True)
     if trainer.train_iters == 0:
         return _evaluate_only(trainer, sinks)
-    return trainer.run()
+    code = trainer.run()
+    if trainer.is_main and code in INTERRUPTED:
+        print(_how_to_continue(args), flush=True)
+    return code
+
+
+def _how_to_continue(args: NeoXArgs) -> str:
+    if run_directory(args) is None:
+        return "nothing was saved, because `save` is not set"
+    return f"to continue: {command_to_continue()}"
 
 
 _RISES = (
@@ -133,83 +142,31 @@ _RISES = (
 )
 
 
-def _directory(args: NeoXArgs) -> Path | None:
-    return Path(args.checkpoint.save) if args.checkpoint.save else None
-
-
-def _load_directory(args: NeoXArgs) -> str | None:
-    return args.checkpoint.save if args.checkpoint.load == "auto" else args.checkpoint.load
-
-
-def _as_the_run_began(args: NeoXArgs) -> NeoXArgs:
-    """A run from before a key existed is resumed with what it did then."""
-    load = _load_directory(args)
-    store = CheckpointStore(Path(load)) if load else None
-    step = args.checkpoint.iteration
-    if step is None and store is not None:
-        step = store.newest()
-    if store is None or step is None:
-        return args
-    began = as_it_began(args, store.path(step))
-    changed = began.optimization.lr_decay_rule != args.optimization.lr_decay_rule
-    if changed and dist.get_rank() == 0:
-        print(
-            f"{store.path(step)} is of a run from before lr_decay_rule existed: it goes on with "
-            "its schedule (override_lr_scheduler: true takes the config's)",
-            flush=True,
-        )
-    return began
-
-
 def _load_foreign_weights(
+    path: Path,
     args: NeoXArgs,
     module: nn.Module,
     spec: ModelSpec,
     parallel: ParallelState,
     vocabulary: Vocabulary,
-) -> bool:
+) -> None:
     """Start from weights that are no run of ours: official KERPLE, GPT-NeoX or Hugging Face."""
-    load = _load_directory(args)
-    if not load or _is_run_of_ours(Path(load), args):
-        return False
     found = load_weights(
         module,
-        load,
+        path,
         iteration=args.checkpoint.iteration,
         spec=spec,
         tp=parallel.tp,
         vocab_size=vocabulary.size,
     )
     if dist.get_rank() == 0:
-        print(f"weights from {load} ({found.kind}); optimizer and step start anew", flush=True)
-    return True
+        print(f"weights from {path} ({found.kind}); optimizer and step start anew", flush=True)
 
 
-def _is_run_of_ours(directory: Path, args: NeoXArgs) -> bool:
-    """Whether `load` is for `resume`: a run of ours, or the place where one will be."""
-    store = CheckpointStore(directory)
-    step = args.checkpoint.iteration if args.checkpoint.iteration is not None else store.newest()
-    if step is None or not store.path(step).is_dir():
-        return args.checkpoint.save is not None and directory == Path(args.checkpoint.save)
-    found = store.path(step)
-    return (found / CHECKSUMS).is_file() or is_universal(found)
-
-
-def _resume_if_possible(args: NeoXArgs, engine: Any, parallel: ParallelState) -> Resumed:
-    load = _load_directory(args)
-    if not load:
+def _resume(start: Start, args: NeoXArgs, engine: Any, parallel: ParallelState) -> Resumed:
+    if start.resume_from is None or start.step is None:
         return Resumed(0, 0)
-    store = CheckpointStore(Path(load))
-    step = find_checkpoint(store, args.checkpoint.iteration)
-    if step is None:
-        starts_here = load == args.checkpoint.save
-        if not starts_here:
-            raise CheckpointError(
-                f"load = {load}: no checkpoint there. Set `load` to a run directory with "
-                "global_step* folders, or remove it to start anew."
-            )
-        return Resumed(0, 0)
-    return resume(engine, store, args, step, parallel)
+    return resume(engine, CheckpointStore(start.resume_from), args, start.step, parallel)
 
 
 def _trainer(
@@ -237,12 +194,21 @@ def _trainer(
 
 
 def build_hooks(
-    args: NeoXArgs, trainer: Trainer, plan: BatchPlan, sinks: Sinks, spec: ModelSpec
+    args: NeoXArgs,
+    trainer: Trainer,
+    plan: BatchPlan,
+    sinks: Sinks,
+    spec: ModelSpec,
+    resumed: Resumed,
 ) -> list[Hook]:
     """The hooks in the order in which they run after a step."""
     log_interval = args.logging.log_interval
     bad_steps = args.optimization.max_consecutive_nonfinite
-    hooks: list[Hook] = [StopOnSignal(), StopWhenDiverged(bad_steps)]
+    hooks: list[Hook] = [
+        StopOnSignal(),
+        StopWhenDiverged(bad_steps),
+        WatchDivergence(spec.padded_vocab_size, sinks, ends=args.optimization.exit_on_divergence),
+    ]
     if args.model.kerple_constraint == "project":
         hooks.append(ProjectKernels())
     if args.runtime.detect_anomaly:
@@ -255,7 +221,7 @@ def build_hooks(
     ]
     if args.runtime.exit_interval:
         hooks.append(StopAtInterval(args.runtime.exit_interval))
-    directory = _directory(args)
+    directory = run_directory(args)
     if directory is not None:
         hooks.append(
             SaveCheckpoints(
@@ -263,6 +229,7 @@ def build_hooks(
                 interval=args.checkpoint.checkpoint_factor,
                 scale=args.checkpoint.checkpoint_scale,
                 extra_steps=frozenset(args.checkpoint.extra_save_iters or ()),
+                start=resumed,
                 samples_per_step=plan.train_batch_size,
             )
         )

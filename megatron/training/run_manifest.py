@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import __version__
 from megatron.atomic_files import write_text
+from megatron.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
+NAME = "manifest.json"
+FINISHED = "finished"
 PACKAGES = ("torch", "deepspeed", "numpy", "tokenizers", "transformers", "triton", "lm_eval")
 
 
@@ -79,11 +82,55 @@ def _sha256(path: Path, blocks: int | None) -> str:
     return digest.hexdigest()
 
 
+def _read(directory: Path) -> dict[str, Any]:
+    """The manifest of a run; {} if there is none, or none that can be read."""
+    try:
+        content = json.loads((directory / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _history(directory: Path) -> list[dict[str, Any]]:
+    history = _read(directory).get("history")
+    entries = history if isinstance(history, list) else []
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def finished_at(directory: Path) -> int | None:
+    """The step at which the run there said that it had finished; None: it has not."""
+    history = _history(directory)
+    if not history or history[-1].get("reason") != FINISHED:
+        return None
+    step = history[-1].get("at_step")
+    return step if isinstance(step, int) else None
+
+
+def check_data(directory: Path, args: NeoXArgs) -> None:
+    """Refuse to go on with other data than the run in `directory` recorded, wherever it lies."""
+    recorded = _read(directory).get("data")
+    allowed = {"data_path", "train_data_paths"} & set(args.checkpoint.allow_changed or ())
+    if not isinstance(recorded, dict) or not recorded or allowed:
+        return
+    now = _data_identity(args)
+    if len(now) == len(recorded):
+        pairs = zip(now.items(), recorded.values(), strict=True)
+        changed = [prefix for (prefix, identity), before in pairs if identity != before]
+    else:
+        changed = []  # compared by their names
+    if changed:
+        raise CheckpointError(
+            f"{directory}: was trained on other data than {', '.join(changed)} holds now (another "
+            "size or hash than in manifest.json). Use the same files; or start a new run with "
+            "another `save`; or add allow_changed: [data_path]."
+        )
+
+
 class Manifest:
     """Written at every start and stop; the history of earlier starts is kept."""
 
     def __init__(self, directory: Path, args: NeoXArgs, parameters: int, world_size: int) -> None:
-        self.path = directory / "manifest.json"
+        self.path = directory / NAME
         self.content: dict[str, Any] = {
             "kerple_neox": __version__,
             "config": args.to_dict(),
@@ -97,7 +144,7 @@ class Manifest:
             "command": sys.argv[:1],
             "data": _data_identity(args),
             "world_size": world_size,
-            "history": self._earlier_history(),
+            "history": _history(directory),
         }
 
     def started(self, step: int) -> None:
@@ -109,12 +156,6 @@ class Manifest:
             {"stopped": time.time(), "at_step": step, "reason": reason}
         )
         self._write()
-
-    def _earlier_history(self) -> list[dict[str, Any]]:
-        try:
-            return list(json.loads(self.path.read_text(encoding="utf-8"))["history"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return []
 
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron.atomic_files import write_text
-from megatron.checkpoints.save_and_resume import find_checkpoint
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 
@@ -165,11 +163,41 @@ def test_a_missing_iteration_lists_those_there(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 10)
     with pytest.raises(CheckpointError, match=r"iteration = 15.*complete checkpoints: 10"):
-        find_checkpoint(store, 15)
+        store.find(15)
 
 
-def test_latest_that_names_nothing_falls_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"global_step99", b"\xff\xfe\x00", b"", b"../elsewhere"])
+def test_latest_that_names_nothing_is_an_error_with_the_ways_out(
+    tmp_path: Path, content: bytes
+) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 10)
-    write_text(tmp_path / "latest", "global_step99")
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError, match="--iteration N"):
+        store.newest()
+    assert store.find(10) == 10
+    (tmp_path / "latest").unlink()
     assert store.newest() == 10
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", '{"a": 1}', '{"a": [[], {}]}', '{"../x": [1, "a"]}']
+)
+def test_checksums_that_say_nothing_are_damage(tmp_path: Path, content: str) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    (store.path(10) / "checksums.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"damaged: checksums\.json"):
+        store.verify(10)
+
+
+def test_a_training_checkpoint_without_checksums_is_damaged_and_never_foreign(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 10)
+    (store.path(10) / "checksums.json").unlink()
+    assert not store.verify(10)  # nothing says that we trained it
+    (store.path(10) / "layout.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"checksums\.json is missing"):
+        store.verify(10)

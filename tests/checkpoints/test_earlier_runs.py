@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 import megatron
-from megatron.checkpoints.save_and_resume import LAYOUT
-from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
+from megatron.checkpoints.checksums import CHECKSUMS, checksum
+from megatron.checkpoints.rank_layout import LAYOUT
+from megatron.checkpoints.store import CheckpointStore
 from megatron.training.schedule import Schedule
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config

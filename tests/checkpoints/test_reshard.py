@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.optimizer_view import WEIGHT
+from megatron.checkpoints.universal import WEIGHT
 from tests.processes import REPOSITORY
 from tests.training.cases import ADAM, layout, precision, run_cases, tiny_config, write_data
 from tests.training.runs import finish, losses, run, run_config, start_run
@@ -308,6 +308,9 @@ def test_one_command(tmp_path: Path) -> None:
     assert "resuming after step 4" in run({**single, "load": str(target)}, tmp_path)
     assert sorted(losses(tmp_path / "next")) == [5, 6]
     sgd = {**single, **SGD, "load": str(target), "save": str(tmp_path / "sgd")}
+    codes, outputs = finish(start_run(sgd, tmp_path))
+    assert codes == [2] and "optimizer.type is 'adam' in the checkpoint" in outputs[0]
+    sgd["allow_changed"] = ["optimizer"]
     codes, outputs = finish(start_run(sgd, tmp_path))
     assert codes == [2] and "another kind of optimizer" in outputs[0]
     again = subprocess.run(

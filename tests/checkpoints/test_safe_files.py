@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import subprocess
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import pytest
 import torch
 
 from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.safe_files import safe_load, synced_save
-from megatron.checkpoints.store import checksum
-from megatron.checkpoints.universal import parameter_folders, read_weights
-from megatron.checkpoints.universal_engine import read_states
+from megatron.checkpoints.checksums import checksum
+from megatron.checkpoints.safe_files import load_file, synced_save
+from megatron.checkpoints.universal import parameter_folders, read_states, read_weights
 from megatron.errors import CheckpointError
 from tests.processes import REPOSITORY
 from tests.training.cases import ADAM, layout, run_cases, tiny_config, write_data
@@ -40,7 +40,7 @@ def test_a_malicious_file_is_refused(tmp_path: Path) -> None:
     assert target.is_dir()
     target.rmdir()
     with pytest.raises(CheckpointError, match="holds more than data"):
-        safe_load(file)
+        load_file(file)
     assert not target.exists()  # ... but not when we read it
 
 
@@ -49,13 +49,55 @@ def test_garbage_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file.pt"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"file\.pt"):
-        safe_load(file)
+        load_file(file)
+
+
+class Allocation:
+    """Unpickling this takes memory that the file does not have."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytearray, (1 << 33,)
+
+
+def test_no_file_takes_more_memory_than_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "file.pt"
+    torch.save({"x": Allocation()}, file)
+    with pytest.raises(CheckpointError, match="holds more than data"):
+        load_file(file)
+    torch.save({"x": torch.ones(1).expand(1 << 31)}, file)
+    assert file.stat().st_size < 4096
+    with pytest.raises(CheckpointError, match="more memory than the file has"):
+        load_file(file)
+    torch.save({"x": torch.zeros(1 << 20)}, file)
+    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(tmp_path / "c.pt", "w", 8) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    with pytest.raises(CheckpointError, match="unpack to more"):
+        load_file(tmp_path / "c.pt")
+    torch.save({"x": torch.zeros(4)}, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_file(file)
+
+
+def test_a_refusal_does_not_quote_advice_to_load_it_unsafely(tmp_path: Path) -> None:
+    file = tmp_path / "file.pt"
+    torch.save({"x": Malicious(tmp_path / "owned")}, file)
+    with pytest.raises(CheckpointError) as caught:
+        load_file(file)
+    assert "weights_only" not in str(caught.value)
+    assert "mkdir" in str(caught.value)
+
+
+def test_a_checksum_is_known_as_soon_as_the_file_is_written(tmp_path: Path) -> None:
+    size, value = synced_save({"x": torch.arange(1000)}, tmp_path / "file.pt")
+    assert size == (tmp_path / "file.pt").stat().st_size
+    assert value == checksum(tmp_path / "file.pt")
 
 
 def test_plain_states_survive(tmp_path: Path) -> None:
     state = {"step": 3, "values": [torch.arange(4.0)], "nested": {"a": (1, "b", None)}}
     synced_save(state, tmp_path / "file.pt")
-    loaded = safe_load(tmp_path / "file.pt")
+    loaded = load_file(tmp_path / "file.pt")
     assert torch.equal(loaded.pop("values")[0], state.pop("values")[0])  # type: ignore[index]
     assert loaded == state
 

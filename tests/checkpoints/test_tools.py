@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 
 import megatron
 from megatron.checkpoints import read_checkpoint
+from megatron.checkpoints.checksums import write_checksums
 from megatron.commands import run
+from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import assert_equal_weights, logits_of, saved_model
 from tests.conftest import FIXTURES, REPOSITORY
 
@@ -73,10 +76,52 @@ def test_a_destination_is_never_overwritten_by_accident(
     (target / "precious").write_text("")
     assert convert([str(LOG), str(target), "--to", "native"]) == 2
     assert "exists" in capsys.readouterr().err
-    assert (target / "precious").exists()
-    assert convert([str(LOG), str(target), "--to", "native", "--overwrite"]) == 0
-    assert not (target / "precious").exists()
+    assert convert([str(LOG), str(target), "--to", "native", "--overwrite"]) == 2
+    assert "holds precious, which is not of a conversion" in capsys.readouterr().err
+    (target / "precious").unlink()
+    for to in ("native", "hf", "neox"):
+        assert convert([str(LOG), str(target), "--to", to, "--overwrite"]) == 0
+    assert (target / "global_step7" / "checksums.json").is_file()
+    assert not (target / "config.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_source_is_never_deleted_for_its_conversion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home"
+    saved_model(home / "run", pos_emb="kerple_log")
+    for target in (home, home / "run"):
+        assert convert([str(home / "run"), str(target), "--to", "native", "--overwrite"]) == 2
+        assert "which is read" in capsys.readouterr().err
+    read_checkpoint(home / "run")
+
+
+def test_a_flipped_bit_is_damage_to_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_model(tmp_path / "a", pos_emb="kerple_log")
+    path = tmp_path / "a" / "global_step5" / "mp_rank_00_model_states.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    for command in (
+        lambda: inspect([str(tmp_path / "a")]),
+        lambda: convert([str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf"]),
+    ):
+        assert command() == 2
+        assert "does not match its checksum" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        megatron.load_pretrained(tmp_path / "a")
+
+
+def test_foreign_checkpoints_are_called_unverified(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"global_step7: unverified"):
+        read_checkpoint(LOG)
+    assert convert([str(LOG), str(tmp_path / "b"), "--to", "native"]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_checkpoint(tmp_path / "b")
 
 
 def test_precision_of_the_output(tmp_path: Path) -> None:
@@ -121,6 +166,7 @@ def test_comparison_finds_what_changed(tmp_path: Path, capsys: pytest.CaptureFix
     state = torch.load(path, weights_only=True)
     state["module"]["sequential.2.attention.dense.bias"][3] += 0.25
     torch.save(state, path)
+    write_checksums(path.parent)
     capsys.readouterr()
     assert inspect([str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     (difference,) = json.loads(capsys.readouterr().out)["differences"]

@@ -335,3 +335,15 @@ def test_a_dry_run_says_that_the_model_is_too_large_for_this_machine(
     report = capsys.readouterr().out
     assert "this machine, without a GPU" in report
     assert "warning: a model of 40.7 billion parameters needs 606.3 GiB" in report
+
+
+@pytest.mark.parametrize(
+    "host", ["-oProxyCommand=touch${IFS}owned", "-x", "a;b", "a$(b)", "a\nb", "\u00e9", "a" * 300]
+)
+def test_a_host_that_is_no_host_is_refused(tmp_path: Path, host: str) -> None:
+    file = tmp_path / "hostfile"
+    file.write_text(f"good-1.example slots=2\n{host} slots=1\n")
+    with pytest.raises(ConfigError, match="hostfile"):
+        read_hostfile(file)
+    file.write_text("good-1.example slots=2\n10.0.0.1 slots=1\nfe80::1 slots=1\n")
+    assert len(read_hostfile(file)) == 3

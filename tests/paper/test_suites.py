@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,7 +11,7 @@ import yaml
 from megatron.errors import ReproduceError
 from megatron.neox_arguments import NeoXArgs
 from megatron.paper.suite import load_suite
-from megatron.paper.suite_file import available_suites
+from megatron.paper.suite_file import available_suites, read_suite_file
 from tests.conftest import REPOSITORY
 
 SEEDS = [1235, 1236, 1237, 1238, 1239]
@@ -158,3 +159,32 @@ def test_hashes_follow_what_each_step_depends_on() -> None:
     assert more.train_hash == base.train_hash
     assert more.step_hash(step) != base.step_hash(step)
     assert len({base.step_hash(item) for item in base.evaluations}) == len(base.evaluations)
+
+
+@pytest.mark.parametrize("place", ["model", "data", "section", "method", "extends"])
+def test_names_that_lead_out_of_the_runs_folder_are_refused(tmp_path: Path, place: str) -> None:
+    bad = "../../elsewhere"
+    names = {
+        kind: bad if kind == place else kind for kind in ("model", "data", "section", "method")
+    }
+    model: dict[str, Any] = {"config": {}}
+    if place == "extends":
+        model["extends"] = names["model"]
+    content = {
+        "about": "x",
+        "seeds": [1],
+        "models": {names["model"]: model},
+        "data": {names["data"]: {"title": "d"}},
+        "sections": {
+            names["section"]: {
+                "title": "s",
+                "models": [names["model"]],
+                "methods": [names["method"]],
+                "data": [names["data"]],
+            }
+        },
+    }
+    path = tmp_path / "suite.yml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ReproduceError, match=r"becomes the name of a folder|extends itself"):
+        read_suite_file(str(path))

@@ -62,8 +62,8 @@ def test_a_signal_finishes_the_step_saves_and_leaves(
 def test_a_signal_before_the_first_step_asks_for_another_try() -> None:
     program = (
         "import os, signal\n"
-        "from megatron.training.control_hooks import leave_on_signal_until_started\n"
-        "leave_on_signal_until_started()\n"
+        "from megatron.early_signals import leave_until_started\n"
+        "leave_until_started()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "signal.pause()\n"
     )
@@ -71,7 +71,7 @@ def test_a_signal_before_the_first_step_asks_for_another_try() -> None:
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == EXIT_REQUEUE, done.stderr
-    assert "received SIGUSR1 before the first step" in done.stdout
+    assert "received SIGUSR1 before the first step" in done.stderr
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:

@@ -26,13 +26,9 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from megatron.checkpoints import safe_files
-from megatron.checkpoints.save_and_resume import (
-    Resumed,
-    find_checkpoint,
-    resume,
-    rng_state,
-    save_checkpoint,
-)
+from megatron.checkpoints.random_states import rng_state
+from megatron.checkpoints.resuming import Resumed, resume
+from megatron.checkpoints.saving import save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
@@ -59,7 +55,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     start = 0
     if case.get("resume"):
         store = CheckpointStore(Path(case["resume"]))
-        found = find_checkpoint(store, args.checkpoint.iteration)
+        found = store.find(args.checkpoint.iteration)
         assert found is not None
         start = resume(engine, store, args, found, parallel).step
     if case.get("deepspeed_resume"):
@@ -72,7 +68,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         parallel,
         eod=vocabulary.eod,
         vocab_size=vocabulary.padded_size,
-        start_step=start,
+        start=Resumed(start, start * plan.train_batch_size),
     )
     stepper = build_stepper(engine, parallel, pipelined=args.parallel.pipe_parallel_size >= 1)
     assert train is not None and valid is not None
@@ -89,7 +85,14 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("save"):
         store = CheckpointStore(Path(case["save"]))
         save_error = on_a_full_disk(
-            case, lambda: save_checkpoint(engine, store, args, end, end * plan.train_batch_size)
+            case,
+            lambda: save_checkpoint(
+                engine,
+                store,
+                args,
+                end,
+                {"iteration": end, "consumed_samples": end * plan.train_batch_size},
+            ),
         )
     if case.get("export"):
         save_error = save_error or on_a_full_disk(case, lambda: export(case["export"], end))

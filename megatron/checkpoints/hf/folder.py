@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 from transformers import GenerationConfig, GPTNeoXConfig, PretrainedConfig
 
+from megatron.checkpoints.checksums import write_checksums
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
 from megatron.checkpoints.hf.kernel_source import OWN_KERNEL, standalone_source
@@ -24,11 +24,12 @@ from megatron.checkpoints.hf.model_card import model_card
 from megatron.checkpoints.hf.tokenizer_files import tokenizer_settings, write_tokenizer
 from megatron.checkpoints.layouts import Layout
 from megatron.checkpoints.reading import EMBEDDING, Checkpoint
-from megatron.checkpoints.safe_files import load_file
+from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.saved_config import tokenizer_of
 from megatron.checkpoints.writing import cast_weights
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, KerpleError
 from megatron.model.position_names import canonical_name, positional_embedding_class
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
 from megatron.tokenizer import Tokenizer
 
@@ -82,6 +83,8 @@ def write_hf(
     if own_kernel:
         _write_own_kernel(folder, canonical_name(spec.pos_emb))
     (folder / "README.md").write_text(model_card(checkpoint, config, problem), encoding="utf-8")
+    # Of what decides the numbers; texts and the tokenizer may be edited.
+    write_checksums(folder, only=("*.safetensors", "config.json"))
 
 
 def _write_code(folder: Path) -> None:
@@ -143,25 +146,48 @@ _CONFIGS: dict[str, Any] = {"kerple_neox": KerpleNeoXConfig, "gpt_neox": GPTNeoX
 def read_hf_checkpoint(layout: Layout) -> Checkpoint:
     """Weights and config of a folder written by our converter or by `save_pretrained`."""
     folder = layout.directory
-    config = _read_config(folder)
-    args = args_from_hf(config, folder).replace(**tokenizer_settings(folder))
+    config, args = _read_config(folder)
+    args = args.replace(**tokenizer_settings(folder))
     weights = from_hf_names(
         _read_weights(folder), args.model.num_layers, tied=not args.model.no_weight_tying
     )
     if EMBEDDING not in weights:
         raise CheckpointError(f"{folder}: holds no gpt_neox.embed_in.weight")
-    return Checkpoint(weights, args, layout, "hf", int(getattr(config, "iteration", 0)))
+    iteration = getattr(config, "iteration", 0)
+    return Checkpoint(weights, args, layout, "hf", iteration if isinstance(iteration, int) else 0)
 
 
-def _read_config(folder: Path) -> PretrainedConfig:
-    values = json.loads((folder / "config.json").read_text("utf-8"))
-    cls = _CONFIGS.get(values["model_type"])
+def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
+    """config.json as transformers reads it, and as ours."""
+    file = folder / "config.json"
+    values = read_json_object(file)
+    cls = _CONFIGS.get(str(values.get("model_type")))
     if cls is None:
         raise CheckpointError(
-            f"{folder / 'config.json'}: model_type {values['model_type']!r} is not one that can be "
+            f"{file}: model_type {values.get('model_type')!r:.80} is not one that can be "
             f"converted; there are {', '.join(_CONFIGS)}"
         )
-    return cls.from_dict(values)
+    try:
+        config = cls.from_dict(values)
+        return config, args_from_hf(config, folder)
+    except KerpleError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    except Exception as error:  # transformers' own checks raise what they like
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{file}: is not a config of {cls.model_type} ({type(error).__name__}: {reason})"
+        ) from error
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """A JSON file that must hold an object."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: is not a JSON object")
+    return content
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -174,15 +200,16 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     for path in files:
         try:
             weights |= load_safetensors(path)
-        except (SafetensorError, OSError) as error:
+        except Exception as error:  # SafetensorError, and what torch says of forged shapes
             raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from error
     for path in pickled:
-        weights |= load_file(path)
+        weights |= load_mapping(path)
     return weights
 
 
 def _check_index(folder: Path, present: set[str]) -> None:
     for index in folder.glob("*.index.json"):
-        named = set(json.loads(index.read_text("utf-8")).get("weight_map", {}).values())
+        table = read_json_object(index).get("weight_map", {})
+        named = {str(name) for name in table.values()} if isinstance(table, dict) else set()
         if missing := sorted(named - present):
             raise CheckpointError(f"{folder}: incomplete, missing {', '.join(missing)}")

@@ -82,6 +82,6 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return {}
-    if BYTE_LEVEL_MARK in file.read_text("utf-8"):
+    if BYTE_LEVEL_MARK.encode() in file.read_bytes():
         return {"tokenizer_type": "CharLevelTokenizer"}
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str(file)}

@@ -1,0 +1,254 @@
+"""Where a run begins: anew, from its own newest checkpoint, or from another's weights.
+
+A directory that holds a run is never overwritten: its run is resumed if the config is still its
+own, and refused otherwise. Rank 0 looks and decides; the others are told.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron.checkpoints.agreement import check_agreement
+from megatron.checkpoints.checksums import is_training_checkpoint
+from megatron.checkpoints.layouts import find_layout
+from megatron.checkpoints.rank_layout import LAYOUT, read_layout
+from megatron.checkpoints.run_lock import hold
+from megatron.checkpoints.saved_config import RESOLVED, as_it_began, read_config_file
+from megatron.checkpoints.store import CheckpointStore
+from megatron.checkpoints.universal import is_universal
+from megatron.errors import CheckpointError, KerpleError
+from megatron.terminal import shown_command
+from megatron.training.run_manifest import check_data, finished_at
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+__all__ = ["Start", "command_to_continue", "plan_start", "run_directory"]
+
+RUN_FILES = re.compile(
+    r"global_step\d+|latest|latest_universal|metrics\.jsonl|manifest\.json|results|\.incomplete"
+)
+"""What a training writes into its directory, and so all that is moved aside."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins, the same on all ranks."""
+
+    resume_from: Path | None = None
+    """A run of ours, its step below, to continue (or with `finetune`, to take the weights of)."""
+    step: int | None = None
+    foreign: Path | None = None
+    """Weights of another program, or of a conversion."""
+    continues: bool = False
+    """The run in `save` itself goes on."""
+    finished: bool = False
+    lines: list[str] = field(default_factory=list)
+
+
+def run_directory(args: NeoXArgs) -> Path | None:
+    """`save`, where checkpoints, metrics and the manifest go."""
+    return Path(args.checkpoint.save) if args.checkpoint.save else None
+
+
+def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
+    """Lock the directory, look what is there, refuse what would lose something.
+
+    The config is the one to go on with: a run from before a key existed keeps what it did then.
+    """
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [_plan(args, dist.get_world_size())]
+        except (KerpleError, OSError) as error:
+            answer = [str(error)]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], str):
+        raise CheckpointError(answer[0])
+    start: Start = answer[0]
+    if start.continues and args.checkpoint.finetune:
+        args = args.replace(finetune=False)
+    if start.resume_from is not None and start.step is not None:
+        began = as_it_began(args, CheckpointStore(start.resume_from).path(start.step))
+        if began.optimization.lr_decay_rule != args.optimization.lr_decay_rule:
+            start.lines.append(_EARLIER)
+        args = began
+    if dist.get_rank() == 0:
+        for line in start.lines:
+            print(line, flush=True)
+    return args, start
+
+
+_EARLIER = (
+    "the run is from before lr_decay_rule existed: it goes on with its schedule "
+    "(override_lr_scheduler: true takes the config's)"
+)
+
+
+def _plan(args: NeoXArgs, world_size: int) -> Start:
+    save, load = run_directory(args), _load_directory(args)
+    trains = bool(args.optimization.train_iters) and args.evaluation.do_train is not False
+    lines: list[str] = []
+    if save is not None:
+        _make(save)
+        hold(save)
+        if trains and args.checkpoint.overwrite:
+            lines += _move_aside(save, args, world_size)
+        CheckpointStore(save).clean()
+    if save is not None and trains and CheckpointStore(save).steps():
+        start = _continue(save, load, args)
+    elif load is None or (load == save and not CheckpointStore(load).steps()):
+        if args.checkpoint.iteration is not None and load is not None:
+            CheckpointStore(load).find(args.checkpoint.iteration)  # says what is missing
+        return Start(lines=lines)
+    else:
+        start = _begin_from(load, args)
+    lines += start.lines
+    if start.resume_from is not None and (start.continues or not args.checkpoint.finetune):
+        lines += _check(start, args, world_size)
+    return replace(start, lines=lines)
+
+
+def _load_directory(args: NeoXArgs) -> Path | None:
+    options = args.checkpoint
+    load = options.save if options.load == "auto" else options.load
+    return Path(load) if load else None
+
+
+def _make(save: Path) -> None:
+    """Refuse now what could not be written after the first hours."""
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CheckpointError(f"save = {save}: is a file, or below one; name a directory") from None
+    except OSError as error:
+        raise CheckpointError(f"save = {save}: cannot be made ({error.strerror})") from error
+    if not os.access(save, os.W_OK | os.X_OK):
+        raise CheckpointError(f"save = {save}: cannot be written; choose a directory of yours")
+
+
+def _continue(save: Path, load: Path | None, args: NeoXArgs) -> Start:
+    """`save` holds a run: it is this one, or nothing is done."""
+    store = CheckpointStore(save)
+    if load == save and args.checkpoint.finetune:
+        raise CheckpointError(
+            f"save = {save}: holds the run that finetune would start from, and a new run would "
+            "overwrite it. Set `save` to another directory."
+        )
+    elsewhere = load is not None and load != save
+    step = store.find(None if elsewhere else args.checkpoint.iteration)
+    iterations = args.optimization.train_iters or 0
+    lines = []
+    if step is not None and step >= iterations and (finished_at(save) or -1) >= iterations:
+        store.verify(step)
+        lines.append(
+            f"{save}: already finished (step {step} of {iterations}), nothing is changed. Raise "
+            "train_iters to train on, or set another `save`."
+        )
+        return Start(save, step, continues=True, finished=True, lines=lines)
+    if load is None or elsewhere:
+        instead = f" instead of starting from load = {load}" if elsewhere else ""
+        lines.append(
+            f"{save} holds this run already: continuing it after step {step}{instead} "
+            "(overwrite: true would start anew)"
+        )
+    return Start(save, step, continues=True, lines=lines)
+
+
+def _begin_from(load: Path, args: NeoXArgs) -> Start:
+    store = CheckpointStore(load)
+    step = store.find(args.checkpoint.iteration) if store.steps() else None
+    if step is not None:
+        found = store.path(step)
+        if is_training_checkpoint(found) or is_universal(found):
+            return Start(load, step)
+    find_layout(load, args.checkpoint.iteration)  # says what is wrong with it, if anything is
+    return Start(foreign=load)
+
+
+def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
+    """Whether the config is the run's."""
+    assert start.resume_from is not None
+    assert start.step is not None
+    directory = CheckpointStore(start.resume_from).path(start.step)
+    batch_size = args.batch_plan(world_size).train_batch_size
+    try:
+        check_data(start.resume_from, args)
+        return check_agreement(
+            directory,
+            as_it_began(args, directory),
+            batch_size=batch_size,
+            saved_batch_size=_saved_batch_size(directory),
+        )
+    except CheckpointError as error:
+        if not start.continues:
+            raise
+        raise CheckpointError(
+            f"{error} overwrite: true would move the run in {start.resume_from} aside."
+        ) from error
+
+
+def _saved_batch_size(directory: Path) -> int | None:
+    """Samples per step of the run that wrote this checkpoint; None if it cannot be told."""
+    if not (directory / LAYOUT).is_file():
+        return None
+    layout = read_layout(directory)
+    if isinstance(layout.get("train_batch_size"), int):
+        return int(layout["train_batch_size"])
+    path = directory / "configs" / RESOLVED
+    saved = read_config_file(path) if path.is_file() else {}
+    if isinstance(saved.get("train_batch_size"), int):
+        return int(saved["train_batch_size"])
+    micro = saved.get("train_micro_batch_size_per_gpu")
+    accumulation = saved.get("gradient_accumulation_steps", 1)
+    if not isinstance(micro, int) or not isinstance(accumulation, int):
+        return None
+    ranks = max(saved.get("pipe_parallel_size", 0), 1) * saved.get("model_parallel_size", 1)
+    return micro * accumulation * (int(layout["world_size"]) // ranks)
+
+
+def _move_aside(save: Path, args: NeoXArgs, world_size: int) -> list[str]:
+    """overwrite: true. What a training wrote there goes into a directory beside it."""
+    store = CheckpointStore(save)
+    if not store.steps() or _began_by_overwriting(store, args, world_size):
+        return []
+    number = 1
+    while (aside := save.with_name(f"{save.name}.replaced{number}")).exists():
+        number += 1
+    aside.mkdir()
+    for entry in sorted(save.iterdir(), key=lambda entry: entry.name == "latest"):
+        if RUN_FILES.fullmatch(entry.name):
+            entry.rename(aside / entry.name)
+    return [f"overwrite: the run that was in {save} is now in {aside}"]
+
+
+def _began_by_overwriting(store: CheckpointStore, args: NeoXArgs, world_size: int) -> bool:
+    """A requeued job is started with overwrite: true again, but must go on with its own run."""
+    step = store.newest()
+    assert step is not None
+    file = store.path(step) / "configs" / RESOLVED
+    if finished_at(store.directory) is not None or not file.is_file():
+        return False
+    try:
+        _check(Start(store.directory, step), args, world_size)
+    except CheckpointError:
+        return False
+    return bool(read_config_file(file).get("overwrite"))
+
+
+def command_to_continue() -> str:
+    """The command that goes on with this run: the same again."""
+    if command := os.environ.get("KERPLE_COMMAND"):  # deepy.py's own
+        return command
+    arguments = sys.argv[1:]
+    if "--megatron_config" in arguments:
+        return "the same command again"
+    return f"{shown_command('train')} {shlex.join(arguments)}"

@@ -1,0 +1,38 @@
+"""A run directory, its data and its index caches as commit 655be44 left them: read and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron import load_pretrained
+from tests.conftest import FIXTURES
+from tests.training.runs import losses, run
+
+OLD = FIXTURES / "run_655be44"
+
+
+def test_an_old_run_is_read_and_goes_on_as_it_would_have_then(tmp_path: Path) -> None:
+    shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has checksums: nothing is unverified
+        assert load_pretrained(tmp_path / "run").iteration == 4
+    caches = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*.index")}
+    assert len(caches) == 3
+    config = yaml.safe_load((OLD / "config.yml").read_text())
+    config |= {
+        "data_path": str(tmp_path / "data" / "tiny_text_document"),
+        "save": str(tmp_path / "run"),
+    }
+    output = run(config, tmp_path / "config")
+    assert "resuming after step 4" in output
+    recorded = {
+        int(step): loss for step, loss in json.loads((OLD / "losses.json").read_text()).items()
+    }
+    assert losses(tmp_path / "run") == pytest.approx(recorded, abs=2e-6)
+    assert {path: path.stat().st_mtime_ns for path in caches} == caches  # used, not built again

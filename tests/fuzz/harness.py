@@ -1,0 +1,192 @@
+"""Spoil files by the thousand and see that every answer is a result or one of our errors.
+
+python -m tests.fuzz.harness 100000 [--seed 0] [--only KIND]
+
+Case n of a kind is the same on every machine. The cases run in a child process: one that crashes or
+hangs is counted, named and left out, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SECONDS_PER_CASE = 20
+MEGABYTES_PER_CASE = 512
+KINDS_OF_FAILURE = ("foreign exception", "hang", "allocation", "crash")
+
+
+class HangError(BaseException):
+    """A case took too long; no handler of the code under test may catch it."""
+
+
+def _on_alarm(number: int, frame: FrameType | None) -> None:
+    raise HangError
+
+
+def run_cases(
+    cases: range, seed: int, root: Path, names: list[str] | None = None, log: Path | None = None
+) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """Run these cases in this process; how many of each kind and outcome, and the failures."""
+    from tests.fuzz.targets import build_targets
+
+    warnings.simplefilter("ignore")
+    targets = list(build_targets(root, names))
+    for _, target in targets:
+        for path in target.files:
+            target.read(path)  # what is not spoilt is accepted
+    signal.signal(signal.SIGALRM, _on_alarm)
+    counts: Counter[str] = Counter()
+    failures: list[dict[str, Any]] = []
+    for case in cases:
+        name, target = targets[case % len(targets)]
+        if log is not None:
+            log.write_text(json.dumps({"case": case, "kind": name}))
+        outcome, detail = _one_case(name, target, case, seed)
+        counts[f"{name}|{outcome}"] += 1
+        if outcome in KINDS_OF_FAILURE:
+            failures.append({"case": case, "kind": name, "outcome": outcome, "detail": detail})
+    return counts, failures
+
+
+def _one_case(name: str, target: Any, case: int, seed: int) -> tuple[str, str]:
+    from megatron.errors import KerpleError
+    from tests.fuzz.mutations import mutated
+
+    generator = random.Random(f"{seed}:{name}:{case}")
+    path = generator.choice(target.files)
+    text = target.text or path.suffix in (".json", ".yml", ".jsonl")
+    path.write_bytes(mutated(target.honest[path], generator, text=text))
+    if target.mend is not None and generator.random() < 0.8:
+        target.mend(path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    outcome, detail = "accepted", ""
+    signal.alarm(SECONDS_PER_CASE)
+    try:
+        target.read(path)
+    except KerpleError as error:
+        outcome, detail = "refused", str(error)
+    except HangError:
+        outcome, detail = "hang", traceback.format_exc()
+    except BaseException:
+        outcome, detail = "foreign exception", traceback.format_exc()
+    finally:
+        signal.alarm(0)
+        _put_back(target, path)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    if grown > MEGABYTES_PER_CASE or "allocate memory" in detail or "MemoryError" in detail:
+        return "allocation", f"{grown:.0f} MB\n{detail}"
+    return outcome, detail
+
+
+def _put_back(target: Any, path: Path) -> None:
+    path.write_bytes(target.honest[path])
+    if target.mend is not None:
+        target.mend(path)
+
+
+def run_all(
+    total: int, seed: int, names: list[str] | None = None, report: Path | None = None
+) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """All cases in child processes; a crash costs one case."""
+    counts: Counter[str] = Counter()
+    failures: list[dict[str, Any]] = []
+    start = 0
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
+        while start < total:
+            stop = min(start + 20_000, total)
+            log, answer = Path(scratch, "case.json"), Path(scratch, "answer.json")
+            answer.unlink(missing_ok=True)
+            child = [sys.executable, "-m", "tests.fuzz.harness", "--child", str(start), str(stop)]
+            child += ["--seed", str(seed), "--log", str(log), "--answer", str(answer)]
+            for name in names or ():
+                child += ["--only", name]
+            done = subprocess.run(child, capture_output=True, text=True, errors="replace")
+            if answer.is_file():
+                content = json.loads(answer.read_text())
+                counts.update(content["counts"])
+                failures += content["failures"]
+                start = stop
+                print(f"{start} of {total}, {len(failures)} failures", file=sys.stderr, flush=True)
+                continue
+            if not log.is_file():
+                raise SystemExit(f"the harness does not start:\n{done.stderr[-3000:]}")
+            last = json.loads(log.read_text())
+            counts[f"{last['kind']}|crash"] += 1
+            failures.append({**last, "outcome": "crash", "detail": done.stderr[-3000:]})
+            # What the child had counted is lost with it: those cases run again.
+            again, bad = run_all_without(start, last["case"], seed, names, Path(scratch))
+            counts.update(again)
+            failures += bad
+            start = last["case"] + 1
+            log.unlink()
+    if report is not None:
+        report.write_text(json.dumps({"counts": counts, "failures": failures}, indent=1))
+    return counts, failures
+
+
+def run_all_without(
+    start: int, stop: int, seed: int, names: list[str] | None, scratch: Path
+) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """The cases before a crash, which are known to end."""
+    answer = scratch / "again.json"
+    child = [sys.executable, "-m", "tests.fuzz.harness", "--child", str(start), str(stop)]
+    child += ["--seed", str(seed), "--log", str(scratch / "again.log"), "--answer", str(answer)]
+    for name in names or ():
+        child += ["--only", name]
+    subprocess.run(child, capture_output=True)
+    content = json.loads(answer.read_text()) if answer.is_file() else {"counts": {}, "failures": []}
+    return Counter(content["counts"]), content["failures"]
+
+
+def table(counts: Counter[str]) -> str:
+    """Kinds by outcomes."""
+    kinds = sorted({key.split("|")[0] for key in counts})
+    columns = ("accepted", "refused", *KINDS_OF_FAILURE)
+    lines = [f"{'':<26}" + "".join(f"{column:>19}" for column in columns)]
+    for kind in [*kinds, "all"]:
+        chosen = {key: n for key, n in counts.items() if kind in ("all", key.split("|")[0])}
+        numbers = [sum(n for key, n in chosen.items() if key.endswith(f"|{c}")) for c in columns]
+        lines.append(f"{kind:<26}" + "".join(f"{number:>19}" for number in numbers))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", type=int, nargs="?", default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append")
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
+            counts, failures = run_cases(
+                range(*options.child), options.seed, Path(scratch), options.only, options.log
+            )
+        options.answer.write_text(json.dumps({"counts": counts, "failures": failures}))
+        return 0
+    counts, failures = run_all(options.cases, options.seed, options.only, options.report)
+    print(table(counts))
+    for failure in failures[:20]:
+        print(f"\ncase {failure['case']} ({failure['kind']}): {failure['outcome']}")
+        print(failure["detail"][-1500:])
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
