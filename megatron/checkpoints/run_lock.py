@@ -18,6 +18,7 @@ __all__ = ["hold", "release"]
 
 LOCK = ".lock"
 OWNER = ".lock.owner"
+WAIT_SECONDS = 120  # an NFS 4 lease is 90
 _held: dict[Path, FileLock] = {}
 
 
@@ -30,9 +31,9 @@ def hold(directory: Path) -> None:
     place = directory.resolve()
     if place in _held:
         return
-    lock = FileLock(str(directory / LOCK), timeout=0)
+    lock = FileLock(str(directory / LOCK))
     try:
-        lock.acquire()
+        _acquire(lock, directory)
     except Timeout:
         raise CheckpointError(
             f"save = {directory}: {_owner(directory)} is training into it. Wait for it, stop it, "
@@ -50,6 +51,22 @@ def hold(directory: Path) -> None:
     write_text(directory / OWNER, json.dumps(about))
 
 
+def _acquire(lock: FileLock, directory: Path) -> None:
+    """At once, unless another machine has it: a server may keep a dead client's lock a while."""
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        owner = _read_owner(directory)
+        if owner is None or owner[0] == socket.gethostname():
+            raise
+        print(
+            f"{directory}: locked by {_owner(directory)}; waiting up to {WAIT_SECONDS} s for it "
+            "to end",
+            flush=True,
+        )
+        lock.acquire(timeout=WAIT_SECONDS, poll_interval=1)
+
+
 def release(directory: Path) -> None:
     """Let another training have the directory."""
     lock = _held.pop(directory.resolve(), None)
@@ -59,8 +76,14 @@ def release(directory: Path) -> None:
 
 
 def _owner(directory: Path) -> str:
+    owner = _read_owner(directory)
+    return "another process" if owner is None else f"process {owner[1]} on {owner[0]}"
+
+
+def _read_owner(directory: Path) -> tuple[str, int] | None:
+    """Host and process that hold the directory."""
     try:
         about: Any = json.loads((directory / OWNER).read_text(encoding="utf-8"))
-        return f"process {int(about['process'])} on {str(about['host'])[:80]}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+        return str(about["host"])[:80], int(about["process"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None

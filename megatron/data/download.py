@@ -14,6 +14,7 @@ import logging
 import os
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def download(remote: RemoteFile, directory: Path, *, progress: bool = True) -> P
     failures = []
     for url in remote.urls:
         try:
+            _check_provable(url, remote)
             part = _fetch(url, target, progress)
             return _accept(part, target, remote, url)
         except DownloadError as error:
@@ -72,11 +74,27 @@ def download(remote: RemoteFile, directory: Path, *, progress: bool = True) -> P
     raise DownloadError(f"{remote.name} could not be downloaded:\n" + "\n".join(failures))
 
 
+def _check_provable(url: str, remote: RemoteFile) -> None:
+    """Over plain http anybody on the way can change a file: then its hash must be known."""
+    host = urllib.parse.urlsplit(url).hostname
+    if (
+        url.startswith("http://")
+        and remote.sha256 is None
+        and host not in ("127.0.0.1", "localhost")
+    ):
+        raise DownloadError(
+            f"{url}: not fetched, because over plain http, and with no published hash, nothing "
+            "proves what arrives. Fetch it yourself from a source you trust and pass --input."
+        )
+
+
 def _is_verified(target: Path, remote: RemoteFile) -> bool:
     try:
         note = json.loads(_beside(target, ".ok.json").read_text())
         size = target.stat().st_size
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(note, dict):
         return False
     return bool(note.get("size") == size and remote.sha256 in (None, note.get("sha256")))
 
@@ -191,6 +209,8 @@ def _accept(part: Path, target: Path, remote: RemoteFile, url: str) -> Path:
         part.unlink()
         note.unlink(missing_ok=True)
         raise DownloadError(f"{url}: not the expected file ({'; '.join(problems)}); removed")
+    if remote.sha256 is None:
+        log.warning("%s has no published hash to compare with; what came has %s", url, digest)
     publish(part, target)
     note.unlink(missing_ok=True)
     write_json(_beside(target, ".ok.json"), {"url": url, "size": size, "sha256": digest})

@@ -162,3 +162,9 @@ def test_all_failures_are_listed(server: Server, tmp_path: Path) -> None:
         download(RemoteFile("file.bin", urls), tmp_path, progress=False)
     message = str(error.value)
     assert "HTTP 404" in message and "refused" in message and "only http" in message
+
+
+def test_plain_http_without_a_hash_is_not_fetched(tmp_path: Path) -> None:
+    remote = RemoteFile("file", ("http://example.invalid/file",))
+    with pytest.raises(DownloadError, match="nothing proves what arrives"):
+        download(remote, tmp_path, progress=False)
