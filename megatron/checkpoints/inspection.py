@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron.checkpoints.layouts import Layout
 from megatron.checkpoints.reading import Checkpoint
+from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.weight_names import FIRST_LAYER, split_name
 from megatron.model.kernel_theory import effective_length
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
@@ -30,7 +32,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
         "bytes": sum(path.stat().st_size for path in files),
         "model_parallel_size": 1 if layout.is_hf else layout.mp_size,
         "layout": _layout_name(checkpoint),
-        "optimizer_states": layout.has_optimizer,
+        "optimizer_states": _has_optimizer(layout),
         "pos_emb": spec.pos_emb,
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -50,6 +52,14 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
         "non_finite": [n for n, t in checkpoint.weights.items() if not bool(t.isfinite().all())],
         "config_hash": checkpoint.args.config_hash(),
     }
+
+
+def _has_optimizer(layout: Layout) -> bool:
+    """Whether training could be resumed: in files of ZeRO's, or beside the weights without it."""
+    if layout.zero_optimizer_files or layout.is_universal:
+        return True
+    state = load_mapping(min(layout.mp_files.values())) if layout.mp_files else {}
+    return bool(state.get("optimizer"))
 
 
 def _layout_name(checkpoint: Checkpoint) -> str:

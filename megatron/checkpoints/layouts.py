@@ -79,11 +79,6 @@ class Layout:
             files += [folder / "fp32.pt" for folder in folders if folder.is_dir()]
         return sorted([*files, *(self.directory / "configs").glob("*.y*ml")])
 
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether training states for resuming are there."""
-        return bool(self.zero_optimizer_files) or self.is_universal
-
 
 def find_layout(path: str | Path, iteration: int | None = None) -> Layout:
     """The checkpoint at `path`: a run's directory, one `global_stepN`, or a Hugging Face folder."""

@@ -11,17 +11,22 @@ import pytest
 import yaml
 
 from megatron import load_pretrained
+from megatron.commands import run as run_command
 from tests.conftest import FIXTURES
 from tests.training.runs import losses, run
 
 OLD = FIXTURES / "run_655be44"
 
 
-def test_an_old_run_is_read_and_goes_on_as_it_would_have_then(tmp_path: Path) -> None:
+def test_an_old_run_is_read_and_goes_on_as_it_would_have_then(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it has checksums: nothing is unverified
         assert load_pretrained(tmp_path / "run").iteration == 4
+    assert run_command("inspect_checkpoint", [str(tmp_path / "run"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"]["optimizer_states"] is True
     caches = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*.index")}
     assert len(caches) == 3
     config = yaml.safe_load((OLD / "config.yml").read_text())
