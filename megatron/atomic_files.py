@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -105,12 +105,12 @@ def new_directory(
     path: str | Path,
     *,
     overwrite: bool = False,
-    replaceable: re.Pattern[str] | None = None,
+    replaceable: Callable[[str], bool] | None = None,
     sources: Iterable[str | Path] = (),
 ) -> Iterator[Path]:
     """A temporary directory that becomes ``path`` when the block ends without error.
 
-    ``overwrite`` replaces a directory that holds nothing but names that ``replaceable`` matches,
+    ``overwrite`` replaces a directory that holds nothing but names that ``replaceable`` accepts,
     and none of the ``sources``.
     """
     target = Path(path)
@@ -129,7 +129,7 @@ def new_directory(
 def _check_replaceable(
     target: Path,
     overwrite: bool,
-    replaceable: re.Pattern[str] | None,
+    replaceable: Callable[[str], bool] | None,
     sources: Iterable[str | Path],
 ) -> None:
     whole = target.resolve()
@@ -145,7 +145,7 @@ def _check_replaceable(
     foreign = [
         entry.name
         for entry in sorted(target.iterdir())
-        if replaceable is None or not replaceable.fullmatch(entry.name)
+        if replaceable is None or not replaceable(entry.name)
     ]
     if foreign:
         raise OutputError(

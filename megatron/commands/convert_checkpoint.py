@@ -10,16 +10,17 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron.errors import CheckpointError
 from megatron.terminal import say_next, shown_command
 
-# What a conversion writes, and so all that --overwrite may replace.
+# What a conversion writes beside the files that its checksums.json lists.
 CONVERSION = re.compile(
     r"global_step\d+|latest|checksums\.json|README\.md|(generation_)?config\.json|\w+_kerple\.py"
     r"|model[\w-]*\.safetensors(\.index\.json)?|(tokenizer|vocab|special_tokens)\w*\.(json|model)"
-    r"|merges\.txt|positional_embeddings\.py|position_base\.py"
+    r"|merges\.txt"
 )
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -81,7 +82,7 @@ def convert(args: argparse.Namespace) -> str:
     with new_directory(
         args.destination,
         overwrite=args.overwrite,
-        replaceable=CONVERSION,
+        replaceable=_is_of_a_conversion(Path(args.destination)),
         sources=[args.source, *(args.config or ())],
     ) as folder:
         if args.to == "hf":
@@ -97,6 +98,17 @@ def convert(args: argparse.Namespace) -> str:
         f"{args.source} ({checkpoint.kind}, step {checkpoint.iteration}, "
         f"{checkpoint.num_parameters:,} parameters) -> {args.destination} ({args.to})"
     )
+
+
+def _is_of_a_conversion(folder: Path) -> Callable[[str], bool]:
+    """Which names in `folder` --overwrite may replace."""
+    from megatron.checkpoints.checksums import read_checksums
+
+    try:
+        listed = read_checksums(folder) or {}
+    except CheckpointError:
+        listed = {}
+    return lambda name: name in listed or CONVERSION.fullmatch(name) is not None
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:

@@ -84,7 +84,7 @@ def write_hf(
         _write_own_kernel(folder, canonical_name(spec.pos_emb))
     (folder / "README.md").write_text(model_card(checkpoint, config, problem), encoding="utf-8")
     # Of what decides the numbers; texts and the tokenizer may be edited.
-    write_checksums(folder, only=("*.safetensors", "config.json"))
+    write_checksums(folder, only=("*.safetensors", "config.json", "*.py"))
 
 
 def _write_code(folder: Path) -> None:
