@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import CheckpointError
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.neox_arguments.catalogue import method
 
 __all__ = [
@@ -28,7 +29,6 @@ __all__ = [
     "strip_prefix",
 ]
 
-FIRST_LAYER = 2
 _BUFFERS = (
     "attention.rotary_emb.",
     "attention.alibi_embed.",

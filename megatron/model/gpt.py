@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.model.attention import Cache, LayerCache
 from megatron.model.embedding import Embedding, Head, TiedHead, full_logits
-from megatron.model.layer_list import FunctionLayer, LayerFactory, keep
+from megatron.model.layer_list import FunctionLayer, Layer, LayerFactory
 from megatron.model.loss import DEFAULT_LOSS_CHUNK, head_losses, loss_chunk
 from megatron.model.position_base import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.spec import ModelSpec
@@ -29,19 +29,14 @@ class GPTModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.tp = tp
-        factory = LayerFactory(spec, tp)
-        embedding = factory.embedding()
-        head = factory.untied_head() if spec.no_weight_tying else TiedHead(embedding)
-        self.sequential = nn.ModuleList(
-            [
-                embedding,
-                factory.position_tables() if factory.has_shared_tables else FunctionLayer(keep),
-                *(factory.transformer_layer(number) for number in range(spec.num_layers)),
-                FunctionLayer(drop_tables),
-                factory.final_norm(),
-                head,
-            ]
-        )
+        self.sequential = nn.ModuleList()
+        for layer in LayerFactory(spec, tp).layers():
+            if not isinstance(layer, Layer):
+                self.sequential.append(FunctionLayer(layer))
+            elif layer.is_tied_head:
+                self.sequential.append(TiedHead(self.embedding))
+            else:
+                self.sequential.append(layer.make())
 
     @property
     def embedding(self) -> Embedding:

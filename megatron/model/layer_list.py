@@ -1,4 +1,6 @@
-"""The model as a list of layers, at GPT-NeoX's indices.
+"""The model as one list of layers, at GPT-NeoX's indices.
+
+`gpt.py` runs the list in sequence, `pipeline.py` hands it to DeepSpeed.
 
 0          Embedding                 tokens -> hidden
 1          PositionTables            the kernel's owner; a plain function where there is none
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +30,10 @@ from megatron.model.position_base import (
     PositionOptions,
     TableEmbedding,
 )
-from megatron.model.position_names import build_positional_embedding, positional_embedding_class
+from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary import RotaryEmbedding
 from megatron.model.spec import ModelSpec
-from megatron.model.transformer import PositionTables, State, TransformerLayer
+from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu import (
     SERIAL,
     ColumnParallelLinear,
@@ -43,6 +46,7 @@ from megatron.mpu import (
 )
 
 FIRST_LAYER = 2
+Position = TypeVar("Position", bound=PositionalEmbedding)
 
 
 def keep(state: State) -> State:
@@ -51,22 +55,57 @@ def keep(state: State) -> State:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A layer yet to be built, so that a pipeline stage builds only its share."""
+
+    kind: type[nn.Module]
+    make: Callable[[], nn.Module]
+    is_tied_head: bool = False
+    """The head that uses the embedding's weights: `make` builds the embedding once more, where the
+    first layer is on another stage."""
+
+
+Function = Callable[[State], State | Tensor]
+
+
+@dataclass(frozen=True)
 class LayerFactory:
-    """Builds each layer of a model on its own, so that a pipeline stage builds only its share."""
+    """What each layer of a model is made of."""
 
     spec: ModelSpec
     tp: TensorParallel = SERIAL
     pipelined: bool = False
 
+    def layers(self) -> list[Layer | Function]:
+        """The list: layers, and plain functions between them."""
+        embedding = Layer(Embedding, self.embedding)
+        head = Layer(UntiedHead, self.untied_head)
+        if not self.spec.no_weight_tying:
+            head = Layer(Embedding, self.embedding, is_tied_head=True)
+        stack = [
+            Layer(TransformerLayer, partial(self.transformer_layer, number))
+            for number in range(self.spec.num_layers)
+        ]
+        return [
+            embedding,
+            Layer(PositionTables, self.position_tables) if self.has_shared_tables else keep,
+            *stack,
+            drop_tables,
+            Layer(FinalNorm, self.final_norm),
+            head,
+        ]
+
+    @property
+    def position_class(self) -> type[PositionalEmbedding]:
+        return positional_embedding_class(self.spec.pos_emb)
+
     @property
     def has_shared_tables(self) -> bool:
         """Whether one kernel serves all layers."""
-        kind = positional_embedding_class(self.spec.pos_emb)
-        return self.spec.kerple_share == "all" and issubclass(kind, TableEmbedding)
+        return self.spec.kerple_share == "all" and issubclass(self.position_class, TableEmbedding)
 
     def embedding(self) -> Embedding:
         spec = self.spec
-        positions = self.positions()
         words = VocabParallelEmbedding(
             spec.padded_vocab_size,
             spec.hidden_size,
@@ -74,28 +113,27 @@ class LayerFactory:
             generator=seeded_generator(spec.seed, 0, "word_embeddings"),
             tp=self.tp,
         )
-        changes_input = positions if isinstance(positions, InputEmbedding) else None
-        return Embedding(words, changes_input, spec.hidden_dropout)
+        positions = self._positions(InputEmbedding)
+        return Embedding(words, positions, spec.hidden_dropout)
 
     def position_tables(self) -> PositionTables:
-        positions = self.positions()
-        assert isinstance(positions, TableEmbedding)
-        return PositionTables(positions, pipelined=self.pipelined)
+        tables = self._positions(TableEmbedding)
+        assert tables is not None
+        return PositionTables(tables, pipelined=self.pipelined)
 
     def transformer_layer(self, number: int) -> TransformerLayer:
         """Layer `number` of the stack, counted from 0."""
         spec = self.spec
         generators = partial(seeded_generator, spec.seed, FIRST_LAYER + number)
-        positions = self.positions(None if spec.kerple_share == "all" else number)
-        tables = positions if isinstance(positions, TableEmbedding) else None
+        shared, cls = self.has_shared_tables, self.position_class
         shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
         return TransformerLayer(
             input_norm=self._norm(),
-            attention=self._attention(positions, generators),
+            attention=self._attention(generators),
             mlp_norm=None if shares_norm else self._norm(),
             mlp=self._mlp(generators),
-            table_names=tables.table_names if tables and spec.kerple_share == "all" else (),
-            own_tables=tables if spec.kerple_share == "per_layer" else None,
+            table_names=cls.table_names if shared and issubclass(cls, TableEmbedding) else (),
+            own_tables=None if shared else self._positions(TableEmbedding, layer=number),
             hidden_dropout=spec.hidden_dropout,
             parallel_residual=spec.gpt_j_residual,
         )
@@ -124,10 +162,12 @@ class LayerFactory:
             )
         return UntiedHead(linear, in_loss=self.pipelined)
 
-    def positions(self, layer: int | None = None) -> PositionalEmbedding:
-        """The positional embedding; `layer` gives each layer a draw of its own."""
+    def _positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
+        """The positional embedding if it is of this kind; each `layer` has a draw of its own."""
+        if not issubclass(self.position_class, kind):
+            return None
         options = PositionOptions(self.spec, layer, self.tp.rank, self.tp.size)
-        return build_positional_embedding(self.spec.pos_emb, options)
+        return self.position_class(options)
 
     def _norm(self) -> nn.Module:
         spec = self.spec
@@ -149,9 +189,7 @@ class LayerFactory:
             hidden_size=spec.hidden_size,
         )
 
-    def _attention(
-        self, positions: PositionalEmbedding, generators: Callable[[str], torch.Generator]
-    ) -> SelfAttention:
+    def _attention(self, generators: Callable[[str], torch.Generator]) -> SelfAttention:
         spec = self.spec
         return SelfAttention(
             spec.hidden_size,
@@ -164,7 +202,7 @@ class LayerFactory:
             window=spec.attention_window,
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
-            rotary=positions if isinstance(positions, RotaryEmbedding) else None,
+            rotary=self._positions(RotaryEmbedding),
             tp=self.tp,
         )
 
@@ -185,7 +223,7 @@ class LayerFactory:
 class FunctionLayer(nn.Module):
     """A plain function in a list of modules."""
 
-    def __init__(self, function: Callable[[State], State]) -> None:
+    def __init__(self, function: Function) -> None:
         super().__init__()
         self.function = function
 

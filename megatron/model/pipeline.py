@@ -10,11 +10,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
 
-from megatron.model.embedding import UntiedHead, tied_logits
-from megatron.model.layer_list import LayerFactory, keep
+from megatron.model.embedding import Embedding, UntiedHead, tied_logits
+from megatron.model.layer_list import Layer, LayerFactory
 from megatron.model.loss import head_losses, loss_chunk, masked_mean
 from megatron.model.spec import ModelSpec
-from megatron.model.transformer import drop_tables
 from megatron.mpu import SERIAL, ParallelState, TensorParallel
 
 
@@ -82,33 +81,19 @@ def _hidden_only(embedding: nn.Module, x: Tensor) -> Tensor:
 
 
 def layer_specs(spec: ModelSpec, tp: TensorParallel) -> list[Any]:
-    """GPT-NeoX's list of layers as DeepSpeed layer specs."""
-    from megatron.model.embedding import Embedding, FinalNorm
-    from megatron.model.transformer import PositionTables, TransformerLayer
-
-    factory = LayerFactory(spec, tp, pipelined=True)
+    """The list of layers as DeepSpeed's layer specs."""
     tied = not spec.no_weight_tying
-    first = (
-        _TiedEmbedding(Embedding, factory.embedding)
-        if tied
-        else _Built(Embedding, factory.embedding)
-    )
-    last = (
-        _TiedEmbedding(Embedding, factory.embedding, forward_fn=_hidden_only)
-        if tied
-        else _Built(UntiedHead, factory.untied_head)
-    )
-    return [
-        first,
-        _Built(PositionTables, factory.position_tables) if factory.has_shared_tables else keep,
-        *(
-            _Built(TransformerLayer, partial(factory.transformer_layer, number))
-            for number in range(spec.num_layers)
-        ),
-        drop_tables,
-        _Built(FinalNorm, factory.final_norm),
-        last,
-    ]
+    specs: list[Any] = []
+    for layer in LayerFactory(spec, tp, pipelined=True).layers():
+        if not isinstance(layer, Layer):
+            specs.append(layer)
+        elif layer.is_tied_head:
+            specs.append(_TiedEmbedding(layer.kind, layer.make, forward_fn=_hidden_only))
+        elif layer.kind is Embedding and tied:
+            specs.append(_TiedEmbedding(layer.kind, layer.make))
+        else:
+            specs.append(_Built(layer.kind, layer.make))
+    return specs
 
 
 def build_pipeline(

@@ -114,7 +114,10 @@ class TestCustomKernel:
 
     def test_the_code_in_the_docs_runs(self) -> None:
         page = Path(__file__).parents[2] / "docs" / "positional_embeddings.md"
-        define, ask = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        alone, define, ask = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        standing: dict[str, object] = {}
+        exec(alone, standing)
+        assert standing["tables"].bias.shape == (12, 512)
         names: dict[str, object] = {"__name__": "docs"}
         exec(define, names)
         names["kernel"] = build("rational")

@@ -83,3 +83,19 @@ def test_the_page_opens_the_rooms_in_this_order() -> None:
     named = [room for line in headings for room in ROOMS if f"`{room}/`" in line]
     ordered = sorted(named, key=ROOMS.index)
     assert named == ordered and set(named) == set(ROOMS)
+
+
+def test_the_formulas_come_first_and_stand_on_one_file() -> None:
+    path = ROOT / "model" / "positional_embeddings.py"
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    first = next(n for n, line in enumerate(lines, 1) if "return -r1 * log1p(r2 * d)" in line)
+    assert first <= 60
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    assert {node.module for node in nodes if node.level} == {"position_base"}
+    assert list(imports(path)) == []
+
+
+def test_the_house_does_not_sprawl() -> None:
+    """What is read together is in one file; 223 modules were too many to find one's way in."""
+    assert len(list(modules())) < 223
