@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied_norms": {"pos_emb": "rotary", "gpt_j_residual": True, "gpt_j_tied": True},
     "learned": {"pos_emb": "learned", "norm": "scalenorm"},
     "sinusoidal": {"pos_emb": "sinusoidal", "use_bias_in_attn_linear": False},
-    "none": {"pos_emb": "none", "activation": "swiglu", "use_bias_in_mlp": False},
+    "none": {"pos_emb": "none", "activation": "swiglu", "mlp_multiple_of": 4},
 }
 
 

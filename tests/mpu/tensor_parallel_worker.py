@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,14 +23,14 @@ SPEC = ModelSpec(
 )
 VARIANTS = {
     "column head": SPEC,
-    "row head": replace(SPEC, output_layer_parallelism="row"),
-    "tied": replace(SPEC, no_weight_tying=False),
-    "gated": replace(SPEC, activation="geglu"),
-    "parallel residual": replace(SPEC, gpt_j_residual=True, norm="rmsnorm"),
-    "two tables": replace(SPEC, pos_emb="kerple_bias_wht"),
-    "buckets": replace(SPEC, pos_emb="rpe"),
-    "slopes": replace(SPEC, pos_emb="alibi", num_attention_heads=2),
-    "rotary": replace(SPEC, pos_emb="rotary"),
+    "row head": SPEC.replace(output_layer_parallelism="row"),
+    "tied": SPEC.replace(no_weight_tying=False),
+    "gated": SPEC.replace(activation="geglu", mlp_multiple_of=4),
+    "parallel residual": SPEC.replace(gpt_j_residual=True, norm="rmsnorm"),
+    "two tables": SPEC.replace(pos_emb="kerple_bias_wht"),
+    "buckets": SPEC.replace(pos_emb="rpe"),
+    "slopes": SPEC.replace(pos_emb="alibi", num_attention_heads=2),
+    "rotary": SPEC.replace(pos_emb="rotary"),
 }
 
 
