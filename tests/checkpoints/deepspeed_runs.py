@@ -27,7 +27,7 @@ def logits(engine: Any, pipelined: bool) -> torch.Tensor:
         state: Any = inputs
         for layer in engine.module.forward_funcs:
             state = layer(state)
-        return state
+        return engine.module.loss_fn.logits_of(state)  # the head is applied by the loss
     return engine.module(inputs)
 
 
