@@ -25,6 +25,7 @@ from typing import Any
 
 SECONDS_PER_CASE = 20
 MEGABYTES_PER_CASE = 512
+CASES_PER_CHILD = 4000
 KINDS_OF_FAILURE = ("foreign exception", "hang", "allocation", "crash")
 
 
@@ -106,7 +107,7 @@ def run_all(
     start = 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
         while start < total:
-            stop = min(start + 20_000, total)
+            stop = min(start + CASES_PER_CHILD, total)
             log, answer = Path(scratch, "case.json"), Path(scratch, "answer.json")
             answer.unlink(missing_ok=True)
             child = [sys.executable, "-m", "tests.fuzz.harness", "--child", str(start), str(stop)]
@@ -120,6 +121,7 @@ def run_all(
                 failures += content["failures"]
                 start = stop
                 print(f"{start} of {total}, {len(failures)} failures", file=sys.stderr, flush=True)
+                _write(report, counts, failures)
                 continue
             if not log.is_file():
                 raise SystemExit(f"the harness does not start:\n{done.stderr[-3000:]}")
@@ -132,9 +134,14 @@ def run_all(
             failures += bad
             start = last["case"] + 1
             log.unlink()
+    _write(report, counts, failures)
+    return counts, failures
+
+
+def _write(report: Path | None, counts: Counter[str], failures: list[dict[str, Any]]) -> None:
+    """What is known so far: a long run may be cut short."""
     if report is not None:
         report.write_text(json.dumps({"counts": counts, "failures": failures}, indent=1))
-    return counts, failures
 
 
 def run_all_without(
