@@ -49,7 +49,7 @@ FREE = frozenset(
 SCHEDULE = frozenset(
     {"lr_decay_rule", "lr_decay_style", "lr_decay_iters", "min_lr", "warmup", "lr"}
 )
-"""Free when `override_lr_scheduler` says that the schedule begins anew."""
+"""Free when the config says whose schedule counts, its own or the checkpoint's."""
 PATHS = frozenset(
     {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "vocab_file",
      "merge_file"}
@@ -105,7 +105,9 @@ def check_agreement(
 def differences(saved: Mapping[str, Any], args: NeoXArgs) -> list[Difference]:
     """Keys that decide what the run computes and are not what they were."""
     now = args.to_dict()
-    free = FREE | (SCHEDULE if args.optimization.override_lr_scheduler else frozenset())
+    options = args.optimization
+    chosen = options.override_lr_scheduler or options.use_checkpoint_lr_scheduler
+    free = FREE | (SCHEDULE if chosen else frozenset())
     keys = [key for key, group in OWNER.items() if group in COMPARED_GROUPS and key not in free]
     found = []
     for key in [*keys, *COMPARED_BESIDES]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoints.resuming import Resumed
 from megatron.checkpoints.store import CheckpointStore
 from megatron.training.control_hooks import SaveCheckpoints
 from tests.training.cases import write_data
@@ -30,6 +31,7 @@ def test_the_steps_of_gpt_neox(
         interval=interval,
         scale=scale,
         extra_steps=frozenset(),
+        start=Resumed(0, 0),
         samples_per_step=1,
     )
     assert [step for step in range(1, 101) if saves._is_due(step)] == due
