@@ -54,7 +54,7 @@ def draw_kernel(name: str, path: Path) -> None:
         near = table_name == "weight" or name.startswith("gauss")
         draw_heads(axes, table.detach()[:, : NEAR if near else LENGTH], table_name)
     known = METHODS[name]
-    figure.suptitle(f"{known.label} (`{name}`):  ${known.formula}$", fontsize=11)
+    figure.suptitle(f"{known.label} ({name}):  ${known.formula}$", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
