@@ -1,4 +1,9 @@
-"""A prepared corpus in numbers: documents, tokens, lengths, and how many tokens a word costs."""
+"""A prepared corpus in numbers: documents, tokens, lengths, and how many tokens a word costs.
+
+Words and characters are counted in any script. `str.split` knows spaces only and `re` has no
+Unicode classes: accents that are code points of their own (marks), and digits of any script, belong
+to words here.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from megatron.data.chunks import read_texts
 from megatron.data.indexed_dataset import IndexedDataset, read_manifest
-from megatron.data.text_counts import count_characters, count_words
 
-__all__ = ["corpus_numbers", "sample_counts_of_text"]
+__all__ = ["corpus_numbers", "count_characters", "count_words", "sample_counts_of_text"]
 
 SAMPLE_MEGABYTES = 1.0  # counting words is slower than some tokenizers
 
@@ -50,3 +55,21 @@ def _per_word(manifest: dict[str, Any], tokens: int) -> list[str]:
     words, characters = sample["words"] * scale, sample["characters"] * scale
     return [f"about {words:,.0f} words: {tokens / words:.2f} tokens a word, "
             f"{characters / tokens:.2f} characters a token"]  # fmt: skip
+
+
+# Letters, marks and digits; an apostrophe or hyphen between two of them does not end the word. Han,
+# Hiragana, Thai and the like write no spaces: each of their characters counts as a word.
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_INSIDE = rf"[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]"
+_WORD = regex.compile(rf"[{_UNSPACED}]|{_INSIDE}+(?:['’\-]{_INSIDE}+)*", regex.V1)
+_CHARACTER = regex.compile(r"\X")
+
+
+def count_words(text: str) -> int:
+    """Words, in the sense above."""
+    return sum(1 for _ in _WORD.finditer(text))
+
+
+def count_characters(text: str) -> int:
+    """Characters as a reader sees them: a letter with its accents, or an emoji, is one."""
+    return sum(1 for _ in _CHARACTER.finditer(text))

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron.data.text_counts import count_words
+from megatron.data.corpus_numbers import count_words
 from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses, windowed
 from megatron.evaluation.results_schema import number, text_table
 from megatron.evaluation.sequences import (

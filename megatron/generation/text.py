@@ -19,7 +19,6 @@ from tqdm import tqdm
 from megatron.atomic_files import atomic_writer, check_writable
 from megatron.errors import GenerationError, KerpleError
 from megatron.generation.decoding import Completion, Sampling, complete
-from megatron.generation.streaming import TextStream
 from megatron.generation.subject import find_subject
 from megatron.mpu.job import join_ranks
 from megatron.mpu.ranks import Ranks
@@ -31,7 +30,14 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
     from megatron.tokenizer import Tokenizer
 
-__all__ = ["TextGenerator", "interactive", "read_prompts", "run_generation", "write_samples"]
+__all__ = [
+    "TextGenerator",
+    "TextStream",
+    "interactive",
+    "read_prompts",
+    "run_generation",
+    "write_samples",
+]
 
 BATCH_TOKENS = 16_384
 BATCH_ROWS = 64
@@ -167,6 +173,47 @@ class TextGenerator:
         if self.return_logits:
             record["logits"] = [logits.tolist() for logits in completion.logits]
         return record
+
+
+# Text on the screen as it is sampled.
+
+UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are not a whole character yet
+
+
+class TextStream:
+    """Turns a growing list of tokens into pieces of text, each said once.
+
+    A character may be spread over several tokens, and a stop string must not be half shown before
+    it is cut off: what may still change is held back until `end`.
+    """
+
+    def __init__(
+        self,
+        detokenize: Callable[[list[int]], str],
+        say: Callable[[str], None],
+        stop_strings: Sequence[str] = (),
+    ) -> None:
+        self._detokenize, self._say = detokenize, say
+        self._stop_strings = stop_strings
+        self._held_back = max((len(stop) for stop in stop_strings), default=1) - 1
+        self._said = 0
+        self.tokens: list[int] = []
+
+    def show(self, tokens: list[int]) -> None:
+        """All tokens so far."""
+        self.tokens = list(tokens)
+        text = self._detokenize(self.tokens)
+        for stop in self._stop_strings:
+            text = text.split(stop)[0]
+        safe = len(text.rstrip(UNFINISHED)) - self._held_back
+        if safe > self._said:
+            self._say(text[self._said : safe])
+            self._said = safe
+
+    def end(self, text: str) -> None:
+        """The final text, of which a beginning was shown."""
+        self._say(text[self._said :])
+        self._said = len(text)
 
 
 def read_prompts(path: str | Path) -> list[str]:

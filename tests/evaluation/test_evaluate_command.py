@@ -82,8 +82,9 @@ def test_a_wrong_task_of_ones_own_is_one_line(
 ) -> None:
     (tmp_path / "own_task.py").write_text(OWN_TASK, "utf-8")
     assert run("evaluate", [*command, "--eval_tasks", name]) == 1
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith(f"error: {name}: ") and fragment in first
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = (line for line in lines if line.startswith("error: "))
+    assert line.startswith(f"error: {name}: ") and fragment in line
 
 
 def test_an_lm_eval_task_without_lm_eval_names_its_pip_command(
@@ -110,7 +111,7 @@ def test_ctrl_c_is_one_word_and_the_rest_is_done_later(
 
     monkeypatch.setattr(extrapolation, "sequence_losses", interrupted_after_one)
     assert run("evaluate", command) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
     assert run("evaluate", command) == 0
     assert calls[2] == calls[1], "what was measured is not measured again"
     assert "continues an interrupted evaluation (1 parts done)" in capsys.readouterr().out

@@ -15,8 +15,7 @@ from megatron.commands import run
 from megatron.errors import GenerationError
 from megatron.generation import Sampling, complete, generate
 from megatron.generation.decoding import restrict
-from megatron.generation.streaming import TextStream
-from megatron.generation.text import TextGenerator, interactive, run_generation
+from megatron.generation.text import TextGenerator, TextStream, interactive, run_generation
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS
 from megatron.tokenizer import build_tokenizer
@@ -256,7 +255,7 @@ def test_generate_prints_samples_and_keeps_them(
     records = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     assert all(record["text"] in shown.out for record in records)
     assert len({record["text"] for record in records}) == 3
-    assert shown.err.startswith("3 samples: ")
+    assert shown.err.splitlines()[-1] == f"3 samples: {out}"
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(
