@@ -76,6 +76,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
     engine._copy_recovery_script = lambda save_path: None
     scale_kernel_steps(engine, scale=options.kerple_lr_scale, decay=options.kerple_weight_decay)
     _clip_by_whole_norm(engine, parallel)
+    _keep_gradients_of_the_loss(engine.optimizer)
     if args.optimization.zero_stage == 3:
         _announce_borrowed_weights(module)
     return engine
@@ -86,6 +87,22 @@ def _announce_borrowed_weights(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, TiedHead):
             deepspeed.zero.register_external_parameter(part, part.embedding.word_embeddings.weight)
+
+
+def _keep_gradients_of_the_loss(optimizer: Any) -> None:
+    """Let bf16's fp32 sums see the head's gradient in a pipeline, where the loss applies the head.
+
+    DeepSpeed's optimizer clears the bf16 gradients when the backward pass reaches the model's
+    output, and the head's is complete by then. Clear them once they have been added up instead.
+    """
+    if not hasattr(optimizer, "update_hp_grads") or optimizer.immediate_grad_update:
+        return
+
+    def add_up(*_: Any, **__: Any) -> None:
+        optimizer.update_hp_grads(clear_lp_grads=True)
+
+    optimizer.backward_prologue = lambda: None
+    optimizer.backward_epilogue = add_up
 
 
 def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:

@@ -25,6 +25,7 @@ TWO = {
     "dp2_zero3": layout(zero=3),
     "mp2": layout(mp=2),
     "mp2_zero1": layout(mp=2, zero=1),
+    "pp1_dp2": layout(pp=1),
     "pp2": layout(pp=2),
     "pp2_zero1": layout(pp=2, zero=1),
 }
