@@ -174,6 +174,7 @@ def test_gpt_neoxs_command_line(
         prepare_data, "prepare_corpus", lambda name, request: (asked.append((name, request)), None)
     )
     monkeypatch.setattr(prepare_data, "report", lambda *parts: "")
+    monkeypatch.setattr(prepare_data, "_hint", lambda *parts: None)
     words = ["-d", str(tmp_path), "-v", "v.json", "-m", "m.txt", "-t", "GPT2BPETokenizer"]
     assert command_run("prepare_data", [*words, "-f"]) == 0
     ((name, request),) = asked

@@ -141,8 +141,9 @@ def execute_run(
     """All unfinished steps in order; the state is on disk at every moment."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        # At most one process works on a run, also across jobs on one file system.
-        with FileLock(directory / ".lock", timeout=0):
+        # At most one of us works on a run, also across jobs on one file system. train.py has its
+        # own lock on the same directory.
+        with FileLock(directory / ".reproduce.lock", timeout=0):
             return _execute_steps(children, launcher, directory, run, environment, only_steps)
     except Timeout as error:
         raise ReproduceError(f"{directory}: another process works on this run") from error

@@ -176,7 +176,7 @@ def test_two_commands_do_not_work_on_one_run(tmp_path: Path, pretend) -> None:  
     suite = smoke(tmp_path, "alibi", "*.1235")
     directory = suite.run_directory(tmp_path, suite.runs[0])
     directory.mkdir(parents=True)
-    with FileLock(directory / ".lock"):
+    with FileLock(directory / ".reproduce.lock"):
         code, text = run(suite, tmp_path)
     assert code == 1
     assert "another process works on this run" in text
