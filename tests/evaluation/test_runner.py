@@ -137,7 +137,7 @@ def test_no_data_is_an_error_of_the_tasks_that_need_it(
     ("changes", "message"),
     [
         ({"load": "/nowhere/run"}, "/nowhere/run: no such checkpoint directory"),
-        ({"iteration": 77}, "has no global_step77"),
+        ({"iteration": 77}, "global_step77 does not exist"),
     ],
 )
 def test_a_missing_checkpoint_is_named(
