@@ -46,6 +46,7 @@ class Call:
     dropout: float = 0.0
     pruning: bool = True
     generator: torch.Generator | None = None
+    was_bf16: bool = False  # fp32 tensors that hold bf16 numbers: their products may be bf16's
 
     @property
     def heads_per_key_head(self) -> int:
@@ -71,7 +72,7 @@ class Call:
         """The same call with fp32 tensors outside of autograd."""
         tensors = zip(OPERANDS, self.operands(), strict=True)
         in_fp32: dict[str, Any] = {n: x.detach().float() for n, x in tensors if x is not None}
-        return replace(self, **in_fp32)
+        return replace(self, **in_fp32, was_bf16=self.q.dtype == torch.bfloat16)
 
 
 @dataclass(frozen=True)

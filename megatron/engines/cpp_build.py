@@ -78,7 +78,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     for name in ("attention_forward", "attention_backward"):
         getattr(library, name).restype = None
-    for name in ("attention_problem_size", "attention_vector_length"):
+    for name in ("attention_problem_size", "attention_vector_length", "attention_has_bf16"):
         getattr(library, name).restype = ctypes.c_int64
     return library
 

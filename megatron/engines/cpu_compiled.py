@@ -39,7 +39,7 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads")),
         *((name, ctypes.c_int64) for name in ("q_len", "k_len", "dim")),
-        *((name, ctypes.c_int64) for name in ("window", "threads", "parts")),
+        *((name, ctypes.c_int64) for name in ("window", "bf16", "threads", "parts")),
         ("scale", ctypes.c_float),
         ("prune_log2", ctypes.c_float),
         *((name, _Rows) for name in ("q", "k", "v", "out", "grad_out")),
@@ -61,11 +61,12 @@ class CompiledBackend:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._vector = int(library.attention_vector_length())
+        self._bf16 = bool(library.attention_has_bf16())
         assert library.attention_problem_size() == ctypes.sizeof(_Problem)
 
     def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
         batch, heads, q_len, dim = call.q.shape
-        job = _Job(call, bounds, self._vector, batch * heads)
+        job = _Job(call, bounds, self._vector, self._bf16, batch * heads)
         out = _rows_apart(batch, heads, q_len, job.dim)
         lse = call.q.new_empty(batch, heads, q_len)
         job.set_rows("out", out)
@@ -85,7 +86,7 @@ class CompiledBackend:
     ) -> Gradients:
         batch, heads, q_len, dim = call.q.shape
         kv_heads = call.k.shape[1]
-        job = _Job(call, bounds, self._vector, batch * kv_heads)
+        job = _Job(call, bounds, self._vector, self._bf16, batch * kv_heads)
         parts = job.problem.parts
         job.set_rows("out", out)
         job.set_rows("grad_out", grad_out)
@@ -116,7 +117,9 @@ class CompiledBackend:
 class _Job:
     """A call as C++ sees it: the struct, and the tensors whose memory it points to."""
 
-    def __init__(self, call: Call, bounds: DecayBounds | None, vector: int, pairs: int) -> None:
+    def __init__(
+        self, call: Call, bounds: DecayBounds | None, vector: int, bf16: bool, pairs: int
+    ) -> None:
         batch, heads, q_len, dim = call.q.shape
         k_len = call.k_len
         self.dim = -(-dim // vector) * vector
@@ -126,6 +129,7 @@ class _Job:
         problem.q_len, problem.k_len = q_len, k_len
         problem.dim = self.dim
         problem.window = call.reach
+        problem.bf16 = call.was_bf16 and bf16
         problem.threads = torch.get_num_threads()
         problem.parts = _parts(problem.threads, pairs, call.heads_per_key_head > 1)
         problem.scale = call.scale * _LOG2E

@@ -102,6 +102,19 @@ def test_bf16_inputs_with_fp32_terms(engine: Engine) -> None:
     draw.check(engine, 2e-2)
 
 
+@pytest.mark.parametrize("tables", ["bias", "bias+weight"])
+def test_bf16_errors_are_those_of_its_rounding(engine: Engine, tables: str) -> None:
+    """Inputs, probabilities and their gradients are rounded to 2^-9; nothing may add up."""
+    draw = Draw(
+        q_len=701, k_len=777, dim=64, dtype=torch.bfloat16, terms="key_bias+sink", tables=tables
+    )
+    expected = draw.output_and_gradients(reference_attention)
+    actual = draw.output_and_gradients(engine)
+    for name, value in expected.items():
+        difference = (actual[name].double() - value.double()).norm()
+        assert difference < 6e-3 * value.double().norm(), name
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_combination_of_sizes_and_terms(engine: Engine, data: st.DataObject) -> None:

@@ -44,3 +44,4 @@ extern "C" void attention_backward(Problem* problem) {
 
 extern "C" int64_t attention_problem_size() { return sizeof(Problem); }
 extern "C" int64_t attention_vector_length() { return VL; }
+extern "C" int64_t attention_has_bf16() { return HAS_BF16; }

@@ -14,11 +14,15 @@ struct BackwardScratch {
   Buffer q, grad_out, grad_q, lse, delta;                // the whole length
   Buffer keys, key_panels, value_panels, grad_k, grad_v, grad_key;  // one block of keys
   ScoreBlock probs, grads, plain, product;
+  Buffer q_pairs, grad_out_pairs;                  // bf16: pairs of queries
+  Buffer probs_down, grads_down, grads_across;     // pairs of queries; of keys
   explicit BackwardScratch(const Problem& p)
       : q_rows(ceil_div(p.q_len, R) * R), q(q_rows * p.dim), grad_out(q_rows * p.dim),
         grad_q(q_rows * p.dim), lse(q_rows), delta(q_rows), keys(C * p.dim),
         key_panels(C * p.dim), value_panels(C * p.dim), grad_k(C * p.dim), grad_v(C * p.dim),
-        grad_key(C), plain(p.weight != nullptr), product(p.weight != nullptr) {}
+        grad_key(C), plain(p.weight != nullptr), product(p.weight != nullptr),
+        q_pairs(p.bf16 ? q_rows / 2 * p.dim : 0), grad_out_pairs(p.bf16 ? q_rows / 2 * p.dim : 0),
+        probs_down(R / 2 * LD), grads_down(R / 2 * LD), grads_across(R * C / 2) {}
 };
 
 struct Sums {  // gradients of a (batch, head) pair's terms that this task adds to; or null
@@ -27,7 +31,7 @@ struct Sums {  // gradients of a (batch, head) pair's terms that this task adds 
 };
 
 void load_pair(const Problem& p, BackwardScratch& s, int64_t bh) {
-  pack_rows(p, p.q, bh, p.heads, 0, p.q_len, p.scale, s.q.data);
+  pack_rows(p, p.q, bh, p.heads, 0, p.q_len, p.bf16 ? 1.0f : p.scale, s.q.data);
   pack_rows(p, p.grad_out, bh, p.heads, 0, p.q_len, 1.0f, s.grad_out.data);
   std::memset(s.grad_q.data, 0, s.q_rows * p.dim * sizeof(float));
   for (int64_t i = 0; i < p.q_len; ++i) {
@@ -40,6 +44,11 @@ void load_pair(const Problem& p, BackwardScratch& s, int64_t bh) {
   std::fill_n(s.grad_out.data + p.q_len * p.dim, missing * p.dim, 0.0f);
   std::fill_n(s.lse.data + p.q_len, missing, INFINITY);
   std::fill_n(s.delta.data + p.q_len, missing, 0.0f);
+  if (!p.bf16) return;
+  to_pairs_down(s.q.data, s.q_rows, p.dim, p.dim, s.q_pairs.data);
+  to_pairs_down(s.grad_out.data, s.q_rows, p.dim, p.dim, s.grad_out_pairs.data);
+  to_pairs_across(s.q.data, s.q_rows * p.dim, s.q.data);
+  to_pairs_across(s.grad_out.data, s.q_rows * p.dim, s.grad_out.data);
 }
 
 // The sink has no value: its gradient is its probability times -delta.
@@ -55,6 +64,7 @@ void load_keys(const Problem& p, BackwardScratch& s, int64_t kv, int64_t c0, int
   std::memset(s.grad_v.data, 0, bytes);
   std::fill(s.grad_key.data, s.grad_key.data + C, 0.0f);
   pack_rows(p, p.k, kv, p.kv_heads, c0, count, 1.0f, s.keys.data);
+  if (p.bf16) to_pairs_down(s.keys.data, C, p.dim, p.dim, s.keys.data);
   pack_panels(p, p.k, kv, c0, count, s.key_panels.data);
   pack_panels(p, p.v, kv, c0, count, s.value_panels.data);
 }
@@ -77,11 +87,18 @@ void recompute_probs(const Problem& p, BackwardScratch& s, const Terms& t, const
     const long shift = p.k_len - 1 - (b.first_pos + r) + b.c0 + c;
     const float* lse = s.lse.data + b.q0 + r;
     vf acc[M][N];
-    each<M, N>([&](int m, int v) {
-      acc[m][v] = WEIGHTED ? vf{} : load(t.bias + shift - m + v * VL) - splat(lse[m]);
-    });
-    multiply<N>(acc, s.q.data + (b.q0 + r) * p.dim, p.dim, 1, s.key_panels.data + c * p.dim, PANEL,
-                p.dim);
+    if (WEIGHTED || p.bf16)
+      each<M, N>([&](int m, int v) { acc[m][v] = vf{}; });
+    else
+      each<M, N>([&](int m, int v) {
+        acc[m][v] = load(t.bias + shift - m + v * VL) - splat(lse[m]);
+      });
+    multiply_rows<N>(p, acc, s.q.data, b.q0 + r, s.key_panels.data + c * p.dim);
+    if (p.bf16)
+      each<M, N>([&](int m, int v) {
+        acc[m][v] *= splat(p.scale);
+        if (!WEIGHTED) acc[m][v] += load(t.bias + shift - m + v * VL) - splat(lse[m]);
+      });
     if constexpr (WEIGHTED) {
       each<M, N>([&](int m, int v) {
         const long d = shift - m + v * VL;
@@ -112,8 +129,7 @@ void score_grads(const Problem& p, BackwardScratch& s, const Terms& t, const Blo
     const float* delta = s.delta.data + b.q0 + r;
     vf acc[M][N];
     each<M, N>([&](int m, int v) { acc[m][v] = splat(-delta[m]); });
-    multiply<N>(acc, s.grad_out.data + (b.q0 + r) * p.dim, p.dim, 1,
-                s.value_panels.data + c * p.dim, PANEL, p.dim);
+    multiply_rows<N>(p, acc, s.grad_out.data, b.q0 + r, s.value_panels.data + c * p.dim);
     each<M, N>([&](int m, int v) { acc[m][v] *= load(probs + (r + m) * LD + c + v * VL); });
     if constexpr (KEYED) {
       vf total[N];
@@ -156,9 +172,13 @@ void multiply_transposed(const Problem& p, const Terms& t, const Block& b, const
     int64_t last = std::min(b.rows, b.c0 + c + M - 1 + p.window - b.first_pos);
     if (t.first_key)
       while (first < last && t.first_key[b.q0 + last - 1] > b.c0 + c + M - 1) --last;
-    if (first < last)
-      accumulate(block + first * LD + c, 1, LD, right + first * p.dim, p.dim, last - first,
-                 out + c * p.dim);
+    if (first >= last) continue;
+    if (p.bf16)  // the rows that fill up a pair hold zeros
+      accumulate<true>(block + first / 2 * LD + c, 1, LD, right + first / 2 * p.dim, p.dim,
+                       (last + 1) / 2 - first / 2, out + c * p.dim);
+    else
+      accumulate<false>(block + first * LD + c, 1, LD, right + first * p.dim, p.dim, last - first,
+                        out + c * p.dim);
   }
 }
 
@@ -185,9 +205,21 @@ void backward_block(const Problem& p, BackwardScratch& s, const Terms& t, const 
   recompute_probs<WEIGHTED, KEYED>(p, s, t, b);
   score_grads<WEIGHTED, KEYED>(p, s, t, b);
   clear_block_outside<WEIGHTED>(p, s, t, b);
-  multiply_transposed(p, t, b, probs, s.grad_out.data + b.q0 * p.dim, s.grad_v.data);
-  multiply_transposed(p, t, b, grads, s.q.data + b.q0 * p.dim, s.grad_k.data);
-  multiply_block(p, t, b, grads, s.keys.data, s.grad_q.data + b.q0 * p.dim);
+  const int64_t row = b.q0 * p.dim, pair = b.q0 / 2 * p.dim;
+  if (p.bf16) {
+    const int64_t rows = ceil_div(b.rows, M) * M;
+    to_pairs_down(probs, rows, C, LD, s.probs_down.data);
+    to_pairs_down(grads, rows, C, LD, s.grads_down.data);
+    for (int64_t r = 0; r < rows; ++r)
+      to_pairs_across(grads + r * LD, C, s.grads_across.data + r * (C / 2));
+    multiply_transposed(p, t, b, s.probs_down.data, s.grad_out_pairs.data + pair, s.grad_v.data);
+    multiply_transposed(p, t, b, s.grads_down.data, s.q_pairs.data + pair, s.grad_k.data);
+    multiply_block(p, t, b, s.grads_across.data, s.keys.data, s.grad_q.data + row);
+  } else {
+    multiply_transposed(p, t, b, probs, s.grad_out.data + row, s.grad_v.data);
+    multiply_transposed(p, t, b, grads, s.q.data + row, s.grad_k.data);
+    multiply_block(p, t, b, grads, s.keys.data, s.grad_q.data + row);
+  }
   const long base = p.k_len - 1 - b.first_pos + b.c0;
   const int64_t columns = std::min<int64_t>(C, b.first_pos - b.c0 + 1);  // later: the future
   if (sums.bias)
@@ -232,7 +264,8 @@ void backward_head(const Problem& p, BackwardScratch& s, int64_t bh, int64_t par
         backward_block<weighted.value, keyed.value>(p, s, t, sums, block);
       });
     }
-    write_rows(p, p.grad_k, kv, p.kv_heads, c0, count, LN2, add, s.grad_k.data);
+    write_rows(p, p.grad_k, kv, p.kv_heads, c0, count, p.bf16 ? p.scale * LN2 : LN2, add,
+               s.grad_k.data);
     write_rows(p, p.grad_v, kv, p.kv_heads, c0, count, 1.0f, add, s.grad_v.data);
     if (sums.key_bias) std::copy(s.grad_key.data, s.grad_key.data + count, sums.key_bias + c0);
   }

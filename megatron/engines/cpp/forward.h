@@ -9,13 +9,14 @@ namespace {
 struct ForwardScratch {
   int64_t kv = -1;  // the pair whose keys and values are packed
   Buffer keys, values;
-  Buffer q, out;
+  Buffer q, out, pairs;
   ScoreBlock scores;
   float top[R], sum[R];
   float tops[R * VL];
   int64_t tiles = 0, visited = 0;
   explicit ForwardScratch(const Problem& p)
-      : keys((p.k_len + PANEL) * p.dim), values(p.k_len * p.dim), q(R * p.dim), out(R * p.dim) {}
+      : keys((p.k_len + PANEL) * p.dim), values((p.k_len + 1) * p.dim),
+        q(R * p.dim), out(R * p.dim), pairs(R * C / 2) {}
 };
 
 // scores[r][c] and, lane by lane, each row's largest.
@@ -30,7 +31,8 @@ void score_block(const Problem& p, ForwardScratch& s, const Terms& t, const Bloc
     const long shift = p.k_len - 1 - (b.first_pos + r) + b.c0 + c;
     vf acc[M][N];
     each<M, N>([&](int m, int v) { acc[m][v] = vf{}; });
-    multiply<N>(acc, q + r * p.dim, p.dim, 1, keys + c * p.dim, PANEL, p.dim);
+    multiply_rows<N>(p, acc, q, r, keys + c * p.dim);
+    if (p.bf16) each<M, N>([&](int m, int v) { acc[m][v] *= splat(p.scale); });
     each<M, N>([&](int m, int v) {
       const long at = shift - m + v * VL;
       if (WEIGHTED) acc[m][v] *= load(weight + at);
@@ -60,10 +62,20 @@ ALWAYS_INLINE void soften_block(const Problem& p, ForwardScratch& s, const Terms
     const float top = std::max(s.top[r], largest(load(s.tops + r * VL)));
     float* row = s.scores.data + r * LD;
     vf total = {};
-    for (int64_t c = span.begin; c < span.end; c += VL) {
-      const vf e = exp2v(load(row + c) - splat(top));
-      store(row + c, e);
-      total += e;
+    if (p.bf16) {
+      float* pairs = s.pairs.data + r * (C / 2);
+      for (int64_t c = span.begin; c < span.end; c += 2 * VL) {
+        const vf low = exp2v(load(row + c) - splat(top));
+        const vf high = c + VL < span.end ? exp2v(load(row + c + VL) - splat(top)) : vf{};
+        store_pairs(pairs + c / 2, low, high);
+        total += low + high;
+      }
+    } else {
+      for (int64_t c = span.begin; c < span.end; c += VL) {
+        const vf e = exp2v(load(row + c) - splat(top));
+        store(row + c, e);
+        total += e;
+      }
     }
     if (top != s.top[r]) {
       const float shrink = std::exp2(s.top[r] - top);
@@ -105,7 +117,8 @@ void forward_block(const Problem& p, ForwardScratch& s, const Pruner& pruner, co
                    int64_t bh, int64_t q_block) {
   const int64_t q0 = q_block * R, rows = std::min<int64_t>(R, p.q_len - q0);
   const int64_t first_pos = q0 + p.k_len - p.q_len, last_pos = first_pos + rows - 1;
-  pack_rows(p, p.q, bh, p.heads, q0, rows, p.scale, s.q.data);
+  pack_rows(p, p.q, bh, p.heads, q0, rows, p.bf16 ? 1.0f : p.scale, s.q.data);
+  if (p.bf16) to_pairs_across(s.q.data, R * p.dim, s.q.data);
   start_rows(p, s, t, q0, rows);
   int64_t oldest = std::max<int64_t>(0, first_pos - p.window + 1);
   if (t.first_key) oldest = std::max(oldest, t.first_key[q0]);
@@ -118,7 +131,10 @@ void forward_block(const Problem& p, ForwardScratch& s, const Pruner& pruner, co
       score_block<weighted.value, keyed.value>(p, s, t, b, s.keys.data + b.c0 * p.dim);
     });
     soften_block(p, s, t, b);
-    multiply_block(p, t, b, s.scores.data, s.values.data + b.c0 * p.dim, s.out.data);
+    if (p.bf16)
+      multiply_block(p, t, b, s.pairs.data, s.values.data + b.c0 / 2 * p.dim, s.out.data);
+    else
+      multiply_block(p, t, b, s.scores.data, s.values.data + b.c0 * p.dim, s.out.data);
   }
   finish_rows(p, s, bh, q0, rows);
 }
@@ -129,6 +145,10 @@ void forward_task(const Problem& p, ForwardScratch& s, int64_t bh, int64_t part)
   if (s.kv != kv) {
     pack_panels(p, p.k, kv, 0, p.k_len, s.keys.data);
     pack_rows(p, p.v, kv, p.kv_heads, 0, p.k_len, 1.0f, s.values.data);
+    if (p.bf16) {
+      std::fill_n(s.values.data + p.k_len * p.dim, p.dim, 0.0f);
+      to_pairs_down(s.values.data, p.k_len, p.dim, p.dim, s.values.data);
+    }
     s.kv = kv;
   }
   const Terms terms(p, bh);

@@ -31,6 +31,7 @@ struct Rows {  // a [batch, heads, length, head_dim] tensor; the last stride is 
 struct Problem {
   int64_t batch, heads, kv_heads, q_len, k_len, dim;  // dim is a multiple of VL
   int64_t window;                           // keys a query sees at most (k_len: all)
+  int64_t bf16;            // products of bf16 pairs, for inputs that were bf16
   int64_t threads, parts;  // parts: how many tasks share a pair (forward: batch and head,
                            // backward: batch and key head)
   float scale;             // times log2(e)
@@ -106,6 +107,7 @@ void pack_panels(const Problem& p, const Rows& t, int64_t kv, int64_t first, int
       const float* in = there ? row_of(t, kv, p.kv_heads, first + c + j) : nullptr;
       for (int64_t d = 0; d < p.dim; ++d) panel[d * PANEL + j] = there ? in[d] : 0.0f;
     }
+    if (p.bf16) to_pairs_down(panel, p.dim, PANEL, PANEL, panel);
   }
 }
 
@@ -186,16 +188,32 @@ struct KeyTerms {
   vf at(int m, int v) const { return (keys[v] - splat(origin[m])) * splat(LOG2E); }
 };
 
-// out[r] += block[r][span] * right, for tiles of rows; right is [C, dim].
+// A tile of products of rows of `left` and panels of `right`, both of p.dim numbers.
+template <int N>
+ALWAYS_INLINE void multiply_rows(const Problem& p, vf (&acc)[M][N], const float* left, int64_t row,
+                                 const float* panel) {
+  if (p.bf16)
+    multiply_pairs<N>(acc, left + row * (p.dim / 2), p.dim / 2, 1, panel, PANEL, p.dim / 2);
+  else
+    multiply<N>(acc, left + row * p.dim, p.dim, 1, panel, PANEL, p.dim);
+}
+
+// out[r] += block[r][span] * right, for tiles of rows; right is [C, dim]. In bf16 both are pairs
+// of keys, and a row of the block is C / 2 of them.
 void multiply_block(const Problem& p, const Terms& t, const Block& b, const float* block,
                     const float* right, float* out) {
-  for (int64_t k = 0; k < C; k += CHUNK) {
+  const int64_t chunk = p.bf16 ? C : CHUNK;  // pairs are half as large
+  for (int64_t k = 0; k < C; k += chunk) {
     for (int64_t r = 0; r < b.rows; r += M) {
       const Span span = span_of(p, t, b, r);
-      const int64_t begin = std::max(k, span.begin), end = std::min(k + CHUNK, span.end);
-      if (begin < end)
-        accumulate(block + r * LD + begin, LD, 1, right + begin * p.dim, p.dim, end - begin,
-                   out + r * p.dim);
+      const int64_t begin = std::max(k, span.begin), end = std::min(k + chunk, span.end);
+      if (begin >= end) continue;
+      if (p.bf16)
+        accumulate<true>(block + r * (C / 2) + begin / 2, C / 2, 1, right + begin / 2 * p.dim, p.dim,
+                         (end - begin + 1) / 2, out + r * p.dim);
+      else
+        accumulate<false>(block + r * LD + begin, LD, 1, right + begin * p.dim, p.dim, end - begin,
+                          out + r * p.dim);
     }
   }
 }

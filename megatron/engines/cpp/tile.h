@@ -127,6 +127,64 @@ ALWAYS_INLINE void multiply(vf (&acc)[M][N], const float* left,
   }
 }
 
+// The same with pairs of bf16 in the place of floats, summed in fp32; k counts pairs.
+#if defined(__AVX512BF16__)
+constexpr bool HAS_BF16 = true;
+
+template <int N>
+ALWAYS_INLINE void multiply_pairs(vf (&acc)[M][N], const float* left, long left_row, long left_k,
+                                  const float* right, long right_row, long k) {
+  for (long i = 0; i < k; ++i) {
+    __m512bh b[N];
+#pragma GCC unroll 8
+    for (int v = 0; v < N; ++v) b[v] = (__m512bh)_mm512_loadu_ps(right + v * VL);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const __m512bh a = (__m512bh)_mm512_set1_ps(left[m * left_row]);
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v)
+        acc[m][v] = (vf)_mm512_dpbf16_ps((__m512)acc[m][v], a, b[v]);
+    }
+    left += left_k;
+    right += right_row;
+  }
+}
+
+// 2 * VL numbers as VL pairs of neighbours.
+ALWAYS_INLINE void store_pairs(float* out, vf low, vf high) {
+  _mm512_storeu_ps(out, (__m512)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+
+// Numbers 2i and 2i + 1 as pair i; may be done in place.
+inline void to_pairs_across(const float* in, long count, float* out) {
+  for (long i = 0; i < count; i += 2 * VL) {
+    const vf low = load(in + i), high = load(in + i + VL);
+    store_pairs(out + i / 2, low, high);
+  }
+}
+
+// Rows 2i and 2i + 1 of [rows, columns] as row i of pairs; may be done in place.
+inline void to_pairs_down(const float* in, long rows, long columns, long row, float* out) {
+  for (long i = 0; i < rows; i += 2)
+    for (long c = 0; c < columns; c += VL) {
+      const __m512i low = _mm512_cvtepu16_epi32(
+          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(in + i * row + c)));
+      const __m512i high = _mm512_cvtepu16_epi32(
+          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(in + (i + 1) * row + c)));
+      _mm512_storeu_si512(out + i / 2 * row + c,
+                          _mm512_or_si512(_mm512_slli_epi32(high, 16), low));
+    }
+}
+#else
+constexpr bool HAS_BF16 = false;
+
+template <int N>
+ALWAYS_INLINE void multiply_pairs(vf (&)[M][N], const float*, long, long, const float*, long, long) {}
+inline void store_pairs(float*, vf, vf) {}
+inline void to_pairs_across(const float*, long, float*) {}
+inline void to_pairs_down(const float*, long, long, long, float*) {}
+#endif
+
 // Calls f with the number of vectors, 1 .. MAX_N, as a compile-time constant.
 template <class F>
 inline void with_vectors(long n, F f) {
@@ -156,6 +214,7 @@ inline void with_flags(bool a, bool b, F f) {
 }
 
 // out[m][0 .. dim) += left * right, for M rows; right and out have rows of dim.
+template <bool PAIRS>
 inline void accumulate(const float* left, long left_row, long left_k, const float* right, long dim,
                        long k, float* out) {
   for (long d = 0; d < dim; d += PANEL) {
@@ -163,7 +222,10 @@ inline void accumulate(const float* left, long left_row, long left_k, const floa
       constexpr int N = decltype(n)::value;
       vf acc[M][N];
       each<M, N>([&](int m, int v) { acc[m][v] = load(out + m * dim + d + v * VL); });
-      multiply<N>(acc, left, left_row, left_k, right + d, dim, k);
+      if constexpr (PAIRS)
+        multiply_pairs<N>(acc, left, left_row, left_k, right + d, dim, k);
+      else
+        multiply<N>(acc, left, left_row, left_k, right + d, dim, k);
       each<M, N>([&](int m, int v) { store(out + m * dim + d + v * VL, acc[m][v]); });
     });
   }
