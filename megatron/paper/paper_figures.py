@@ -1,4 +1,4 @@
-"""Two of the paper's figures: what the framework does (Figure 1), and kernels on its own axes."""
+"""What the framework does (the paper's Figure 1), kernels on its axes, and how they got there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from matplotlib.patches import Rectangle
 from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.kernel_figures import first_kernel, kernel_bias, shade
 from megatron.paper.run_results import ResultSet
-from megatron.paper.style import figure_style, finish_axes, mark_train_length, new_figure
+from megatron.paper.style import (
+    EndLabel,
+    direct_labels,
+    figure_style,
+    finish_axes,
+    mark_train_length,
+    new_figure,
+)
 from megatron.paper.suite_file import DataSet
 
-__all__ = ["framework_illustration", "kernels_on_paper_axes"]
+__all__ = ["framework_illustration", "kernels_on_paper_axes", "kernels_over_training"]
 
 _TRAINED, _TESTED = 3, 4
 _COLORS = {"content": "#DCE9F5", "kernel": "#FBE3CC", "sum": "#DDEFE3"}
@@ -118,3 +125,38 @@ def _whole_kernel(axes: Axes, bias: np.ndarray | None, train_length: int | None)
     axes.set_xlim(0, bias.shape[1] - 1)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
     mark_train_length(axes, train_length, below=True)
+
+
+_PATH_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+
+
+def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure | None:
+    """Learned parameters against step, a line per head (first seed): did they leave their draws?"""
+    shown = [
+        (item, name, run)
+        for item in data
+        for name in ("kerple_log", "kerple_power")
+        for run in results.of(item.name, name)[:1]
+        if len(run.kernel_path) > 1
+    ]
+    if not shown:
+        return None
+    columns = max(len(run.kernel) for _, _, run in shown)
+    with figure_style():
+        figure = new_figure(columns, len(shown), width=4.4, height=2.9)
+        grid = figure.subplots(len(shown), columns, squeeze=False)
+        for row, (item, name, run) in zip(grid, shown, strict=True):
+            steps = [step for step, _ in run.kernel_path]
+            for axes, parameter, color in zip(row, run.kernel, _PATH_COLORS, strict=False):
+                heads = np.array([values[parameter] for _, values in run.kernel_path]).T
+                for head in heads:
+                    axes.plot(steps, head, color=color, linewidth=1.5)
+                axes.set_xlim(0, steps[-1])
+                title = f"{label_of(name)}: {item.title}"
+                finish_axes(axes, title=title, xlabel="step", ylabel=parameter)
+                axes.title.set_fontsize(10.5)
+                ends = [float(head[-1]) for head in heads]
+                direct_labels(
+                    axes, [EndLabel(f"head {i + 1}", color, end) for i, end in enumerate(ends)]
+                )
+    return figure

@@ -33,7 +33,7 @@ from megatron.paper.pages import (
     to_latex,
     to_markdown,
 )
-from megatron.paper.paper_figures import kernels_on_paper_axes
+from megatron.paper.paper_figures import kernels_on_paper_axes, kernels_over_training
 from megatron.paper.position_figures import positionwise_perplexity
 from megatron.paper.result_fit import Fit
 from megatron.paper.run_files import done_steps, read_history, step_names, step_seconds
@@ -236,6 +236,8 @@ def _figures(suite: Suite, section: Section, results: ResultSet, directory: Path
         add("kernels", "Kernel functions per head", KERNEL_CAPTION, functions)
         whole = kernels_on_paper_axes(own, data, heads, reach)
         add("kernels_whole", "The same on the paper's axes", _WHOLE_CAPTION, whole)
+        paths = kernels_over_training(own, data)
+        add("kernel_paths", "Kernels over training", "A line per head, first seed.", paths)
         counts = effective_lengths(own, data, heads)
         add("effective_length", "Heads by effective length", EFFECTIVE_CAPTION, counts)
         learned = learned_parameters(own, data)

@@ -49,6 +49,8 @@ class RunResults:
     positions: list[Positions] = field(default_factory=list)
     kernel: dict[str, list[float]] = field(default_factory=dict)
     """Last logged kernel parameters, per head."""
+    kernel_path: list[tuple[int, dict[str, list[float]]]] = field(default_factory=list)
+    """All of them, with their steps."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     seconds_per_step: float | None = None
     last_step: int = 0
@@ -142,8 +144,9 @@ def _read_training(path: Path, results: RunResults) -> None:
             results.losses.append((step, loss))
         if pace is not None and step > _WARMUP_STEPS:
             seconds.append(pace)
-        if isinstance(entry.get("kernel"), dict):
-            results.kernel = _kernel_values(entry["kernel"]) or results.kernel
+        if isinstance(entry.get("kernel"), dict) and (kernel := _kernel_values(entry["kernel"])):
+            results.kernel = kernel
+            results.kernel_path.append((step, kernel))
     results.seconds_per_step = statistics.median(seconds) if seconds else None
 
 

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from megatron.evaluation.results_schema import PositionEntry
-from megatron.paper.paper_figures import framework_illustration, kernels_on_paper_axes
+from megatron.paper.paper_figures import (
+    framework_illustration,
+    kernels_on_paper_axes,
+    kernels_over_training,
+)
 from megatron.paper.position_figures import BINS, binned, positionwise_perplexity, smoothed
 from megatron.paper.run_results import Positions, ResultSet, RunResults
 from megatron.paper.style import EndLabel, direct_labels, figure_style, new_figure
@@ -101,3 +105,14 @@ def test_figure_1_has_a_last_row_that_training_never_met() -> None:
     for axes in figure.axes:
         dashed = [patch for patch in axes.patches if patch.get_linestyle() == "--"]
         assert (len(axes.patches), len(dashed)) == (10, 4)
+
+
+def test_kernels_over_training_have_a_line_per_head() -> None:
+    results = runs((2.0, 2.3))
+    assert kernels_over_training(results, [STDLIB]) is None  # no path was recorded
+    path = [(0, {"r1": [1.0, 2.0], "r2": [0.5, 0.1]}), (500, {"r1": [3.0, 2.5], "r2": [0.2, 0.3]})]
+    results.runs[0].kernel_path = path
+    figure = kernels_over_training(results, [STDLIB])
+    assert figure is not None and len(figure.axes) == 2
+    first = [line.get_ydata().tolist() for line in figure.axes[0].get_lines()]
+    assert first == [[1.0, 3.0], [2.0, 2.5]]
