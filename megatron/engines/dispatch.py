@@ -10,10 +10,12 @@ from torch import Tensor
 from megatron.engines.call import Call, checked_call
 from megatron.errors import EngineError
 
-__all__ = ["ENGINES", "attention", "choose_engine"]
+__all__ = ["ENGINES", "attention", "choose_engine", "explain_engine"]
 
 ENGINES = ("auto", "naive", "tiled", "triton")
 
+# Scores beyond this are not made just because the better engines cannot run.
+DENSE_LIMIT = 16 * 2**30
 # Below this many queries dense scores are small and one pass over them is the fastest.
 _TILED_MIN_QUERIES = 8
 
@@ -111,12 +113,43 @@ def choose_engine(call: Call, engine: str = "auto") -> str:
     if engine == "auto":
         if call.q.is_cuda and why_not_triton(call) is None:
             return "triton"
-        pays = call.q_len >= _TILED_MIN_QUERIES
-        return "tiled" if pays and why_not_tiled(call) is None else "naive"
+        if call.q_len >= _TILED_MIN_QUERIES and why_not_tiled(call) is None:
+            return "tiled"
+        _check_dense_fits(call)
+        return "naive"
     reasons = {"tiled": why_not_tiled, "triton": why_not_triton}
     if engine in reasons and (reason := reasons[engine](call)) is not None:
         raise EngineError(f"attention engine {engine!r} cannot run this call: {reason}")
     return engine
+
+
+def explain_engine(
+    engine: str, *, device: torch.device, dtype: torch.dtype, head_dim: int, dropout: float
+) -> str:
+    """The engine that will run a model's calls and, where that is the dense one, why."""
+    q = torch.empty(1, 1, _TILED_MIN_QUERIES, head_dim, device=device, dtype=dtype)
+    call = checked_call(q, q, q, dropout=dropout)
+    chosen = choose_engine(call, engine)
+    if chosen != "naive":
+        return chosen
+    return f"naive ({'as asked for' if engine == 'naive' else _why_dense(call)})"
+
+
+def _why_dense(call: Call) -> str:
+    """Why `auto` has nothing better than dense scores for this call."""
+    reason = why_not_triton(call) if call.q.is_cuda else why_not_tiled(call)
+    return reason or "there are few queries"
+
+
+def _check_dense_fits(call: Call) -> None:
+    batch, heads, queries, _ = call.q.shape
+    size = 4 * batch * heads * queries * call.k.shape[2]
+    if size > DENSE_LIMIT:
+        raise EngineError(
+            f"dense attention would hold {size / 2**30:.0f} GB of scores for {queries} queries and "
+            f"{call.k.shape[2]} keys; the engines that need no such room cannot run: "
+            f"{_why_dense(call)}. attention_engine: naive does it all the same."
+        )
 
 
 def why_not_tiled(call: Call) -> str | None:

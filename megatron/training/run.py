@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,6 +14,7 @@ from megatron.checkpoints import load_weights
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.store import CheckpointStore
 from megatron.data.datasets import check_tokenizers
+from megatron.engines.dispatch import explain_engine
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
@@ -263,7 +265,19 @@ def _opening_line(args: NeoXArgs, trainer: Trainer, engine: Any) -> str:
     start = f"resuming after step {trainer.step}" if trainer.step else "starting"
     return (
         f"{args.model.pos_emb}: {_count(trainer):,} parameters on this rank, "
-        f"{engine.device}, {layout}; {start}"
+        f"{engine.device}, {layout}; attention: {_attention_engine(args, engine)}; {start}"
+    )
+
+
+def _attention_engine(args: NeoXArgs, engine: Any) -> str:
+    """Which attention engine will run, and why it is not a faster one."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return explain_engine(
+        args.model.engine_in_effect,
+        device=torch.device(engine.device),
+        dtype=dtypes.get(args.optimization.precision or "fp32", torch.float32),
+        head_dim=args.model.head_dim,
+        dropout=args.model.attention_dropout,
     )
 
 

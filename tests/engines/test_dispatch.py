@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from megatron.engines import ENGINES, attention
-from megatron.engines.call import Call
-from megatron.engines.dispatch import choose_engine
+from megatron.engines import ENGINES, attention, triton_attention
+from megatron.engines.call import Call, checked_call
+from megatron.engines.dispatch import choose_engine, explain_engine
 from megatron.errors import EngineError
 from tests.engines.reference import reference_attention, relative_error
 
@@ -138,3 +141,44 @@ def test_bad_tensors_are_named(name: str) -> None:
 def test_bad_options_are_named(options: dict, says: str) -> None:
     with pytest.raises(EngineError, match=says):
         attention(*make(), **options)
+
+
+@pytest.fixture
+def on_a_gpu() -> Iterator[None]:
+    """Tensors that say they are on a GPU, and take no memory."""
+    with FakeTensorMode():
+        yield
+
+
+def gpu_call(length: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Call:
+    q = torch.empty(8, 12, length, 64, device="cuda", dtype=dtype)
+    return checked_call(q, q, q, **options)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_gpu_takes_triton_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "can_run", lambda *_: None)
+    assert choose_engine(gpu_call(4096)) == "triton"
+    monkeypatch.setattr(triton_attention, "can_run", lambda *_: "no C compiler was found")
+    assert choose_engine(gpu_call(2048)) == "naive"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_falling_back_to_dense_scores_is_refused_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(triton_attention, "can_run", lambda *_: "no C compiler was found")
+    with pytest.raises(EngineError, match=r"96 GB of scores .* no C compiler was found"):
+        choose_engine(gpu_call(16_384))
+    assert choose_engine(gpu_call(16_384), "naive") == "naive"  # asked for: it is done
+    assert choose_engine(gpu_call(1)) == "naive"
+
+
+def test_the_start_says_which_engine_runs_and_why() -> None:
+    def explained(engine: str, dropout: float = 0.0) -> str:
+        kind = {"device": torch.device("cpu"), "dtype": torch.float32}
+        return explain_engine(engine, head_dim=64, dropout=dropout, **kind)
+
+    assert explained("auto") == "tiled"
+    assert explained("naive") == "naive (as asked for)"
+    assert "naive (it has no attention dropout" in explained("auto", dropout=0.1)
