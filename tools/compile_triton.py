@@ -12,7 +12,8 @@ tools/triton_ledger.py); exit status 1 if one is missed.
 
     python tools/compile_triton.py                      # everything; takes long
     python tools/compile_triton.py --dims 64 --dtypes bf16 --arch 80
-    python tools/compile_triton.py --ledger             # bf16, head dims 64 and 128
+    python tools/compile_triton.py --ledger             # bf16, all sizes and tables
+    python tools/compile_triton.py --ledger --dims 64 --tables bias --arch 80
 """
 
 from __future__ import annotations
@@ -318,11 +319,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ledger(arguments: argparse.Namespace) -> int:
     from tools import triton_ledger
 
+    if "fp32" in (arguments.dtypes or ()):
+        # an fp32 product is three TF32 products at half the rate: another ledger
+        print("--ledger counts half precision: use --dtypes bf16 or fp16", file=sys.stderr)
+        return 2
     return triton_ledger.report(
         configurations(
-            arguments.dims or (64, 128),
+            arguments.dims or (32, 64, 128, 256),
             arguments.dtypes or ("bf16",),
-            arguments.tables or ("bias", "both"),
+            arguments.tables or ("bias", "weight", "both"),
             arguments.arch,
             arguments.extras,
         )

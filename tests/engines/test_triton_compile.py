@@ -154,6 +154,11 @@ def test_the_command_prints_one_row_per_kernel(
     assert f"{count} kernels compiled, 0 do not fit" in printed
 
 
+def test_the_ledger_is_of_half_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compile_triton.main(["--ledger", "--dtypes", "fp32"]) == 2
+    assert "use --dtypes bf16 or fp16" in capsys.readouterr().err
+
+
 def test_the_ledger_command_prints_counts_formula_and_bounds(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
