@@ -42,7 +42,7 @@ from megatron.engines.triton_problem import build_problem
 # per thread block": 163 KB for 8.0, 227 KB for 9.0).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # Bytes per thread that may live in local memory (it is cached, but a loop should not live there):
-# on the A100 with tables alone, in half precision, up to head dim 128; and elsewhere.
+# on the A100 with tables alone, in half precision, at head dims 32, 64 and 128; and elsewhere.
 STACK_LIMIT, WIDE_STACK_LIMIT = 128, 512
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -92,7 +92,7 @@ class Configuration:
 
     @property
     def stack_limit(self) -> int:
-        narrow = self.dtype != "fp32" and self.head_dim <= 128
+        narrow = self.dtype != "fp32" and self.head_dim in (32, 64, 128)
         held = narrow and self.extras == "plain" and self.arch == 80
         return STACK_LIMIT if held else WIDE_STACK_LIMIT
 
