@@ -91,6 +91,7 @@ def place_weights(
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> str:
     theirs, differences = checkpoint.spec, []
     for key in ("pos_emb", "num_layers", "hidden_size", "num_attention_heads", "norm",
+                "num_kv_heads", "use_qk_layernorm",
                 "no_weight_tying", "kerple_share", "padded_vocab_size", "activation"):  # fmt: skip
         if getattr(theirs, key) != getattr(spec, key):
             differences.append(f"{key} {getattr(theirs, key)!r} there, {getattr(spec, key)!r} here")

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -79,6 +80,7 @@ def _others() -> dict[str, Any]:
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
         "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStageEnum,
         "deepspeed.utils.tensor_fragment.fragment_address": fragment_address,
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape": SubparamShape,
         "argparse.Namespace": argparse.Namespace,
     }
 

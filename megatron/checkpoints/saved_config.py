@@ -103,7 +103,7 @@ def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
         kept = {
             key: value
             for key, value in config.items()
-            if OWNER.get(key) in _NEEDED_GROUPS or changes_the_model(key) or key == "num_kv_heads"
+            if OWNER.get(key) in _NEEDED_GROUPS or changes_the_model(key)
         }
         try:
             args = NeoXArgs.from_dict({**kept, "train_micro_batch_size_per_gpu": 1})

@@ -38,6 +38,7 @@ class Sharding:
     """
 
     gated: bool = False
+    queries_per_key: int = 1
     head: str = "column"
     t5: bool = False
     sums_parallel_biases: bool = False
@@ -47,6 +48,7 @@ class Sharding:
         """The cuts of a model; `neox` for files of GPT-NeoX or the official KERPLE code."""
         return cls(
             gated=model.activation in GATED,
+            queries_per_key=model.num_attention_heads // model.kv_heads,
             head=model.output_layer_parallelism,
             t5=canonical_name(model.pos_emb) == "rpe",
             sums_parallel_biases=neox and model.gpt_j_residual,
@@ -65,9 +67,14 @@ class Sharding:
             return 1 if self.t5 else 0
         return None
 
-    def blocks(self, name: str) -> int:
-        """How many stacked parts are cut each on its own."""
-        return 2 if self.gated and ".mlp.dense_h_to_4h." in name else 1
+    def parts(self, name: str, size: int) -> list[int]:
+        """The sizes of stacked parts, of `size` in all, that are cut each on its own."""
+        shares = [1]
+        if self.gated and ".mlp.dense_h_to_4h." in name:
+            shares = [1, 1]
+        elif self.queries_per_key > 1 and ".attention.query_key_value." in name:
+            shares = [self.queries_per_key, 1, 1]
+        return [share * size // sum(shares) for share in shares]
 
     def has_vocabulary_rows(self, name: str) -> bool:
         """Whether rows are words, the last ones padding that depends on the model-parallel size."""
@@ -85,14 +92,13 @@ class Sharding:
         dim = self.dim(name)
         if dim is None:
             return whole
-        blocks = self.blocks(name)
-        part = whole.shape[dim] // blocks
-        if part % size:
+        parts = self.parts(name, whole.shape[dim])
+        if uneven := [part for part in parts if part % size]:
             raise CheckpointError(
-                f"{name} {tuple(whole.shape)}: {part} cannot be split over {size} model-parallel "
-                "ranks; choose a size that divides it"
+                f"{name} {tuple(whole.shape)}: {uneven[0]} cannot be split over {size} "
+                "model-parallel ranks; choose a size that divides it"
             )
-        pieces = [block.chunk(size, dim)[rank] for block in whole.split(part, dim)]
+        pieces = [part.chunk(size, dim)[rank] for part in whole.split(parts, dim)]
         return torch.cat(pieces, dim).contiguous()
 
     def merge(self, name: str, shards: Sequence[Tensor]) -> Tensor:
@@ -104,9 +110,8 @@ class Sharding:
         dim = self.dim(name)
         if dim is None:
             return _agree(shards)
-        blocks = self.blocks(name)
-        parts = [shard.chunk(blocks, dim) for shard in shards]
-        return torch.cat([part[block] for block in range(blocks) for part in parts], dim)
+        parts = [shard.split(self.parts(name, shard.shape[dim]), dim) for shard in shards]
+        return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces], dim)
 
 
 def with_rows(whole: Tensor, rows: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ from deepspeed.checkpoint.constants import (
     PARAM_N_SUB_PARAMS,
     PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
     PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    PARAMETER_WITH_SUB_PARAMS,
     PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    SUB_PARAM_SHAPE,
+    SUB_PARAM_SHARD_WIDTHS,
     TP_REPLICATED_PARAMETER_PATTERNS,
     UNIVERSAL_CHECKPOINT_INFO,
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
@@ -24,6 +27,7 @@ from deepspeed.checkpoint.constants import (
     VOCAB_TENSOR,
     VOCABULARY_PARAMETER_PATTERNS,
 )
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from torch import Tensor, nn
 
 from megatron.checkpoints.sharding import Sharding
@@ -38,8 +42,12 @@ def described(name: str, whole: Tensor, sharding: Sharding) -> dict[str, Any]:
     dim = sharding.dim(name)
     if dim is not None:
         entry[CAT_DIM] = dim
-    if sharding.blocks(name) > 1:
-        entry[PARAM_N_SUB_PARAMS] = sharding.blocks(name)
+    parts = _parts(name, whole.shape, sharding)
+    if len(set(parts)) > 1:
+        shape = (tuple(parts), *whole.shape[1:])
+        entry[SUB_PARAM_SHAPE] = SubparamShape(patterns=[], shape=shape, partition_dim=0)
+    elif len(parts) > 1:
+        entry[PARAM_N_SUB_PARAMS] = len(parts)
     if _is_cut_by_word(name, sharding):
         entry[VOCAB_TENSOR] = True
     return entry
@@ -72,7 +80,7 @@ def conversion_info(
             n for n, c in names.items() if sharding.dim(c) == 1
         ],
         PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: [
-            n for n, c in names.items() if sharding.blocks(c) == 2
+            n for n, c in names.items() if len(_parts(c, shapes[n], sharding)) == 2
         ],
         VOCABULARY_PARAMETER_PATTERNS: words,
         # The embedding of a tied head is on the last stage too.
@@ -83,7 +91,31 @@ def conversion_info(
         # DeepSpeed drops the rows from here on. Rows of padding are trained like others: keep all.
         ORIGINAL_VOCAB_SIZE: max((shapes[name][0] for name in words), default=0) * tp_size,
         **{key: _patterns(found) for key, found in info.items()},
+        **_uneven_parts(shapes, names, sharding, tp_size),
     }
+
+
+def _parts(name: str, shape: Sequence[int], sharding: Sharding) -> list[int]:
+    dim = sharding.dim(name)
+    return [] if dim is None else sharding.parts(name, shape[dim])
+
+
+def _uneven_parts(
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], sharding: Sharding, tp: int
+) -> dict[str, Any]:
+    """Queries, keys and values of grouped heads: whole sizes, and each rank's share of them."""
+    described, widths = {}, {}
+    for name, canonical in names.items():
+        parts = _parts(canonical, shapes[name], sharding)
+        if len(set(parts)) > 1:
+            (pattern,) = _patterns([name])
+            whole = tuple(part * tp for part in parts)
+            shape = (whole, *shapes[name][1:])
+            described[pattern] = {"patterns": [pattern], "shape": shape, "partition_dim": 0}
+            widths[pattern] = [[part] * tp for part in parts]
+    if not described:
+        return {}
+    return {PARAMETER_WITH_SUB_PARAMS: list(described.values()), SUB_PARAM_SHARD_WIDTHS: widths}
 
 
 def _is_cut_by_word(name: str, sharding: Sharding) -> bool:

@@ -179,6 +179,12 @@ def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[st
         lacking.append(f"pos_emb: {spec.pos_emb}")
     if is_official_kerple(spec) and spec.kerple_bias_scale == "pre":
         lacking.append("kerple_bias_scale: pre")
+    if is_official_kerple(spec):  # older than these keys of GPT-NeoX
+        lacking += [
+            f"pos_emb: {spec.pos_emb} with {key}"
+            for key in ("num_kv_heads", "use_qk_layernorm")
+            if getattr(spec, key)
+        ]
     if spec.kerple_share == "per_layer" and pos_emb not in ("rotary", "learned", "none", "alibi"):
         lacking.append("kerple_share: per_layer")
     if spec.rope_scaling:

@@ -38,6 +38,8 @@ class SelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         *,
+        kv_heads: int | None = None,
+        qk_norm: nn.Module | None = None,
         init: InitMethod,
         output_init: InitMethod,
         generators: Callable[[str], torch.Generator],
@@ -51,14 +53,22 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         tp.slice_of(num_heads, "num_attention_heads")  # whole heads only
+        tp.slice_of(kv_heads or num_heads, "num_kv_heads")
+        if num_heads % (kv_heads or num_heads):
+            raise ValueError(f"{num_heads} heads cannot share {kv_heads} heads of keys and values")
         self.head_dim = hidden_size // num_heads
+        self.queries_per_key = num_heads // (kv_heads or num_heads)
+        key_size = hidden_size // self.queries_per_key
         self.dropout, self.window = dropout, window
         self.engine, self.pruning = engine, pruning
         self.tp = tp
         self.rotary = rotary
+        self.qk_layernorm = qk_norm
         self.query_key_value = ColumnParallelLinear(
             hidden_size,
-            3 * hidden_size,
+            hidden_size + 2 * key_size,
+            # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
+            parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
             bias=bias,
             init=init,
             generator=generators("attention.query_key_value"),
@@ -74,12 +84,7 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x_BLh: Tensor, tables: Tables, cache: LayerCache | None = None) -> Tensor:
-        q_BHLD, k_BHLD, v_BHLD = rearrange(
-            self.query_key_value(x_BLh),
-            "b l (h three d) -> three b h l d",
-            three=3,
-            d=self.head_dim,
-        )
+        q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
         if self.rotary is not None:
             offset = cache.length if cache is not None else 0
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset)
@@ -99,6 +104,20 @@ class SelfAttention(nn.Module):
             generator=_dropout_generator(x_BLh.device, self.tp) if dropout else None,
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [B, H, L, D]; the last two may have fewer heads."""
+        if self.queries_per_key == 1:
+            q_BLHD, k_BLHD, v_BLHD = rearrange(
+                qkv, "b l (h three d) -> three b l h d", three=3, d=self.head_dim
+            ).unbind()
+        else:
+            size = qkv.shape[-1] // (self.queries_per_key + 2)
+            parts = qkv.split([self.queries_per_key * size, size, size], dim=-1)
+            q_BLHD, k_BLHD, v_BLHD = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        if self.qk_layernorm is not None:
+            q_BLHD, k_BLHD = self.qk_layernorm(q_BLHD), self.qk_layernorm(k_BLHD)
+        return q_BLHD.transpose(1, 2), k_BLHD.transpose(1, 2), v_BLHD.transpose(1, 2)
 
 
 # Keys and values of the tokens already seen, for generation.

@@ -194,6 +194,8 @@ class LayerFactory:
         return SelfAttention(
             spec.hidden_size,
             spec.num_attention_heads,
+            kv_heads=spec.kv_heads,
+            qk_norm=self._qk_norm(),
             init=self._init(spec.init_method),
             output_init=self._init(spec.output_layer_init_method),
             generators=generators,
@@ -205,6 +207,14 @@ class LayerFactory:
             rotary=self._positions(RotaryEmbedding),
             tp=self.tp,
         )
+
+    def _qk_norm(self) -> nn.Module | None:
+        """GPT-NeoX's: one norm for queries and keys, over all heads of a token together."""
+        spec = self.spec
+        if not spec.use_qk_layernorm:
+            return None
+        shape = (spec.num_attention_heads, spec.head_dim)
+        return nn.LayerNorm(shape, eps=spec.layernorm_epsilon, bias=spec.use_bias_in_norms)
 
     def _mlp(self, generators: Callable[[str], torch.Generator]) -> MLP:
         spec = self.spec

@@ -50,7 +50,7 @@ class MLP(nn.Module):
         self.dense_h_to_4h = ColumnParallelLinear(
             hidden_size,
             parts * intermediate_size,
-            blocks=parts,
+            parts=[intermediate_size] * parts,
             bias=bias,
             init=init,
             generator=generators("mlp.dense_h_to_4h"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -80,8 +80,8 @@ def _draw(rows: int, columns: int, init: InitMethod, generator: torch.Generator)
 class ColumnParallelLinear(nn.Module):
     """y = x A^T + b with the outputs split over the ranks.
 
-    `blocks` counts equal parts stacked in the output (2 for gated activations); each part is split,
-    so that every rank holds a slice of all of them.
+    `parts` are the sizes of parts stacked in the output (two for gated activations; queries, keys
+    and values of grouped heads); each part is split, so that every rank holds a slice of all.
     """
 
     def __init__(
@@ -92,17 +92,18 @@ class ColumnParallelLinear(nn.Module):
         init: InitMethod,
         generator: torch.Generator,
         bias: bool = True,
-        blocks: int = 1,
+        parts: Sequence[int] = (),
         gather_output: bool = False,
         tp: TensorParallel = SERIAL,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.gather_output = gather_output
-        part = output_size // blocks
-        share = tp.slice_of(part, "output size")
+        sizes = list(parts) or [output_size]
         full = _draw(output_size, input_size, init, generator)
-        local = full.view(blocks, part, input_size)[:, share].reshape(-1, input_size)
+        local = torch.cat(
+            [part[tp.slice_of(len(part), "output size")] for part in full.split(sizes)]
+        )
         self.weight = _parameter(local.clone(), split=tp.size > 1)
         self.bias: nn.Parameter | None = None
         if bias:

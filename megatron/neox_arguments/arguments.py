@@ -103,7 +103,7 @@ class NeoXArgs(Group):
     @classmethod
     def _from_canonical(cls, values: dict[str, Any], problems: list[str]) -> NeoXArgs:
         """`problems`: what is already known to be wrong; all of it is raised at once."""
-        values = _check_kv_heads(resolve_precision(values), problems)
+        values = resolve_precision(values)
         problems += unknown_zero_keys(values.get("zero_optimization"))
         grouped: dict[str, dict[str, Any]] = {name: {} for name in GROUPS}
         for key, value in values.items():
@@ -172,18 +172,6 @@ class NeoXArgs(Group):
     def replace(self, **changes: Any) -> NeoXArgs:
         """A new validated config with some flat keys changed."""
         return NeoXArgs.from_dict({**self.to_dict(), **changes}).with_sources(self._sources)
-
-
-def _check_kv_heads(values: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Grouped-query attention is not implemented; as many key heads as heads is no grouping."""
-    rest = {key: value for key, value in values.items() if key != "num_kv_heads"}
-    groups = values.get("num_kv_heads")
-    if groups is not None and groups != values.get("num_attention_heads"):
-        problems.append(
-            f"num_kv_heads = {groups!r:.80}: grouped-query attention is a GPT-NeoX feature not "
-            "implemented here. Remove it or set it to num_attention_heads."
-        )
-    return rest
 
 
 def _named_texts(texts: list[tuple[str, str]]) -> dict[str, str]:

@@ -47,9 +47,12 @@ def _norm_parameters(model: ModelArgs) -> int:
 
 def _layer_parameters(model: ModelArgs) -> int:
     hidden, ffn = model.hidden_size, model.ffn_size
-    attention = 4 * hidden * hidden
+    projected = hidden + 2 * model.kv_heads * model.head_dim
+    attention = (projected + hidden) * hidden
     if model.use_bias_in_attn_linear:
-        attention += 4 * hidden
+        attention += projected + hidden
+    if model.use_qk_layernorm:
+        attention += _norm_parameters(model)
     parts = 2 if model.activation in GATED_ACTIVATIONS else 1
     mlp = (parts + 1) * hidden * ffn
     if model.use_bias_in_mlp:

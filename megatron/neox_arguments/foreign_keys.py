@@ -136,7 +136,6 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "this MLP or attention variant": {
         "mlp_type": ("regular",),
         "expansion_factor": (4,),
-        "use_qk_layernorm": _OFF,
         "opt_pos_emb_offset": (0,),
         "rotary_save_freqs_buffer": (True,),
         "rmsnorm_fusion": (True,),

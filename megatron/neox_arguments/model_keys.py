@@ -70,6 +70,18 @@ class ModelArgs(Group):
         description="Number of attention heads.",
         json_schema_extra=about(hf_default=12),
     )
+    num_kv_heads: PositiveInt | None = Field(
+        None,
+        description="Grouped-query attention: heads of keys and values, a divisor of "
+        "num_attention_heads; each serves as many query heads in a row. null: one for each.",
+        json_schema_extra=about(hf="num_key_value_heads"),
+    )
+    use_qk_layernorm: bool = Field(
+        False,
+        description="Layernorm of queries and keys before they meet, over all heads of a token at "
+        "once and with one weight for both, as GPT-NeoX. Needs norm: layernorm, "
+        "model_parallel_size 1 and no num_kv_heads.",
+    )
     intermediate_size: PositiveInt | None = Field(
         None,
         description="Width of the MLP; null means 4 x hidden_size. A gated activation (swiglu, "
@@ -306,6 +318,16 @@ class ModelArgs(Group):
             return {**values, "max_position_embeddings": values.get("seq_length") or default}
         return values
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_groups_of_one(cls, values: Any) -> Any:
+        """As many key heads as query heads is plain attention, whose weights lie otherwise."""
+        if not isinstance(values, dict) or values.get("num_kv_heads") is None:
+            return values
+        if values["num_kv_heads"] != values.get("num_attention_heads"):
+            return values
+        return {key: value for key, value in values.items() if key != "num_kv_heads"}
+
     @property
     def engine_in_effect(self) -> str:
         """The engine that training asks for: GPT-NeoX's key for its fused softmax chooses ours."""
@@ -318,6 +340,11 @@ class ModelArgs(Group):
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_kv_heads or self.num_attention_heads
 
     @property
     def ffn_size(self) -> int:

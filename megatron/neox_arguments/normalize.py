@@ -53,7 +53,7 @@ def normalize(
     foreign, unknown = ForeignKeys(source), []
     for raw_key, raw_value in values.items():
         key = canonical_key(raw_key)
-        if key not in known and key != "num_kv_heads":
+        if key not in known:
             if not foreign.passes_over(key, raw_value):
                 unknown.append(unknown_key(raw_key, known, source))
             continue

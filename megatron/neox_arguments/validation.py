@@ -69,11 +69,43 @@ def _check_heads(args: NeoXArgs) -> None:
             f"model_parallel_size = {mp} does not divide num_attention_heads = {heads}. "
             f"Use model_parallel_size {_divisors_near(heads, mp)} or more heads."
         )
+    _check_grouped_heads(args.model, mp)
     ffn = args.model.ffn_size
     if ffn % mp:
         raise ConfigError(
             f"model_parallel_size = {mp} does not divide the MLP width {ffn}. "
             f"Use intermediate_size {_wider(args.model, mp)}."
+        )
+
+
+def _check_grouped_heads(model: ModelArgs, mp: int) -> None:
+    heads, groups = model.num_attention_heads, model.num_kv_heads
+    if groups is not None and heads % groups:
+        raise ConfigError(
+            f"num_kv_heads = {groups} does not divide num_attention_heads = {heads}. "
+            f"Use num_kv_heads {_divisors_near(heads, groups)}."
+        )
+    if groups is not None and groups % mp:
+        raise ConfigError(
+            f"model_parallel_size = {mp} does not divide num_kv_heads = {groups}. "
+            f"Use model_parallel_size {_divisors_near(groups, mp)} or more num_kv_heads."
+        )
+    if not model.use_qk_layernorm:
+        return
+    if model.norm != "layernorm":
+        raise ConfigError(
+            f"use_qk_layernorm = true with norm = {model.norm}: it is there for norm: layernorm "
+            "only. Change norm or remove use_qk_layernorm."
+        )
+    if mp > 1:
+        raise ConfigError(
+            f"use_qk_layernorm = true with model_parallel_size = {mp}: it takes the mean over all "
+            "heads, and ranks hold some of them. Use model_parallel_size 1."
+        )
+    if groups is not None:
+        raise ConfigError(
+            f"use_qk_layernorm = true with num_kv_heads = {groups}: its one weight for queries and "
+            "keys needs as many heads of both. Remove one of the two keys."
         )
 
 

@@ -21,9 +21,11 @@ def parameter_groups(
     stage must have the same ones, and only the first has a kernel (see kernel_rate.py).
     """
     members: dict[str, list[nn.Parameter]] = {DECAYED: [], PLAIN: []}
-    for _, parameter in named_parameters:
+    for name, parameter in named_parameters:
         kernel = getattr(parameter, "is_kernel_parameter", False)
-        members[DECAYED if parameter.dim() >= 2 and not kernel else PLAIN].append(parameter)
+        norm = ".qk_layernorm." in name  # of two dimensions: heads and their width
+        decayed = parameter.dim() >= 2 and not kernel and not norm
+        members[DECAYED if decayed else PLAIN].append(parameter)
     return [
         {
             "params": parameters,

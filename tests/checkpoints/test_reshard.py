@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoints import read_checkpoint
+from megatron.checkpoints.safe_files import load_file
 from megatron.checkpoints.universal import WEIGHT
 from tests.processes import REPOSITORY
 from tests.training.cases import ADAM, layout, precision, run_cases, tiny_config, write_data
@@ -19,12 +20,13 @@ from tests.training.runs import finish, losses, run, run_config, start_run
 
 HALF = 3
 BF16 = precision("bf16")
-# Every other way to cut a parameter (T5's table, a gated block, a head of its own cut by columns),
-# and norms of a single number.
+# Every other way to cut a parameter (T5's table, a gated block, grouped heads, a head of its own
+# cut by columns), and norms of a single number.
 ODD = {
     "pos_emb": "rpe",
     "norm": "scalenorm",
     "activation": "swiglu",
+    "num_kv_heads": 2,
     "intermediate_size": 132,
     "no_weight_tying": True,
     "output_layer_parallelism": "row",
@@ -184,7 +186,7 @@ def _files(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
     found: dict[str, dict[str, torch.Tensor]] = {}
     for file in sorted(zero.glob("*/*.pt")):
         if not file.parent.is_symlink():
-            content = torch.load(file, weights_only=True)
+            content = load_file(file)
             value = content["param"] if isinstance(content, dict) else content
             found.setdefault(file.parent.name, {})[file.stem] = value
     return found

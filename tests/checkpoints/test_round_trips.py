@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "learned": {"pos_emb": "learned", "norm": "scalenorm"},
     "sinusoidal": {"pos_emb": "sinusoidal", "use_bias_in_attn_linear": False},
     "none": {"pos_emb": "none", "activation": "swiglu", "mlp_multiple_of": 4},
+    "grouped": {"pos_emb": "rotary", "num_kv_heads": 2},
 }
 
 
@@ -118,6 +119,7 @@ def test_softplus_kernels_reach_the_official_form_as_values(tmp_path: Path) -> N
     [
         ({"pos_emb": "kerple_log3"}, "pos_emb: kerple_log3"),
         ({"pos_emb": "kerple_log", "kerple_share": "per_layer"}, "kerple_share: per_layer"),
+        ({"pos_emb": "kerple_log", "num_kv_heads": 2}, "kerple_log with num_kv_heads"),
         ({"pos_emb": "kerple_log", "kerple_bias_scale": "pre"}, "kerple_bias_scale: pre"),
         (
             {"pos_emb": "rotary", "rope_scaling": {"type": "linear", "factor": 2.0}},

@@ -55,8 +55,16 @@ def test_greedy_is_the_same_with_and_without_cache(pos_emb: str) -> None:
     assert generate(model, PROMPTS, max_new_tokens=20, use_cache=False) == expected
 
 
-@pytest.mark.parametrize("changes", [{"kerple_share": "per_layer"}, {"sliding_window_width": 5}])
-def test_cache_with_per_layer_kernels_and_windows(changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kerple_share": "per_layer"},
+        {"sliding_window_width": 5},
+        {"num_kv_heads": 2},
+        {"use_qk_layernorm": True},
+    ],
+)
+def test_cache_with_other_attention(changes: dict[str, object]) -> None:
     model = tiny_model(**changes)
     expected = [greedy_by_hand(model, prompt, 20) for prompt in PROMPTS]
     assert generate(model, PROMPTS, max_new_tokens=20) == expected

@@ -52,6 +52,9 @@ def test_the_papers_model_has_the_papers_size() -> None:
         {"init_method": "small_init", "output_layer_init_method": "wang_init"},
         {"kerple_share": "per_layer"},
         {"sliding_window_width": 8},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+        {"use_qk_layernorm": True},
         {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     ],
     ids=str,
@@ -61,6 +64,38 @@ def test_every_variant_learns_with_all_its_parameters(change: dict[str, object])
     found = gradients(model, tokens(), None)
     assert set(found) == {name for name, _ in model.named_parameters()}
     assert all(bool(torch.isfinite(g).all()) and float(g.abs().sum()) > 0 for g in found.values())
+
+
+def test_grouped_heads_are_heads_whose_keys_and_values_repeat() -> None:
+    """Outputs and gradients against the plain model that holds each key head's rows twice."""
+    grouped = GPTModel(SPEC.replace(num_kv_heads=2))
+    plain = GPTModel(SPEC)
+    names, heads, width = dict(grouped.named_parameters()), 4, 8
+    # of each plain head its q, k, v: rows of [all q, all k, all v] with two heads of k and v
+    start = [
+        first
+        for head in range(heads)
+        for first in (head * width, (heads + head // 2) * width, (heads + 2 + head // 2) * width)
+    ]
+    rows = torch.cat([torch.arange(first, first + width) for first in start])
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            source = names[name]
+            if "query_key_value" in name:
+                source.normal_(0, 0.5, generator=torch.Generator().manual_seed(len(name)))
+            parameter.copy_(source[rows] if "query_key_value" in name else source)
+    text = tokens(length=37)
+    torch.testing.assert_close(grouped(text), plain(text))
+    found, expected = gradients(grouped, text, None), gradients(plain, text, None)
+    for name, gradient in expected.items():
+        if "query_key_value" in name:
+            gradient = torch.zeros_like(found[name]).index_add_(0, rows, gradient)
+        torch.testing.assert_close(found[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_key_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 heads of keys"):
+        GPTModel(SPEC.replace(num_kv_heads=3))
 
 
 def test_fused_gelu_is_the_tanh_approximation() -> None:

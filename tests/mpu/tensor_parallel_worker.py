@@ -31,6 +31,7 @@ VARIANTS = {
     "buckets": SPEC.replace(pos_emb="rpe"),
     "slopes": SPEC.replace(pos_emb="alibi", num_attention_heads=2),
     "rotary": SPEC.replace(pos_emb="rotary"),
+    "grouped heads": SPEC.replace(num_kv_heads=2),
 }
 
 

@@ -52,11 +52,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         for size in ("130M", "370M", "790M", "1.4B", "2.8B")
     },
 }
-GROUPED_QUERIES = ("llama2/70B.yml", "llama2/codellama_34B.yml", "mistral/7B.yml")
-
-
-def has_grouped_queries() -> bool:
-    return "num_kv_heads" in KNOWN_KEYS
 
 
 def command(file: Path) -> list[str]:
@@ -81,8 +76,6 @@ def test_every_file_is_described_or_refused_once(
     monkeypatch.chdir(tmp_path)
     name = str(file.relative_to(NEOX))
     reasons = REFUSED.get(name, ())
-    if name in GROUPED_QUERIES and not has_grouped_queries():
-        reasons = ("grouped-query attention",)
     if not reasons:
         report = dry_run(command(file), capsys)
         for part in ("# resolved config", "# parameters", "# memory", "# batch"):
@@ -96,8 +89,7 @@ def test_every_file_is_described_or_refused_once(
 
 @needs_neox
 def test_no_fewer_files_load_than_before() -> None:
-    refused = len(REFUSED) + (0 if has_grouped_queries() else len(GROUPED_QUERIES))
-    assert len(FILES) - refused >= (44 if has_grouped_queries() else 41)
+    assert len(FILES) - len(REFUSED) >= 44
 
 
 @needs_fork

@@ -25,7 +25,7 @@ SETTINGS = settings(
 
 NESTED_KEYS = ["enabled", "type", "params", "lr", "betas", "stage", "device", "fp16", "factor"]
 keys = st.one_of(
-    st.sampled_from([*KNOWN_KEYS, *ALIASES, *UNIMPLEMENTED, *DERIVED, "num_kv_heads"]),
+    st.sampled_from([*KNOWN_KEYS, *ALIASES, *UNIMPLEMENTED, *DERIVED]),
     st.sampled_from(KNOWN_KEYS).map(lambda key: key.replace("_", "-")),
     st.text(max_size=8),
 )

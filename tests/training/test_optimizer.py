@@ -24,7 +24,7 @@ BUILT = [pytest.param(name, marks=pytest.mark.slow) for name in ("fused_adam", "
 
 def named_parameters(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"weight": (7, 5), "bias": (7,), "r1": (4,)}
+    shapes = {"weight": (7, 5), "bias": (7,), "r1": (4,), "2.attention.qk_layernorm.weight": (2, 3)}
     found = {k: nn.Parameter(torch.randn(s, generator=generator)) for k, s in shapes.items()}
     found["r1"].is_kernel_parameter = True  # type: ignore[attr-defined]
     return list(found.items())

@@ -92,22 +92,41 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         size, bias = config.hidden_size, config.attention_bias
-        self.query_key_value = nn.Linear(size, 3 * size, bias=bias)
+        heads = config.num_attention_heads
+        self.groups = heads // (config.num_key_value_heads or heads)
+        self.query_key_value = nn.Linear(size, size + 2 * size // self.groups, bias=bias)
         self.dense = nn.Linear(size, size, bias=bias)
+        self.qk_layernorm: nn.Module | None = None
+        if config.use_qk_layernorm:
+            shape = (heads, config.head_dim)
+            self.qk_layernorm = nn.LayerNorm(shape, eps=config.norm_eps, bias=config.norm_bias)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [B, H, Q, D]; the last two may have fewer heads."""
+        head_dim, qkv = self.config.head_dim, self.query_key_value(x)
+        if self.groups == 1:
+            q, k, v = qkv.unflatten(-1, (-1, 3 * head_dim)).chunk(3, dim=-1)
+        else:
+            size = qkv.shape[-1] // (self.groups + 2)
+            parts = qkv.split([self.groups * size, size, size], dim=-1)
+            q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
+        if self.qk_layernorm is not None:
+            q, k = self.qk_layernorm(q), self.qk_layernorm(k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def forward(
         self, x: Tensor, bias: Tensor | None, weight: Tensor | None, cos: Tensor | None,
         sin: Tensor | None, scores: Scores, past_key_values: Any, output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         batch, length, size = x.shape
-        heads, head_dim = self.config.num_attention_heads, self.config.head_dim
-        qkv = self.query_key_value(x).view(batch, length, heads, 3 * head_dim).transpose(1, 2)
-        q, k, v = qkv.chunk(3, dim=-1)
+        q, k, v = self.heads(x)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past_key_values is not None:
             # transformers 4 is told where the keys go, 5 counts by itself
             k, v = past_key_values.update(k, v, self.layer_idx, {"cache_position": scores.q_index})
+        if self.groups > 1:
+            k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
         eager = output_attentions or self.config._attn_implementation == "eager"
         run = partial(
             attend, dropout=self.config.attention_dropout if self.training else 0.0, eager=eager
@@ -115,7 +134,7 @@ class Attention(nn.Module):
         if bias is not None:
             out, probabilities = run(q, k, v, bias, weight)
         else:
-            rows = max(1, LARGEST_SCORES // (batch * heads * scores.keys))
+            rows = max(1, LARGEST_SCORES // (batch * q.shape[1] * scores.keys))
             blocks = [
                 run(q[:, :, start : start + rows], k, v, *scores.dense(start, start + rows))
                 for start in range(0, length, rows)

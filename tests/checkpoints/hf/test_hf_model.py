@@ -45,6 +45,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "use_bias_in_attn_linear": False,
         "use_bias_in_mlp": False,
     },
+    "grouped": {"pos_emb": "kerple_log", "num_kv_heads": 2},
+    "one_key_head": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 1},
+    "qk_norm": {"pos_emb": "rotary", "use_qk_layernorm": True},
     "linear": {"pos_emb": "rotary", "rope_scaling": {"type": "linear", "factor": 4.0}},
     "ntk": {"pos_emb": "rotary", "rope_scaling": {"type": "ntk", "factor": 4.0}},
     "yarn": {
