@@ -26,6 +26,7 @@ def test_numbers_and_speed_run_on_this_machine(tmp_path: Path) -> None:
     assert len(ratios) == 4 and all(ratio > 0 for ratio in ratios)
 
 
+@pytest.mark.slow
 def test_training_is_checked_against_the_cpu_killed_and_spread(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     args = ["--device", "cpu", "--quick", "--parts", "training", "--json", str(out)]
