@@ -28,15 +28,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from megatron.engines import triton_softmax
-from megatron.engines.triton_attention import padded_head_dim
-from megatron.engines.triton_compat import Launch, interpreted, triton, unavailable
-from megatron.engines.triton_launch import Wanted, backward_launches, forward_launches
-from megatron.engines.triton_problem import build_problem
+if TYPE_CHECKING:
+    from megatron.engines.triton_compat import Launch
 
 # What one block may use, in bytes (CUDA C++ programming guide, "maximum amount of shared memory
 # per thread block": 163 KB for 8.0, 227 KB for 9.0).
@@ -44,7 +39,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 # Bytes per thread that may live in local memory (it is cached, but a loop should not live there):
 # on the A100 with tables alone, in half precision, at head dims 32, 64 and 128; and elsewhere.
 STACK_LIMIT, WIDE_STACK_LIMIT = 128, 512
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class Tables(NamedTuple):
@@ -145,6 +140,8 @@ class _AbsentGpu:
     """Stands in for Triton's driver: enough to compile, nothing to launch on."""
 
     def __init__(self, arch: int) -> None:
+        import triton
+
         self._target = triton.backends.compiler.GPUTarget("cuda", arch, 32)
 
     def get_current_target(self) -> Any:
@@ -161,6 +158,8 @@ class _AbsentGpu:
 @contextmanager
 def absent_gpu(arch: int) -> Iterator[None]:
     """Make Triton compile for `arch` whether or not there is a GPU."""
+    import triton
+
     config = triton.runtime.driver
     before = config._active
     config.set_active(_AbsentGpu(arch))
@@ -172,8 +171,14 @@ def absent_gpu(arch: int) -> Iterator[None]:
 
 def attention_launches(configuration: Configuration) -> list[Launch]:
     """The engine's own launch records for a small problem of this configuration."""
+    import torch
+
+    from megatron.engines.triton_attention import padded_head_dim
+    from megatron.engines.triton_launch import Wanted, backward_launches, forward_launches
+    from megatron.engines.triton_problem import build_problem
+
     heads, length = 2, 160
-    dtype = DTYPES[configuration.dtype]
+    dtype = getattr(torch, DTYPES[configuration.dtype])
     head_dim = padded_head_dim(configuration.head_dim, dtype)
     q, k, v, grad = (
         torch.zeros(1, length, heads, head_dim, dtype=dtype).transpose(1, 2) for _ in range(4)
@@ -199,8 +204,13 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
 
 def softmax_launches(configuration: Configuration) -> list[Launch]:
     """The fused softmax's launch records, with its largest block; it knows no head dimension."""
+    import torch
+
+    from megatron.engines import triton_softmax
+
     heads, rows, length = 2, 32, 4096
-    scores, grad = (torch.zeros(1, heads, rows, length, dtype=DTYPES[configuration.dtype]),) * 2
+    dtype = getattr(torch, DTYPES[configuration.dtype])
+    scores, grad = (torch.zeros(1, heads, rows, length, dtype=dtype),) * 2
     tables = TABLES[configuration.tables]
     bias, weight = (torch.zeros(heads, length) if has else None for has in tables[:2])
     settings = (0.125, length, length - rows)
@@ -249,6 +259,8 @@ def compile_launch(launch: Launch, configuration: Configuration) -> Report:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """(registers per thread, bytes of stack per thread), by the cuobjdump in the Triton wheel."""
+    import triton
+
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -307,6 +319,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
+    from megatron.engines.triton_compat import interpreted, unavailable
+
     if (reason := unavailable()) is not None:
         print(reason, file=sys.stderr)
         return 2
