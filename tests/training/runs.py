@@ -78,7 +78,9 @@ def wait_for(path: Path, job: list[subprocess.Popen[str]], timeout: float = 90) 
 def losses(save: Path) -> dict[int, float]:
     """Training loss by step; a step that is there twice fails the test."""
     found: dict[int, float] = {}
-    for line in (save / "metrics.jsonl").read_text().splitlines():
+    for line in (save / "metrics.jsonl").read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            continue  # being written, or cut by a kill; a resumed run drops it
         values = json.loads(line)
         if "loss" in values:
             assert values["step"] not in found, f"step {values['step']} twice"
