@@ -1,15 +1,18 @@
 """`tools/reproduce.py plan`: what a suite costs before anything is started.
 
 Steps and tokens are arithmetic. Everything else is an estimate and says from what: GPU times from
-the paper's seconds per step, small CPU runs from our own demo, tokenizing from our benchmark.
+the paper's seconds per step, small CPU runs from our own demo, tokenizing from our benchmark. Hours
+of a core and of a GPU are never added up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.atomic_files import fingerprint
+from megatron.data.corpora import SOURCES
 from megatron.evaluation.results_schema import text_table
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.estimates import count_parameters, estimate_memory
@@ -19,7 +22,8 @@ from megatron.paper.suite import Run, Suite
 __all__ = ["Cost", "estimate_cost", "parameter_count", "plan_text"]
 
 _PAPER_BATCH_TOKENS = 32 * 512
-_PAPER_PARAMETERS, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH = 162_322_944, 12, 768, 512
+_PAPER_MULTIPLIED, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH = 123_689_472, 12, 768, 512
+"""Its 162,322,944 parameters without the embedding, which is looked up and not multiplied."""
 _BYTES_PER_TOKEN_OF_TEXT = 4.0  # English with GPT-2's tokens; a rough figure for disk space
 _TOKENIZING_MB_PER_CORE_SECOND = 1.95
 """docs/benchmarks.md: 3.90 MB/s of text with GPT-2's tokens on two cores."""
@@ -54,42 +58,61 @@ class Cost:
         return self.train_hours + self.evaluate_hours
 
 
-_SIZES: dict[str, tuple[int, float]] = {}
+@dataclass(frozen=True)
+class _Size:
+    """Of one model, without the few parameters of its positional embedding."""
+
+    parameters: int
+    multiplied: int
+    """Without the embedding, which costs no arithmetic."""
+    memory_bytes: float
+    """Of one process while training, with its logits."""
+
+
+_SIZES: dict[str, _Size] = {}
 """By model and what its runs have in common, so that hundreds of runs are counted once."""
+_OF_ONE_RUN = ("seed", "save", "load", "data_path", "pos_emb")
 
 
-def _sizes(run: Run) -> tuple[int, float]:
-    """Parameters without the positions', and bytes of one process with its logits."""
+def _size(run: Run) -> _Size:
     own = {key: run.config[key] for key in run.config if key not in _OF_ONE_RUN}
-    key = fingerprint([run.gpus, own])
+    key = fingerprint([run.gpus, run.data, own])
     if key not in _SIZES:
-        args = NeoXArgs.from_dict(dict(run.config))
+        own_words = _own_vocabulary(run)
+        known = {"vocab_size": own_words} if own_words else {}
+        args = NeoXArgs.from_dict({**run.config, **known})
         counted = count_parameters(args)
         micro = int(run.config.get("train_micro_batch_size_per_gpu", 1))
         values = micro * run.train_length * counted.padded_vocab_size
         logits = 8.0 * values / args.parallel.model_parallel_size
         memory = estimate_memory(args, run.gpus).total + logits
-        _SIZES[key] = (counted.total - counted.positions, memory)
+        total = counted.total - counted.positions
+        _SIZES[key] = _Size(total, total - counted.embedding, memory)
     return _SIZES[key]
 
 
-_OF_ONE_RUN = ("seed", "save", "load", "data_path", "pos_emb")
+def _own_vocabulary(run: Run) -> int | None:
+    """Entries of the vocabulary that a corpus brings itself; its files need not be there yet."""
+    corpus = Path(str(run.config["data_path"])).parent
+    source = SOURCES.get(corpus.name)
+    beside = Path(str(run.config.get("vocab_file", ""))).parent == corpus
+    return source.vocabulary if source and beside else None
 
 
 def parameter_count(run: Run) -> int:
     """Parameters of the decoder without the few of the positional embedding."""
-    return _sizes(run)[0]
+    return _size(run).parameters
 
 
-def _flops_per_token(parameters: int, layers: int, hidden: int, length: int) -> float:
+def _flops_per_token(multiplied: int, layers: int, hidden: int, length: int) -> float:
     """Of a forward pass: 2 per parameter, and attention over half the sequence on average."""
-    return 2.0 * parameters + 2.0 * layers * hidden * length
+    return 2.0 * multiplied + 2.0 * layers * hidden * length
 
 
 def _forward_flops(run: Run, length: int) -> float:
     config = run.config
     shape = (int(config["num_layers"]), int(config["hidden_size"]))
-    return _flops_per_token(parameter_count(run), *shape, length)
+    return _flops_per_token(_size(run).multiplied, *shape, length)
 
 
 def estimate_cost(run: Run) -> Cost:
@@ -97,7 +120,7 @@ def estimate_cost(run: Run) -> Cost:
     config = run.config
     steps = int(config["train_iters"])
     tokens = steps * _batch(run) * run.train_length
-    parameters, memory = _sizes(run)
+    parameters, memory = _size(run).parameters, _size(run).memory_bytes
     on_cpu = parameters < _CPU_PARAMETERS and config.get("precision") == "fp32"
     if on_cpu:
         train_rate, evaluate_rate = _DEMO_TRAIN_FLOPS, _DEMO_EVALUATE_FLOPS
@@ -126,7 +149,7 @@ def _paper_rate(method: str) -> float:
     """FLOP/s of the paper's training on an A100."""
     known = published_seconds_per_step()
     seconds = known.get(method, known["kerple_log"])
-    forward = _flops_per_token(_PAPER_PARAMETERS, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH)
+    forward = _flops_per_token(_PAPER_MULTIPLIED, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH)
     return 3 * _PAPER_BATCH_TOKENS * forward / seconds
 
 
@@ -143,31 +166,34 @@ def _batch(run: Run) -> int:
 
 def _evaluation_tokens(run: Run) -> dict[int, int]:
     """By length, over valid and test."""
-    sequences = int(run.config.get("eval_num_sequences", 320))
+    splits = sum(run.config.get(key) is not False for key in ("do_valid", "do_test"))
+    sequences = splits * int(run.config.get("eval_num_sequences", 320))
     lengths = [int(length) for length in run.config.get("eval_lengths", [])]
     same_tokens = run.config.get("eval_protocol") == "fixed_tokens"
-    tokens = {n: 2 * sequences * (max(lengths) if same_tokens else n) for n in lengths}
+    tokens = {n: sequences * (max(lengths) if same_tokens else n) for n in lengths}
     for step in run.evaluations:
         if step.length:
-            tokens[step.length] = tokens.get(step.length, 0) + 2 * sequences * step.length
+            tokens[step.length] = tokens.get(step.length, 0) + sequences * step.length
     return tokens
 
 
 def plan_text(suite: Suite) -> str:
     """The run matrix by section, then what it takes."""
     costs = {run.name: estimate_cost(run) for run in suite.runs}
-    on_cpu = all(cost.on_cpu for cost in costs.values())
     head = ["section", "methods", "data", "seeds", "runs", "steps/run", "tokens"]
-    head += ["GPU-time/run" if not on_cpu else "time/run", "in all", "disk"]
+    head += ["on", "time/run", "in all", "disk"]
     rows, counted = [], set[str]()
     for section in suite.sections:
         runs = suite.runs_of(section)
         fresh = [run for run in runs if run.name not in counted]
         counted |= {run.name for run in fresh}
-        rows.append(_section_row(section.name, runs, [costs[run.name] for run in fresh]))
+        rows += _section_rows(section.name, runs, [costs[run.name] for run in fresh])
     lines = [f"Suite {suite.name}: {suite.about}", "", text_table(head, rows, ["left"])]
-    lines += ["", _total_line(list(costs.values()), on_cpu)]
-    lines += _cpu_lines(costs.values()) if on_cpu else _gpu_lines(suite, costs)
+    lines += ["", _total_line(list(costs.values()))]
+    small = {name: cost for name, cost in costs.items() if cost.on_cpu}
+    large = {name: cost for name, cost in costs.items() if not cost.on_cpu}
+    lines += _cpu_lines(small.values()) if small else []
+    lines += _gpu_lines([run for run in suite.runs if run.name in large], large) if large else []
     lines += ["", *_data_lines(suite)]
     lines.append(
         "Disk: weights and optimizer state of the checkpoints kept, and one more while writing."
@@ -175,25 +201,37 @@ def plan_text(suite: Suite) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section_row(name: str, runs: Sequence[Run], fresh: Sequence[Cost]) -> list[str]:
+def _section_rows(name: str, runs: Sequence[Run], fresh: Sequence[Cost]) -> list[list[str]]:
+    """One row; two if some of the section's runs are meant for a CPU and some for a GPU."""
     steps = sorted({int(run.config["train_iters"]) for run in runs})
     matrix = [str(len({getattr(run, key) for run in runs})) for key in ("method", "data", "seed")]
     row = [name, *matrix, str(len(runs)), "/".join(str(number) for number in steps)]
     if not fresh:
-        return [*row, "(runs of a section above)", "", "", ""]
-    hours = [cost.hours for cost in fresh]
-    disk = _bytes(sum(cost.checkpoint_bytes for cost in fresh))
-    tokens = _short(sum(cost.tokens for cost in fresh))
-    return [*row, tokens, _time(max(hours)), _time(sum(hours)), disk]
+        return [[*row, "(runs of a section above)", "", "", "", ""]]
+    rows = []
+    for device, own in _by_device(fresh):
+        hours = [cost.hours for cost in own]
+        disk = _bytes(sum(cost.checkpoint_bytes for cost in own))
+        tokens = _short(sum(cost.tokens for cost in own))
+        rows.append([*row, tokens, device, _time(max(hours)), _time(sum(hours)), disk])
+        row = ["", "", "", "", "", ""]
+    return rows
 
 
-def _total_line(costs: Sequence[Cost], on_cpu: bool) -> str:
+def _by_device(costs: Sequence[Cost]) -> list[tuple[str, list[Cost]]]:
+    """Those of one CPU core and those of an A100, each if there are some."""
+    small, large = [c for c in costs if c.on_cpu], [c for c in costs if not c.on_cpu]
+    return [(name, own) for name, own in (("one core", small), ("an A100", large)) if own]
+
+
+def _total_line(costs: Sequence[Cost]) -> str:
     evaluation = sum(cost.evaluation_tokens for cost in costs)
-    unit = "on one core" if on_cpu else "on one A100 (GPU-hours)"
+    times = " and ".join(
+        f"{_time(sum(cost.hours for cost in own))} on {device}" for device, own in _by_device(costs)
+    )
     return (
         f"Total: {len(costs)} runs, {_short(sum(cost.tokens for cost in costs))} tokens of "
-        f"training, {_short(evaluation)} of evaluation; estimate: "
-        f"{_time(sum(cost.hours for cost in costs))} {unit}, checkpoints "
+        f"training, {_short(evaluation)} of evaluation; estimate: {times}, checkpoints "
         f"{_bytes(sum(cost.checkpoint_bytes for cost in costs))}."
     )
 
@@ -206,7 +244,7 @@ def _cpu_lines(costs: Iterable[Cost]) -> list[str]:
     ]
 
 
-def _gpu_lines(suite: Suite, costs: dict[str, Cost]) -> list[str]:
+def _gpu_lines(runs: Sequence[Run], costs: dict[str, Cost]) -> list[str]:
     """Hours and memory on the GPUs that clusters have."""
     total = sum(cost.hours for cost in costs.values())
     evaluate = sum(cost.evaluate_hours for cost in costs.values())
@@ -215,8 +253,8 @@ def _gpu_lines(suite: Suite, costs: dict[str, Cost]) -> list[str]:
     for name, (teraflops, gigabytes) in _GPUS.items():
         faster = _GPUS["A100 40 GB"][0] / teraflops
         row = [name, _time(total * faster), _time(evaluate * faster), _time(longest * faster)]
-        for model in dict.fromkeys(run.model for run in suite.runs):
-            own = [run for run in suite.runs if run.model == model]
+        for model in dict.fromkeys(run.model for run in runs):
+            own = [run for run in runs if run.model == model]
             memory = max(costs[run.name].memory_bytes for run in own)
             hours = max(costs[run.name].hours for run in own) * faster
             fits = "" if memory < 0.9e9 * gigabytes else ", does not fit"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,36 @@ def test_laptop_suites_are_planned_in_minutes_on_cores() -> None:
     found = re.search(r"With -j 2 on two cores about ([\d.]+) min", text)
     assert found is not None
     assert 4 < float(found.group(1)) < 16  # `make demo` took 8 minutes here
+
+
+def test_a_corpus_with_its_own_vocabulary_is_not_counted_with_gpt2s() -> None:
+    """The study's models have 4,096 tokens; with 50,257 they would look fifteen times as costly."""
+    run = load_suite("study").run_named("short.python_projects.kerple_log.1235")
+    assert parameter_count(run) + 2 * 4 == 1_841_928  # as its results record
+    cost = estimate_cost(run)
+    assert cost.on_cpu
+    assert 100 < 3600 * cost.train_hours < 250  # 134 to 166 s were measured
+    tokens = 12 * 4096 * 6 + 12 * 2 * (1024 + 4096)  # one split, two window sizes
+    assert cost.evaluation_tokens == tokens
+
+
+def test_cores_and_gpus_are_never_added_up() -> None:
+    """A suite of both has a row, a total and a table for each."""
+    small = load_suite("study", ["short.python_projects.kerple_log.1235"])
+    large = load_suite("paper", ["small.github.kerple_log.1235", "main"])
+    runs = (*large.runs, replace(small.runs[0], sections=("main",)))
+    both = replace(large, runs=runs, data={**large.data, **small.data})
+    costs = [estimate_cost(run) for run in both.runs]
+    assert [cost.on_cpu for cost in costs] == [False, True]
+    rows = [line for line in plan_text(both).splitlines() if "one core" in line or "A100" in line]
+    assert any(re.search(r"^main .* 1.02M +one core +\S+ min", row) for row in rows)
+    assert any(re.search(r"^ +819M +an A100 +4.\d h +4.\d h", row) for row in rows)
+    assert any(
+        re.search(r"estimate: \S+ min on one core and 4.\d h on an A100", row) for row in rows
+    )
+    gpu_table = [row for row in rows if row.startswith("A100 40 GB")]
+    assert gpu_table
+    assert all("short" not in row for row in gpu_table)
 
 
 def test_plan_writes_complete_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
