@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.early_signals import leave_until_started
+from megatron.terminal import leave_until_started
 
 if __name__ == "__main__":
     leave_until_started()  # before the imports that take seconds

@@ -26,9 +26,11 @@ from megatron.errors import KerpleError, MissingPackageError
 __all__ = [
     "EXIT_BROKEN_PIPE",
     "EXIT_INTERRUPTED",
+    "EXIT_REQUEUE",
     "EXIT_USER_ERROR",
     "describe_error",
     "install_command",
+    "leave_until_started",
     "leaving_at_once",
     "print_error",
     "require",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 EXIT_USER_ERROR = 2
+EXIT_REQUEUE = 75  # sysexits.h: "temporary failure; try again": the sbatch templates requeue on it
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # as the shell reports a program that SIGPIPE ended
 
@@ -213,3 +216,23 @@ def _reader_is_gone(*streams: TextIO) -> bool:
         except (OSError, ValueError):
             continue
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def leave_until_started() -> None:
+    """A signal ends the process at once; training takes over when it has its own handlers.
+
+    The first act of train.py, before the imports that take seconds: SIGTERM and SIGUSR1 end with
+    the code that asks to be started again, Ctrl-C with its own.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
+        # Not print: the signal may have come in the middle of one.
+        name = signal.Signals(number).name
+        stopped = f"received {name} before the first step"
+        text = f"{'interrupted' if code == EXIT_INTERRUPTED else stopped}\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+        os._exit(code)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, leave)

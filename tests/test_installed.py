@@ -29,7 +29,10 @@ def test_kerple_works_without_a_checkout(tmp_path: Path) -> None:
     shutil.copy(REPOSITORY / "configs" / "laptop" / "tiny.yml", tmp_path)
     for arguments, expected in (
         (["--help"], "prepare_data"),
-        (["deepy", "train", "tiny.yml", "--dry-run"], f"{site}/megatron/commands/train.py"),
+        (
+            ["deepy", "train", "tiny.yml", "--dry-run"],
+            f"{site}/megatron/commands/__main__.py train",
+        ),
         (["evaluate", "tiny.yml", "--dry-run"], "pos_emb: kerple_log"),
         (["plot-kernels", "alibi", "--heads", "2"], "alibi.png"),
         (["reproduce", "plan", "--suite", "smoke"], "GPU"),

@@ -167,19 +167,19 @@ def test_gpt_neoxs_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without a name it is enwik8; -v, -m and -f are GPT-NeoX's."""
-    from megatron.commands import prepare_data
+    from megatron.commands import data_tools
 
     asked: list[tuple[str, object]] = []
     monkeypatch.setattr(
-        prepare_data, "prepare_corpus", lambda name, request: (asked.append((name, request)), None)
+        data_tools, "prepare_corpus", lambda name, request: (asked.append((name, request)), None)
     )
-    monkeypatch.setattr(prepare_data, "report", lambda *parts: "")
-    monkeypatch.setattr(prepare_data, "_hint", lambda *parts: None)
+    monkeypatch.setattr(data_tools, "report", lambda *parts: "")
+    monkeypatch.setattr(data_tools, "_hint", lambda *parts: None)
     words = ["-d", str(tmp_path), "-v", "v.json", "-m", "m.txt", "-t", "GPT2BPETokenizer"]
     assert command_run("prepare_data", [*words, "-f"]) == 0
     ((name, request),) = asked
     assert name == "enwik8"
-    assert isinstance(request, prepare_data.PrepareRequest) and request.force
+    assert isinstance(request, data_tools.PrepareRequest) and request.force
     assert (request.vocab_file, request.merge_file) == (Path("v.json"), Path("m.txt"))
 
 

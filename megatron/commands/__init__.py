@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.errors import KerpleError
 from megatron.terminal import run_command
@@ -13,31 +14,64 @@ from megatron.terminal import run_command
 __all__ = ["COMMANDS", "kerple", "run"]
 
 
-COMMANDS = {
-    "deepy": "start train, evaluate or generate on one or many processes",
-    "train": "train a model in this process (or in each of srun's)",
-    "evaluate": "measure a checkpoint: perplexity by length, retrieval, lm-eval tasks",
-    "generate": "write text with a checkpoint",
-    "prepare_data": "fetch a corpus, or take your own text, and tokenize it",
-    "preprocess_data": "tokenize text, with GPT-NeoX's flags",
-    "merge_datasets": "join token files",
-    "train_tokenizer": "train a tokenizer on your text",
-    "inspect_checkpoint": "show what a checkpoint holds, or what differs between two",
-    "convert_checkpoint": "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any",
-    "convert_neox_to_hf": "export to Hugging Face, with GPT-NeoX's flags",
-    "reshard_checkpoint": "make a run resume under another layout",
-    "plot_kernels": "draw the kernels of a checkpoint, of a method or of a class of yours",
-    "check_kernel": "is a kernel conditionally positive definite, as the theory asks?",
-    "plot_run": "draw a run's loss, rate, gradient norm, tokens/s and kernels",
-    "reproduce": "repeat the paper, on a cluster or in miniature",
-    "lm_eval": "the lm_eval command with --model kerple_neox",
-}
-"""Each has a module with `main(argv)`: megatron.commands.NAME, or the one below."""
+class Command(NamedTuple):
+    """What runs it, `module:function` below megatron, and what it does."""
 
-ELSEWHERE = {
-    "deepy": "megatron.launcher.deepy_command",
-    "reproduce": "megatron.paper.cli",
-    "lm_eval": "megatron.evaluation.lm_eval_cli",
+    function: str
+    summary: str
+
+
+COMMANDS = {
+    "deepy": Command(
+        "commands.model_scripts:deepy", "start train, evaluate or generate on one or many processes"
+    ),
+    "train": Command(
+        "commands.model_scripts:train", "train a model in this process (or in each of srun's)"
+    ),
+    "evaluate": Command(
+        "commands.model_scripts:evaluate",
+        "measure a checkpoint: perplexity by length, retrieval, lm-eval tasks",
+    ),
+    "generate": Command("commands.model_scripts:generate", "write text with a checkpoint"),
+    "prepare_data": Command(
+        "commands.data_tools:prepare_data", "fetch a corpus, or take your own text, and tokenize it"
+    ),
+    "preprocess_data": Command(
+        "commands.data_tools:preprocess_data", "tokenize text, with GPT-NeoX's flags"
+    ),
+    "merge_datasets": Command("commands.data_tools:merge_datasets", "join token files"),
+    "train_tokenizer": Command(
+        "commands.data_tools:train_tokenizer", "train a tokenizer on your text"
+    ),
+    "inspect_checkpoint": Command(
+        "commands.inspect_checkpoint:main",
+        "show what a checkpoint holds, or what differs between two",
+    ),
+    "convert_checkpoint": Command(
+        "commands.convert_checkpoint:main",
+        "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any",
+    ),
+    "convert_neox_to_hf": Command(
+        "commands.convert_checkpoint:neox_to_hf", "export to Hugging Face, with GPT-NeoX's flags"
+    ),
+    "reshard_checkpoint": Command(
+        "commands.reshard_checkpoint:main", "make a run resume under another layout"
+    ),
+    "plot_kernels": Command(
+        "commands.kernel_tools:plot_kernels",
+        "draw the kernels of a checkpoint, of a method or of a class of yours",
+    ),
+    "check_kernel": Command(
+        "commands.kernel_tools:check_kernel",
+        "is a kernel conditionally positive definite, as the theory asks?",
+    ),
+    "plot_run": Command(
+        "commands.plot_run:main", "draw a run's loss, rate, gradient norm, tokens/s and kernels"
+    ),
+    "reproduce": Command("paper.cli:main", "repeat the paper, on a cluster or in miniature"),
+    "lm_eval": Command(
+        "evaluation.lm_eval_cli:main", "the lm_eval command with --model kerple_neox"
+    ),
 }
 
 
@@ -47,8 +81,9 @@ def run(name: str, argv: Sequence[str]) -> int:
     def main(arguments: Sequence[str] | None) -> int | None:
         if str(Path.cwd()) not in sys.path:
             sys.path.append(str(Path.cwd()))  # where a kernel or a task of one's own may be
-        module = importlib.import_module(ELSEWHERE.get(name, f"{__name__}.{name}"))
-        code: int | None = module.main(arguments)
+        module, _, function = COMMANDS[name].function.partition(":")
+        called = getattr(importlib.import_module(f"megatron.{module}"), function)
+        code: int | None = called(arguments)
         return code
 
     return run_command(main, argv)
@@ -76,5 +111,5 @@ def _kerple(argv: Sequence[str] | None) -> int:
 
 
 def _listing() -> str:
-    lines = [f"  {name:<20}{summary}" for name, summary in COMMANDS.items()]
+    lines = [f"  {name:<20}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: kerple COMMAND ...", "", "commands (kerple COMMAND --help):", *lines])

@@ -128,3 +128,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         say_next(f"{shown_command('inspect_checkpoint')} {args.destination}")
     return 0
+
+
+NEOX_TOOL = """Export a checkpoint to Hugging Face, with the flags of GPT-NeoX's tool of this name.
+
+tools/ckpts/convert_neox_to_hf.py --input_dir RUN/global_step1000 --output_dir DST
+
+The weights' own config is taken where one was saved; --config_file is for where none was. What is
+exported is what the model is: transformers' GPTNeoXForCausalLM where that computes the same, else
+KerpleNeoXForCausalLM with its modelling file.
+"""
+
+
+def neox_to_hf(argv: Sequence[str] | None = None) -> int:
+    """GPT-NeoX's command line, handed over."""
+    parser = argparse.ArgumentParser(
+        prog="convert_neox_to_hf.py",
+        description=NEOX_TOOL,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--input_dir", required=True, help="a global_stepN, or a run")
+    parser.add_argument("--config_file", help="YAML of the model, if none lies in the checkpoint")
+    parser.add_argument("--output_dir", required=True, help="a new folder")
+    parser.add_argument(
+        "--precision", choices=("auto", *DTYPES), default="auto", help="auto keeps the checkpoint's"
+    )
+    parser.add_argument(
+        "--architecture",
+        choices=("neox",),
+        default="neox",
+        help="neox; the folder says which class it needs",
+    )
+    parser.add_argument(
+        "--no_save_tokenizer", action="store_true", help="accepted; a tokenizer is small"
+    )
+    options = parser.parse_args(argv)
+    words = [options.input_dir, options.output_dir, "--to", "hf"]
+    if options.precision != "auto":
+        words += ["--dtype", options.precision]
+    if options.config_file is not None:
+        words += ["--config", options.config_file]
+    return main(words)

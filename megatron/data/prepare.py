@@ -22,7 +22,7 @@ from megatron.data.preprocess import Outcome, PreprocessOptions, output_prefixes
 from megatron.data.streams import list_files
 from megatron.errors import DataError, DownloadError
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.byte_pairs import MERGES, VOCABULARY, train_byte_pairs, write_gpt2_files
+from megatron.tokenizer.vocabularies import MERGES, VOCABULARY, train_byte_pairs, write_gpt2_files
 
 __all__ = ["PrepareRequest", "gpt2_files", "prepare_corpus", "print_problems", "report"]
 

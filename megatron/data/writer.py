@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import zlib
@@ -14,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.atomic_files import publish, remove_leftovers, temporary_name
+from megatron.atomic_files import publish, remove_leftovers, temporary_name, write_json
 from megatron.data.indexed_dataset import (
     DTYPES,
     HEADER,
@@ -22,7 +23,9 @@ from megatron.data.indexed_dataset import (
     IndexedDataset,
     bin_path,
     idx_path,
+    manifest_path,
     prefix_of,
+    read_manifest,
 )
 from megatron.errors import DataError
 
@@ -223,9 +226,11 @@ class IndexedDatasetWriter:
 
 
 def merge_datasets(inputs: Sequence[str | Path], output: str | Path) -> IndexedDataset:
-    """Concatenate datasets in the given order into a new one."""
+    """Concatenate datasets in the given order into a new one, made with one tokenizer."""
     if not inputs:
         raise DataError("no datasets to merge were given")
+    prefixes = [prefix_of(path) for path in inputs]
+    tokenizer = _common_tokenizer(prefixes)
     output = prefix_of(output)
     datasets = [IndexedDataset(prefix) for prefix in inputs]
     if any(dataset.prefix.resolve() == output.resolve() for dataset in datasets):
@@ -235,10 +240,44 @@ def merge_datasets(inputs: Sequence[str | Path], output: str | Path) -> IndexedD
     free = shutil.disk_usage(output.parent).free
     if needed > free:
         raise DataError(f"{output}: needs {needed} bytes, only {free} are free on that disk")
+    manifest_path(output).unlink(missing_ok=True)
     with IndexedDatasetWriter(output, datasets[0].dtype) as writer:
         for dataset in datasets:
             writer.extend(dataset)
-    return IndexedDataset(output)
+    merged = IndexedDataset(output)
+    if tokenizer is not None:
+        _describe_merged(merged, prefixes, tokenizer)
+    return merged
+
+
+def _common_tokenizer(inputs: Sequence[Path]) -> dict[str, object] | None:
+    """The tokenizer of all inputs, None when one does not say; different ones are refused."""
+    described = [(path, (read_manifest(path) or {}).get("tokenizer")) for path in inputs]
+    known = {
+        json.dumps(tokenizer, sort_keys=True): path for path, tokenizer in described if tokenizer
+    }
+    if len(known) > 1:
+        raise DataError(
+            "these datasets were made with different tokenizers: "
+            + ", ".join(str(path) for path in known.values())
+        )
+    return described[0][1] if all(tokenizer for _, tokenizer in described) else None
+
+
+def _describe_merged(
+    merged: IndexedDataset, inputs: Sequence[Path], tokenizer: dict[str, object]
+) -> None:
+    output = merged.prefix
+    content = {
+        "format": 1,
+        "documents": len(merged),
+        "tokens": merged.total_tokens,
+        "tokenizer": tokenizer,
+        "merged_from": [path.name for path in inputs],
+        "bin_bytes": bin_path(output).stat().st_size,
+        "idx_bytes": idx_path(output).stat().st_size,
+    }
+    write_json(manifest_path(output), content)
 
 
 def _is_contiguous(dataset: IndexedDataset) -> bool:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 
 from megatron.errors import ConfigError
 from megatron.launcher.environment import LOOPBACK, expand_hostlist, free_port
@@ -32,7 +35,7 @@ LAUNCHABLE = ("train", "evaluate", "generate")
 class LaunchPlan:
     """What will be started where."""
 
-    script: str
+    script: list[str]
     args: NeoXArgs
     world_size: int
     runner_arguments: list[str] | None
@@ -52,7 +55,7 @@ class LaunchPlan:
         middle = [] if self.runner_arguments is None else ["-m", RUNNER, *self.runner_arguments]
         if self.hosts is not None:
             middle += ["--hostfile", "<" + ",".join(self.hosts) + ">"]
-        words = [sys.executable, *middle, self.script, "--megatron_config"]
+        words = [sys.executable, *middle, *self.script, "--megatron_config"]
         return [*variables, *(shlex.quote(word) for word in words), payload]
 
 
@@ -91,20 +94,20 @@ def check_host(name: str, where: str) -> None:
         )
 
 
-def find_script(name: str, root: Path) -> str:
-    """`train` or `train.py`, here or beside deepy.py."""
+def find_script(name: str, root: Path) -> list[str]:
+    """`train` or `train.py`, here or beside deepy.py: the words after `python`."""
     with_suffix = name if name.endswith(".py") else f"{name}.py"
     for candidate in (Path(name), Path(with_suffix), root / with_suffix):
         if candidate.is_file():
-            return str(candidate)
+            return [str(candidate)]
     if with_suffix.removesuffix(".py") in LAUNCHABLE:
         # An installed package has no scripts beside it.
-        return str(PACKAGE / "commands" / with_suffix)
+        return [str(PACKAGE / "commands" / "__main__.py"), with_suffix.removesuffix(".py")]
     raise ConfigError(f"{name}: no such script. Try train.py, evaluate.py or generate.py.")
 
 
 def plan_launch(
-    script: str, args: NeoXArgs, environ: Mapping[str, str] | None = None
+    script: list[str], args: NeoXArgs, environ: Mapping[str, str] | None = None
 ) -> LaunchPlan:
     """Decide how many processes start where."""
     variables = dict(os.environ if environ is None else environ)
@@ -162,7 +165,7 @@ def _slurm_hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str
     return dict.fromkeys(hosts, slots or 1)
 
 
-def _plan_single_node(script: str, args: NeoXArgs, environ: dict[str, str]) -> LaunchPlan:
+def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]) -> LaunchPlan:
     launcher = args.launcher
     gpus = count_gpus(environ)
     other_accelerator = environ.get("DS_ACCELERATOR", "cuda") not in ("cuda", "cpu")
@@ -213,7 +216,7 @@ def _filters(launcher: LauncherArgs) -> list[str]:
 
 
 def _plan_multi_node(
-    script: str, args: NeoXArgs, hosts: dict[str, int], environ: Mapping[str, str]
+    script: list[str], args: NeoXArgs, hosts: dict[str, int], environ: Mapping[str, str]
 ) -> LaunchPlan:
     launcher = args.launcher
     if launcher.master_addr is not None:
@@ -310,10 +313,8 @@ def _launcher_arguments(
 
 def run(plan: LaunchPlan) -> int:
     """Start the plan and return the job's exit code."""
-    from megatron.launcher.processes import run_runner, run_script
-
     os.environ.update(plan.environment)
-    script: Sequence[str] = [plan.script, *plan.script_arguments]
+    script = [*plan.script, *plan.script_arguments]
     if plan.runner_arguments is None:
         return run_script(script)
     if plan.hosts is None:
@@ -323,3 +324,53 @@ def run(plan: LaunchPlan) -> int:
         return run_runner([*plan.runner_arguments, "--hostfile", hostfile, *script])
     finally:
         Path(hostfile).unlink(missing_ok=True)
+
+
+# Running it: signals are passed on and exit codes kept.
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def run_script(arguments: Sequence[str]) -> int:
+    """Become the script: signals and the exit code are its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-u", *arguments])  # noqa: S606
+
+
+def run_runner(arguments: Sequence[str]) -> int:
+    """DeepSpeed's runner in this process; the ranks get our signals and we wait for them."""
+    from deepspeed.launcher import runner
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        _signal_ranks(number)
+
+    for number in FORWARDED:
+        signal.signal(number, forward)
+    try:
+        runner.main(list(arguments))
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else 1
+        if code:
+            print(f"error: a process of the job ended with status {code}.", file=sys.stderr)
+        return code
+    except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        print(f"error: DeepSpeed's runner: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _signal_ranks(number: int) -> None:
+    """Pass a signal to the processes of the job.
+
+    Not to DeepSpeed's launcher between us and them: on SIGTERM it gives each rank 30 seconds and
+    then kills it, and its exit code hides theirs. It ends by itself when they have ended.
+    """
+    import psutil
+
+    for child in psutil.Process().children():
+        try:
+            for process in child.children() or [child]:
+                process.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.checkpoints.resuming import Resumed
 from megatron.checkpoints.saving import save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
-from megatron.early_signals import EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron.mpu.job import current_device
+from megatron.terminal import EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron.training.stepper import MicroBatch
 from megatron.training.trainer import Hook, StepReport, Trainer
 

@@ -139,8 +139,8 @@ def test_wrong_config_is_one_line_and_status_2(
 
 def test_dry_run_explains_without_heavy_imports(toy: Path) -> None:
     program = (
-        "import sys; from megatron.launcher.deepy_command import main\n"
-        f"code = main(['train.py', {str(REPOSITORY / 'configs' / 'small_bf16')!r}, '--override', "
+        "import sys; from megatron.commands.model_scripts import deepy\n"
+        f"code = deepy(['train.py', {str(REPOSITORY / 'configs' / 'small_bf16')!r}, '--override', "
         f"{str(REPOSITORY / 'configs' / 'local_setup.yml')!r}, '--dry-run'])\n"
         "assert code == 0 and 'torch' not in sys.modules and 'deepspeed' not in sys.modules"
     )
@@ -158,10 +158,10 @@ def test_dry_run_explains_without_heavy_imports(toy: Path) -> None:
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.launcher.deepy_command import main
+    from megatron.commands.model_scripts import deepy
 
     with pytest.raises(SystemExit) as ending:
-        main(["--help"])
+        deepy(["--help"])
     assert ending.value.code == 0
     text = capsys.readouterr().out
     assert "--override" in text and "examples:" in text and "python deepy.py train.py" in text
@@ -203,7 +203,7 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def test_hostfile_with_pdsh(hostfile: Path) -> None:
-    plan = plan_launch("train.py", config(hostfile=str(hostfile), num_gpus=2), {})
+    plan = plan_launch(["train.py"], config(hostfile=str(hostfile), num_gpus=2), {})
     options = runner_options(plan.runner_arguments)
     assert plan.world_size == 4
     assert (options.hostfile, options.launcher, options.num_gpus) == (str(hostfile), "pdsh", 2)
@@ -212,7 +212,7 @@ def test_hostfile_with_pdsh(hostfile: Path) -> None:
 
 def test_a_hostfile_that_is_not_there_means_this_machine(tmp_path: Path) -> None:
     """GPT-NeoX's 125M.yml names /mock_path."""
-    plan = plan_launch("train.py", config(hostfile=str(tmp_path / "none")), {})
+    plan = plan_launch(["train.py"], config(hostfile=str(tmp_path / "none")), {})
     assert plan.world_size == 1
     assert "does not exist: this machine alone" in plan.warnings[0]
 
@@ -231,7 +231,7 @@ def test_a_variable_names_the_hostfile(
 
 def test_include_and_no_ssh_check(hostfile: Path) -> None:
     values = {"include": "n1@n2:0,1", "no_ssh_check": True, "master_addr": "10.0.0.1"}
-    plan = plan_launch("train.py", config(hostfile=str(hostfile), **values), {})
+    plan = plan_launch(["train.py"], config(hostfile=str(hostfile), **values), {})
     options = runner_options(plan.runner_arguments)
     assert plan.world_size == 6
     assert (options.include, options.no_ssh_check) == ("n1@n2:0,1", True)
@@ -241,7 +241,7 @@ def test_include_and_no_ssh_check(hostfile: Path) -> None:
 def test_slurm_allocation_needs_neither_hostfile_nor_ssh() -> None:
     environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "4"}
     values = {"launcher": "slurm", "account": "lab", "comment": "two words"}
-    plan = plan_launch("train.py", config(**values, launcher_args="--partition=a100"), environ)
+    plan = plan_launch(["train.py"], config(**values, launcher_args="--partition=a100"), environ)
     options = runner_options(plan.runner_arguments)
     assert (plan.world_size, plan.hosts) == (8, {"n1": 4, "n2": 4})
     assert options.no_ssh_check and options.master_addr == "n1"
@@ -250,7 +250,7 @@ def test_slurm_allocation_needs_neither_hostfile_nor_ssh() -> None:
     )
     assert decode_config(plan.script_arguments[1]).launcher.master_addr == "n1"
     with pytest.raises(ConfigError, match="allocation"):
-        plan_launch("train.py", config(launcher="slurm"), {})
+        plan_launch(["train.py"], config(launcher="slurm"), {})
 
 
 def test_slurm_runner_of_deepspeed_takes_our_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_slurm_runner_of_deepspeed_takes_our_arguments(monkeypatch: pytest.Monke
     from deepspeed.launcher.runner import encode_world_info
 
     environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "2"}
-    plan = plan_launch("train.py", config(launcher="slurm", comment="a b"), environ)
+    plan = plan_launch(["train.py"], config(launcher="slurm", comment="a b"), environ)
     active = {"n1": [0, 1], "n2": [0, 1]}
     runner = SlurmRunner(
         runner_options(plan.runner_arguments), encode_world_info(active), {"n1": 2, "n2": 2}
@@ -271,7 +271,9 @@ def test_slurm_runner_of_deepspeed_takes_our_arguments(monkeypatch: pytest.Monke
 
 def test_cpu_shares_cores_and_keeps_a_chosen_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher.os, "cpu_count", lambda: 8)
-    plan = plan_launch("train.py", config(num_gpus=2, master_port=4321), {"DS_ACCELERATOR": "cpu"})
+    plan = plan_launch(
+        ["train.py"], config(num_gpus=2, master_port=4321), {"DS_ACCELERATOR": "cpu"}
+    )
     options = runner_options(plan.runner_arguments)
     assert (options.num_gpus, options.master_port) == (2, 4321)
     assert plan.environment == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "4"}

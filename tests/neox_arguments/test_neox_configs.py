@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands import model_scripts
 from megatron.errors import ConfigError
-from megatron.launcher import deepy_command
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
 from megatron.neox_arguments.merging import read_layer
 from megatron.neox_arguments.validation import NOT_IMPLEMENTED
@@ -64,7 +64,7 @@ def command(file: Path) -> list[str]:
 
 
 def dry_run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert deepy_command.main(["train.py", *arguments, "--dry-run"]) == 0
+    assert model_scripts.deepy(["train.py", *arguments, "--dry-run"]) == 0
     return capsys.readouterr().out
 
 

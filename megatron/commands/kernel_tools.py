@@ -1,12 +1,4 @@
-"""Draw the kernels of a checkpoint, of a method or of a class of yours.
-
-tools/plot_kernels.py runs/laptop                          the kernels that a run has learned
-tools/plot_kernels.py kerple_log alibi --heads 8           methods as they start
-tools/plot_kernels.py examples.custom_kernel:RationalKernel  a class of your own
-
-Each picture has the bias (or weight) over distance, a line per head, and the matrix over queries
-and keys that attention sees, for the heads that reach least and furthest.
-"""
+"""Two looks at a kernel: check_kernel.py asks the theory, plot_kernels.py draws."""
 
 from __future__ import annotations
 
@@ -22,6 +14,147 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
 
+CHECK = """tools/check_kernel.py kerple_log                           a method, as it starts
+tools/check_kernel.py examples.custom_kernel:RationalKernel  a class of your own
+tools/check_kernel.py --power 2.5                          -d^p for a p of your choice
+
+For 4, 8, 16, ... points: whether every head's bias is conditionally positive definite (CPD), its
+smallest eigenvalue on coefficients that sum to zero, and the smallest constant c (to 1%) that makes
+c + kernel positive definite (PD) for all heads. A weight, which multiplies scores, must be PD.
+
+A bias that is not bounded from below needs a larger c the more points there are, without end: the
+paper's Lemma 1 gives a c for each finite set of positions, not one for all. Softmax needs none.
+
+The exit code is 1 if a kernel fails.
+"""
+SMALLEST, LARGEST = 4, 128
+
+
+def _check_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="check_kernel.py",
+        description="Check the paper's theory on a kernel: is it conditionally positive definite?",
+        epilog=CHECK,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a method, or module:Class")
+    parser.add_argument("--power", type=float, action="append", default=[], metavar="P")
+    parser.add_argument("--heads", type=int, default=12, help="(12)")
+    parser.add_argument("--head-dim", type=int, default=64, help="(64)")
+    parser.add_argument("--points", type=int, default=LARGEST, help=f"most points ({LARGEST})")
+    return parser
+
+
+def check_kernel(argv: Sequence[str] | None = None) -> int:
+    options = _check_parser().parse_args(argv)
+    if not options.names and not options.power:
+        raise KerpleError("name a method, a module:Class, or give --power P")
+    if options.points < SMALLEST:
+        raise KerpleError(f"--points {options.points}: at least {SMALLEST}")
+    good = True
+    for name in options.names:
+        good &= _check_method(name, options)
+    for power in options.power:
+        good &= _check_power(power, options.points)
+    return 0 if good else 1
+
+
+def _sizes(most: int) -> list[int]:
+    sizes = [SMALLEST << i for i in range(20) if SMALLEST << i < most]
+    return [*sizes, most]
+
+
+def _named(name: str, options: argparse.Namespace) -> Any:
+    """A method's module as it starts, or that of a class of the user's own."""
+    from megatron.model.standalone import kernel
+    from megatron.neox_arguments import allow_kernel
+
+    if ":" in name:
+        allow_kernel(name)  # the user has named it here
+    return kernel(name, heads=options.heads, head_dim=options.head_dim)
+
+
+def _check_method(name: str, options: argparse.Namespace) -> bool:
+    import torch
+
+    module = _named(name, options)
+    with torch.no_grad():
+        tables = module(options.points)
+    good = True
+    if tables.bias is not None:
+        good &= _report_bias(f"{name}: bias of {options.heads} heads", tables.bias, options.points)
+    if tables.weight is not None:
+        good &= _report_weight(
+            f"{name}: weight of {options.heads} heads", tables.weight, options.points
+        )
+    return good
+
+
+def _check_power(power: float, points: int) -> bool:
+    import torch
+
+    if power <= 0:
+        raise KerpleError(f"--power {power}: must be above 0")
+    table = -(torch.arange(points, dtype=torch.float64) ** power)
+    return _report_bias(f"-d^{power:g}", table[None], points)
+
+
+def _report_bias(title: str, bias: Tensor, most: int) -> bool:
+    from megatron.model.kernel_theory import counterexample, cpd_margin, is_cpd
+
+    print(f"{title}\n  points  CPD  smallest eigenvalue  shift c")
+    good = True
+    for points in _sizes(most):
+        fine = is_cpd(bias, points)
+        margin = float(cpd_margin(bias, points).min())
+        shift = _largest_shift(bias, points) if fine else "none"
+        print(f"  {points:6}  {'yes' if fine else 'NO':>3}  {margin:19.3g}  {shift:>7}")
+        if good and not fine:
+            worst = int(cpd_margin(bias, points).argmin())
+            found = counterexample(bias[worst], points)
+            if found is not None:
+                listed = ", ".join(f"{value:.3f}" for value in found.tolist())
+                print(
+                    f"          head {worst + 1}: these sum to 0, their form is negative: {listed}"
+                )
+        good &= fine
+    return good
+
+
+def _largest_shift(bias: Tensor, points: int) -> str:
+    from megatron.errors import KernelAnalysisError
+    from megatron.model.kernel_theory import smallest_shift
+
+    try:
+        return f"{max(smallest_shift(head, points, 0.01) for head in bias):.4g}"
+    except KernelAnalysisError:
+        return "none"  # conditionally definite, but not strictly: as -d^2
+
+
+def _report_weight(title: str, weight: Tensor, most: int) -> bool:
+    import torch
+
+    from megatron.model.kernel_theory import is_pd, kernel_matrix
+
+    print(f"{title}\n  points   PD  smallest eigenvalue")
+    good = True
+    for points in _sizes(most):
+        fine = is_pd(weight, points)
+        margin = float(torch.linalg.eigvalsh(kernel_matrix(weight, points)).min())
+        print(f"  {points:6}  {'yes' if fine else 'NO':>3}  {margin:19.3g}")
+        good &= fine
+    return good
+
+
+PLOT = """Draw the kernels of a checkpoint, of a method or of a class of yours.
+
+tools/plot_kernels.py runs/laptop                          the kernels that a run has learned
+tools/plot_kernels.py kerple_log alibi --heads 8           methods as they start
+tools/plot_kernels.py examples.custom_kernel:RationalKernel  a class of your own
+
+Each picture has the bias (or weight) over distance, a line per head, and the matrix over queries
+and keys that attention sees, for the heads that reach least and furthest.
+"""
 MATRIX = 64  # queries and keys shown
 FLOOR = -20.0  # a key with such a bias is out of reach of softmax
 
@@ -44,15 +177,11 @@ def subjects(names: Sequence[str], options: argparse.Namespace) -> Iterator[Draw
 
 
 def _of_method(name: str, options: argparse.Namespace) -> Drawn:
-    from megatron.model.standalone import kernel
-    from megatron.neox_arguments import allow_kernel
     from megatron.neox_arguments.catalogue import label_of
 
     if "/" in name:
         raise KerpleError(f"{name}: no such run or checkpoint")
-    if ":" in name:
-        allow_kernel(name)  # the user has named it here
-    module = kernel(name, heads=options.heads, head_dim=options.head_dim)
+    module = _named(name, options)
     title = f"{label_of(name)}, as it starts ({options.heads} heads of {options.head_dim})"
     return Drawn(title, Path(f"{name.replace(':', '.')}.png"), _tables(module, options.length))
 
@@ -140,12 +269,12 @@ def _draw_matrix(axes: Axes, row: Tensor, title: str, scale: dict[str, Any]) -> 
     return image
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _plot_options(argv: Sequence[str] | None) -> argparse.Namespace:
     from megatron.neox_arguments.command_line import add_allow_kernel_argument
 
     parser = argparse.ArgumentParser(
         prog="plot_kernels.py",
-        description=__doc__,
+        description=PLOT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="+", metavar="RUN|METHOD|MODULE:CLASS")
@@ -164,8 +293,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
+def plot_kernels(argv: Sequence[str] | None = None) -> int:
+    options = _plot_options(argv)
     from megatron.machine import settle_accelerator
 
     settle_accelerator()

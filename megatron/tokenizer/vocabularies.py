@@ -1,10 +1,11 @@
-"""Train a GPT-2-style byte-level byte-pair vocabulary."""
+"""Vocabularies learned from text: GPT-2-style byte-level byte pairs, or SentencePiece's."""
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = [
     "END_OF_TEXT",
     "MERGES",
+    "TRAINERS",
     "VOCABULARY",
     "check_pattern",
-    "not_empty",
     "train_byte_pairs",
     "write_gpt2_files",
 ]
@@ -68,7 +69,7 @@ def train_byte_pairs(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress and sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(not_empty(texts), trainer)
+    tokenizer.train_from_iterator(_not_empty(texts), trainer)
     return tokenizer
 
 
@@ -83,10 +84,66 @@ def write_gpt2_files(tokenizer: Tokenizer, folder: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
-def not_empty(texts: Iterator[str]) -> Iterator[str]:
+def _not_empty(texts: Iterator[str]) -> Iterator[str]:
     """The same texts, or an error if there is none."""
     first = next(texts, None)
     if first is None:
         raise DataError("no text in the input")
     yield first
     yield from texts
+
+
+def _gpt2_bpe(
+    texts: Iterator[str], folder: Path, size: int, progress: bool, pattern: str | None
+) -> int:
+    _refuse_pattern("GPT2BPETokenizer", pattern)
+    return write_gpt2_files(train_byte_pairs(texts, size, progress), folder)
+
+
+def _hugging_face(
+    texts: Iterator[str], folder: Path, size: int, progress: bool, pattern: str | None
+) -> int:
+    tokenizer = train_byte_pairs(texts, size, progress, pattern)
+    with atomic_writer(folder / "tokenizer.json") as handle:
+        handle.write(tokenizer.to_str(pretty=True).encode())
+    return int(tokenizer.get_vocab_size())
+
+
+def _refuse_pattern(kind: str, pattern: str | None) -> None:
+    if pattern is not None:
+        raise TokenizerError(f"--pattern: {kind} has its own; use --type HFTokenizer")
+
+
+def _sentence_piece(
+    texts: Iterator[str], folder: Path, size: int, progress: bool, pattern: str | None
+) -> int:
+    _refuse_pattern("SPMTokenizer", pattern)
+    import sentencepiece
+
+    lines = (line for text in _not_empty(texts) for line in text.splitlines() if line)
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=lines,
+            model_writer=model,
+            vocab_size=size,
+            model_type="bpe",
+            byte_fallback=True,
+            character_coverage=0.9995,
+            user_defined_symbols=[END_OF_TEXT],
+            max_sentence_length=65536,
+            minloglevel=1 if progress else 2,
+        )
+    except RuntimeError as error:
+        raise DataError(f"SentencePiece could not train on this text: {error}") from error
+    with atomic_writer(folder / "tokenizer.model") as handle:
+        handle.write(model.getvalue())
+    return size
+
+
+TRAINERS: dict[str, Callable[[Iterator[str], Path, int, bool, str | None], int]] = {
+    "GPT2BPETokenizer": _gpt2_bpe,
+    "HFTokenizer": _hugging_face,
+    "SPMTokenizer": _sentence_piece,
+}
+"""tokenizer_type -> (texts, folder, size, progress, pattern): writes files, counts tokens."""

@@ -1,4 +1,8 @@
-"""What deepy.py does: parse, merge, validate, explain or launch."""
+"""What needs a model: deepy.py, which starts, and train.py, evaluate.py and generate.py.
+
+deepy.py parses, merges and validates, then explains or launches; the others run on every process,
+and import what is heavy only when their arguments are in order.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,15 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.launcher.planning import find_script, plan_launch, run
+from megatron.machine import settle_accelerator
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.command_line import add_config_arguments, load_config
+from megatron.neox_arguments.command_line import (
+    add_config_arguments,
+    load_config,
+    parse_command_line,
+)
 from megatron.neox_arguments.dry_run import dry_run_report
-from megatron.terminal import shown_command
+from megatron.terminal import leave_until_started, leaving_at_once, shown_command
 
 EXAMPLES = """examples:
   python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml
@@ -27,7 +36,7 @@ EXAMPLES = """examples:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+def deepy_parser() -> argparse.ArgumentParser:
     """The command line of deepy.py."""
     parser = argparse.ArgumentParser(
         prog="deepy.py",
@@ -42,10 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def deepy(argv: Sequence[str] | None = None) -> int:
     """Returns the job's exit code; 2 for a wrong config."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = build_parser().parse_intermixed_args(arguments)
+    options = deepy_parser().parse_intermixed_args(arguments)
     script = find_script(options.script, Path(__file__).resolve().parents[2])
     args = load_config(options)
     if options.dry_run:
@@ -61,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(plan)
 
 
-def _explain(script: str, args: NeoXArgs) -> str:
+def _explain(script: list[str], args: NeoXArgs) -> str:
     """What would be started; a machine that is not the job's can explain it all the same."""
     smallest = args.parallel.processes_per_replica
     try:
@@ -73,3 +82,34 @@ def _explain(script: str, args: NeoXArgs) -> str:
         return f"{report}\n\n# launch\nnot from here: {error}\n(above: {assumed})"
     warnings = [f"warning: {warning}" for warning in plan.warnings]
     return "\n".join([dry_run_report(plan.args, plan.world_size, plan.command()), *warnings])
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """train.py's exit code; docs/reliability.md lists them."""
+    leave_until_started()
+    args, _ = parse_command_line("train.py", argv)
+    with leaving_at_once():
+        settle_accelerator()
+        from megatron.training.entry import run_and_report
+
+    return run_and_report(args)
+
+
+def evaluate(argv: Sequence[str] | None = None) -> int:
+    """evaluate.py's exit code: 0 when every task gave a result."""
+    args, options = parse_command_line("evaluate.py", argv)
+    with leaving_at_once():
+        settle_accelerator()
+        from megatron.evaluation.evaluator import run_evaluation
+
+    return run_evaluation(args, options.local_rank)
+
+
+def generate(argv: Sequence[str] | None = None) -> int:
+    """generate.py's exit code."""
+    args, options = parse_command_line("generate.py", argv)
+    with leaving_at_once():
+        settle_accelerator()
+        from megatron.generation.text import run_generation
+
+    return run_generation(args, options.local_rank)

@@ -1,0 +1,350 @@
+"""The way to token files: prepare_data, preprocess_data, merge_datasets, train_tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.atomic_files import check_writable
+from megatron.data import merge_datasets as merge
+from megatron.data.chunks import DOCUMENT_SPLITTERS, read_texts
+from megatron.data.corpora import SOURCES
+from megatron.data.indexed_dataset import prefix_of, read_manifest
+from megatron.data.prepare import PrepareRequest, prepare_corpus, print_problems, report
+from megatron.data.preprocess import (
+    PreprocessOptions,
+    available_cores,
+    preprocess,
+    terminated_like_interrupted,
+)
+from megatron.data.streams import list_files
+from megatron.errors import DataError
+from megatron.terminal import say_next, shown_command
+from megatron.tokenizer import TOKENIZERS, build_tokenizer
+from megatron.tokenizer.vocabularies import MERGES, TRAINERS, VOCABULARY
+
+DEFAULT_CORPUS = "enwik8"  # GPT-NeoX's
+
+
+def _prepare_parser() -> argparse.ArgumentParser:
+    table = "\n".join(
+        f"  {s.name:<14}{s.description}; licence: {s.licence}" for s in SOURCES.values()
+    )
+    parser = argparse.ArgumentParser(
+        prog="prepare_data.py",
+        description="Fetch a corpus, or take your own text, and turn it into token files for "
+        "training.",
+        epilog=f"corpora:\n{table}\n\nWrites DIR/NAME/NAME_text_document.bin, .idx and .json. "
+        "An output that is up to date is not rebuilt.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="corpora to prepare, see below (default: enwik8)"
+    )
+    parser.add_argument(
+        "-d",
+        "--data-dir",
+        type=Path,
+        default=Path(os.environ.get("DATA_DIR", "data")),
+        help="where the outputs go (default: $DATA_DIR or ./data)",
+    )
+    parser.add_argument(
+        "-t",
+        "--tokenizer",
+        choices=sorted(TOKENIZERS),
+        help="default: GPT2BPETokenizer (python_projects, english_docs and latex_docs learn their "
+        "own vocabulary); CharLevelTokenizer (bytes) for stdlib, django_docs and your own text "
+        "when no vocabulary is given",
+    )
+    parser.add_argument(
+        "-v", "--vocab-file", type=Path, help="the tokenizer's vocabulary, or its folder"
+    )
+    parser.add_argument("-m", "--merge-file", type=Path, help="the merges of GPT2BPETokenizer")
+    parser.add_argument(
+        "--input",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="local text instead of a download: jsonl, jsonl.zst, txt, archives, folders of any",
+    )
+    parser.add_argument(
+        "--split-text",
+        choices=["auto", *sorted(DOCUMENT_SPLITTERS)],
+        default="auto",
+        help="what a document is in plain text files (default: the corpus's own, or the file)",
+    )
+    parser.add_argument(
+        "--jsonl-key", default="text", help="the JSON key that holds the text (default: text)"
+    )
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="only JSON lines with this value, e.g. meta.pile_set_name=Github for a part of the "
+        "Pile; repeated, all must hold",
+    )
+    _add_switches(parser)
+    return parser
+
+
+def _add_switches(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", type=int, default=available_cores(), help="processes")
+    parser.add_argument("--ftfy", action="store_true", help="repair broken encodings with ftfy")
+    parser.add_argument("--strict", action="store_true", help="a broken line is an error")
+    parser.add_argument(
+        "-f",
+        "--force",
+        "--force-redownload",
+        action="store_true",
+        help="rebuild an output that is up to date",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bars")
+
+
+def prepare_data(argv: Sequence[str] | None = None) -> int:
+    parser = _prepare_parser()
+    args = parser.parse_intermixed_args(argv)
+    if not args.names:
+        args.names, args.input = _name_after_inputs(args.input)
+    if not args.names and args.input:
+        parser.error("--input PATH... needs a NAME for the corpus as the last word")
+    args.names = args.names or [DEFAULT_CORPUS]
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    if args.input and len(args.names) > 1:
+        raise DataError("--input takes one NAME; prepare the others separately")
+    request = PrepareRequest(
+        directory=args.data_dir,
+        tokenizer_type=args.tokenizer,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        inputs=tuple(args.input),
+        force=args.force,
+        options=PreprocessOptions(
+            keys=(args.jsonl_key,),
+            ftfy=args.ftfy,
+            splitter=args.split_text,
+            where=tuple(_condition(text) for text in args.where),
+            strict=args.strict,
+            workers=max(1, args.workers),
+            progress=not args.quiet,
+        ),
+    )
+    check_writable(args.data_dir / "corpus", "--data-dir")
+    with terminated_like_interrupted():
+        for name in args.names:
+            prefix, outcome = prepare_corpus(name, request)
+            print(report(name, prefix, outcome))
+            if outcome is not None:
+                print_problems(outcome)
+    _hint(prefix, request)
+    return 0
+
+
+def _hint(prefix: Path, request: PrepareRequest) -> None:
+    """The likely next command, with the tokenizer that made the data."""
+    manifest = read_manifest(prefix)
+    if manifest is None or not Path("configs/laptop/tiny.yml").is_file():
+        return
+    kind = manifest["tokenizer"]["type"]
+    run = f"runs/{prefix.parent.name}"
+    sets = [f"data_path={prefix}", f"tokenizer_type={kind}", f"save={run}", f"load={run}"]
+    folder = prefix.parent
+    vocab = request.vocab_file or (folder / VOCABULARY if (folder / VOCABULARY).is_file() else None)
+    merges = request.merge_file or (folder / MERGES if (folder / MERGES).is_file() else None)
+    if kind != "CharLevelTokenizer":
+        sets += [f"vocab_file={vocab}"] if vocab else []
+        sets += [f"merge_file={merges}"] if merges else []
+    command = shlex.join(["configs/laptop/tiny.yml", "--set", *sets])
+    say_next(f"{shown_command('deepy')} train.py {command}")
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise DataError(f"--where {text}: expected KEY=VALUE, e.g. meta.pile_set_name=Github")
+    return key, value
+
+
+def _name_after_inputs(inputs: list[Path]) -> tuple[list[str], list[Path]]:
+    """In ``--input PATH... NAME`` the list of paths has swallowed the name: give it back."""
+    if len(inputs) < 2:
+        return [], inputs
+    last = str(inputs[-1])
+    if inputs[-1].exists() and last not in SOURCES:
+        return [], inputs
+    return [last], inputs[:-1]
+
+
+def _preprocess_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preprocess_data.py",
+        description="Tokenize any text into NeoX's .bin/.idx files: streaming, many processes, "
+        "bounded memory.",
+    )
+    source = parser.add_argument_group("input data")
+    source.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="jsonl, jsonl.zst/.gz/.xz/.bz2, txt, tar, zip, folders; or a comma-separated list",
+    )
+    source.add_argument(
+        "--jsonl-keys",
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="JSON keys to tokenize, each into its own dataset (default: text)",
+    )
+    source.add_argument(
+        "--num-docs", type=int, help="accepted as in NeoX; progress is measured in bytes"
+    )
+    source.add_argument(
+        "--split-text",
+        choices=sorted(DOCUMENT_SPLITTERS),
+        default="file",
+        help="what a document is in plain text files (default: file)",
+    )
+    source.add_argument("--ftfy", action="store_true", help="repair broken encodings with ftfy")
+    source.add_argument(
+        "--strict",
+        action="store_true",
+        help="stop at the first broken line instead of counting and reporting them",
+    )
+    tokens = parser.add_argument_group("tokenizer")
+    tokens.add_argument("--tokenizer-type", required=True, choices=sorted(TOKENIZERS))
+    tokens.add_argument("--vocab-file", "--vocab", help="vocabulary file, folder or encoding name")
+    tokens.add_argument("--merge-file", help="merges of GPT2BPETokenizer")
+    tokens.add_argument(
+        "--append-eod", action="store_true", help="end every document with the end token"
+    )
+    output = parser.add_argument_group("output data")
+    output.add_argument(
+        "--output-prefix", required=True, type=Path, help="writes PREFIX_KEY_document.bin/.idx"
+    )
+    output.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="only mmap")
+    runtime = parser.add_argument_group("runtime")
+    runtime.add_argument("--workers", type=int, default=available_cores(), help="processes")
+    runtime.add_argument("--log-interval", type=int, help="accepted as in NeoX; unused")
+    runtime.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def preprocess_data(argv: Sequence[str] | None = None) -> int:
+    args = _preprocess_parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    options = PreprocessOptions(
+        keys=tuple(args.jsonl_keys),
+        append_eod=args.append_eod,
+        ftfy=args.ftfy,
+        splitter=args.split_text,
+        strict=args.strict,
+        workers=max(1, args.workers),
+        progress=not args.quiet,
+    )
+    check_writable(args.output_prefix, "--output-prefix")
+    tokenizer = build_tokenizer(
+        args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file
+    )
+    with terminated_like_interrupted():
+        outcome = preprocess(_paths(args.input), args.output_prefix, tokenizer, options)
+    print(f"{outcome.documents} documents, {outcome.tokens} tokens")
+    for prefix in outcome.prefixes:
+        print(prefix)
+    print_problems(outcome)
+    return 0
+
+
+def _paths(values: Sequence[str]) -> list[Path]:
+    """NeoX joins several inputs with commas; a path that exists with its comma is kept whole."""
+    paths: list[Path] = []
+    for value in values:
+        whole = Path(value)
+        paths += [whole] if whole.exists() else [Path(part) for part in value.split(",") if part]
+    return paths
+
+
+def _merge_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="merge_datasets.py",
+        description="Join token datasets made with one tokenizer (for example shards) into one.",
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="prefixes in the order wanted, or one folder: all its datasets, sorted by name",
+    )
+    parser.add_argument("--output-prefix", required=True, type=Path, help="the new dataset")
+    return parser
+
+
+def merge_datasets(argv: Sequence[str] | None = None) -> int:
+    args = _merge_parser().parse_args(argv)
+    output = prefix_of(args.output_prefix)
+    check_writable(output, "--output-prefix")
+    inputs = _inputs(args.input)
+    merged = merge(inputs, output)
+    print(f"{len(inputs)} datasets, {len(merged)} documents, {merged.total_tokens} tokens")
+    print(output)
+    return 0
+
+
+def _inputs(values: Sequence[str]) -> list[Path]:
+    if len(values) == 1 and Path(values[0]).is_dir():
+        found = sorted(prefix_of(path) for path in Path(values[0]).glob("*.idx"))
+        if not found:
+            raise DataError(f"{values[0]}: no .idx files in this folder")
+        return found
+    return [prefix_of(value) for value in values]
+
+
+SMALLEST_VOCABULARY = 260  # 256 bytes, the end token, and something learned
+
+
+def _tokenizer_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train_tokenizer.py",
+        description="Train a tokenizer on your text: GPT-2-style byte-level BPE, or SentencePiece.",
+        epilog="GPT2BPETokenizer writes vocab.json and merges.txt, HFTokenizer tokenizer.json, "
+        "SPMTokenizer tokenizer.model. Give the output folder as vocab_file.",
+    )
+    parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH")
+    parser.add_argument("--output-dir", required=True, type=Path)
+    parser.add_argument("--vocab-size", type=int, default=32768)
+    parser.add_argument("--type", choices=sorted(TRAINERS), default="GPT2BPETokenizer")
+    parser.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
+    parser.add_argument(
+        "--pattern",
+        metavar="REGEX",
+        help="HFTokenizer: pieces that no token crosses, with Unicode classes such as \\p{L} "
+        "(default: GPT-2's)",
+    )
+    parser.add_argument(
+        "--max-megabytes", type=float, help="learn from the first so many megabytes only"
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def train_tokenizer(argv: Sequence[str] | None = None) -> int:
+    args = _tokenizer_parser().parse_args(argv)
+    if args.vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(f"--vocab-size {args.vocab_size}: at least {SMALLEST_VOCABULARY}")
+    files, _ = list_files(args.input)
+    texts = read_texts(files, args.jsonl_key, args.max_megabytes)
+    check_writable(args.output_dir / "vocab.json", "--output-dir")
+    size = TRAINERS[args.type](
+        texts, args.output_dir, args.vocab_size, not args.quiet, args.pattern
+    )
+    print(f"{args.type} with {size} tokens -> {args.output_dir}")
+    return 0
