@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron.evaluation.results_schema import PositionEntry
 from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import compare_paired, summarize
+from megatron.paper.contrasts import loss_from
 from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet, Point
 
@@ -177,17 +177,6 @@ def _no_clear_advantage(view: _View) -> tuple[Verdict, str]:
     return _by_exceptions(len(exceptions), len(common)), text
 
 
-def _loss_from(entry: PositionEntry, start: int) -> float | None:
-    """Mean loss of the positions from `start` on."""
-    if entry.by_position:
-        rest = entry.by_position[start:]
-        return sum(rest) / len(rest) if rest else None
-    buckets = [bucket for bucket in entry.buckets if bucket.start >= start]
-    total = sum(bucket.end - bucket.start for bucket in buckets)
-    weighted = sum(bucket.loss * (bucket.end - bucket.start) for bucket in buckets)
-    return weighted / total if total else None
-
-
 def _against_window(name: str, *, below: bool) -> _Check:
     """Beyond the training length, against log's own loss in a window of that length."""
 
@@ -197,8 +186,8 @@ def _against_window(name: str, *, below: bool) -> _Check:
         for length in sorted(results.position_lengths(data, name)):
             own = results.positions(data, name, length, None, view.split)
             windowed = results.positions(data, "kerple_log", length, start, view.split)
-            first = [_loss_from(entry, start) for entry in own]
-            second = [_loss_from(entry, start) for entry in windowed]
+            first = [loss_from(entry, start) for entry in own]
+            second = [loss_from(entry, start) for entry in windowed]
             pairs = [
                 (one, two)
                 for one, two in zip(first, second, strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -274,4 +275,8 @@ def evaluate_command(launcher: Launcher, directory: Path, run: Run, step: EvalSt
         ]
         if step.window is not None:
             arguments.append(f"eval_window={step.window}")
+    if step.variant:
+        prefix = directory / "results" / step.variant
+        arguments += ["--eval_results_prefix", str(prefix), "--set"]
+        arguments += [f"{key}={json.dumps(value)}" for key, value in step.settings]
     return launcher.command("evaluate", directory / "config.yml", run, arguments)

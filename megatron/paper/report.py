@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from megatron import __version__
 from megatron.atomic_files import write_text
 from megatron.paper.claims import check_claims
+from megatron.paper.contrasts import contrast_table
 from megatron.paper.figures import perplexity_by_length, training_loss
 from megatron.paper.kernel_figures import (
     effective_lengths,
@@ -81,7 +82,7 @@ def make_report(
     ]
     chapters = [_section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
-    chapters.insert(1, _claims_chapter(suite, results))
+    chapters[1:1] = [_claims_chapter(suite, results), *_contrast_chapters(suite, results)]
     page = Page(
         f"KERPLE: the {suite.name} suite",
         suite.about + ".",
@@ -159,6 +160,19 @@ def _claims_chapter(suite: Suite, results: ResultSet) -> Chapter:
             data |= {item.name: item for item in suite.data_of(section)}
     findings = check_claims(results.of_models(models), suite.splits[0], tuple(data.values()))
     return Chapter("The paper's claims against these results", findings=findings)
+
+
+def _contrast_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
+    """One per question of the suite file that has any answer yet."""
+    tables = {
+        key: contrast_table(key, contrast, results, suite.splits[0])
+        for key, contrast in suite.contrasts.items()
+    }
+    return [
+        Chapter(suite.contrasts[key].title, tables=[table])
+        for key, table in tables.items()
+        if table
+    ]
 
 
 def _section_chapter(

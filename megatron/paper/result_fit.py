@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from megatron.data.recall_text import RECALL_KINDS
 from megatron.errors import EvaluationError
 from megatron.evaluation.results_schema import (
     MODEL_KEYS,
@@ -26,6 +27,7 @@ from megatron.neox_arguments.catalogue import canonical_method
 from megatron.paper.suite import EvalStep, Run
 
 __all__ = [
+    "RECALL",
     "Fit",
     "ResultFiles",
     "StepCheck",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _DEFAULT_PROTOCOL, _DEFAULT_SEQUENCES = "fixed_sequences", 320
+RECALL = "recall"
 
 
 class Fit(str, Enum):
@@ -90,7 +93,7 @@ def training_differences(directory: Path, run: Run) -> str:
 
 
 def _expected(run: Run, step: EvalStep) -> dict[str, Any]:
-    config = run.config
+    config = {**run.config, **dict(step.settings)}
     lengths = [step.length] if step.length else list(config.get("eval_lengths", []))
     protocol = config.get("eval_protocol") or _DEFAULT_PROTOCOL
     expected = {
@@ -105,6 +108,9 @@ def _expected(run: Run, step: EvalStep) -> dict[str, Any]:
         "split": str(config.get("split")),
         "model settings": {key: config[key] for key in MODEL_KEYS if config.get(key)},
     }
+    if step.task == RECALL:  # makes its own text
+        about_text = ("eval_protocol", "eval_num_sequences", "data", "split")
+        return {key: value for key, value in expected.items() if key not in about_text}
     if protocol == "fixed_tokens" or step.length:
         # The tokens that are compared, and the length that is looked at, follow from the longest.
         expected["longest length"] = max(lengths, default=0)
@@ -172,8 +178,11 @@ def _outdated(result: Result, run: Run, directory: Path) -> str:
 
 
 def _answers(result: Result, step: EvalStep) -> bool:
-    """The step's task, at its window and, by position, at its length."""
+    """The step's task, at its window, at its length by position, with a variant's settings."""
     if result.task.removesuffix("_windowed") != step.task or result.window != step.window:
+        return False
+    recorded = (result.settings or {}).get("model") or {}
+    if any(recorded.get(key) != value for key, value in step.settings):
         return False
     if step.length is None:
         return True
@@ -209,6 +218,11 @@ class ResultFiles:
             if self.other_training:
                 bad.append((Fit.FOREIGN, path, self.other_training))
             elif why := _differences(result, self.run, step):
+                if any(
+                    _answers(result, other) and not _differences(result, self.run, other)
+                    for other in self.run.evaluations
+                ):
+                    continue  # another variant's
                 bad.append((Fit.FOREIGN, path, why))
             elif why := _outdated(result, self.run, self.directory):
                 bad.append((Fit.OUTDATED, path, why))
@@ -220,7 +234,7 @@ class ResultFiles:
         good, bad = self.sort(step)
         wanted = wanted_cells(self.run, step)
         failed = {
-            (error.get("split"), error.get("length")): str(error.get("error"))
+            (error.get("split") or error.get("kind"), error.get("length")): str(error.get("error"))
             for result in good
             for error in result.errors
         }
@@ -239,11 +253,16 @@ class ResultFiles:
 
 
 def wanted_cells(run: Run, step: EvalStep) -> list[tuple[str, int]]:
+    """By split, or by kind of recall, and length."""
     lengths = [step.length] if step.length else list(run.config.get("eval_lengths", []))
-    return [(split, int(length)) for split in run.splits for length in lengths]
+    groups = tuple(RECALL_KINDS) if step.task == RECALL else run.splits
+    return [(group, int(length)) for group in groups for length in lengths]
 
 
 def _cells(result: Result, step: EvalStep) -> Iterator[tuple[str, int]]:
+    if step.task == RECALL:
+        yield from ((cell["kind"], cell["length"]) for cell in result.results["grid"])
+        return
     if step.length:
         yield from ((split, entry.length) for split, entry in result.by_position().items())
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.evaluation.results_schema import PositionEntry, Result
-from megatron.paper.result_fit import ResultFiles, StepCheck, wanted_cells
+from megatron.paper.result_fit import RECALL, ResultFiles, StepCheck, wanted_cells
 from megatron.paper.suite import EvalStep, Run
 from megatron.paper.suite_file import Point
 
@@ -46,6 +46,10 @@ class RunResults:
     run: Run
     perplexity: dict[tuple[str, int], float] = field(default_factory=dict)
     """(split, length) -> perplexity"""
+    variants: dict[str, dict[tuple[str, int], float]] = field(default_factory=dict)
+    """The same of the same weights, evaluated with other settings."""
+    recall: dict[tuple[str, int], float] = field(default_factory=dict)
+    """(kind, length) -> share of symbols recalled"""
     positions: list[Positions] = field(default_factory=list)
     kernel: dict[str, list[float]] = field(default_factory=dict)
     """Last logged kernel parameters, per head."""
@@ -90,14 +94,19 @@ def _add_cells(results: RunResults, result: Result, step: EvalStep) -> None:
             if (split, entry.length) in wanted:
                 results.positions.append(Positions(split, entry))
         return
+    if step.task == RECALL:
+        for cell in result.results["grid"]:
+            results.recall[cell["kind"], cell["length"]] = float(cell["accuracy"])
+        return
+    found = results.variants.setdefault(step.variant, {}) if step.variant else results.perplexity
     for split, entries in result.by_length().items():
         for item in entries:
             if (split, item.length) not in wanted:
                 continue
             if item.ppl is not None:
-                results.perplexity[split, item.length] = item.ppl
+                found[split, item.length] = item.ppl
             elif item.loss is not None:
-                results.perplexity[split, item.length] = _exp(item.loss)
+                found[split, item.length] = _exp(item.loss)
 
 
 def _exp(loss: float) -> float:

@@ -6,12 +6,13 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import ReproduceError
 from megatron.paper.suite_file import (
+    Contrast,
     DataSet,
     Model,
     Point,
@@ -35,10 +36,14 @@ class EvalStep:
     task: str
     length: int | None = None
     window: int | None = None
+    variant: str = ""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """What the variant changes in the model's config."""
 
     @property
     def name(self) -> str:
         parts = [self.task, str(self.length or ""), f"w{self.window}" if self.window else ""]
+        parts.append(self.variant)
         return "-".join(part for part in parts if part)
 
 
@@ -74,7 +79,8 @@ class Run:
 
     def step_hash(self, step: EvalStep) -> str:
         kept = {key: value for key, value in self.config.items() if key.startswith("eval_")}
-        return _hash([self.train_hash, kept, step.task, step.length, step.window])
+        changed = [dict(step.settings)] if step.settings else []
+        return _hash([self.train_hash, kept, step.task, step.length, step.window, *changed])
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,7 @@ class Suite:
     runs: tuple[Run, ...]
     data: Mapping[str, DataSet]
     data_root: Path
+    contrasts: Mapping[str, Contrast] = field(default_factory=dict)
 
     def run_directory(self, root: Path, run: Run) -> Path:
         return root / self.name / run.name
@@ -153,6 +160,7 @@ class _Expansion:
             tuple(self._with_lengths(run) for run in runs.values()),
             self._file.data,
             self._data_root,
+            self._file.contrasts,
         )
 
     def _model(self, name: str) -> tuple[dict[str, Any], int]:
@@ -206,6 +214,12 @@ class _Expansion:
             if item.data == data and method in item.methods
             if longest is None or item.length <= longest
         ]
+        steps += [
+            EvalStep("extrapolation", variant=label, settings=tuple(variant.config.items()))
+            for label, variant in section.variants.items()
+            if method in variant.methods
+        ]
+        steps += [EvalStep(task) for task in section.tasks]
         config["eval_lengths"] = lengths
         splits = tuple(self._file.splits)
         identity = (name, model, data, method, seed, gpus)

@@ -14,6 +14,7 @@ from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.cells import Rounding
 
 __all__ = [
+    "Contrast",
     "DataSet",
     "Layout",
     "Model",
@@ -91,6 +92,13 @@ class Positionwise(_Strict):
     window: int | None = Field(default=None, ge=1)
 
 
+class Variant(_Strict):
+    """The trained models evaluated once more with other model settings."""
+
+    methods: list[str]
+    config: dict[str, Any]
+
+
 class TableSpec(_Strict):
     """What a table shows. The last four follow from its section and are not in the file."""
 
@@ -131,6 +139,9 @@ class Section(_Strict):
     seeds: list[int] | None = None
     lengths: list[int] | dict[str, list[int]] = []
     positionwise: list[Positionwise] = []
+    variants: dict[str, Variant] = {}
+    tasks: list[str] = []
+    """Further tasks of evaluate.py that the report knows: recall."""
     table: TableSpec | None = None
     speed: Speed | None = None
 
@@ -144,6 +155,26 @@ class Section(_Strict):
         return (self.speed.data or self.data) if self.speed else []
 
 
+class Pair(_Strict):
+    """Two kinds of runs, each as MODEL.DATA.METHOD, `@VARIANT` behind it where it has one."""
+
+    label: str
+    first: str
+    second: str
+
+
+class Contrast(_Strict):
+    """A question that pairs of runs answer, seed by seed."""
+
+    title: str
+    pairs: list[Pair] = []
+    """Perplexity of the first against the second's."""
+    growth: dict[str, str] = {}
+    """Label -> a kind of runs: perplexity at the longest length against that at 1x."""
+    beyond: dict[str, str] = {}
+    """Label -> a kind of runs: loss beyond the training length against its own in a window."""
+
+
 class SuiteFile(_Strict):
     about: str
     seeds: list[int]
@@ -153,6 +184,7 @@ class SuiteFile(_Strict):
     sections: dict[str, Section]
     method_config: dict[str, dict[str, Any]] = {}
     """Keys that only some methods need, by method."""
+    contrasts: dict[str, Contrast] = {}
 
     @model_validator(mode="before")
     @classmethod
