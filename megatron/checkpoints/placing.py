@@ -19,6 +19,7 @@ from megatron.model.position_names import positional_embedding_class
 from megatron.model.spec import ModelSpec
 from megatron.mpu import SERIAL, TensorParallel
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.model_keys import SCORE_TERMS
 
 __all__ = ["load_weights", "place_weights"]
 
@@ -91,7 +92,7 @@ def place_weights(
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> str:
     theirs, differences = checkpoint.spec, []
     for key in ("pos_emb", "num_layers", "hidden_size", "num_attention_heads", "norm",
-                "num_kv_heads", "use_qk_layernorm",
+                "num_kv_heads", "use_qk_layernorm", *SCORE_TERMS,
                 "no_weight_tying", "kerple_share", "padded_vocab_size", "activation"):  # fmt: skip
         if getattr(theirs, key) != getattr(spec, key):
             differences.append(f"{key} {getattr(theirs, key)!r} there, {getattr(spec, key)!r} here")

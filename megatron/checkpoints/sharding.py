@@ -1,6 +1,7 @@
 """Model-parallel shards to whole tensors and back, by canonical name.
 
-split along rows     word_embeddings, query_key_value, dense_h_to_4h, kernel parameters
+split along rows     word_embeddings, query_key_value, dense_h_to_4h, kernel parameters, and what
+                     else a head has: forget_gate, sinks, softmax_scale
 split along columns  attention.dense, dense_4h_to_h, T5's table
 either               final_linear (output_layer_parallelism)
 whole on every rank  norms, learned positions, biases after a row-parallel product
@@ -22,7 +23,14 @@ from megatron.neox_arguments.model_keys import ModelArgs
 
 __all__ = ["Sharding", "merge_shards", "split_weights", "with_rows"]
 
-_ROWS = ("word_embeddings.", "attention.query_key_value.", "mlp.dense_h_to_4h.")
+_ROWS = (
+    "word_embeddings.",
+    "attention.query_key_value.",
+    "attention.forget_gate.",
+    "attention.sinks",
+    "attention.softmax_scale",
+    "mlp.dense_h_to_4h.",
+)
 _COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 _SUMMED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
 _KERNEL = ("embedding.", "positions.")

@@ -22,7 +22,7 @@ from megatron.model.positional_embeddings import alibi_slopes
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import method
-from megatron.neox_arguments.model_keys import KEYS_OF_OURS
+from megatron.neox_arguments.model_keys import KEYS_OF_OURS, SCORE_TERMS
 
 __all__ = [
     "cast_weights",
@@ -187,6 +187,7 @@ def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[st
         ]
     if spec.kerple_share == "per_layer" and pos_emb not in ("rotary", "learned", "none", "alibi"):
         lacking.append("kerple_share: per_layer")
+    lacking += [key for key in SCORE_TERMS if getattr(spec, key)]
     if spec.rope_scaling:
         lacking.append("rope_scaling")
     if lacking:

@@ -12,9 +12,18 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
-from megatron.model.position_base import Tables
+from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary import RotaryEmbedding
-from megatron.mpu import SERIAL, ColumnParallelLinear, InitMethod, RowParallelLinear, TensorParallel
+from megatron.model.score_terms import gate_sums, keys_seen, sharpened
+from megatron.mpu import (
+    SERIAL,
+    ColumnParallelLinear,
+    InitMethod,
+    RowParallelLinear,
+    TensorParallel,
+    per_head_parameter,
+)
+from megatron.mpu.collectives import copy_to_group
 
 
 def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Generator:
@@ -40,6 +49,9 @@ class SelfAttention(nn.Module):
         *,
         kv_heads: int | None = None,
         qk_norm: nn.Module | None = None,
+        forget_gate: bool = False,
+        sinks: bool = False,
+        softmax_scale: float | None = None,
         init: InitMethod,
         output_init: InitMethod,
         generators: Callable[[str], torch.Generator],
@@ -72,8 +84,23 @@ class SelfAttention(nn.Module):
             bias=bias,
             init=init,
             generator=generators("attention.query_key_value"),
+            input_is_shared=forget_gate,
             tp=tp,
         )
+        self.forget_gate: ColumnParallelLinear | None = None
+        if forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
+            self.forget_gate = ColumnParallelLinear(
+                hidden_size,
+                num_heads,
+                init=init,
+                generator=generators("attention.forget_gate"),
+                input_is_shared=True,
+                tp=tp,
+            )
+        self.sinks = per_head_parameter(0.0, num_heads, tp) if sinks else None
+        self.softmax_scale: nn.Parameter | None = None
+        if softmax_scale is not None:
+            self.softmax_scale = per_head_parameter(softmax_scale, num_heads, tp)
         self.dense = RowParallelLinear(
             hidden_size,
             hidden_size,
@@ -84,10 +111,16 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x_BLh: Tensor, tables: Tables, cache: LayerCache | None = None) -> Tensor:
+        if self.forget_gate is not None:
+            x_BLh = copy_to_group(x_BLh, self.tp)
+        offset = cache.length if cache is not None else 0
         q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
         if self.rotary is not None:
-            offset = cache.length if cache is not None else 0
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset)
+        if self.softmax_scale is not None:
+            n = keys_seen(q_BHLD.shape[2], offset=offset, window=self.window, device=q_BHLD.device)
+            q_BHLD = sharpened(q_BHLD, self.softmax_scale, n)
+        key_bias, sink = self._gates_and_sinks(x_BLh, cache)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
         dropout = self.dropout if self.training else 0.0
@@ -97,6 +130,8 @@ class SelfAttention(nn.Module):
             v_BHLD,
             tables.bias,
             tables.weight,
+            key_bias=key_bias,
+            sink=sink,
             window=self.window,
             dropout=dropout,
             engine=self.engine,
@@ -104,6 +139,25 @@ class SelfAttention(nn.Module):
             generator=_dropout_generator(x_BLh.device, self.tp) if dropout else None,
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
+
+    def _gates_and_sinks(
+        self, x_BLh: Tensor, cache: LayerCache | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
+
+        The gates' c_m - c_n lacks its c_m: a softmax does not see what a whole row has in common.
+        A sink does, so that it is given less c_m.
+        """
+        sink = None if self.sinks is None else at_least_fp32(self.sinks)
+        if self.forget_gate is None:
+            return None, sink
+        sums = gate_sums(self.forget_gate(x_BLh), None if cache is None else cache.gate_sum)
+        dtype = torch.promote_types(x_BLh.dtype, torch.float32)
+        if sink is not None:
+            sink = (sink[:, None] - sums).to(dtype)
+        if cache is not None:
+            sums = cache.append_gates(sums)
+        return -sums.to(dtype), sink
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, H, L, D]; the last two may have fewer heads."""
@@ -124,38 +178,47 @@ class SelfAttention(nn.Module):
 
 
 class LayerCache:
-    """One layer's keys and values, [batch, heads, length, head_dim], in buffers that double."""
+    """One layer's keys and values, [batch, heads, length, head_dim], and the sums of its gates.
+
+    The buffers double when they are full.
+    """
 
     def __init__(self) -> None:
         self.length = 0
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        self._buffers: dict[str, Tensor] = {}
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add the newest tokens; returns all keys and values, oldest first."""
-        end = self.length + k.shape[2]
-        self._keys = self._grown(self._keys, k, end)
-        self._values = self._grown(self._values, v, end)
-        self._keys[:, :, self.length : end] = k
-        self._values[:, :, self.length : end] = v
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        keys, values = self._extended("keys", k), self._extended("values", v)
+        self.length += k.shape[2]
+        return keys, values
 
-    def _grown(self, buffer: Tensor | None, like: Tensor, end: int) -> Tensor:
-        if buffer is not None and buffer.shape[2] >= end:
-            return buffer
-        capacity = max(end, 2 * self.length, 64)
-        batch, heads, _, head_dim = like.shape
-        grown = like.new_empty(batch, heads, capacity, head_dim)
-        if buffer is not None:
-            grown[:, :, : self.length] = buffer[:, :, : self.length]
-        return grown
+    def append_gates(self, sums: Tensor) -> Tensor:
+        """Add the newest tokens' sums [batch, heads, new], before their keys; returns all."""
+        return self._extended("gates", sums[..., None])[..., 0]
+
+    @property
+    def gate_sum(self) -> Tensor | None:
+        """The sum of the gates of all tokens seen, [batch, heads]; None before the first."""
+        gates = self._buffers.get("gates")
+        return None if gates is None else gates[:, :, self.length - 1, 0]
+
+    def _extended(self, name: str, new: Tensor) -> Tensor:
+        end = self.length + new.shape[2]
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape[2] < end:
+            batch, heads, _, width = new.shape
+            grown = new.new_empty(batch, heads, max(end, 2 * self.length, 64), width)
+            if buffer is not None:
+                grown[:, :, : self.length] = buffer[:, :, : self.length]
+            self._buffers[name] = buffer = grown
+        buffer[:, :, self.length : end] = new
+        return buffer[:, :, :end]
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
-        if self._keys is not None and self._values is not None:
-            self._keys = self._keys.index_select(0, rows)
-            self._values = self._values.index_select(0, rows)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = buffer.index_select(0, rows)
 
 
 class Cache:

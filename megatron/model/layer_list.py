@@ -32,6 +32,7 @@ from megatron.model.position_base import (
 )
 from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary import RotaryEmbedding
+from megatron.model.score_terms import softmax_scale_start
 from megatron.model.spec import ModelSpec
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu import (
@@ -196,6 +197,9 @@ class LayerFactory:
             spec.num_attention_heads,
             kv_heads=spec.kv_heads,
             qk_norm=self._qk_norm(),
+            forget_gate=spec.forget_gate,
+            sinks=spec.attention_sinks,
+            softmax_scale=self._softmax_scale(),
             init=self._init(spec.init_method),
             output_init=self._init(spec.output_layer_init_method),
             generators=generators,
@@ -215,6 +219,12 @@ class LayerFactory:
             return None
         shape = (spec.num_attention_heads, spec.head_dim)
         return nn.LayerNorm(shape, eps=spec.layernorm_epsilon, bias=spec.use_bias_in_norms)
+
+    def _softmax_scale(self) -> float | None:
+        spec = self.spec
+        if not spec.scalable_softmax:
+            return None
+        return softmax_scale_start(spec.seq_length, spec.attention_window)
 
     def _mlp(self, generators: Callable[[str], torch.Generator]) -> MLP:
         spec = self.spec

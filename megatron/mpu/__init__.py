@@ -10,6 +10,7 @@ from megatron.mpu.parallel_layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     init_method,
+    per_head_parameter,
     seeded_generator,
 )
 
@@ -23,6 +24,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "init_method",
     "initialize_parallel",
+    "per_head_parameter",
     "seeded_generator",
     "vocab_parallel_cross_entropy",
 ]

@@ -72,6 +72,12 @@ def _parameter(data: Tensor, *, split: bool) -> nn.Parameter:
     return parameter
 
 
+def per_head_parameter(value: float, heads: int, tp: TensorParallel) -> nn.Parameter:
+    """One number per head, those of this rank; all start at `value`."""
+    share = tp.slice_of(heads, "num_attention_heads")
+    return _parameter(torch.full((share.stop - share.start,), value), split=tp.size > 1)
+
+
 def _draw(rows: int, columns: int, init: InitMethod, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
         return init(torch.empty(rows, columns, dtype=torch.float32), generator)
@@ -82,6 +88,7 @@ class ColumnParallelLinear(nn.Module):
 
     `parts` are the sizes of parts stacked in the output (two for gated activations; queries, keys
     and values of grouped heads); each part is split, so that every rank holds a slice of all.
+    `input_is_shared`: `copy_to_group` was called on the input, for several layers at once.
     """
 
     def __init__(
@@ -94,11 +101,13 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         parts: Sequence[int] = (),
         gather_output: bool = False,
+        input_is_shared: bool = False,
         tp: TensorParallel = SERIAL,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.gather_output = gather_output
+        self.input_is_shared = input_is_shared
         sizes = list(parts) or [output_size]
         full = _draw(output_size, input_size, init, generator)
         local = torch.cat(
@@ -110,7 +119,8 @@ class ColumnParallelLinear(nn.Module):
             self.bias = _parameter(torch.zeros(local.shape[0]), split=tp.size > 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(copy_to_group(x, self.tp), self.weight, self.bias)
+        x = x if self.input_is_shared else copy_to_group(x, self.tp)
+        y = F.linear(x, self.weight, self.bias)
         return gather_from_group(y, self.tp) if self.gather_output else y
 
 

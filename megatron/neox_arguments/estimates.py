@@ -53,6 +53,9 @@ def _layer_parameters(model: ModelArgs) -> int:
         attention += projected + hidden
     if model.use_qk_layernorm:
         attention += _norm_parameters(model)
+    if model.forget_gate:
+        attention += (hidden + 1) * model.num_attention_heads
+    attention += model.num_attention_heads * (model.attention_sinks + model.scalable_softmax)
     parts = 2 if model.activation in GATED_ACTIVATIONS else 1
     mlp = (parts + 1) * hidden * ffn
     if model.use_bias_in_mlp:

@@ -82,6 +82,25 @@ class ModelArgs(Group):
         "once and with one weight for both, as GPT-NeoX. Needs norm: layernorm, "
         "model_parallel_size 1 and no num_kv_heads.",
     )
+    forget_gate: bool = Field(
+        False,
+        description="Forgetting Transformer: each head has a gate in (0, 1), a linear map of the "
+        "layer's input, and a score decays by the gates of all tokens after its key. With any "
+        "pos_emb, none included.",
+        json_schema_extra=about(hf=None, ours=True),
+    )
+    attention_sinks: bool = Field(
+        False,
+        description="A learned logit per head in the denominator of the softmax, so that a head "
+        "may attend to nothing.",
+        json_schema_extra=about(hf=None, ours=True),
+    )
+    scalable_softmax: bool = Field(
+        False,
+        description="Scalable softmax (SSMax): queries times s log n for the n keys they see, s "
+        "learned per head, so that attention stays sharp over more keys than in training.",
+        json_schema_extra=about(hf=None, ours=True),
+    )
     intermediate_size: PositiveInt | None = Field(
         None,
         description="Width of the MLP; null means 4 x hidden_size. A gated activation (swiglu, "
@@ -400,6 +419,9 @@ def hugging_face_keys() -> tuple[HFKey, ...]:
             keys.append(HFKey(key, name, facts.get("hf_default", field.default)))
     return tuple(keys)
 
+
+SCORE_TERMS = ("forget_gate", "attention_sinks", "scalable_softmax")
+"""Model keys that give a layer's heads more to learn about their scores."""
 
 KEYS_OF_OURS: frozenset[str] = frozenset(
     key for key, field in ModelArgs.model_fields.items() if facts_of(field).get("ours")

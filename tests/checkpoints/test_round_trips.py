@@ -121,6 +121,9 @@ def test_softplus_kernels_reach_the_official_form_as_values(tmp_path: Path) -> N
         ({"pos_emb": "kerple_log", "kerple_share": "per_layer"}, "kerple_share: per_layer"),
         ({"pos_emb": "kerple_log", "num_kv_heads": 2}, "kerple_log with num_kv_heads"),
         ({"pos_emb": "kerple_log", "kerple_bias_scale": "pre"}, "kerple_bias_scale: pre"),
+        ({"pos_emb": "none", "forget_gate": True}, "has forget_gate;"),
+        ({"pos_emb": "rotary", "attention_sinks": True}, "has attention_sinks;"),
+        ({"pos_emb": "alibi", "scalable_softmax": True}, "has scalable_softmax;"),
         (
             {"pos_emb": "rotary", "rope_scaling": {"type": "linear", "factor": 2.0}},
             "rope_scaling",

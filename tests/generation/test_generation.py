@@ -62,6 +62,10 @@ def test_greedy_is_the_same_with_and_without_cache(pos_emb: str) -> None:
         {"sliding_window_width": 5},
         {"num_kv_heads": 2},
         {"use_qk_layernorm": True},
+        {"forget_gate": True},
+        {"attention_sinks": True},
+        {"scalable_softmax": True, "sliding_window_width": 5},
+        {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True, "num_kv_heads": 2},
     ],
 )
 def test_cache_with_other_attention(changes: dict[str, object]) -> None:

@@ -55,6 +55,8 @@ def test_the_papers_model_has_the_papers_size() -> None:
         {"num_kv_heads": 2},
         {"num_kv_heads": 1, "hidden_dropout": 0.1, "attention_dropout": 0.1},
         {"use_qk_layernorm": True},
+        {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
+        {"forget_gate": True, "attention_sinks": True, "attention_dropout": 0.1},
         {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     ],
     ids=str,

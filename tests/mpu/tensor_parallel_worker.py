@@ -32,6 +32,9 @@ VARIANTS = {
     "slopes": SPEC.replace(pos_emb="alibi", num_attention_heads=2),
     "rotary": SPEC.replace(pos_emb="rotary"),
     "grouped heads": SPEC.replace(num_kv_heads=2),
+    "score terms": SPEC.replace(
+        pos_emb="none", forget_gate=True, attention_sinks=True, scalable_softmax=True
+    ),
 }
 
 

@@ -16,7 +16,7 @@ def test_split_models_equal_whole_ones(tmp_path: Path) -> None:
     run_ranks(["tests/mpu/tensor_parallel_worker.py", str(output)], 2)
     found = json.loads(output.read_text())
     assert found.pop("cross entropy") < 1e-3  # of losses near 100
-    assert len(found) == 10
+    assert len(found) == 11
     for name, gaps in found.items():
         assert gaps["logits"] < 1e-5, name
         assert gaps["losses"] < 1e-5, name

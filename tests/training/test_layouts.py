@@ -39,6 +39,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "two_tables": {"pos_emb": "kerple_bias_wht"},
     "per_layer": {"kerple_share": "per_layer"},
     "row_head": {"output_layer_parallelism": "row"},
+    "score_terms": {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
 }
 FULL = ("kerple_log", "rpe")
 SOME = ("mp2", "pp2")

@@ -1,0 +1,75 @@
+"""What a layer may learn about its scores beside positions: a gate, a sink, a sharper softmax.
+
+forget_gate       score + c_m - c_n, c the running sum of log sigmoid(gate of the layer's input)
+attention_sinks   one more logit per head in the denominator of the softmax, with no value
+scalable_softmax  q times s log n for a query that sees n keys, s learned per head
+
+Formulas only: this file travels with every exported model.
+Shapes: B batch, H heads, L length, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .position_base import at_least_fp32
+
+__all__ = ["gate_sums", "keys_seen", "sharpened", "softmax_scale_start", "widest"]
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """What sums of a whole sequence's gates are kept in."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def gate_sums(
+    logits_BLH: Tensor, before_BH: Tensor | None = None, starts_BL: Tensor | None = None
+) -> Tensor:
+    """c [B, H, L]: the sum of log f up to each token, its own included, f = sigmoid(logits).
+
+    A score decays by every gate after its key (Forgetting Transformer): c_m - c_n. `before` is
+    the sum of earlier tokens, in a cache. With `starts`, the first token of each token's document,
+    sums begin anew there, so that no document's numbers depend on those before it.
+    """
+    log_gates = F.logsigmoid(at_least_fp32(logits_BLH)).transpose(1, 2)
+    # Sums reach 10^4, where fp32 has three decimals left; differences of them are what counts.
+    sums = log_gates.to(widest(log_gates.device)).cumsum(-1)
+    if before_BH is not None:
+        sums = sums + before_BH[..., None]
+    if starts_BL is not None:
+        earlier = F.pad(sums, (1, 0)).gather(-1, starts_BL[:, None].expand_as(sums))
+        sums = sums - earlier
+    return sums
+
+
+def keys_seen(
+    queries: int,
+    *,
+    offset: int = 0,
+    window: int | None = None,
+    starts_BL: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """n [B or 1, L]: how many keys each query sees, its own included."""
+    n = torch.arange(offset + 1, offset + queries + 1, device=device)[None]
+    if starts_BL is not None:
+        n = n - starts_BL
+    return n if window is None else n.clamp(max=window)
+
+
+def sharpened(q_BHLD: Tensor, scale_H: Tensor, n_BL: Tensor) -> Tensor:
+    """q times s log n (SSMax): attention to many keys stays as sharp as to few."""
+    scale_H = at_least_fp32(scale_H)
+    factor_BHL = scale_H[:, None] * n_BL.to(scale_H.dtype).log()[:, None]
+    return (q_BHLD * factor_BHL[..., None]).to(q_BHLD.dtype)
+
+
+def softmax_scale_start(length: int, window: int | None = None) -> float:
+    """Where s starts: s log n is 1 on average over a training sequence, as in a plain softmax."""
+    reach = min(length, window or length)
+    logs = math.lgamma(reach + 1) + (length - reach) * math.log(reach)
+    return length / logs if logs > 0 else 1.0
