@@ -25,7 +25,7 @@ from megatron.paper.style import (
 )
 from megatron.paper.suite_file import DataSet, Point
 
-__all__ = ["perplexity_by_length", "training_loss"]
+__all__ = ["RECALL_TITLES", "perplexity_by_length", "recall_by_length", "training_loss"]
 
 _ZOOM_FROM_RATIO = 4.0
 """Above this spread a second row zooms in on the methods that do not explode."""
@@ -144,6 +144,49 @@ def _zoom(axes: Axes, curves: list[_Curve]) -> None:
 def _outside_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper")
+
+
+RECALL_TITLES = {
+    "mqar": "Associative recall (eight pairs)",
+    "passkey_in_noise": "Passkey of four digits in noise",
+}
+
+
+def recall_by_length(results: ResultSet, data: DataSet, methods: Sequence[str]) -> Figure | None:
+    """Share of symbols recalled against length, a panel per kind; None without results."""
+    found = {
+        kind: {
+            name: values for name in methods if (values := results.recalled(data.name, name, kind))
+        }
+        for kind in RECALL_TITLES
+    }
+    if not any(found.values()):
+        return None
+    with figure_style():
+        figure = new_figure(len(found), width=5.4)
+        grid = figure.subplots(1, len(found), squeeze=False)
+        for axes, (kind, curves) in zip(grid[0], found.items(), strict=True):
+            ends = []
+            for name, by_length in curves.items():
+                style, lengths = line_style(name), list(by_length)
+                cells = [summarize(by_length[length].values()) for length in lengths]
+                means = np.array([100 * (cell.mean or 0.0) for cell in cells])
+                spread = np.array([100 * (cell.std or 0.0) for cell in cells])
+                axes.plot(lengths, means, color=style.color, marker=style.marker, ls=style.dashes)
+                axes.fill_between(
+                    lengths, means - spread, means + spread, color=style.color, alpha=0.15, lw=0
+                )
+                ends.append(EndLabel(label_of(name), style.color, float(means[-1])))
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(-3, 103)
+            lengths = sorted({length for curve in curves.values() for length in curve})
+            axes.set_xticks(lengths, [str(length) for length in lengths])
+            axes.xaxis.set_minor_locator(NullLocator())
+            mark_train_length(axes, results.train_length(data.name), below=True)
+            finish_axes(axes, title=RECALL_TITLES[kind], xlabel="length (tokens)",
+                        ylabel="symbols recalled (%)")  # fmt: skip
+            direct_labels(axes, ends)
+    return figure
 
 
 def training_loss(

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,7 +18,12 @@ from megatron import __version__
 from megatron.atomic_files import write_text
 from megatron.paper.claims import check_claims
 from megatron.paper.contrasts import contrast_table
-from megatron.paper.figures import perplexity_by_length, training_loss
+from megatron.paper.figures import (
+    RECALL_TITLES,
+    perplexity_by_length,
+    recall_by_length,
+    training_loss,
+)
 from megatron.paper.kernel_figures import (
     effective_lengths,
     kernel_functions,
@@ -36,13 +42,20 @@ from megatron.paper.pages import (
 )
 from megatron.paper.paper_figures import kernels_on_paper_axes, kernels_over_training
 from megatron.paper.position_figures import positionwise_perplexity
-from megatron.paper.result_fit import Fit
+from megatron.paper.result_fit import RECALL, Fit
 from megatron.paper.run_files import done_steps, read_history, step_names, step_seconds
 from megatron.paper.run_results import ResultSet, finite, read_run
 from megatron.paper.style import PlotFile, save_figure
 from megatron.paper.suite import Suite
 from megatron.paper.suite_file import DataSet, Layout, Section, TableSpec
-from megatron.paper.tables import Table, lay_out, measured_cells, published_source, speed_table
+from megatron.paper.tables import (
+    Table,
+    lay_out,
+    measured_cells,
+    published_source,
+    recall_table,
+    speed_table,
+)
 
 __all__ = [
     "EFFECTIVE_CAPTION",
@@ -184,6 +197,12 @@ def _section_chapter(
         for index, split in enumerate(suite.splits):
             table = _result_table(section.table, own, split, first=index == 0)
             (chapter.tables if index == 0 else chapter.folded).append(table)
+    if RECALL in section.tasks:
+        for item in suite.data_of(section):
+            shares = partial(own.recalled, item.name)
+            chapter.tables.append(
+                recall_table(section.name, section.methods, RECALL_TITLES, shares)
+            )
     if section.speed:
         seconds = {m: own.seconds_per_step(section.speed_data, m) for m in section.methods}
         key, caption = f"{section.name}_speed", section.speed.caption
@@ -213,6 +232,10 @@ _POSITION_CAPTION = (
     "seeds. If a model used no more than the window, its line would coincide with the dashed "
     "windowed line beyond it."
 )
+_RECALL_CAPTION = (
+    "Symbols that nothing but recall can tell, mean over seeds, shaded by one standard "
+    "deviation. Guessing gives 4% (one of 26 letters) and 10% (one of ten digits)."
+)
 KERNEL_CAPTION = (
     "One line per head of the first seed, flattest darkest, cut at −8. Dashed: the bias of −2, "
     "below which a token hardly counts. Dotted: training length."
@@ -238,6 +261,9 @@ def _figures(suite: Suite, section: Section, results: ResultSet, directory: Path
     if section.table:
         by_length = perplexity_by_length(results, split, data, methods)
         add("perplexity", f"Perplexity against length ({split})", _LENGTH_CAPTION, by_length)
+    for item in data if RECALL in section.tasks else ():
+        recall = recall_by_length(results, item, methods)
+        add("recall", "Recall against length", _RECALL_CAPTION, recall)
     for item in data:
         by_position = positionwise_perplexity(results, split, item, section.positionwise)
         add(f"positionwise_{item.name}", "Position-wise perplexity", _POSITION_CAPTION, by_position)

@@ -210,6 +210,15 @@ class ResultSet:
         }
         return sorted(found)
 
+    def recalled(self, data: str, method: str, kind: str) -> dict[int, dict[int, float]]:
+        """Length -> seed -> share of symbols recalled."""
+        found: dict[int, dict[int, float]] = {}
+        for item in self.of(data, method):
+            for (own, length), share in item.recall.items():
+                if own == kind:
+                    found.setdefault(length, {})[item.run.seed] = share
+        return dict(sorted(found.items()))
+
     def train_length(self, data: str) -> int | None:
         lengths = [item.run.train_length for item in self.runs if item.run.data == data]
         return min(lengths, default=None)

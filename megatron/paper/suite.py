@@ -207,7 +207,7 @@ class _Expansion:
         config |= {"save": directory, "load": directory, "num_gpus": gpus, **self._sets}
         lengths = self._lengths(section, model)
         longest = max(lengths, default=0) if "eval_lengths" in self._sets else None
-        steps = [EvalStep("extrapolation")] if lengths else []
+        steps = [EvalStep(task) for task in section.tasks] if lengths else []
         steps += [
             EvalStep("positionwise", item.length, item.window)
             for item in section.positionwise
@@ -219,7 +219,6 @@ class _Expansion:
             for label, variant in section.variants.items()
             if method in variant.methods
         ]
-        steps += [EvalStep(task) for task in section.tasks]
         config["eval_lengths"] = lengths
         splits = tuple(self._file.splits)
         identity = (name, model, data, method, seed, gpus)

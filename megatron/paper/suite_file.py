@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -140,8 +140,8 @@ class Section(_Strict):
     lengths: list[int] | dict[str, list[int]] = []
     positionwise: list[Positionwise] = []
     variants: dict[str, Variant] = {}
-    tasks: list[str] = []
-    """Further tasks of evaluate.py that the report knows: recall."""
+    tasks: list[Literal["extrapolation", "recall"]] = ["extrapolation"]
+    """What evaluate.py does at the section's lengths."""
     table: TableSpec | None = None
     speed: Speed | None = None
 

@@ -34,6 +34,7 @@ __all__ = [
     "measured_cells",
     "published_source",
     "published_speed_table",
+    "recall_table",
     "speed_table",
 ]
 
@@ -264,6 +265,29 @@ def _by_method_block(spec: TableSpec, placed: _Placer, data: DataSet) -> Block:
         for name in spec.methods
     )
     return Block(data.title, "Extrp. length", columns, rows)
+
+
+def recall_table(
+    key: str,
+    methods: Sequence[str],
+    kinds: Mapping[str, str],
+    shares: Callable[[str, str], Mapping[int, Mapping[int, float]]],
+) -> Table:
+    """Percent of symbols recalled by kind (with its title), length and method."""
+    blocks = []
+    for kind, title in kinds.items():
+        found = {name: shares(name, kind) for name in methods}
+        lengths = sorted({length for by_length in found.values() for length in by_length})
+        rows = []
+        for length in lengths:
+            seeds = [found[name].get(length, {}) for name in methods]
+            cells = [summarize(100 * share for share in own.values()) for own in seeds]
+            entries = tuple(Entry(cell, Rounding.MAGNITUDE, 1) for cell in cells)
+            rows.append(Row(str(length), entries))
+        columns = tuple(Column(label_of(name)) for name in methods)
+        blocks.append(Block(title, "Length", columns, tuple(rows)))
+    caption = "Symbols recalled in percent, mean ± standard deviation over seeds."
+    return Table(key, caption, tuple(blocks))
 
 
 # The training-time tables: seconds per step by method.

@@ -53,8 +53,8 @@ def result_file(run: Run, step: EvalStep, results: object) -> dict[str, object]:
             {"split": split, "prefix": config["data_path"], "share": config["split"], "bytes": None}
             for split in ("valid", "test")
         ],
-        "protocol": config["eval_protocol"],
-        "num_sequences": config["eval_num_sequences"],
+        "protocol": config.get("eval_protocol"),
+        "num_sequences": config.get("eval_num_sequences"),
         "data_seed": run.seed,
         "window": step.window,
         "lengths": lengths,
@@ -71,7 +71,7 @@ def result_file(run: Run, step: EvalStep, results: object) -> dict[str, object]:
         "pos_emb": run.method,
         "seed": run.seed,
         "data_seed": run.seed,
-        "protocol": config["eval_protocol"],
+        "protocol": config.get("eval_protocol"),
         "train_length": run.train_length,
         "parameters": 1000,
         "window": step.window,
@@ -87,6 +87,8 @@ def step_result(run: Run, step: EvalStep) -> dict[str, object]:
     if step.task == "positionwise":
         assert step.length is not None
         return result_file(run, step, positions(run, step.length, step.window))
+    if step.task == "recall":
+        return recall_result(run, step)
     entries = {
         split: [
             {
@@ -102,6 +104,19 @@ def step_result(run: Run, step: EvalStep) -> dict[str, object]:
         for split in run.splits
     }
     return result_file(run, step, entries)
+
+
+def recall_result(run: Run, step: EvalStep) -> dict[str, object]:
+    """Half as much with every doubling, a little different by seed."""
+    lengths = run.config["eval_lengths"]
+    content = result_file(run, step, {})
+    content["settings"] = {"lengths": lengths, "samples": 4, "seed": run.seed, "window": None}
+    grid = [
+        {"kind": kind, "length": n, "accuracy": 0.9 * run.train_length / n + 0.01 * (run.seed % 5)}
+        for kind in ("mqar", "passkey_in_noise")
+        for n in lengths
+    ]
+    return {**content, "results": {"grid": grid}}
 
 
 def result_name(run: Run, step: EvalStep) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from megatron.paper.claims import Verdict, check_claims
 from megatron.paper.report import collect_results, make_report
-from megatron.paper.run_files import record_command
+from megatron.paper.run_files import done_steps, record_command, step_names
 from megatron.paper.status import status_text
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import DataSet
@@ -195,3 +196,24 @@ def test_damaged_run_files_are_no_crash(tmp_path: Path, name: str, content: byte
     (directory / name).write_bytes(content)
     assert "1 runs: 1" in status_text(suite, tmp_path)
     collect_results(suite, tmp_path)
+
+
+def test_recall_has_its_own_table_and_figure(tmp_path: Path) -> None:
+    suite = load_suite("recall", ["kerple_log", "rpe"], runs_root=tmp_path)
+    for run in suite.runs:
+        assert step_names(run) == ["train", "recall"]
+        write_run(suite, tmp_path, run)
+    run = suite.runs[0]
+    files = make_report(suite, tmp_path)
+    assert files.finished == len(suite.runs) == 4
+    assert (files.directory / "figures" / "main_recall.png").is_file()
+    rows = list(csv.DictReader((files.directory / "tables" / "main.csv").open()))
+    cell = next(row for row in rows if (row["column"], row["row"]) == ("KERPLE-log", "256"))
+    assert float(cell["mean"]) == pytest.approx(100 * (0.45 + 0.005))
+    assert cell["seeds"] == "2"
+
+    path = suite.run_directory(tmp_path, run) / "results" / "step1500_recall.json"
+    content = json.loads(path.read_text())
+    content["results"]["grid"].pop()
+    path.write_text(json.dumps(content))
+    assert done_steps(suite.run_directory(tmp_path, run), run) == {"train"}

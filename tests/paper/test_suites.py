@@ -18,10 +18,10 @@ SEEDS = [1235, 1236, 1237, 1238, 1239]
 
 
 def test_shipped_suites() -> None:
-    assert {"paper", "laptop", "demo", "smoke"} <= set(available_suites())
+    assert {"paper", "laptop", "demo", "smoke", "study", "recall"} <= set(available_suites())
 
 
-@pytest.mark.parametrize("name", ["paper", "laptop", "demo", "smoke"])
+@pytest.mark.parametrize("name", ["paper", "laptop", "demo", "smoke", "study", "recall"])
 def test_every_config_is_accepted_by_the_loader(name: str) -> None:
     """One run per model and method: data and seed do not change what is valid."""
     runs = {(run.model, run.method): run for run in load_suite(name).runs}
