@@ -3,16 +3,18 @@
 Two kinds of documents, in symbols that never mix:
 
 - Multi-query associative recall (MQAR, Arora et al., 2023): keys with their values, then noise in
-  which every key comes again and its value must follow. The pairs stay at the start, and as many as
+  which keys come again and their values must follow. The pairs stay at the start, and as many as
   they are, when the document grows; only the distance does::
 
-      Aq Bt Cz ... ,:.;Bt:.,,Aq.;:..Cz          (without the blanks)
+      Aq Bt Cz Dw ... ,:.;Bt:.,,Aq.;:..CzDw          (without the blanks)
 
 - Passkey in noise: digits after `#` somewhere in noise, asked for at the end::
 
       <>{[}#4071]{(<>...?4071
 
-Noise is drawn evenly from eight symbols, so nothing but recall can be learned from it.
+Documents for training ask up to eight times, so that a tiny model learns what to do within minutes;
+those for testing ask once, so that nothing can be copied from an answer nearer by. Noise is drawn
+evenly from eight symbols: nothing but recall can be learned from it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from megatron.atomic_files import atomic_writer
 
 __all__ = ["RECALL_KINDS", "RecallText", "mqar", "passkey_in_noise", "write_recall_corpus"]
 
-PAIRS = 8
-ASKED = 2  # times that each key comes again
+PAIRS = 4
+KEYS, VALUES = ascii_uppercase[:8], ascii_lowercase[:8]
 KEY_DIGITS = 4
+MOST_ASKED = 8  # times that each key comes again, in documents for training
 MQAR_NOISE, PASSKEY_NOISE = ".,:;-_~^", "<>{}[]()"
 TRAIN_LENGTH = 128
 DOCUMENTS = 40_000
@@ -47,43 +50,45 @@ class RecallText:
     """How far back each of them was first seen."""
 
 
-def mqar(length: int, random: Random) -> RecallText:
-    """`length` symbols: eight keys with values, then noise in which each key comes twice more."""
-    keys, values = (
-        random.sample(ascii_uppercase, PAIRS),
-        random.choices(ascii_lowercase, k=PAIRS),
-    )
+def mqar(length: int, random: Random, asked: int = 1) -> RecallText:
+    """`length` symbols: four keys with values, then noise in which each key comes `asked` times."""
+    keys, values = random.sample(KEYS, PAIRS), random.choices(VALUES, k=PAIRS)
     start = [symbol for pair in zip(keys, values, strict=True) for symbol in pair]
     body = random.choices(MQAR_NOISE, k=length - len(start))
-    asked = list(range(PAIRS)) * ASKED
-    random.shuffle(asked)
-    # Queries take two places each: choose places in a body from which one per query is removed.
-    slots = sorted(random.sample(range(len(body) - len(asked)), len(asked)))
+    order = list(range(PAIRS)) * asked
+    random.shuffle(order)
     places, distances = [], []
-    for shift, (slot, number) in enumerate(zip(slots, asked, strict=True)):
-        place = slot + shift
+    for place, number in zip(_slots(len(body), 2, len(order), random), order, strict=True):
         body[place : place + 2] = [keys[number], values[number]]
         places.append(len(start) + place + 1)
         distances.append(places[-1] - (2 * number + 1))
     return RecallText("".join(start + body), tuple(places), tuple(distances))
 
 
-def passkey_in_noise(length: int, random: Random) -> RecallText:
-    """`length` symbols: noise with four digits after `#`, which follow again after `?`."""
+def _slots(length: int, width: int, count: int, random: Random) -> list[int]:
+    """Starts of `count` stretches of `width` that do not overlap, drawn evenly."""
+    # Chosen in a text in which each takes one place only; those before it move it on.
+    room = length - count * (width - 1)
+    chosen = sorted(random.sample(range(room), count))
+    return [slot + shift * (width - 1) for shift, slot in enumerate(chosen)]
+
+
+def passkey_in_noise(length: int, random: Random, asked: int = 1) -> RecallText:
+    """`length` symbols: four digits after `#` in noise, and again after each `?`."""
     key = random.choices(digits, k=KEY_DIGITS)
-    room = length - (KEY_DIGITS + 1)
-    noise = random.choices(PASSKEY_NOISE, k=room)
-    place = random.randrange(room - KEY_DIGITS)
-    noise[place : place + KEY_DIGITS + 1] = ["#", *key]
-    first = room + 1
-    return RecallText(
-        "".join([*noise, "?", *key]),
-        tuple(range(first, length)),
-        (first - (place + 1),) * KEY_DIGITS,
-    )
+    width = KEY_DIGITS + 1
+    noise = random.choices(PASSKEY_NOISE, k=length - width)
+    first, *again = _slots(len(noise), width, asked, random)
+    noise[first : first + width] = ["#", *key]
+    places: list[int] = []
+    for place in [*again, len(noise)]:
+        noise[place : place + width] = ["?", *key]
+        places += range(place + 1, place + width)
+    distances = [place - first - 1 - number % KEY_DIGITS for number, place in enumerate(places)]
+    return RecallText("".join(noise), tuple(places), tuple(distances))
 
 
-RECALL_KINDS: dict[str, Callable[[int, Random], RecallText]] = {
+RECALL_KINDS: dict[str, Callable[..., RecallText]] = {
     "mqar": mqar,
     "passkey_in_noise": passkey_in_noise,
 }
@@ -97,6 +102,7 @@ def write_recall_corpus(directory: Path) -> list[Path]:
     kinds = list(RECALL_KINDS.values())
     with atomic_writer(output) as handle:
         for number in range(DOCUMENTS):
-            made = kinds[number % len(kinds)](TRAIN_LENGTH - 1, random)
+            asked = random.randint(1, MOST_ASKED)
+            made = kinds[number % len(kinds)](TRAIN_LENGTH - 1, random, asked)
             handle.write((json.dumps({"text": made.text}) + "\n").encode())
     return [output]

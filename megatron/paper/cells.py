@@ -56,7 +56,7 @@ class Cell:
     note: str = ""
     p_value: float | None = None
     printed: str = ""
-    """The paper's own digits, used where its cell stands beside ours."""
+    """How it is printed, where that is not mean and deviation: the paper's own digits, a test."""
 
     @property
     def present(self) -> bool:

@@ -238,9 +238,9 @@ def _write_report(suite: Suite, root: Path, out: Path | None) -> None:
     color = sys.stdout.isatty()
     shown = [table for table in files.tables if not table.key.endswith("_test")]
     for table in shown:
-        if any(entry.cell.seeds for entry in table.entries):
+        if any(entry.cell.present for entry in table.entries):
             print(f"\n{to_text(table, color=color)}{_legend(table, color)}")
-    empty = [table.key for table in shown if not any(entry.cell.seeds for entry in table.entries)]
+    empty = [table.key for table in shown if not any(entry.cell.present for entry in table.entries)]
     if empty:
         print(f"\nno results of the suite's settings: {', '.join(empty)} (see `status`)")
     print(f"\nReport: {files.html}")

@@ -179,4 +179,10 @@ def difference_cell(value: Difference) -> Cell:
     """Printed as it stands; the numbers for the CSV beside it."""
     p_value = f"p {value.p_value:.2g}" if value.p_value is not None else "one seed"
     text = f"{value.percent:+.2f}% ({value.seeds}; {p_value})".replace("-", "−")
-    return Cell(note=text, seeds=value.seeds, bold=value.settled, p_value=value.p_value)
+    return Cell(
+        value.percent,
+        seeds=value.seeds,
+        bold=value.settled,
+        p_value=value.p_value,
+        printed=text,
+    )

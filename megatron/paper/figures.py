@@ -147,7 +147,7 @@ def _outside_legend(figure: Figure, axes: Axes) -> None:
 
 
 RECALL_TITLES = {
-    "mqar": "Associative recall (eight pairs)",
+    "mqar": "Associative recall (four pairs)",
     "passkey_in_noise": "Passkey of four digits in noise",
 }
 

@@ -21,32 +21,33 @@ from tests.evaluation.helpers import VOCAB, sharpened, tiny_config, write_run
 from tests.evaluation.test_retrieval_and_gradient import result_of
 
 
-@pytest.mark.parametrize("length", [64, 127, 1000])
+@pytest.mark.parametrize(("length", "asked"), [(16, 1), (72, 8), (127, 3), (1000, 1)])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_key_comes_again_with_its_value(length: int, seed: int) -> None:
-    made = mqar(length, Random(seed))
-    assert len(made.text) == length and len(made.places) == 16
-    pairs = dict(zip(made.text[0:16:2], made.text[1:16:2], strict=True))
-    assert len(pairs) == 8
-    asked = [made.text[place - 1] for place in made.places]
-    assert sorted(asked) == sorted([*pairs, *pairs])
+def test_every_key_comes_again_with_its_value(length: int, asked: int, seed: int) -> None:
+    made = mqar(length, Random(seed), asked)
+    assert len(made.text) == length and len(made.places) == 4 * asked
+    pairs = dict(zip(made.text[0:8:2], made.text[1:8:2], strict=True))
+    assert len(pairs) == 4
+    assert sorted(made.text[place - 1] for place in made.places) == sorted([*pairs] * asked)
     for place, distance in zip(made.places, made.distances, strict=True):
         assert made.text[place] == pairs[made.text[place - 1]]
-        assert made.text[place - distance] == made.text[place] and place - distance < 16
-    told = {0, *range(16)} | {p for place in made.places for p in (place, place - 1)}
+        assert made.text[place - distance] == made.text[place] and place - distance < 8
+    told = {*range(8)} | {p for place in made.places for p in (place, place - 1)}
     assert all(made.text[i] in MQAR_NOISE for i in range(length) if i not in told)
 
 
-@pytest.mark.parametrize("length", [12, 127, 1000])
+@pytest.mark.parametrize(("length", "asked"), [(12, 1), (45, 8), (127, 3), (1000, 1)])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_passkey_is_asked_for_at_the_end(length: int, seed: int) -> None:
-    made = passkey_in_noise(length, Random(seed))
-    noise, _, asked = made.text.partition("?")
-    assert len(made.text) == length and noise.split("#")[1][:4] == asked and asked.isdigit()
-    assert [made.text[place] for place in made.places] == list(asked)
+def test_the_passkey_is_asked_for_at_the_end(length: int, asked: int, seed: int) -> None:
+    made = passkey_in_noise(length, Random(seed), asked)
+    key = made.text.split("#")[1][:4]
+    answers = [part[:4] for part in made.text.split("?")[1:]]
+    assert len(made.text) == length and answers == [key] * asked and made.text.endswith(f"?{key}")
+    assert "".join(made.text[place] for place in made.places) == key * asked
     for place, distance in zip(made.places, made.distances, strict=True):
         assert made.text[place - distance] == made.text[place]
-    assert set(noise) - set("#0123456789") <= set(PASSKEY_NOISE)
+        assert place - distance - 4 <= made.text.index("#") < place - distance
+    assert set(made.text) - set("#?0123456789") <= set(PASSKEY_NOISE)
 
 
 def test_the_corpus_has_documents_of_the_training_length(

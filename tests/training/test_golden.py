@@ -43,6 +43,7 @@ def demo_config(directory: Path) -> dict[str, Any]:
         "eval_interval": 1000,
         "eval_iters": 1,
         "checkpoint_factor": None,
+        "kerple_lr_scale": 1,  # the demo's kernels moved at the model's rate when this was recorded
     }
     return {**runs[0].config, **changes}
 

@@ -1,0 +1,205 @@
+"""Check what our pages say about who wins against the tables that the report code wrote.
+
+A sentence that ranks methods carries its evidence, invisible to readers, right behind it::
+
+    ALiBi does better than log far out. <!-- holds: study/main: ALiBi@4096 < KERPLE-log@4096 -->
+
+SUITE/TABLE is `docs/results/SUITE/tables/TABLE.csv`, or `paper/TABLE` for the published numbers,
+with `[BLOCK]` behind it where a table has several. A cell is COLUMN@ROW, where `*` stands for every
+row; the left side may be one cell divided by another. Relations: `<`, `>`, `<=`, `>=`; `=` with a
+number as it is printed; `, settled` and `, not settled` behind it ask for the paired test of the
+left cell. Several are separated by `;`.
+"""
+
+from __future__ import annotations
+
+import csv
+import operator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from megatron.errors import ReproduceError
+from megatron.neox_arguments.catalogue import label_of
+from megatron.paper.cells import ALPHA
+from megatron.paper.published import published_cells
+
+__all__ = ["check_page", "sentences"]
+
+
+@dataclass(frozen=True)
+class _Value:
+    mean: float
+    p_value: float | None = None
+
+
+_Block = dict[str, dict[str, _Value]]
+"""Column -> row -> value."""
+
+
+# Sentences of a page, each with the evidence behind it.
+
+_EVIDENCE = re.compile(r"<!--\s*holds:(.*?)-->", re.S)
+_NOT_PROSE = re.compile(r"^```.*?^```|^\|.*?$|^!\[.*?$|^#.*?$|<!--(?!\s*holds:).*?-->", re.S | re.M)
+_METHOD = re.compile(
+    r"\b(log|power|ALiBi|T5|rotary|sinusoidal|NoPE|KERPLE|Gaussian|kernels?|forget gate|sinks?"
+    r"|SSMax|bias\+wht|3-para-log)\b|\bkerple_|\brpe\b",
+    re.I,
+)
+_RANKS = re.compile(
+    r"\b(ahead|behind|best|better|beats?|wins?|worse|worst|lower|higher|lowest|highest|below|above"
+    r"|outperforms?|advantage|explodes?|falls? apart|collapses?|extrapolates?|stays? flat|flat far"
+    r"|level)\b",
+    re.I,
+)
+
+
+@dataclass(frozen=True)
+class Sentence:
+    text: str
+    evidence: tuple[str, ...]
+
+    @property
+    def ranks(self) -> bool:
+        return bool(_METHOD.search(self.text) and _RANKS.search(self.text))
+
+
+def sentences(page: str) -> Iterator[Sentence]:
+    """The prose of a Markdown page; code, tables, pictures and headings are left out."""
+    kept: list[str] = []
+
+    def keep(found: re.Match[str]) -> str:
+        kept.append(found.group(1))
+        return f"\0{len(kept) - 1}\0"
+
+    prose = _EVIDENCE.sub(keep, _NOT_PROSE.sub("", page))
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", prose):
+        # A sentence ends with a full stop and what clings to it: brackets, stars, evidence.
+        for part in re.findall(r"(?:.+?[.!?][*)\"”]*(?=\s|$)|.+$)(?:\s*\0\d+\0)*", paragraph, re.S):
+            numbers = [int(number) for number in re.findall(r"\0(\d+)\0", part)]
+            text = " ".join(re.sub(r"\0\d+\0", "", part).split())
+            parts = tuple(item for n in numbers for item in kept[n].split(";"))
+            if text or parts:
+                yield Sentence(text, tuple(" ".join(item.split()) for item in parts))
+
+
+# Evidence: cells of tables, and what is said of them.
+
+_STATEMENT = re.compile(
+    r"(?P<table>[\w]+/[\w]+)(?:\[(?P<block>[^\]]*)\])?: (?P<left>.+?) (?P<relation><=|>=|<|>|=) "
+    r"(?P<right>.+?)(?P<test>, (?:not )?settled)?$"
+)
+_RELATIONS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+}
+
+
+def check_page(page: Path, results: Path) -> list[str]:
+    """What is wrong on a page: sentences without evidence, and evidence that does not hold."""
+    problems = []
+    for sentence in sentences(page.read_text(encoding="utf-8")):
+        if sentence.ranks and not sentence.evidence:
+            problems.append(f"{page}: says who wins without evidence: {sentence.text}")
+        for statement in sentence.evidence:
+            try:
+                wrong = _failure(statement, results)
+            except ReproduceError as error:
+                wrong = str(error)
+            if wrong:
+                problems.append(f"{page}: {wrong} ({statement}), behind: {sentence.text}")
+    return problems
+
+
+def _failure(statement: str, results: Path) -> str:
+    """Why a statement does not hold; empty if it does."""
+    found = _STATEMENT.match(statement)
+    if found is None:
+        raise ReproduceError("cannot be read, expected SUITE/TABLE[BLOCK]: A@ROW < B@ROW")
+    block = _block(found["table"], found["block"], results)
+    dividend, _, divisor = found["left"].partition(" / ")
+    left = _cells(block, dividend)
+    if divisor:
+        left = _divided(left, _cells(block, divisor))
+    right = _cells(block, found["right"])
+    for row, value in left.items():
+        other = next(iter(right.values())) if len(right) == 1 else right.get(row)
+        if other is None:
+            return f"nothing to compare with at {row}"
+        if found["relation"] == "=":
+            decimals = len(found["right"].partition(".")[2])
+            holds = f"{value.mean:.{decimals}f}" == f"{other.mean:.{decimals}f}"
+        else:
+            holds = _RELATIONS[found["relation"]](value.mean, other.mean)
+        if not holds:
+            return f"does not hold: {value.mean:.5g} and {other.mean:.5g} at {row}"
+        settled = value.p_value is not None and value.p_value < ALPHA
+        if found["test"] and settled == found["test"].startswith(", not"):
+            return f"p is {value.p_value} at {row}"
+    return ""
+
+
+def _divided(left: dict[str, _Value], right: dict[str, _Value]) -> dict[str, _Value]:
+    """Row by row, or all by the one that there is."""
+    only = next(iter(right.values())) if len(right) == 1 else None
+    return {row: _Value(value.mean / (only or right[row]).mean) for row, value in left.items()}
+
+
+def _cells(block: _Block, text: str) -> dict[str, _Value]:
+    """The cells that COLUMN@ROW names, by row; or a plain number."""
+    column, separator, row = text.partition("@")
+    if not separator:
+        try:
+            return {"": _Value(float(text.replace(",", "")))}
+        except ValueError as error:
+            raise ReproduceError(f"{text!r} is neither COLUMN@ROW nor a number") from error
+    if column not in block:
+        raise ReproduceError(f"no column {column!r} (have {', '.join(block)})")
+    cells = block[column]
+    if row != "*" and row not in cells:
+        raise ReproduceError(f"no row {row!r} under {column} (have {', '.join(cells)})")
+    return dict(cells) if row == "*" else {row: cells[row]}
+
+
+def _block(table: str, name: str | None, results: Path) -> _Block:
+    blocks = _tables(table, results)
+    if name is None and len(blocks) == 1:
+        return next(iter(blocks.values()))
+    if name not in blocks:
+        raise ReproduceError(f"{table} has no block {name!r} (have {', '.join(blocks)})")
+    return blocks[name]
+
+
+@lru_cache(maxsize=64)
+def _tables(table: str, results: Path) -> dict[str, _Block]:
+    """Every block of one table; cells without a number are left out."""
+    suite, _, key = table.partition("/")
+    if suite == "paper":
+        return _published(key)
+    path = results / suite / "tables" / f"{key}.csv"
+    try:
+        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    except OSError as error:
+        raise ReproduceError(f"{path}: {error.strerror}") from error
+    blocks: dict[str, _Block] = {}
+    for row in rows:
+        if row["mean"]:
+            p_value = float(row["p_value"]) if row["p_value"] else None
+            column = f"{row['group']} {row['column']}".strip()
+            place = blocks.setdefault(row["block"], {}).setdefault(column, {})
+            place[row["row"]] = _Value(float(row["mean"]), p_value)
+    return blocks
+
+
+def _published(key: str) -> dict[str, _Block]:
+    """The paper's own numbers at its shortest training length, by data set."""
+    blocks: dict[str, _Block] = {}
+    for (table, data, train_length, length, method), cell in published_cells().items():
+        if table == key and cell.mean is not None and train_length == 512:
+            column = blocks.setdefault(data, {}).setdefault(label_of(method), {})
+            column[str(length)] = _Value(cell.mean)
+    return blocks

@@ -1,0 +1,97 @@
+"""What our pages say about who wins is what the tables beside them hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.paper.stated_claims import check_page, sentences
+from tests.conftest import REPOSITORY
+
+RESULTS = REPOSITORY / "docs" / "results"
+PAGES = [RESULTS / "laptop" / "README.md"]
+HEAD = "table,block,group,column,row,mean,std,seeds,bold,dagger,p_value,note\n"
+CELLS = """main,Code,,KERPLE-log,128,5.0,0.1,3,0,0,,
+main,Code,,KERPLE-log,4096,4.5,0.1,3,0,0,,
+main,Code,,ALiBi,128,6.0,0.1,3,0,0,,
+main,Code,,ALiBi,4096,4.25,0.1,3,0,0,,
+main,Prose,,ALiBi,128,7.0,0.1,3,0,0,,
+tests,,,4096,log against ALiBi,5.9,,3,1,0,0.01,
+tests,,,4096,log against T5,-1.0,,2,0,0,0.4,
+"""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_every_sentence_about_who_wins_holds(page: Path) -> None:
+    assert check_page(page, RESULTS) == []
+
+
+def check(tmp_path: Path, text: str) -> list[str]:
+    for table in ("main", "tests"):
+        rows = [row for row in CELLS.splitlines() if row.startswith(table)]
+        path = tmp_path / "results" / "small" / "tables" / f"{table}.csv"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(HEAD + "\n".join(rows) + "\n")
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    return check_page(page, tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        "small/main[Code]: ALiBi@4096 < KERPLE-log@4096",
+        "small/main[Code]: KERPLE-log@* < 5.1",
+        "small/main[Code]: KERPLE-log@4096 = 4.5; small/main[Prose]: ALiBi@128 >= 7",
+        "small/main[Code]: KERPLE-log@4096 / KERPLE-log@128 = 0.90",
+        "small/main[Code]: KERPLE-log@* / KERPLE-log@128 <= 1",
+        "small/tests: 4096@log against ALiBi > 0, settled",
+        "small/tests: 4096@log against T5 < 0, not settled",
+        "paper/main[github]: KERPLE-log@* < ALiBi@*",
+    ],
+)
+def test_true_evidence_passes(tmp_path: Path, evidence: str) -> None:
+    assert check(tmp_path, f"Log is better.\n<!-- holds: {evidence} -->\n") == []
+
+
+@pytest.mark.parametrize(
+    ("evidence", "complaint"),
+    [
+        ("small/main[Code]: KERPLE-log@4096 < ALiBi@4096", "does not hold: 4.5 and 4.25 at 4096"),
+        ("small/main[Code]: KERPLE-log@* < ALiBi@*", "does not hold: 4.5 and 4.25 at 4096"),
+        ("small/main[Code]: KERPLE-log@4096 = 4.6", "does not hold"),
+        ("small/tests: 4096@log against ALiBi > 0, not settled", "p is 0.01"),
+        ("small/tests: 4096@log against T5 < 0, settled", "p is 0.4"),
+        ("small/main: ALiBi@128 < 7", "no block None (have Code, Prose)"),
+        ("small/main[Code]: T5@128 < 7", "no column 'T5' (have KERPLE-log, ALiBi)"),
+        ("small/main[Code]: ALiBi@512 < 7", "no row '512'"),
+        ("small/other: ALiBi@512 < 7", "No such file"),
+        ("ALiBi wins", "cannot be read"),
+    ],
+)
+def test_false_or_unreadable_evidence_is_named(
+    tmp_path: Path, evidence: str, complaint: str
+) -> None:
+    (problem,) = check(tmp_path, f"Log is better. <!-- holds: {evidence} -->\n")
+    assert complaint in problem
+    assert "Log is better." in problem
+
+
+def test_each_sentence_that_ranks_needs_its_own_evidence(tmp_path: Path) -> None:
+    text = """# Log is best
+
+ALiBi is better than log. <!-- holds: small/main[Code]: ALiBi@4096 < 4.3 --> T5 is worse
+than both (5.1 against 4.1). Training took an hour.
+
+- **Rotary explodes**, we
+  think.
+
+| log is | the best |
+"""
+    problems = check(tmp_path, text)
+    assert [problem.partition("evidence: ")[2] for problem in problems] == [
+        "T5 is worse than both (5.1 against 4.1).",
+        "- **Rotary explodes**, we think.",
+    ]
+    assert len(list(sentences(text))) == 4
