@@ -7,6 +7,7 @@ that promises more bytes than the file has. Then `torch.load(weights_only=True)`
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import pickletools
@@ -26,7 +27,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from megatron.checkpoints.checksums import ChecksummedFile, Sums
 from megatron.errors import CheckpointError
 
-__all__ = ["SafeCheckpointEngine", "load_file", "load_mapping", "synced_save"]
+__all__ = ["SafeCheckpointEngine", "host_copy", "load_file", "load_mapping", "synced_save"]
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_MEMBERS = 1_000_000
@@ -206,6 +207,57 @@ def synced_save(state: Any, path: str | Path) -> tuple[int, str]:
         raise
 
 
+def host_copy(value: Any) -> Any:
+    """`value` as it is now, with its tensors' numbers in host memory; what was shared stays so.
+
+    It is taken apart as torch.save does it: storages by themselves, each once. Copies from a GPU go
+    into pinned memory, all of them at the same time.
+    """
+    rest = io.BytesIO()
+    taking = _TakeStorages(rest)
+    taking.dump(value)
+    if any(storage.is_cuda for storage in taking.originals):
+        torch.cuda.synchronize()
+    rest.seek(0)
+    return _GiveStorages(rest, taking.copies).load()
+
+
+class _TakeStorages(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.originals: list[torch.UntypedStorage] = []  # kept, so that no address is used twice
+        self.copies: list[torch.UntypedStorage] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, item: Any) -> tuple[int, torch.dtype] | None:
+        if not isinstance(item, torch.storage.TypedStorage):
+            return None
+        storage = item._untyped_storage
+        if storage._cdata not in self._places:
+            self._places[storage._cdata] = len(self.copies)
+            self.originals.append(storage)
+            self.copies.append(_host_storage(storage))
+        return self._places[storage._cdata], item.dtype
+
+
+class _GiveStorages(pickle.Unpickler):  # of bytes that the same function made
+    def __init__(self, file: io.BytesIO, copies: list[torch.UntypedStorage]) -> None:
+        super().__init__(file)
+        self._copies = copies
+
+    def persistent_load(self, place: tuple[int, torch.dtype]) -> torch.storage.TypedStorage:
+        number, dtype = place
+        storage = self._copies[number]
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _host_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if not storage.is_cuda:
+        return storage.clone()
+    pinned = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
+    return pinned.copy_(storage, non_blocking=True)
+
+
 class SafeCheckpointEngine(TorchCheckpointEngine):
     """What DeepSpeed's engine uses for every file once training has started.
 
@@ -218,11 +270,13 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
         super().__init__()
         self._failure: Exception | None = None
         self._written: dict[Path, tuple[int, str]] = {}
+        self._later: list[tuple[Any, str]] | None = None
 
-    def begin(self) -> None:
-        """Before DeepSpeed saves."""
+    def begin(self, *, later: bool = False) -> None:
+        """Before DeepSpeed saves; `later` keeps copies in host memory, for `write_kept`."""
         self._failure = None
         self._written = {}
+        self._later = [] if later else None
 
     def finish(self) -> None:
         """After DeepSpeed saved: raise what went wrong meanwhile."""
@@ -244,7 +298,17 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
         def write() -> None:
             self._written[Path(path)] = synced_save(state_dict, path)
 
-        self.attempt(write)
+        def keep() -> None:
+            assert self._later is not None
+            self._later.append((host_copy(state_dict), path))
+
+        self.attempt(write if self._later is None else keep)
+
+    def write_kept(self, wanted: Callable[[], bool]) -> None:
+        """Write what was kept for later, while it is `wanted`; called by another thread."""
+        kept, self._later = self._later or [], None
+        while kept and wanted():
+            self.save(*kept.pop(0))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return load_file(path, map_location)

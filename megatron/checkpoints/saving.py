@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +22,7 @@ from megatron.errors import CheckpointError
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-__all__ = ["publish", "save_checkpoint", "together", "write_configs"]
+__all__ = ["BackgroundSave", "publish", "save_checkpoint", "together", "write_configs"]
 
 T = TypeVar("T")
 ADVICE = (
@@ -55,15 +57,25 @@ def save_checkpoint(
     """Write checkpoint `step` on all ranks; it becomes visible only when it is complete."""
 
     def write() -> Sums:
-        return _write_share(engine, store, args, step, progress)
+        files: SafeCheckpointEngine = engine.checkpoint_engine
+        files.begin()
+        _hand_over(engine, store, args, step, progress)
+        return _written(files, store, step)
 
     keep = args.checkpoint.keep_last_n_checkpoints
-    doing = f"writing checkpoint {tag_of(step)} to {store.directory}"
-    publish(store, step, write, doing, ADVICE, prove=bool(keep))
+    publish(store, step, write, _doing(store, step), ADVICE, prove=bool(keep))
+    _prune(store, keep)
+    return store.path(step)
+
+
+def _doing(store: CheckpointStore, step: int) -> str:
+    return f"writing checkpoint {tag_of(step)} to {store.directory}"
+
+
+def _prune(store: CheckpointStore, keep: int | None) -> None:
     if dist.get_rank() == 0:  # only now that the newer one is complete, and proven
         store.prune(keep)
     dist.barrier()
-    return store.path(step)
 
 
 def publish(
@@ -79,19 +91,108 @@ def publish(
 
     `prove`: read everything back before it counts, because an older one will be deleted for it.
     """
-    main, staged = dist.get_rank() == 0, store.staging / tag_of(step)
+    with _leaving_nothing(store, step):
+        together(lambda: store.prepare(step) if _is_main() else None, doing, advice)
+        _complete(store, step, write, doing, advice, prove=prove)
+
+
+def _complete(
+    store: CheckpointStore,
+    step: int,
+    write: Callable[[], Sums],
+    doing: str,
+    advice: str,
+    *,
+    prove: bool,
+) -> None:
+    shares = together(write, doing, advice)
+    if prove:
+        own = shares[dist.get_rank()]
+        together(lambda: _prove(store.staging / tag_of(step), own), doing, advice)
+    sums = {name: entry for share in shares for name, entry in share.items()}
+    together(lambda: store.commit(step, sums) if _is_main() else None, doing, advice)
+
+
+@contextmanager
+def _leaving_nothing(store: CheckpointStore, step: int) -> Iterator[None]:
     try:
-        together(lambda: store.prepare(step) if main else None, doing, advice)
-        shares = together(write, doing, advice)
-        if prove:
-            own = shares[dist.get_rank()]
-            together(lambda: _prove(staged, own), doing, advice)
-        sums = {name: entry for share in shares for name, entry in share.items()}
-        together(lambda: store.commit(step, sums) if main else None, doing, advice)
+        yield
     except CheckpointError:
-        if main:
+        if _is_main():
             store.discard(step)
         raise
+
+
+def _is_main() -> bool:
+    return dist.get_rank() == 0
+
+
+class BackgroundSave:
+    """`async_save`: a checkpoint that a thread of each rank writes while training goes on.
+
+    Making it takes the copies; all ranks make it, and later `complete` it, after the same steps.
+    Until then it is not a checkpoint: whatever ends the run leaves the older one.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        store: CheckpointStore,
+        args: NeoXArgs,
+        step: int,
+        progress: dict[str, int],
+    ) -> None:
+        self.store, self.step = store, step
+        self._keep = args.checkpoint.keep_last_n_checkpoints
+        self._files: SafeCheckpointEngine = engine.checkpoint_engine
+        self._sums: Sums = {}
+        self._problem: Exception | None = None
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+
+        def take() -> None:
+            self._files.begin(later=True)
+            _hand_over(engine, store, args, step, progress)
+            self._files.finish()
+
+        doing = _doing(store, step)
+        with _leaving_nothing(store, step):
+            together(lambda: store.prepare(step) if _is_main() else None, doing, ADVICE)
+            together(take, doing, ADVICE)
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return not self._thread.is_alive()
+
+    def complete(self) -> Path:
+        """Wait for all ranks, then make the checkpoint visible and delete older ones."""
+        doing = _doing(self.store, self.step)
+        with _leaving_nothing(self.store, self.step):
+            _complete(self.store, self.step, self._share, doing, ADVICE, prove=False)
+        _prune(self.store, self._keep)
+        return self.store.path(self.step)
+
+    def abandon(self) -> None:
+        """Stop writing; what is there is removed when the run is started again."""
+        self._abandoned = True
+        self._thread.join()
+
+    def _write(self) -> None:
+        try:
+            self._files.write_kept(lambda: not self._abandoned)
+            self._sums = _written(self._files, self.store, self.step)
+            if self._keep:
+                _prove(self.store.staging / tag_of(self.step), self._sums)
+        except Exception as error:  # for the step that comes to `complete`
+            self._problem = error
+
+    def _share(self) -> Sums:
+        self._thread.join()
+        if self._problem is not None:
+            raise self._problem
+        return self._sums
 
 
 def _prove(staged: Path, sums: Sums) -> None:
@@ -100,24 +201,25 @@ def _prove(staged: Path, sums: Sums) -> None:
             raise CheckpointError(f"{name} reads back differently from what was written")
 
 
-def _write_share(
+def _hand_over(
     engine: Any, store: CheckpointStore, args: NeoXArgs, step: int, progress: dict[str, int]
-) -> Sums:
+) -> None:
     """This rank's files: DeepSpeed's, the random states, and (on rank 0) the config."""
     tag = tag_of(step)
     staged = store.staging / tag
-    files: SafeCheckpointEngine = engine.checkpoint_engine
-    files.begin()
     engine.save_checkpoint(
         str(store.staging), tag=tag, client_state=dict(progress), save_latest=False
     )
     if not args.checkpoint.no_save_rng:
-        files.save(rng_state(), str(rng_file(staged)))
-    if dist.get_rank() == 0:
+        engine.checkpoint_engine.save(rng_state(), str(rng_file(staged)))
+    if _is_main():
         write_configs(staged / "configs", args)
         write_layout(staged, args)
+
+
+def _written(files: SafeCheckpointEngine, store: CheckpointStore, step: int) -> Sums:
     files.finish()
-    return files.sums(staged)
+    return files.sums(store.staging / tag_of(step))
 
 
 def write_configs(directory: Path, args: NeoXArgs) -> None:

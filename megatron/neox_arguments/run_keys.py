@@ -35,6 +35,12 @@ class CheckpointArgs(Group):
     extra_save_iters: NonNegativeIntList | None = Field(
         None, description="More steps to save at; 0 is the model before the first."
     )
+    async_save: bool = Field(
+        False,
+        description="Go on training while a checkpoint is written, from a copy in host memory (as "
+        "much again as its files per rank). It becomes visible once all ranks have written it; a "
+        "crash before that leaves the older one. Signals and the end of the run wait for it.",
+    )
     keep_last_n_checkpoints: PositiveInt | None = Field(
         None, description="Delete older checkpoints; null keeps all."
     )

@@ -6,16 +6,15 @@ import math
 import signal
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from megatron.checkpoints.resuming import Resumed
-from megatron.checkpoints.saving import save_checkpoint
+from megatron.checkpoints.saving import BackgroundSave, save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
-from megatron.mpu.job import current_device
 from megatron.terminal import EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron.training.stepper import MicroBatch
 from megatron.training.trainer import Hook, StepReport, Trainer
@@ -36,12 +35,15 @@ class StopOnSignal(Hook):
         for number in self.SIGNALS:
             signal.signal(number, self._note)
 
+    def flags(self) -> dict[str, bool]:
+        """Signals reach ranks at different times; all must stop after the same step."""
+        return {number.name: self.received == number for number in self.SIGNALS}
+
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        number = _largest_anywhere(self.received)
-        if number:
-            name = signal.Signals(number).name
+        number = next((n for n in self.SIGNALS if report.raised[n.name]), None)
+        if number is not None:
             code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
-            trainer.ask_to_stop(f"received {name}", exit_code=code)
+            trainer.ask_to_stop(f"received {number.name}", exit_code=code)
 
     # The handlers stay: a launcher that sees one rank leave with 75 sends SIGTERM to the others,
     # which may still be writing their last lines.
@@ -50,15 +52,6 @@ class StopOnSignal(Hook):
         if number == signal.SIGINT and self.received:
             raise KeyboardInterrupt
         self.received = number
-
-
-def _largest_anywhere(number: int) -> int:
-    """Signals reach ranks at different times; all must stop after the same step."""
-    if dist.get_world_size() == 1:
-        return number
-    flag = torch.tensor([number], device=current_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return int(flag.item())
 
 
 class StopWhenDiverged(Hook):
@@ -166,7 +159,12 @@ class StopAtInterval(Hook):
 
 
 class SaveCheckpoints(Hook):
-    """Every `interval` steps (or at powers of it), at extra steps, and when the run ends."""
+    """Every `interval` steps (or at powers of it), at extra steps, and when the run ends.
+
+    `async_save` lets the next steps begin while the files are written, one checkpoint at a time. It
+    appears after the first step at whose end every rank has written its files, or when something
+    has to wait for it: the next checkpoint, or the end of the run.
+    """
 
     def __init__(
         self,
@@ -182,6 +180,10 @@ class SaveCheckpoints(Hook):
         self.interval, self.scale, self.extra_steps = interval, scale, extra_steps
         self.start, self.samples_per_step = start, samples_per_step
         self.saved_step = -1
+        self.pending: BackgroundSave | None = None
+
+    def flags(self) -> dict[str, bool]:
+        return {"writing": self.pending is not None and not self.pending.is_written}
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.step == 0 and 0 in self.extra_steps:
@@ -189,10 +191,20 @@ class SaveCheckpoints(Hook):
         self.saved_step = trainer.step
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        if not report.raised["writing"]:
+            self._complete(trainer)
         if self._is_due(report.step) and not is_bad_step(trainer, report):
             self._save(trainer)
 
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        """One process may finish what it began; several cannot agree on it any more."""
+        if dist.get_world_size() == 1 and isinstance(error, Exception):
+            self._complete(trainer)
+        elif self.pending is not None:
+            self.pending.abandon()
+
     def on_end(self, trainer: Trainer) -> None:
+        self._complete(trainer)
         if trainer.exit_code == EXIT_DIVERGED:
             newest = self.store.newest()
             if trainer.is_main:
@@ -200,6 +212,7 @@ class SaveCheckpoints(Hook):
                 print(f"The last good checkpoint: {good}", flush=True)
         elif trainer.step > self.saved_step:
             self._save(trainer)
+            self._complete(trainer)
 
     def _is_due(self, step: int) -> bool:
         if step in self.extra_steps:
@@ -216,14 +229,25 @@ class SaveCheckpoints(Hook):
     def _save(self, trainer: Trainer) -> None:
         if trainer.step == self.saved_step:
             return
+        self._complete(trainer)
         progress = {
             "iteration": trainer.step,
             "consumed_samples": self.start.samples_at(trainer.step, self.samples_per_step),
         }
-        path = save_checkpoint(
-            trainer.stepper.engine, self.store, trainer.args, trainer.step, progress
-        )
+        what = (trainer.stepper.engine, self.store, trainer.args, trainer.step, progress)
         self.saved_step = trainer.step
+        if trainer.args.checkpoint.async_save:
+            self.pending = BackgroundSave(*what)
+        else:
+            self._tell(trainer, save_checkpoint(*what))
+
+    def _complete(self, trainer: Trainer) -> None:
+        """Make the checkpoint that is being written visible, waiting for it if need be."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self._tell(trainer, pending.complete())
+
+    def _tell(self, trainer: Trainer, path: Path) -> None:
         if trainer.is_main:
             print(f"saved {path}", flush=True)
 

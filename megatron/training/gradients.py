@@ -46,7 +46,7 @@ def whole_norm(
         counted = torch.tensor([_counts_here(p, tp_rank) for p in present], device=squares.device)
         square = torch.where(counted | ~torch.isfinite(squares), squares, 0.0).sum()
     square = _on_collective_device(square)
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size(replica) > 1:
         dist.all_reduce(square, group=replica)
     return float(square.sqrt())
 

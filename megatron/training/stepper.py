@@ -1,8 +1,13 @@
-"""One training step and one validation pass, on either kind of DeepSpeed engine."""
+"""One training step and one validation pass, on either kind of DeepSpeed engine.
+
+All that a step's end has to tell between ranks, the loss and what hooks want to know of the others,
+goes through one reduction and comes to the host at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,13 +20,25 @@ from megatron.mpu import ParallelState
 MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]  # tokens, (labels, loss mask)
 
 
+Flags = Callable[[], Mapping[str, bool]]
+"""What a rank says when its step is over: the same names on all ranks."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after a step: the mean loss, and on how many each flag is up."""
+
+    loss: float
+    raised: dict[str, int]
+
+
 class Stepper(Protocol):
     """What the loop needs of an engine."""
 
     engine: Any
 
-    def train(self, batches: Iterator[MicroBatch]) -> Tensor:
-        """Take one optimizer step; the mean loss over micro-batches and replicas."""
+    def train(self, batches: Iterator[MicroBatch], flags: Flags = dict) -> Agreed:
+        """Take one optimizer step; the loss is the mean over micro-batches and replicas."""
 
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
         """The mean loss of `count` whole batches: the same samples under every layout."""
@@ -34,7 +51,7 @@ class PlainStepper:
         self.engine = engine
         self.parallel = parallel
 
-    def train(self, batches: Iterator[MicroBatch]) -> Tensor:
+    def train(self, batches: Iterator[MicroBatch], flags: Flags = dict) -> Agreed:
         self.engine.train()
         accumulation = self.engine.gradient_accumulation_steps()
         total = torch.zeros((), device=self.engine.device)
@@ -43,7 +60,7 @@ class PlainStepper:
             self.engine.backward(loss)
             self.engine.step()
             total += loss.detach().float()
-        return self._mean_over_replicas(total / accumulation)
+        return _agree(total / accumulation, flags(), self.parallel)
 
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
         self.engine.eval()
@@ -72,12 +89,22 @@ class PipelineStepper:
         self.engine = engine
         self.parallel = parallel
         self._evaluated = False
+        # DeepSpeed would average over replicas, then broadcast to the stages.
+        engine._aggregate_total_loss = self._own_loss
 
-    def train(self, batches: Iterator[MicroBatch]) -> Tensor:
+    def train(self, batches: Iterator[MicroBatch], flags: Flags = dict) -> Agreed:
         if self._evaluated:  # validation may use other lengths
             self.engine.reset_activation_shape()
             self._evaluated = False
-        return self.engine.train_batch(data_iter=batches).detach().float().mean()
+        own = self.engine.train_batch(data_iter=batches)
+        return _agree(own, flags(), self.parallel, counts=self.engine.is_last_stage())
+
+    def _own_loss(self) -> Tensor:
+        """The mean over micro-batches where the loss is computed: on the last stage."""
+        if not self.engine.is_last_stage():
+            return torch.zeros((), device=self.engine.device)
+        loss: Tensor = self.engine._scale_loss_by_gas(self.engine.total_loss)
+        return loss.detach().float().mean()
 
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
         self.engine.reset_activation_shape()
@@ -87,6 +114,20 @@ class PipelineStepper:
             loss = self.engine.eval_batch(batches)
             total += loss.detach().float().mean()
         return total / max(count, 1)
+
+
+def _agree(
+    loss: Tensor, flags: Mapping[str, bool], parallel: ParallelState, *, counts: bool = True
+) -> Agreed:
+    """One sum over all ranks; of those that hold the same loss, the first counts."""
+    counts = counts and parallel.tp.rank == 0
+    ups = torch.tensor([float(up) for up in flags.values()], device=loss.device)
+    said = torch.cat([loss[None] if counts else torch.zeros_like(loss)[None], ups])
+    if dist.get_world_size() > 1:
+        dist.all_reduce(said)
+    said[0] /= parallel.dp_size
+    mean, *numbers = said.tolist()
+    return Agreed(mean, dict(zip(flags, map(int, numbers), strict=True)))
 
 
 def build_stepper(engine: Any, parallel: ParallelState, *, pipelined: bool) -> Stepper:

@@ -27,6 +27,8 @@ class StepReport:
     tokens: int
     skipped: bool
     loss_scale: float | None = None  # fp16 with dynamic scaling
+    raised: dict[str, int] = field(default_factory=dict)
+    """By name, the number of ranks on which a hook's flag was up."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -38,6 +40,10 @@ class Hook:
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step."""
+
+    def flags(self) -> dict[str, bool]:
+        """What all ranks are told of this one when its step is over; always the same names."""
+        return {}
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """After each optimizer step."""
@@ -99,20 +105,24 @@ class Trainer:
         assert self.train_batches is not None
         rate = float(self.stepper.engine.lr_scheduler.get_lr()[0])
         start = time.perf_counter()
-        loss = float(self.stepper.train(self.train_batches))
+        agreed = self.stepper.train(self.train_batches, self._flags)
         self.step += 1
         engine = self.stepper.engine
         norm = engine.get_global_grad_norm()
         return StepReport(
             step=self.step,
-            loss=loss,
+            loss=agreed.loss,
             lr=rate,
             grad_norm=None if norm is None else float(norm),
             seconds=time.perf_counter() - start,
             tokens=self.tokens_per_step,
             skipped=bool(getattr(engine.optimizer, "overflow", False)),
             loss_scale=_dynamic_loss_scale(engine),
+            raised=agreed.raised,
         )
+
+    def _flags(self) -> dict[str, bool]:
+        return {name: up for hook in self.hooks for name, up in hook.flags().items()}
 
 
 def _dynamic_loss_scale(engine: Any) -> float | None:

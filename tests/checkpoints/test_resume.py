@@ -1,4 +1,7 @@
-"""Resume is exact: 2N steps, or N, a checkpoint, a new engine, and N more, are the same bits."""
+"""Resume is exact: 2N steps, or N, a checkpoint, a new engine, and N more, are the same bits.
+
+The run of 2N steps saves in the background after N, its writer held until it has taken them all.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoints.safe_files import load_file
+from megatron.checkpoints.store import CheckpointStore
 from tests.training.cases import (
     ADAM,
     DROPOUT,
@@ -15,6 +20,7 @@ from tests.training.cases import (
     tiny_config,
     write_data,
 )
+from tests.training.soak import same
 
 HALF = 3
 ONE = {
@@ -62,11 +68,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
         saved = str(directory / name)
         cases[processes] |= {
-            f"{name}-whole": {"config": config, "steps": 2 * HALF},
+            f"{name}-whole": {
+                "config": config,
+                "steps": 2 * HALF,
+                "background": [HALF, str(directory / f"{name}-background")],
+            },
             f"{name}-first": {"config": config, "steps": HALF, "save": saved},
             f"{name}-second": {"config": config, "steps": HALF, "resume": saved},
         }
-    return run_cases(cases[1], directory, 1) | run_cases(cases[2], directory, 2)
+    found = run_cases(cases[1], directory, 1) | run_cases(cases[2], directory, 2)
+    return {"directory": directory, **found}
 
 
 @pytest.mark.parametrize(("name", "processes"), TABLE)
@@ -79,6 +90,25 @@ def test_resumed_run_is_the_same_to_the_bit(
     assert second["kernels"] == whole["kernels"]
     assert first["fingerprints"] != whole["fingerprints"]
     assert all(int(rank["count"]) > 0 for rank in whole["fingerprints"])
+
+
+@pytest.mark.parametrize(("name", "processes"), TABLE)
+def test_a_background_save_is_of_its_moment_to_the_bit(
+    results: dict[str, Any], name: str, processes: int
+) -> None:
+    """It keeps nothing of the steps that were taken while it was written, and holds none up."""
+    assert results[f"{name}-whole"]["held_until_the_end"] == [True] * processes
+    plain, background = (
+        CheckpointStore(results["directory"] / place) for place in (name, f"{name}-background")
+    )
+    assert background.newest() == plain.newest() == HALF
+    assert background.verify(HALF)
+    files = sorted(path.relative_to(plain.path(HALF)) for path in plain.path(HALF).rglob("*.pt"))
+    others = background.path(HALF).rglob("*.pt")
+    assert files == sorted(path.relative_to(background.path(HALF)) for path in others)
+    for file in files:
+        twins = (load_file(store.path(HALF) / file) for store in (plain, background))
+        assert same(*twins), file
 
 
 def test_dropout_was_on(results: dict[str, Any]) -> None:

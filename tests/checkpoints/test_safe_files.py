@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.checksums import checksum
-from megatron.checkpoints.safe_files import load_file, synced_save
+from megatron.checkpoints.safe_files import host_copy, load_file, synced_save
 from megatron.checkpoints.universal import parameter_folders, read_states, read_weights
 from megatron.errors import CheckpointError
 from tests.processes import REPOSITORY
@@ -100,6 +101,35 @@ def test_plain_states_survive(tmp_path: Path) -> None:
     loaded = load_file(tmp_path / "file.pt")
     assert torch.equal(loaded.pop("values")[0], state.pop("values")[0])  # type: ignore[index]
     assert loaded == state
+
+
+def test_a_host_copy_is_of_its_moment_and_shares_what_was_shared(tmp_path: Path) -> None:
+    flat = torch.arange(6.0)
+    marked = torch.zeros(2)
+    marked.label = "kernel"  # type: ignore[attr-defined]
+    state = {
+        "views": [flat[:3], flat[3:].view(3, 1)],
+        "again": flat,
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "none": torch.empty(0),
+        "weight": torch.nn.Parameter(torch.ones(2)),
+        "marked": marked,
+        "scaler": LossScaler(2.0),
+        "plain": [3, {"a": (1, None)}],
+    }
+    copy = host_copy(state)
+    flat.add_(1.0)
+    state["weight"].data.zero_()  # type: ignore[attr-defined]
+    state["scaler"].cur_scale = 7.0  # type: ignore[attr-defined]
+    state["plain"][1]["b"] = 2  # type: ignore[index]
+    assert torch.equal(copy["again"], torch.arange(6.0))
+    assert torch.equal(copy["views"][1], torch.tensor([[3.0], [4.0], [5.0]]))
+    copy["again"].zero_()
+    assert not copy["views"][0].any(), "views of one storage are views of one copy"
+    assert torch.equal(copy["weight"], torch.ones(2)) and copy["half"].dtype == torch.bfloat16
+    assert isinstance(copy["weight"], torch.nn.Parameter) and copy["marked"].label == "kernel"
+    assert copy["scaler"].cur_scale != 7.0 and copy["plain"] == [3, {"a": (1, None)}]
+    assert copy["none"].numel() == 0
 
 
 def test_a_malicious_universal_checkpoint_is_refused(tmp_path: Path) -> None:

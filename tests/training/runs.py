@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,13 @@ def run_config(data: str, save: Path, **changes: Any) -> dict[str, Any]:
 
 
 def start_run(
-    config: dict[str, Any], directory: Path, processes: int = 1
+    config: dict[str, Any], directory: Path, processes: int = 1, *, program: Sequence[str] = ()
 ) -> list[subprocess.Popen[str]]:
-    """`python train.py config.yml` on every rank."""
+    """`python train.py config.yml` on every rank, or another `program` that trains."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "config.yml"
     file.write_text(yaml.safe_dump(config))
-    return start_ranks(["train.py", str(file)], processes)
+    return start_ranks([*(program or ["train.py"]), str(file)], processes)
 
 
 def finish(job: list[subprocess.Popen[str]], timeout: float = 120) -> tuple[list[int], list[str]]:

@@ -24,6 +24,7 @@ from megatron.checkpoints.store import CheckpointStore
 from tests.training.cases import layout, write_data
 from tests.training.runs import final_valid_loss, finish, losses, run, run_config, start_run
 
+BACKGROUND = {"async_save": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, layout()),
     "ZeRO 1": (1, layout(zero=1)),
@@ -34,6 +35,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2": (2, layout(pp=2)),
     "dp 2, ZeRO 1": (2, layout(zero=1)),
     "dp 2, ZeRO 3": (2, layout(zero=3)),
+    "one, async": (1, {**layout(), **BACKGROUND}),
+    "pp 2, async": (2, {**layout(pp=2), **BACKGROUND}),
+    "dp 2, Z1, async": (2, {**layout(zero=1), **BACKGROUND}),
+    "dp 2, Z3, async": (2, {**layout(zero=3), **BACKGROUND}),
 }
 STEPS_PER_KILL = 12
 
@@ -86,20 +91,21 @@ def _differences(whole: Path, broken: Path, steps: int) -> list[str]:
         found.append("validation loss")
     ours, theirs = (CheckpointStore(place).path(steps) for place in (whole, broken))
     for path in sorted(ours.glob("*.pt")):
-        if not _same(load_file(path), load_file(theirs / path.name)):
+        if not same(load_file(path), load_file(theirs / path.name)):
             found.append(path.name)
     return found
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two loaded files hold the same bits."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if hasattr(a, "__dict__") and not callable(a):
-        return _same(vars(a), vars(b))
+        return same(vars(a), vars(b))
     return bool(a == b)
 
 
@@ -125,7 +131,7 @@ def main() -> int:
             bad = bad or bool(found)
             verdict = f"DIFFERS in {', '.join(found)}" if found else "equal to the bit"
             seconds = time.monotonic() - start
-            print(f"{name:<14}{kills:>4} kills: {verdict} ({seconds:.0f} s)", flush=True)
+            print(f"{name:<16}{kills:>4} kills: {verdict} ({seconds:.0f} s)", flush=True)
     return int(bad)
 
 

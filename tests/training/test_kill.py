@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the run continues to the same end."""
+"""kill -9 at any moment, and full disks: the run continues to the same end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoints.safe_files import load_file
 from megatron.checkpoints.store import CheckpointStore
 from tests.training.cases import write_data
 from tests.training.runs import (
@@ -26,6 +27,7 @@ from tests.training.runs import (
     start_run,
     wait_for,
 )
+from tests.training.soak import same
 
 STEPS = 60
 
@@ -108,6 +110,72 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_works(
     CheckpointStore(save).verify(STEPS)
 
 
+# async_save: steps go on while a checkpoint is written. The program below holds its writer.
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from megatron.checkpoints import safe_files
+write = safe_files.synced_save
+def held(state, path):
+    while "global_step10" in str(path) and not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+    return write(state, path)
+safe_files.synced_save = held
+from megatron.commands import run
+sys.exit(run("train", sys.argv[2:]))
+"""
+
+
+def _start_held(config: dict[str, Any], directory: Path) -> list[subprocess.Popen[str]]:
+    """Up to a step after the tenth, whose checkpoint waits for the file `gate`."""
+    job = start_run(config, directory, program=["-c", HOLDING, str(directory / "gate")])
+    save = Path(config["save"])
+    wait_for(save / "metrics.jsonl", job)
+    deadline = time.monotonic() + 90
+    while max(losses(save), default=0) < 13:
+        assert job[0].poll() is None, job[0].communicate()[0]
+        assert time.monotonic() < deadline, "no step is taken while the writer waits"
+        time.sleep(0.01)
+    assert CheckpointStore(save).steps() == [5]
+    assert (save / ".incomplete" / "global_step10").is_dir()
+    return job
+
+
+def _background(data: str, save: Path) -> dict[str, Any]:
+    return {**_config(data, save), "checkpoint_factor": 5, "async_save": True}
+
+
+def test_a_kill_while_the_writer_is_held_leaves_the_older_checkpoint(
+    data: str, uninterrupted: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "run"
+    job = _start_held(_background(data, save), tmp_path)
+    job[0].send_signal(signal.SIGKILL)
+    finish(job)
+    assert CheckpointStore(save).newest() == 5
+    assert "resuming after step 5" in run(_background(data, save), tmp_path)
+    _same_end(tmp_path, uninterrupted)
+    ours, theirs = (CheckpointStore(place).path(STEPS) for place in (save, uninterrupted))
+    for file in ours.glob("*.pt"):
+        assert same(load_file(file), load_file(theirs / file.name)), file.name
+
+
+def test_a_signal_waits_for_the_writer_then_saves(data: str, tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    config = {**_background(data, save), "checkpoint_factor": 10, "extra_save_iters": [5]}
+    job = _start_held({**config, "keep_last_n_checkpoints": None, "train_iters": 10_000}, tmp_path)
+    job[0].send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert job[0].poll() is None and CheckpointStore(save).steps() == [5]
+    (tmp_path / "gate").touch()
+    codes, outputs = finish(job)
+    assert codes == [75], outputs[0]
+    last = max(losses(save))
+    assert CheckpointStore(save).steps() == [5, 10, last]
+    assert [CheckpointStore(save).verify(step) for step in (10, last)] == [True, True]
+
+
 @pytest.fixture(params=["limit", pytest.param("tmpfs", marks=pytest.mark.slow)])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """A directory, and how to make its file system full for a running process."""
@@ -135,12 +203,13 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+@pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_loses_nothing(
-    data: str, uninterrupted: Path, small_disk: Any, tmp_path: Path
+    data: str, uninterrupted: Path, small_disk: Any, tmp_path: Path, background: bool
 ) -> None:
     place, fill = small_disk
     save = place / "run"
-    job = start_run(_config(data, save), tmp_path)
+    job = start_run({**_config(data, save), "async_save": background}, tmp_path)
     wait_for(save / "latest", job)
     fill(job[0].pid)
     codes, outputs = finish(job)

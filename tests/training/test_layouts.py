@@ -140,3 +140,20 @@ def test_same_checkpoint_after_gathering(
     assert weights.keys() == reference.keys()
     for name, expected in reference.items():
         torch.testing.assert_close(weights[name].float(), expected.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "expected"), [("dp2", 1), ("pp1_dp2", 1), ("mp2", 2), ("pp2", 2)]
+)
+def test_a_step_tells_its_scalars_in_one_reduction(
+    results: dict[str, Any], arrangement: str, expected: int
+) -> None:
+    """One for the loss and all flags; before it the norm, where several ranks share the model."""
+    steps = results[f"kerple_log-fp32-{arrangement}"]["scalar_collectives"]
+    assert [len(found) for found in steps] == [expected] * STEPS
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_adds_its_own_norm_and_overflow_alone(results: dict[str, Any], zero: int) -> None:
+    last = results[f"kerple_log-fp32-dp2_zero{zero}"]["scalar_collectives"][-1]
+    assert last == ["all_reduce"] * 3

@@ -46,6 +46,8 @@ FP16 = {
     "optimizer": ADAM,
 }
 
+FULL_DISKS = [("dp2_zero1", False), ("dp2_zero1", True), ("pp2", False)]
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -58,11 +60,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for zero in (0, 1):
         config = tiny_config(data, train_iters=40, **FP16, **layout(zero=zero))
         cases[1][f"fp16_zero{zero}"] = {"config": config, "steps": 30}
-    for name in ("dp2_zero1", "pp2"):
-        cases[2][f"full_disk_{name}"] = {
-            "config": tiny_config(data, **{"optimizer": ADAM, **TWO[name]}),
+    for name, background in FULL_DISKS:
+        changes = {"optimizer": ADAM, "async_save": background, **TWO[name]}
+        cases[2][f"full_disk_{name}_{background}"] = {
+            "config": tiny_config(data, **changes),
             "steps": 1,
-            "save": str(directory / name),
+            "save": str(directory / f"{name}_{background}"),
             "full_disk_on": 1,
         }
     found = run_cases(cases[1], directory, 1) | run_cases(cases[2], directory, 2)
@@ -101,12 +104,14 @@ def test_fp16_finds_its_loss_scale_and_learns(results: dict[str, Any], zero: int
     assert result["grad_norms"][-1] < 10, "the norm is that of the unscaled gradient"
 
 
-@pytest.mark.parametrize("name", ["dp2_zero1", "pp2"])
-def test_a_rank_that_cannot_write_fails_the_save_on_all(results: dict[str, Any], name: str) -> None:
-    errors = results[f"full_disk_{name}"]["save_errors"]
+@pytest.mark.parametrize(("name", "background"), FULL_DISKS)
+def test_a_rank_that_cannot_write_fails_the_save_on_all(
+    results: dict[str, Any], name: str, background: bool
+) -> None:
+    errors = results[f"full_disk_{name}_{background}"]["save_errors"]
     for error in errors:
         assert "rank 1: OSError" in error and "No space left" in error and "rank 0:" not in error
-    left = results["directory"] / name
+    left = results["directory"] / f"{name}_{background}"
     assert not (left / "latest").exists()
     assert list(left.glob("global_step*")) == []
 

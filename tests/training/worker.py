@@ -5,7 +5,8 @@ directory or null, "save": directory or null}. Rank 0 writes, per case, what the
 "poison" lists steps at which the last rank gets a gradient that is not finite, in one parameter;
 "export" asks for a universal checkpoint at the end, "copy" for one before the first step;
 "deepspeed_resume" names one that DeepSpeed's own loader reads; "full_disk_on" names a rank whose
-checkpoint files cannot be written.
+checkpoint files cannot be written. "background" is a step and a directory: a background save of the
+state before that step, which is not written before the last step is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from megatron.checkpoints import safe_files
 from megatron.checkpoints.random_states import rng_state
 from megatron.checkpoints.resuming import Resumed, resume
-from megatron.checkpoints.saving import save_checkpoint
+from megatron.checkpoints.saving import BackgroundSave, save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
@@ -79,25 +82,25 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     if case.get("copy"):
         export(case["copy"], start)
-    record = take_steps(engine, stepper, train, case)
+    held = HeldSave(engine, args, case)
+    record = take_steps(engine, stepper, train, case, held)
     end = start + case["steps"]
     save_error = None
     if case.get("save"):
         store = CheckpointStore(Path(case["save"]))
-        save_error = on_a_full_disk(
-            case,
-            lambda: save_checkpoint(
-                engine,
-                store,
-                args,
-                end,
-                {"iteration": end, "consumed_samples": end * plan.train_batch_size},
-            ),
-        )
+        progress = {"iteration": end, "consumed_samples": end * plan.train_batch_size}
+
+        def save() -> Path:
+            if args.checkpoint.async_save:
+                return BackgroundSave(engine, store, args, end, progress).complete()
+            return save_checkpoint(engine, store, args, end, progress)
+
+        save_error = on_a_full_disk(case, save)
     if case.get("export"):
         save_error = save_error or on_a_full_disk(case, lambda: export(case["export"], end))
     result = {
         **record,
+        "held_until_the_end": everywhere(held.complete()),
         "save_errors": everywhere(save_error),
         "loss_scale": getattr(engine.optimizer, "loss_scale", None),
         "fingerprints": everywhere(fingerprint(engine)),
@@ -110,14 +113,20 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def take_steps(engine: Any, stepper: Any, batches: Any, case: dict[str, Any]) -> dict[str, Any]:
+def take_steps(
+    engine: Any, stepper: Any, batches: Any, case: dict[str, Any], held: HeldSave
+) -> dict[str, Any]:
     """Losses, norms, and which ranks refused or did not change at each step."""
-    record: dict[str, Any] = {"losses": [], "grad_norms": [], "skipped": [], "unchanged": []}
+    names = ("losses", "grad_norms", "skipped", "unchanged", "scalar_collectives")
+    record: dict[str, Any] = {name: [] for name in names}
     poison = Poison(engine, case.get("poison", []))
     before = state_of(engine)
     for step in range(case["steps"]):
         poison.at(step)
-        record["losses"].append(float(stepper.train(batches)))
+        held.at(step)
+        with counted_scalars() as scalars:
+            record["losses"].append(stepper.train(batches).loss)
+        record["scalar_collectives"].append(scalars)
         record["grad_norms"].append(float(engine.get_global_grad_norm()))
         refused = bool(getattr(engine.optimizer, "overflow", False))
         record["skipped"].append(everywhere(refused))
@@ -125,6 +134,64 @@ def take_steps(engine: Any, stepper: Any, batches: Any, case: dict[str, Any]) ->
         record["unchanged"].append(everywhere(before == after))
         before = after
     return record
+
+
+@contextmanager
+def counted_scalars() -> Iterator[list[str]]:
+    """The collectives on a handful of numbers: they cost their latency alone."""
+    found: list[str] = []
+    real = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if tensor.numel() <= 8:
+                found.append(name)
+            return real[name](tensor, *args, **kwargs)
+
+        return call
+
+    try:
+        for name in real:
+            setattr(dist, name, counting(name))
+        yield found
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+class HeldSave:
+    """A background save of the state before one step, its writer held until all are taken."""
+
+    def __init__(self, engine: Any, args: NeoXArgs, case: dict[str, Any]) -> None:
+        self.engine, self.args = engine, args
+        self.step, self.directory = case.get("background", (None, None))
+        self.saving: BackgroundSave | None = None
+        self.gate = threading.Event()
+        self.real = safe_files.synced_save
+
+    def at(self, step: int) -> None:
+        if step != self.step:
+            return
+
+        def wait_and_save(state: Any, path: Any) -> tuple[int, str]:
+            self.gate.wait()
+            return self.real(state, path)
+
+        safe_files.synced_save = wait_and_save
+        size = self.args.batch_plan(dist.get_world_size()).train_batch_size
+        progress = {"iteration": step, "consumed_samples": step * size}
+        store = CheckpointStore(Path(self.directory))
+        self.saving = BackgroundSave(self.engine, store, self.args, step, progress)
+
+    def complete(self) -> bool:
+        """Whether it was still being written."""
+        if self.saving is None:
+            return False
+        held = not self.saving.is_written and not self.saving.store.steps()
+        self.gate.set()
+        self.saving.complete()
+        safe_files.synced_save = self.real
+        return held
 
 
 class Poison:
