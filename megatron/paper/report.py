@@ -18,6 +18,7 @@ from megatron import __version__
 from megatron.atomic_files import write_text
 from megatron.paper.claims import check_claims
 from megatron.paper.contrasts import contrast_table
+from megatron.paper.cpd_section import cpd_table
 from megatron.paper.figures import (
     RECALL_TITLES,
     perplexity_by_length,
@@ -96,6 +97,7 @@ def make_report(
     chapters = [_section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
     chapters[1:1] = [_claims_chapter(suite, results), *_contrast_chapters(suite, results)]
+    chapters += _theory_chapters(suite, results)
     page = Page(
         f"KERPLE: the {suite.name} suite",
         suite.about + ".",
@@ -186,6 +188,13 @@ def _contrast_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
         for key, table in tables.items()
         if table
     ]
+
+
+def _theory_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
+    """CPD checks of the trained kernels, where a suite has trained some."""
+    heads = int(suite.runs[0].config["num_attention_heads"]) if suite.runs else 1
+    table = cpd_table("cpd", results, [run.method for run in suite.runs], heads)
+    return [Chapter("The theory, on the trained kernels", tables=[table])] if table else []
 
 
 def _section_chapter(
