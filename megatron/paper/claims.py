@@ -186,15 +186,13 @@ def _against_window(name: str, *, below: bool) -> _Check:
         for length in sorted(results.position_lengths(data, name)):
             own = results.positions(data, name, length, None, view.split)
             windowed = results.positions(data, "kerple_log", length, start, view.split)
-            first = [loss_from(entry, start) for entry in own]
-            second = [loss_from(entry, start) for entry in windowed]
+            both = sorted(set(own) & set(windowed))
             pairs = [
-                (one, two)
-                for one, two in zip(first, second, strict=False)
-                if one is not None and two is not None
+                (loss_from(own[seed], start), loss_from(windowed[seed], start)) for seed in both
             ]
-            if pairs:
-                apart[length] = sum(one - two for one, two in pairs) / len(pairs)
+            found = [one - two for one, two in pairs if one is not None and two is not None]
+            if found:
+                apart[length] = sum(found) / len(found)
         if not apart:
             return _NOTHING
         exceptions = [length for length, mean in apart.items() if (mean < 0) != below]

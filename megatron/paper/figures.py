@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -37,6 +37,8 @@ class _Curve:
     lengths: list[int]
     means: list[float]
     deviations: list[float]
+    seeds: int = 0
+    label: str = ""
 
 
 def perplexity_by_length(
@@ -67,10 +69,7 @@ def perplexity_by_length(
 def _label_ends(axes: Axes, curves: list[_Curve]) -> None:
     direct_labels(
         axes,
-        [
-            EndLabel(label_of(curve.name), line_style(curve.name).color, curve.means[-1])
-            for curve in curves
-        ],
+        [EndLabel(curve.label, line_style(curve.name).color, curve.means[-1]) for curve in curves],
     )
 
 
@@ -78,7 +77,7 @@ def _curves(results: ResultSet, split: str, data: str, methods: Sequence[str]) -
     train_length = results.train_length(data) or 1
     curves = []
     for name in methods:
-        curve = _Curve(name, [], [], [])
+        curve, seeds = _Curve(name, [], [], []), 0
         for length in results.lengths(split, data, name):
             values = results.perplexity(
                 split, data, name, Point(train_length=train_length, length=length)
@@ -88,9 +87,17 @@ def _curves(results: ResultSet, split: str, data: str, methods: Sequence[str]) -
                 curve.lengths.append(length)
                 curve.means.append(summary.mean)
                 curve.deviations.append(summary.std or 0.0)
+                seeds = summary.seeds
         if curve.lengths:
-            curves.append(curve)
-    return curves
+            curves.append(replace(curve, seeds=seeds))
+    # Seeds have texts of their own: a mean over fewer is not quite comparable, and says so.
+    most = max((curve.seeds for curve in curves), default=0)
+    return [replace(curve, label=_label(curve, most)) for curve in curves]
+
+
+def _label(curve: _Curve, most: int) -> str:
+    fewer = f" ({curve.seeds} of {most} seeds)" if curve.seeds < most else ""
+    return label_of(curve.name) + fewer
 
 
 def _spread(curves: list[_Curve]) -> float:

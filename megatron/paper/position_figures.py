@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,6 +41,7 @@ class _Line:
     middles: FloatArray
     losses: FloatArray
     """By seed and bin."""
+    seeds: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -112,8 +113,13 @@ def _difference_panel(
             continue
         style = line_style(line.name)
         dashes = (0, (4, 2)) if line.window else "-"
-        seeds = min(len(line.losses), len(reference.losses))
-        apart = line.losses[:seeds] - reference.losses[:seeds]
+        # Each seed has its own texts, whose ups and downs are far larger than any difference.
+        common = [seed for seed in line.seeds if seed in reference.seeds]
+        if not common:
+            continue
+        rows = [[own.seeds.index(seed) for seed in common] for own in (line, reference)]
+        apart = line.losses[rows[0]] - reference.losses[rows[1]]
+        seeds = len(common)
         fine = smoothed(apart.mean(axis=0))
         axes.plot(line.middles, fine, color=style.color, linestyle=dashes)
         if seeds > 1:
@@ -137,16 +143,23 @@ def _difference_panel(
     )
 
 
-def _line(name: str, window: int | None, found: Sequence[PositionEntry]) -> _Line:
+def _line(name: str, window: int | None, found: Mapping[int, PositionEntry]) -> _Line:
     """Bins of the stored positions; results of older versions have only their buckets."""
-    full = [entry.by_position for entry in found if len(entry.by_position) == entry.length]
+    full = {
+        seed: binned(entry.by_position)
+        for seed, entry in found.items()
+        if len(entry.by_position) == entry.length
+    }
     if full:
-        cut = [binned(losses) for losses in full]
-        return _Line(name, window, cut[0][0], np.array([losses for _, losses in cut]))
-    first = found[0].buckets
-    same = [item.buckets for item in found if len(item.buckets) == len(first)]
-    middles = [math.sqrt((b.start + 1) * max(b.end, b.start + 1)) for b in first]
-    return _Line(name, window, np.array(middles), np.array([[b.loss for b in own] for own in same]))
+        middles = next(iter(full.values()))[0]
+        return _Line(
+            name, window, middles, np.array([own for _, own in full.values()]), tuple(full)
+        )
+    first = next(iter(found.values())).buckets
+    same = {seed: item.buckets for seed, item in found.items() if len(item.buckets) == len(first)}
+    middles = np.array([math.sqrt((b.start + 1) * max(b.end, b.start + 1)) for b in first])
+    losses = np.array([[b.loss for b in own] for own in same.values()])
+    return _Line(name, window, middles, losses, tuple(same))
 
 
 def _panel(axes: Axes, lines: Sequence[_Line], length: int, train_length: int | None) -> None:

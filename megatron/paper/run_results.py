@@ -239,10 +239,11 @@ class ResultSet:
 
     def positions(
         self, data: str, method: str, length: int, window: int | None, split: str
-    ) -> list[PositionEntry]:
-        return [
-            found.entry
+    ) -> dict[int, PositionEntry]:
+        """By seed: seeds have texts of their own, so only the same seed can be compared."""
+        return {
+            item.run.seed: found.entry
             for item in self.of(data, method)
             for found in item.positions
             if (found.entry.length, found.entry.window, found.split) == (length, window, split)
-        ]
+        }

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.evaluation.results_schema import PositionEntry
+from megatron.paper.claims import check_claims
 from megatron.paper.paper_figures import (
     framework_illustration,
     kernels_on_paper_axes,
@@ -70,6 +71,22 @@ def test_the_second_row_is_the_difference_to_the_windowed_line() -> None:
     texts = [text.get_text() for text in top.texts]
     assert "KERPLE-log" in texts and "KERPLE-log, windowed@128" in texts
     assert " trained at 128" in texts
+
+
+def test_only_the_same_seed_is_subtracted() -> None:
+    """The first seed lost its window, the second its plain result: nothing is left to compare."""
+    results = runs((2.0, 2.3), (2.2, 2.4), (2.5, 2.6))
+    first, second, _ = results.runs
+    del first.positions[1], second.positions[0]
+    figure = positionwise_perplexity(results, "valid", STDLIB, [PLAIN, WINDOWED])
+    assert figure is not None
+    assert figure.axes[1].get_lines()[0].get_ydata() == pytest.approx(np.full(BINS, -0.1))
+    (finding,) = [
+        item
+        for item in check_claims(results, "valid", (STDLIB,))
+        if item.claim.startswith("KERPLE-log uses what lies beyond")
+    ]
+    assert finding.evidence == "loss minus the window's: -0.1000 nats at length 1024"
 
 
 def test_without_a_window_there_is_one_row() -> None:
