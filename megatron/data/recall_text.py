@@ -1,6 +1,10 @@
 """Made-up text in which a model must find again what it read: for "extrapolates" to mean "can use".
 
-Two kinds of documents, in symbols that never mix:
+Three kinds of documents, in symbols that never mix, from easy to hard for a tiny model:
+
+- A digit in noise, asked for at the end: one layer can do it::
+
+      |/=+@7%&/...!7
 
 - Multi-query associative recall (MQAR, Arora et al., 2023): keys with their values, then noise in
   which keys come again and their values must follow. The pairs stay at the start, and as many as
@@ -28,13 +32,20 @@ from string import ascii_lowercase, ascii_uppercase, digits
 
 from megatron.atomic_files import atomic_writer
 
-__all__ = ["RECALL_KINDS", "RecallText", "mqar", "passkey_in_noise", "write_recall_corpus"]
+__all__ = [
+    "RECALL_KINDS",
+    "RecallText",
+    "digit_in_noise",
+    "mqar",
+    "passkey_in_noise",
+    "write_recall_corpus",
+]
 
 PAIRS = 4
 KEYS, VALUES = ascii_uppercase[:8], ascii_lowercase[:8]
 KEY_DIGITS = 4
 MOST_ASKED = 8  # times that each key comes again, in documents for training
-MQAR_NOISE, PASSKEY_NOISE = ".,:;-_~^", "<>{}[]()"
+MQAR_NOISE, PASSKEY_NOISE, DIGIT_NOISE = ".,:;-_~^", "<>{}[]()", "|/=+*&%$"
 TRAIN_LENGTH = 128
 DOCUMENTS = 40_000
 SEED = 20_230_101
@@ -75,20 +86,31 @@ def _slots(length: int, width: int, count: int, random: Random) -> list[int]:
 
 def passkey_in_noise(length: int, random: Random, asked: int = 1) -> RecallText:
     """`length` symbols: four digits after `#` in noise, and again after each `?`."""
-    key = random.choices(digits, k=KEY_DIGITS)
-    width = KEY_DIGITS + 1
-    noise = random.choices(PASSKEY_NOISE, k=length - width)
-    first, *again = _slots(len(noise), width, asked, random)
-    noise[first : first + width] = ["#", *key]
+    return _key_in_noise(length, random, asked, KEY_DIGITS, PASSKEY_NOISE, "#?")
+
+
+def digit_in_noise(length: int, random: Random, asked: int = 1) -> RecallText:
+    """The same with one digit, after `@` and `!`."""
+    return _key_in_noise(length, random, asked, 1, DIGIT_NOISE, "@!")
+
+
+def _key_in_noise(
+    length: int, random: Random, asked: int, count: int, symbols: str, marks: str
+) -> RecallText:
+    key = random.choices(digits, k=count)
+    text = random.choices(symbols, k=length - (count + 1))
+    first, *again = _slots(len(text), count + 1, asked, random)
+    text[first : first + count + 1] = [marks[0], *key]
     places: list[int] = []
-    for place in [*again, len(noise)]:
-        noise[place : place + width] = ["?", *key]
-        places += range(place + 1, place + width)
-    distances = [place - first - 1 - number % KEY_DIGITS for number, place in enumerate(places)]
-    return RecallText("".join(noise), tuple(places), tuple(distances))
+    for place in [*again, len(text)]:
+        text[place : place + count + 1] = [marks[1], *key]
+        places += range(place + 1, place + count + 1)
+    distances = [place - first - 1 - number % count for number, place in enumerate(places)]
+    return RecallText("".join(text), tuple(places), tuple(distances))
 
 
 RECALL_KINDS: dict[str, Callable[..., RecallText]] = {
+    "digit_in_noise": digit_in_noise,
     "mqar": mqar,
     "passkey_in_noise": passkey_in_noise,
 }

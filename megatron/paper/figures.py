@@ -154,6 +154,7 @@ def _outside_legend(figure: Figure, axes: Axes) -> None:
 
 
 RECALL_TITLES = {
+    "digit_in_noise": "One digit in noise",
     "mqar": "Associative recall (four pairs)",
     "passkey_in_noise": "Passkey of four digits in noise",
 }

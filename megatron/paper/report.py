@@ -243,7 +243,7 @@ _POSITION_CAPTION = (
 )
 _RECALL_CAPTION = (
     "Symbols that nothing but recall can tell, mean over seeds, shaded by one standard "
-    "deviation. Guessing one of the four values at hand gives 25%, one of ten digits 10%."
+    "deviation. Guessing one of the four values at hand gives 25%, of ten digits 10%."
 )
 KERNEL_CAPTION = (
     "One line per head of the first seed, flattest darkest, cut at −8. Dashed: the bias of −2, "

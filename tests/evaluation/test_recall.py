@@ -11,7 +11,14 @@ import torch
 
 from megatron.commands import run as command_run
 from megatron.data import IndexedDataset
-from megatron.data.recall_text import MQAR_NOISE, PASSKEY_NOISE, mqar, passkey_in_noise
+from megatron.data.recall_text import (
+    DIGIT_NOISE,
+    MQAR_NOISE,
+    PASSKEY_NOISE,
+    digit_in_noise,
+    mqar,
+    passkey_in_noise,
+)
 from megatron.evaluation import recall
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.recall import hits_at
@@ -50,6 +57,17 @@ def test_the_passkey_is_asked_for_at_the_end(length: int, asked: int, seed: int)
     assert set(made.text) - set("#?0123456789") <= set(PASSKEY_NOISE)
 
 
+@pytest.mark.parametrize(("length", "asked"), [(4, 1), (18, 8), (1000, 1)])
+def test_the_digit_is_asked_for_at_the_end(length: int, asked: int) -> None:
+    made = digit_in_noise(length, Random(1), asked)
+    digit = made.text[made.text.index("@") + 1]
+    assert len(made.text) == length and made.text.endswith(f"!{digit}")
+    assert [made.text[place - 1 : place + 1] for place in made.places] == [f"!{digit}"] * asked
+    for place, distance in zip(made.places, made.distances, strict=True):
+        assert made.text[place - distance - 1] == "@"
+    assert set(made.text) - set("@!0123456789") <= set(DIGIT_NOISE)
+
+
 def test_the_corpus_has_documents_of_the_training_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +75,7 @@ def test_the_corpus_has_documents_of_the_training_length(
     assert command_run("prepare_data", ["-d", str(tmp_path), "-q", "recall"]) == 0
     data = IndexedDataset(tmp_path / "recall" / "recall_text_document")
     assert data.sizes.tolist() == [128] * 10
-    assert bytes(data[1][:-1].tolist()).count(b"#") == 1
+    assert bytes(data[2][:-1].tolist()).count(b"#") == 1
 
 
 def test_hits_are_the_most_likely_tokens_of_the_full_logits() -> None:
@@ -83,8 +101,8 @@ def near_only(reach: int) -> Any:
         found = []
         for text, own in zip(texts, places, strict=True):
             symbols = bytes(text).decode()
-            if "#" in symbols:
-                start = symbols.index("#") + 1
+            if "#" in symbols or "@" in symbols:
+                start = symbols.index("#" if "#" in symbols else "@") + 1
                 found.append([place - (start + i) <= reach for i, place in enumerate(own)])
             else:
                 found.append(
@@ -103,7 +121,7 @@ def test_accuracy_by_length_and_distance(tmp_path: Path, monkeypatch: pytest.Mon
         for cell in result_of(args, "recall")["results"]["grid"]
     }
     assert cells["mqar", 64]["accuracy"] == cells["passkey_in_noise", 64]["whole"] == 1.0
-    for kind in ("mqar", "passkey_in_noise"):
+    for kind in ("digit_in_noise", "mqar", "passkey_in_noise"):
         cell = cells[kind, 512]
         assert 0.0 < cell["accuracy"] < 0.4
         for part in cell["by_distance"]:

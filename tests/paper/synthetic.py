@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.data.recall_text import RECALL_KINDS
 from megatron.paper.run_files import mark_done, prepare_run, step_names
 from megatron.paper.suite import EvalStep, Run, Suite
 
@@ -113,7 +114,7 @@ def recall_result(run: Run, step: EvalStep) -> dict[str, object]:
     content["settings"] = {"lengths": lengths, "samples": 4, "seed": run.seed, "window": None}
     grid = [
         {"kind": kind, "length": n, "accuracy": 0.9 * run.train_length / n + 0.01 * (run.seed % 5)}
-        for kind in ("mqar", "passkey_in_noise")
+        for kind in RECALL_KINDS
         for n in lengths
     ]
     return {**content, "results": {"grid": grid}}
