@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.checkpoints.checksums import CHECKSUMS, problems_of
+from megatron.checkpoints.checksums import CHECKSUMS, problems_of, read_checksums
 from megatron.checkpoints.store import TAG, CheckpointStore
 from megatron.checkpoints.universal import PARAMETERS, is_universal
 from megatron.errors import CheckpointError
 
-__all__ = ["Layout", "find_layout", "open_layout"]
+__all__ = ["TOKENIZER", "Layout", "find_layout", "open_layout"]
+
+TOKENIZER = "tokenizer.json"
 
 # At most five digits: a name must not make us look for a billion others.
 _LAYER = re.compile(r"^layer_(\d{1,5})-model_(\d{1,5})-model_states\.pt$")
@@ -69,7 +72,7 @@ class Layout:
         if self.is_hf:
             weights = [*self.directory.glob("*.safetensors")]
             weights = weights or [*self.directory.glob("pytorch_model*.bin")]
-            return sorted([*weights, self.directory / "config.json"])
+            return sorted([*weights, *self._summed_tokenizer(), self.directory / "config.json"])
         files = [*self.layer_files.values(), *self.mp_files.values()]
         if self.is_zero3:
             files += [*self.zero_model_files.values(), *self.zero_optimizer_files.values()]
@@ -78,6 +81,13 @@ class Layout:
             folders = [entry for entry in parameters.iterdir() if not entry.is_symlink()]
             files += [folder / "fp32.pt" for folder in folders if folder.is_dir()]
         return sorted([*files, *(self.directory / "configs").glob("*.y*ml")])
+
+    def _summed_tokenizer(self) -> list[Path]:
+        """Our conversions sum the tokenizer too; older ones did not, so it cannot be verified."""
+        with contextlib.suppress(CheckpointError):  # an unreadable list is reported with the rest
+            if TOKENIZER in (read_checksums(self.directory) or {}):
+                return [self.directory / TOKENIZER]
+        return []
 
 
 def find_layout(path: str | Path, iteration: int | None = None) -> Layout:
@@ -120,7 +130,10 @@ def open_layout(path: str | Path, iteration: int | None = None) -> Layout:
     else:
         problems = problems_of(layout.directory, layout.files_to_read())
         if problems:
-            raise CheckpointError(f"{layout.directory} is damaged: {'; '.join(problems)}.")
+            raise CheckpointError(
+                f"{layout.directory} is damaged: {'; '.join(problems)}. Convert or copy it again; "
+                f"if you changed it yourself, delete {CHECKSUMS}."
+            )
         proven = (layout.directory / CHECKSUMS).is_file()
     if not proven:
         warnings.warn(

@@ -200,8 +200,16 @@ def _touch_pages(buffer: mmap.mmap) -> None:
 
 
 def _recorded_checksums(prefix: Path) -> dict[str, str]:
-    """CRC-32 of both files as they were written, if a manifest of these very sizes has them."""
-    manifest = read_manifest(prefix) or {}
+    """CRC-32 of both files as they were written, if the manifest has them."""
+    manifest = _manifest_content(prefix) or {}
+    for kind, path in (("idx", idx_path(prefix)), ("bin", bin_path(prefix))):
+        recorded = manifest.get(f"{kind}_bytes")
+        if f"{kind}_crc32" in manifest and path.is_file() and path.stat().st_size != recorded:
+            raise DataError(
+                f"{path}: {path.stat().st_size} bytes, but {manifest_path(prefix).name} recorded "
+                f"{recorded!r:.40}; the file is damaged. {REBUILD} If another program wrote the "
+                f"data anew, delete {manifest_path(prefix)}."
+            )
     return {
         key: manifest[key]
         for key in ("idx_crc32", "bin_crc32")
@@ -242,14 +250,22 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     """The manifest if it is there, readable and belongs to the files as they are now."""
+    content = _manifest_content(prefix)
     try:
-        content = json.loads(manifest_path(prefix).read_text())
         sizes = [path(prefix_of(prefix)).stat().st_size for path in (bin_path, idx_path)]
+    except OSError:
+        return None
+    if content is None or [content.get("bin_bytes"), content.get("idx_bytes")] != sizes:
+        return None
+    return content
+
+
+def _manifest_content(prefix: str | Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(manifest_path(prefix).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(content, dict):
-        return None
-    return content if [content.get("bin_bytes"), content.get("idx_bytes")] == sizes else None
+    return content if isinstance(content, dict) else None
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:

@@ -185,7 +185,9 @@ class IndexedDatasetWriter:
             with temporary_index.open("rb") as handle:
                 index_sum = zlib.crc32(handle.read())
             self.checksums = {"bin_crc32": f"{self._crc:08x}", "idx_crc32": f"{index_sum:08x}"}
-            index.unlink(missing_ok=True)  # an older index must never meet the new tokens
+            # An older index, or older checksums, must never meet the new tokens.
+            index.unlink(missing_ok=True)
+            manifest_path(self.prefix).unlink(missing_ok=True)
             publish(self._temporary, bin_path(self.prefix))
             publish(temporary_index, index)
         finally:

@@ -83,6 +83,19 @@ class PositionEntry(_Open):
     sequences: int = 0
 
 
+class _DataEntry(_Open):
+    prefix: str
+    share: str | None = None
+
+
+class _Settings(_Open):
+    """The settings that a suite compares."""
+
+    data: list[_DataEntry] | None = None
+    lengths: list[int] | None = None
+    model: Content | None = None
+
+
 class Result(_Open):
     """One result file. `settings`, `checkpoint_id` and `version` are None in files of format 1."""
 
@@ -123,6 +136,8 @@ def read_result(path: Path) -> Result:
             result.by_position()
         elif result.task.startswith("extrapolation"):
             result.by_length()
+        if result.task.startswith(("positionwise", "extrapolation")):
+            _Settings.model_validate(result.settings or {})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from megatron.errors import KerpleError, ReproduceError
+from megatron.neox_arguments.yaml_files import parse_yaml
 from megatron.paper.cluster_options import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
@@ -188,10 +187,7 @@ def _sets(items: Sequence[str]) -> dict[str, Any]:
         key, separator, text = item.partition("=")
         if not separator or not key:
             raise ReproduceError(f"--set {item}: expected KEY=VALUE")
-        try:
-            values[key.strip().replace("-", "_")] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ReproduceError(f"--set {item}: {error}") from error
+        values[key.strip().replace("-", "_")] = parse_yaml(text, f"--set {item}")
     return values
 
 
@@ -334,7 +330,7 @@ def _worker(options: argparse.Namespace) -> int:
         return 0
     try:
         tasks = Path(options.tasks).read_text(encoding="utf-8").split()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ReproduceError(f"--tasks {options.tasks}: {error}") from error
     if not 0 <= options.index < len(tasks):
         raise ReproduceError(f"--index {options.index}: the job has {len(tasks)} tasks")

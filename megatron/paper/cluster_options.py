@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megatron.errors import ReproduceError
+from megatron.errors import ConfigError, ReproduceError
+from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
 __all__ = ["ClusterOptions"]
 
@@ -60,12 +59,12 @@ class ClusterOptions(BaseModel):
         content: Any = {}
         try:
             if path is not None:
-                content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+                content = parse_yaml(read_text(path), path) or {}
             if not isinstance(content, dict):
                 raise ReproduceError(f"--cluster {path}: expected a mapping of options")
             return cls.model_validate({**content, **given})
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ReproduceError(f"--cluster {path}: {error}") from error
+        except ConfigError as error:
+            raise ReproduceError(f"--cluster {error}") from error
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])

@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.atomic_files import write_text
+from megatron.errors import ReproduceError
+from megatron.evaluation.results_schema import read_json
 from megatron.paper.run_files import done_steps, read_state, step_names, write_state
 from megatron.paper.suite import Suite
 
@@ -37,7 +39,9 @@ def keep_results(suite: Suite, root: Path, target: Path) -> list[str]:
         # Whose process it was and on which machine is nobody's business.
         write_state(copy, replace(read_state(source), process=None, host=""))
         for file in sorted((source / "results").glob("*.json")):
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = read_json(file)
+            if content is None:
+                raise ReproduceError(f"{file}: not a result file; delete it or evaluate again")
             compact = json.dumps(content, separators=(",", ":")) + "\n"
             write_text(copy / "results" / file.name, compact, parents=True)
         kept.append(run.name)

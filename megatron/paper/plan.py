@@ -82,7 +82,7 @@ def _size(run: Run) -> _Size:
         known = {"vocab_size": own_words} if own_words else {}
         args = NeoXArgs.from_dict({**run.config, **known})
         counted = count_parameters(args)
-        micro = int(run.config.get("train_micro_batch_size_per_gpu", 1))
+        micro = int(run.config.get("train_micro_batch_size_per_gpu") or 1)
         values = micro * run.train_length * counted.padded_vocab_size
         logits = 8.0 * values / args.parallel.model_parallel_size
         memory = estimate_memory(args, run.gpus).total + logits
@@ -131,7 +131,9 @@ def estimate_cost(run: Run) -> Cost:
     evaluate = {n: t * _forward_flops(run, n) / evaluate_rate for n, t in by_length.items()}
     precision = str(config.get("precision", "fp32"))
     checkpoint = parameters * _CHECKPOINT_BYTES.get(precision, 14)
-    kept = int(config.get("keep_last_n_checkpoints", 1)) + 1  # the next is written before deleting
+    kept = (
+        int(config.get("keep_last_n_checkpoints") or 1) + 1
+    )  # the next is written before deleting
     return Cost(
         steps,
         tokens,
@@ -157,18 +159,18 @@ def _batch(run: Run) -> int:
     config = run.config
     if config.get("train_batch_size"):
         return int(config["train_batch_size"])
-    model_parallel = int(config.get("model_parallel_size", 1))
-    pipe_parallel = max(int(config.get("pipe_parallel_size", 0)), 1)
+    model_parallel = int(config.get("model_parallel_size") or 1)
+    pipe_parallel = int(config.get("pipe_parallel_size") or 1)
     replicas = max(run.gpus // (model_parallel * pipe_parallel), 1)
-    accumulation = int(config.get("gradient_accumulation_steps", 1))
-    return int(config["train_micro_batch_size_per_gpu"]) * accumulation * replicas
+    accumulation = int(config.get("gradient_accumulation_steps") or 1)
+    return int(config.get("train_micro_batch_size_per_gpu") or 1) * accumulation * replicas
 
 
 def _evaluation_tokens(run: Run) -> dict[int, int]:
     """By length, over valid and test."""
     splits = sum(run.config.get(key) is not False for key in ("do_valid", "do_test"))
-    sequences = splits * int(run.config.get("eval_num_sequences", 320))
-    lengths = [int(length) for length in run.config.get("eval_lengths", [])]
+    sequences = splits * int(run.config.get("eval_num_sequences") or 320)
+    lengths = [int(length) for length in run.config.get("eval_lengths") or []]
     same_tokens = run.config.get("eval_protocol") == "fixed_tokens"
     tokens = {n: sequences * (max(lengths) if same_tokens else n) for n in lengths}
     for step in run.evaluations:

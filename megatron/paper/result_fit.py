@@ -12,10 +12,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron.data.recall_text import RECALL_KINDS
-from megatron.errors import EvaluationError
+from megatron.errors import ConfigError, EvaluationError
 from megatron.evaluation.results_schema import (
     MODEL_KEYS,
     Result,
@@ -24,6 +22,7 @@ from megatron.evaluation.results_schema import (
     weights_id,
 )
 from megatron.neox_arguments.catalogue import canonical_method
+from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.suite import EvalStep, Run
 
 __all__ = [
@@ -75,8 +74,8 @@ def training_differences(directory: Path, run: Run) -> str:
     if trained_with is None or trained_with == run.train_hash:
         return ""
     try:
-        saved = yaml.safe_load((directory / "config.yml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        saved = parse_yaml(read_text(directory / "config.yml"), "config.yml")
+    except ConfigError:
         saved = None
     if not isinstance(saved, dict):
         return "another training config"
@@ -136,7 +135,7 @@ def _recorded(result: Result, step: EvalStep) -> dict[str, Any]:
         facts |= {
             "eval_num_sequences": settings.get("num_sequences"),
             "data": ", ".join(sorted({Path(item["prefix"]).name for item in data})),
-            "split": ", ".join(sorted({str(item["share"]) for item in data})),
+            "split": ", ".join(sorted({str(item.get("share")) for item in data})),
             "longest length": max(settings.get("lengths") or [0]),
             "buckets": settings.get("buckets"),
             "model settings": settings.get("model") or {},

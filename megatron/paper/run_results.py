@@ -120,7 +120,10 @@ def finite(value: object) -> float | None:
     """A number from a file that anything may have been written to."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float can hold
+        return None
 
 
 def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:

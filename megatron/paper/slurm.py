@@ -24,6 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import megatron
 from megatron.atomic_files import write_text
 from megatron.errors import ReproduceError
+from megatron.evaluation.results_schema import read_json
 from megatron.paper.cluster_options import ClusterOptions
 from megatron.paper.execute import (
     EXIT_REQUEUE,
@@ -272,14 +273,11 @@ def _record(directory: Path, jobs: list[Job], numbers: Mapping[str, str]) -> Non
 
 def submitted_jobs(suite_directory: Path) -> dict[str, tuple[str, list[str]]]:
     """Job name -> (job number, run names in the order of array tasks) of the last submission."""
-    try:
-        text = (suite_directory / "slurm" / "jobs.json").read_text(encoding="utf-8")
-        content = json.loads(text)
-    except (OSError, ValueError):
-        return {}
+    content = read_json(suite_directory / "slurm" / "jobs.json") or {}
     return {
         name: (str(entry["job"]), [str(run) for run in entry["runs"]])
         for name, entry in content.items()
+        if isinstance(entry, dict) and "job" in entry and isinstance(entry.get("runs"), list)
     }
 
 

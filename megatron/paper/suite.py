@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ReproduceError
+from megatron.errors import ConfigError, ReproduceError
+from megatron.neox_arguments import NeoXArgs
 from megatron.paper.suite_file import (
     Contrast,
     DataSet,
@@ -25,6 +26,7 @@ from megatron.paper.suite_file import (
 __all__ = ["EvalStep", "Run", "Suite", "load_suite"]
 
 
+_COUNTS = ("seq_length", "train_iters", "num_layers", "hidden_size", "num_attention_heads")
 _PLACES = frozenset({"save", "load"})
 """A run may move to another disk and is still the same run."""
 
@@ -152,16 +154,33 @@ class _Expansion:
         for name, section in self._file.sections.items():
             for run in self._section_runs(name, section):
                 runs[run.name] = _merge(runs[run.name], run) if run.name in runs else run
+        complete = tuple(self._with_lengths(run) for run in runs.values())
+        self._check(complete)
         return Suite(
             self._name,
             self._file.about,
             tuple(self._file.splits),
             tuple(self._with_table(section) for section in self._file.sections.values()),
-            tuple(self._with_lengths(run) for run in runs.values()),
+            complete,
             self._file.data,
             self._data_root,
             self._file.contrasts,
         )
+
+    def _check(self, runs: Iterable[Run]) -> None:
+        """What train.py would refuse is refused before anything starts, once for all seeds."""
+        checked: set[tuple[str, str, str]] = set()
+        for run in runs:
+            kind = (run.model, run.data, run.method)
+            if kind in checked:
+                continue
+            checked.add(kind)
+            for key in _COUNTS:
+                _count(run.config, key, f"suite {self._name}: run {run.name}")
+            try:
+                NeoXArgs.from_dict(dict(run.config))
+            except ConfigError as error:
+                raise ReproduceError(f"suite {self._name}: run {run.name}: {error}") from error
 
     def _model(self, name: str) -> tuple[dict[str, Any], int]:
         chain: list[Model] = []
@@ -238,13 +257,16 @@ class _Expansion:
             return self._lengths(section, model)
         return list(table.lengths)
 
+    def _train_length(self, model: str) -> int:
+        return _count(self._model(model)[0], "seq_length", f"suite {self._name}: model {model}")
+
     def _with_table(self, section: Section) -> Section:
         """The section's table with what follows from the rest of the file."""
         table = section.table
         if table is None:
             return section
         points = tuple(
-            Point(train_length=int(self._model(model)[0]["seq_length"]), length=length)
+            Point(train_length=self._train_length(model), length=length)
             for model in section.models
             for length in self._table_lengths(section, table, model)
         )
@@ -255,6 +277,15 @@ class _Expansion:
             "points": points,
         }
         return section.model_copy(update={"table": table.model_copy(update=filled)})
+
+
+def _count(config: Mapping[str, Any], key: str, where: str) -> int:
+    """A key that the suite itself counts with."""
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        found = "is missing" if value is None else f"is {value!r:.80}"
+        raise ReproduceError(f"{where}: {key} {found}; give it as a whole number above 0")
+    return value
 
 
 def _merge(first: Run, second: Run) -> Run:

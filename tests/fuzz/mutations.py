@@ -16,7 +16,7 @@ WORDS = (
     b"[]", b"{}", b'""', b"[[[[[[[[", b'{"a": ' * 40, b"../../x", b"/etc/passwd", b"a:b:c",
     b"!!python/object/apply:os.getcwd []", b"&a [*a, *a]", b"<<: *x", b"\xc3\x28", b"\xed\xa0\x80",
     "\u202e".encode(), b"\x00", b"-oProxyCommand=x", b"nan", b"0x10", b"1_000", b"2020-01-01",
-    b'"\\ud800"', b"'", b'"', b": ", b"- ", b"#", b"%", b"\t",
+    b'"\\ud800"', b"1" + b"0" * 400, b"'", b'"', b": ", b"- ", b"#", b"%", b"\t",
 )  # fmt: skip
 
 

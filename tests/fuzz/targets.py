@@ -10,20 +10,15 @@ import json
 import logging
 import shutil
 import zlib
+from base64 import b64encode
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 import zstandard
 
-from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.checksums import CHECKSUMS, write_checksums
-from megatron.checkpoints.hf.folder import write_hf
-from megatron.checkpoints.inspection import kernel_of
-from megatron.checkpoints.universal import parameter_folders, read_progress, read_states
-from megatron.checkpoints.writing import write_native, write_neox
 from megatron.commands.plot_run import read_run
 from megatron.data import IndexedDataset, IndexedDatasetWriter, build_train_valid_test_datasets
 from megatron.data.index_cache import MAGIC, PREAMBLE
@@ -31,51 +26,30 @@ from megatron.data.preprocess import PreprocessOptions, preprocess
 from megatron.evaluation.results_schema import read_result
 from megatron.launcher.planning import read_hostfile
 from megatron.neox_arguments import NeoXArgs
+from megatron.paper.cluster_options import ClusterOptions
+from megatron.paper.keep_results import keep_results
+from megatron.paper.plan import plan_text
+from megatron.paper.report import collect_results
+from megatron.paper.result_fit import training_differences
+from megatron.paper.run_files import (
+    RunState,
+    State,
+    done_steps,
+    read_history,
+    record_command,
+    write_state,
+)
 from megatron.paper.run_results import read_metrics
+from megatron.paper.status import logs_text, status_text
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import SUITE_DIRECTORY
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.vocabularies import MERGES, VOCABULARY, train_byte_pairs, write_gpt2_files
 from megatron.training.metrics import JsonLines
-from megatron.training.run_manifest import finished_at
-from tests.checkpoints.small_models import at_rest, random_model, small_args
-from tests.conftest import FIXTURES, REPOSITORY
-
-Change = Callable[[bytes], bytes]
-
-
-@dataclass
-class Target:
-    """Files of one kind and their reader."""
-
-    folder: Path
-    files: list[Path]
-    read: Callable[[Path], object]
-    """Gets the spoilt file."""
-    text: bool = False
-    mend: Callable[[Path], None] | None = None
-    """Makes checksums right again after a file was spoilt, as a forger would."""
-    honest: dict[Path, bytes] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.honest = {path: path.read_bytes() for path in self.files}
-
-
-def _read_and_use(folder: Path) -> None:
-    checkpoint = read_checkpoint(folder)
-    kernel_of(checkpoint, longest=64)
-
-
-def _checkpoint(folder: Path, step: Path, *, sums: bool) -> Target:
-    """All files of a checkpoint, with checksums made right again or taken away."""
-    files = sorted(p for p in step.rglob("*") if p.is_file() and p.name != CHECKSUMS)
-    if not sums:
-        (step / CHECKSUMS).unlink(missing_ok=True)
-    return Target(
-        folder,
-        files,
-        lambda path: _read_and_use(folder),
-        mend=(lambda path: write_checksums(step)) if sums else None,
-    )
+from tests.conftest import REPOSITORY
+from tests.fuzz import checkpoint_targets as checkpoints
+from tests.fuzz.target import Target
+from tests.paper.synthetic import write_run
 
 
 def configs(folder: Path) -> Target:
@@ -91,109 +65,6 @@ def configs(folder: Path) -> Target:
     return Target(folder, files, read, text=True)
 
 
-def native(folder: Path) -> Target:
-    args = small_args(pos_emb="kerple_log")
-    write_native(at_rest(random_model(args), args), folder)
-    return _checkpoint(folder, folder / "global_step5", sums=True)
-
-
-def layers(folder: Path) -> Target:
-    args = small_args(pos_emb="rpe", no_weight_tying=True)
-    write_native(at_rest(random_model(args), args), folder, mp=2, pp=1)
-    return _checkpoint(folder, folder / "global_step5", sums=False)
-
-
-def neox(folder: Path) -> Target:
-    args = small_args(pos_emb="kerple_power")
-    write_neox(at_rest(random_model(args), args), folder, mp=2)
-    return _checkpoint(folder, folder / "global_step5", sums=True)
-
-
-def official(folder: Path) -> Target:
-    shutil.copytree(FIXTURES / "official_kerple_power_mp2", folder, dirs_exist_ok=True)
-    return _checkpoint(folder, folder / "global_step7", sums=False)
-
-
-def zero3(folder: Path) -> Target:
-    """Three ranks' pieces of every parameter, as DeepSpeed's stage 3 lays them."""
-    args = small_args(pos_emb="kerple_log", no_weight_tying=True)
-    model = random_model(args)
-    step = write_native(at_rest(model, args), folder)
-    (step / "mp_rank_00_model_states.pt").unlink()
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    ranks = 3
-    for rank in range(ranks):
-        pieces = []
-        for values in parameters.values():
-            share = -(-values.numel() // ranks)
-            padded = torch.zeros(share * ranks)
-            padded[: values.numel()] = values.flatten()
-            pieces.append(padded[rank * share : (rank + 1) * share])
-        optimizer = {"fp32_flat_groups": [torch.cat(pieces)], "partition_count": ranks}
-        prefix = step / f"zero_pp_rank_{rank}_mp_rank_00"
-        torch.save({"optimizer_state_dict": optimizer}, f"{prefix}_optim_states.pt")
-        shapes = [{name: values.shape for name, values in parameters.items()}]
-        torch.save({"param_shapes": shapes, "module": {}}, f"{prefix}_model_states.pt")
-    write_checksums(step)
-    return _checkpoint(folder, step, sums=True)
-
-
-def universal(folder: Path) -> Target:
-    """One folder per parameter, as the reshard tool writes them."""
-    args = small_args(pos_emb="kerple_log", no_weight_tying=True)
-    resting = at_rest(random_model(args), args)
-    step = write_native(resting, folder)
-    for name, weight in resting.weights.items():
-        place = step / "zero" / name
-        place.mkdir(parents=True)
-        for key in ("fp32", "exp_avg", "exp_avg_sq"):
-            torch.save({"param": weight, "cat_dim": 0}, place / f"{key}.pt")
-        torch.save(torch.tensor(5.0), place / "step.pt")
-    torch.save({"param_groups": []}, step / "zero" / "optimizer_state.pt")
-    progress = {"iteration": 5, "consumed_samples": 20, "schedule": {"steps": 5}}
-    progress |= {"skipped_steps": 0, "vocab_size": 64}
-    (step / "universal.json").write_text(json.dumps({"format": 1, **progress}))
-    write_checksums(step)
-
-    def read(path: Path) -> None:
-        _read_and_use(folder)
-        read_progress(step)
-        for place in list(parameter_folders(step).values())[:3]:
-            read_states(place, optimizer=True)
-
-    target = _checkpoint(folder, step, sums=True)
-    target.read = read
-    return target
-
-
-def run_files(folder: Path) -> Target:
-    """What lies beside the weights: latest, checksums, the manifest."""
-    args = small_args(pos_emb="kerple_log")
-    step = write_native(at_rest(random_model(args), args), folder)
-    (folder / "manifest.json").write_text(
-        json.dumps({"history": [{"reason": "finished", "at_step": 5}], "data": {}})
-    )
-
-    def read(path: Path) -> None:
-        finished_at(folder)
-        read_checkpoint(folder)
-
-    files = [folder / "latest", step / CHECKSUMS, folder / "manifest.json"]
-    return Target(folder, files, read, text=True)
-
-
-def hugging_face(folder: Path) -> Target:
-    args = small_args(pos_emb="kerple_log")
-    write_hf(at_rest(random_model(args), args), folder)
-    names = [*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]
-    return Target(
-        folder,
-        [name for name in names if name.is_file()],
-        lambda path: _read_and_use(folder),
-        mend=lambda path: write_checksums(folder, only=("*.safetensors", "config.json")),
-    )
-
-
 def _documents(folder: Path) -> Path:
     with IndexedDatasetWriter(folder / "d") as writer:
         for number in range(30):
@@ -202,6 +73,7 @@ def _documents(folder: Path) -> Path:
 
 
 def index_file(folder: Path) -> Target:
+    """Token files of another program: no checksums."""
     prefix = _documents(folder)
 
     def read(path: Path) -> None:
@@ -212,10 +84,37 @@ def index_file(folder: Path) -> Target:
     return Target(folder, [folder / "d.idx", folder / "d.bin"], read)
 
 
+def prepared_data(folder: Path) -> Target:
+    """Token files of ours: the sums beside them find what the numbers do not show."""
+    text = folder / "text.jsonl"
+    lines = [json.dumps({"text": f"document {n} " * 9}) for n in range(20)]
+    text.write_text("\n".join(lines))
+    options = PreprocessOptions(keys=("text",), workers=1, progress=False)
+    outcome = preprocess([text], folder / "d", build_tokenizer("CharLevelTokenizer"), options)
+    prefix = outcome.prefixes[0]
+
+    def read(path: Path) -> object:
+        dataset = IndexedDataset(prefix, warmup=True)
+        return [dataset[number].tolist() for number in range(len(dataset))]
+
+    files = [prefix.with_name(f"{prefix.name}.{kind}") for kind in ("idx", "bin", "json")]
+    return Target(folder, files, read, must_be_honest=True)
+
+
 def index_cache(folder: Path) -> Target:
     """A cache is never an error: whatever lies there, the samples are the right ones."""
+    return _index_cache(folder, _sum_the_header)
+
+
+def forged_cache(folder: Path) -> Target:
+    """With every checksum made right, other samples may come of it, but nothing else."""
+    return _index_cache(folder, _sum_everything)
+
+
+def _index_cache(folder: Path, mend: Callable[[Path], None]) -> Target:
     prefix = _documents(folder)
     logging.getLogger("megatron.data.index_cache").setLevel(logging.ERROR)
+    forged = mend is _sum_everything
 
     def samples() -> list[Any]:
         train, _, _ = build_train_valid_test_datasets(
@@ -226,19 +125,46 @@ def index_cache(folder: Path) -> Target:
 
     right = samples()
 
-    def read(path: Path) -> None:
-        assert samples() == right, "other samples from a spoilt cache"
+    def read(path: Path) -> object:
+        found = samples()
+        if not forged:
+            assert found == right, "other samples from a spoilt cache"
+        assert [len(sample) for sample in found] == [len(sample) for sample in right]
+        return found
 
-    def mend(path: Path) -> None:
-        """A right checksum of the header: what lies behind it is what is tried."""
-        data = path.read_bytes()
-        if len(data) > PREAMBLE.size:
-            _, length, _ = PREAMBLE.unpack(data[: PREAMBLE.size])
-            header = data[PREAMBLE.size :][: min(length, len(data))]
-            preamble = PREAMBLE.pack(MAGIC, len(header), zlib.crc32(header))
-            path.write_bytes(preamble + data[PREAMBLE.size :])
+    files = sorted((folder / "cache").glob("*.index"))
+    return Target(folder, files, read, mend=mend, must_be_honest=True)
 
-    return Target(folder, sorted((folder / "cache").glob("*.index")), read, mend=mend)
+
+def _sum_the_header(path: Path) -> None:
+    """A right checksum of the header: what lies behind it is what is tried."""
+    data = path.read_bytes()
+    if len(data) > PREAMBLE.size:
+        _, length, _ = PREAMBLE.unpack(data[: PREAMBLE.size])
+        header = data[PREAMBLE.size :][: min(length, len(data))]
+        preamble = PREAMBLE.pack(MAGIC, len(header), zlib.crc32(header))
+        path.write_bytes(preamble + data[PREAMBLE.size :])
+
+
+def _sum_everything(path: Path) -> None:
+    """Right checksums of all arrays that the header describes, and the right size."""
+    data = path.read_bytes()
+    if len(data) < PREAMBLE.size:
+        return
+    _, length, _ = PREAMBLE.unpack(data[: PREAMBLE.size])
+    body = data[PREAMBLE.size :]
+    try:
+        content = json.loads(body[:length])
+        content["size"] = len(data)
+        for entry in content["arrays"]:
+            start, stop = entry["offset"], entry["offset"]
+            stop += entry["length"] * np.dtype(entry["dtype"]).itemsize
+            entry["crc32"] = zlib.crc32(data[start:stop])
+        header = json.dumps(content, sort_keys=True).encode().ljust(length)
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        return _sum_the_header(path)
+    preamble = PREAMBLE.pack(MAGIC, len(header), zlib.crc32(header))
+    path.write_bytes(preamble + header + body[length:])
 
 
 def hostfile(folder: Path) -> Target:
@@ -253,8 +179,74 @@ def suite(folder: Path) -> Target:
     files = [Path(shutil.copy(path, folder)) for path in sorted(SUITE_DIRECTORY.glob("*.yml"))]
 
     def read(path: Path) -> None:
-        load_suite(str(path))
+        plan_text(load_suite(str(path)))
 
+    return Target(folder, files, read, text=True)
+
+
+def cluster_file(folder: Path) -> Target:
+    path = folder / "cluster.yml"
+    path.write_text(
+        "account: a\npartition: gpu\ntime: 24:00:00\ngrace: 300\nsetup: [module load x]\n"
+    )
+
+    def read(path: Path) -> None:
+        ClusterOptions.from_file(str(path), {"gpu_type": "a100"})
+
+    return Target(folder, [path], read, text=True)
+
+
+def suite_run(folder: Path) -> Target:
+    """What a suite keeps in its runs' folders; a broken file is told or left out."""
+    root = folder / "runs"
+    whole = load_suite("smoke", ["smoke.stdlib.kerple_log.1235"], runs_root=root)
+    directory = write_run(whole, root, whole.runs[0])
+    write_state(directory, RunState(State.DONE))
+    record_command(root / whole.name, "run --suite smoke", 3.0, 0)
+    jobs = root / whole.name / "slurm" / "jobs.json"
+    jobs.parent.mkdir()
+    jobs.write_text(json.dumps({"train": {"job": "7", "runs": [whole.runs[0].name]}}))
+    files = sorted(path for path in (root / whole.name).rglob("*") if path.is_file())
+    read_only = ("history.jsonl", "jobs.json")
+
+    def read(path: Path) -> None:
+        status_text(whole, root)
+        logs_text(whole, root, whole.runs[0].name, 5)
+        read_history(root / whole.name)
+        collect_results(whole, root)
+        done_steps(directory, whole.runs[0])
+        if path.name not in read_only:
+            training_differences(directory, replace(whole.runs[0], seed=1))
+            keep_results(whole, root, folder / "kept")
+
+    return Target(folder, files, read, text=True)
+
+
+def tokenizer_files(folder: Path) -> Target:
+    """GPT-2's two files, Hugging Face's one, and tiktoken's."""
+    library = train_byte_pairs(
+        iter([f"some text {n} " * 5 for n in range(50)]), 300, progress=False
+    )
+    library.save(str(folder / "tokenizer.json"))
+    write_gpt2_files(library, folder)
+    ranks = [f"{b64encode(bytes([n])).decode()} {n}\n" for n in range(256)]
+    (folder / "toy.tiktoken").write_text("".join(ranks))
+    kinds = {"tokenizer.json": "HFTokenizer", "toy.tiktoken": "TiktokenTokenizer"}
+
+    def read(path: Path) -> None:
+        kind = kinds.get(path.name)
+        if kind is None:
+            tokenizer = build_tokenizer(
+                "GPT2BPETokenizer",
+                vocab_file=folder / VOCABULARY,
+                merge_file=folder / MERGES,
+            )
+        else:
+            tokenizer = build_tokenizer(kind, vocab_file=path)
+        tokenizer.detokenize(tokenizer.tokenize("some text 7, other text"))
+        assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+    files = [folder / name for name in ("tokenizer.json", VOCABULARY, MERGES, "toy.tiktoken")]
     return Target(folder, files, read, text=True)
 
 
@@ -298,7 +290,7 @@ def text_input(folder: Path) -> Target:
     plain.write_bytes(lines)
     packed.write_bytes(zstandard.compress(lines) + zstandard.compress(lines))
     tokenizer = build_tokenizer("CharLevelTokenizer")
-    options = PreprocessOptions(keys=["text"], workers=1, progress=False)
+    options = PreprocessOptions(keys=("text",), workers=1, progress=False)
 
     def read(path: Path) -> None:
         preprocess([path], folder / "out", tokenizer, options)
@@ -308,20 +300,25 @@ def text_input(folder: Path) -> Target:
 
 TARGETS: dict[str, Callable[[Path], Target]] = {
     "config": configs,
-    "checkpoint, one file": native,
-    "checkpoint, layer files": layers,
-    "checkpoint, GPT-NeoX": neox,
-    "checkpoint, official": official,
-    "checkpoint, ZeRO 3": zero3,
-    "checkpoint, universal": universal,
-    "run files": run_files,
-    "Hugging Face": hugging_face,
+    "checkpoint, one file": checkpoints.native,
+    "checkpoint, layer files": checkpoints.layers,
+    "checkpoint, GPT-NeoX": checkpoints.neox,
+    "checkpoint, official": checkpoints.official,
+    "checkpoint, ZeRO 3": checkpoints.zero3,
+    "checkpoint, universal": checkpoints.universal,
+    "run files": checkpoints.run_files,
+    "Hugging Face": checkpoints.hugging_face,
     "index file": index_file,
+    "prepared data": prepared_data,
     "index cache": index_cache,
+    "index cache, forged": forged_cache,
     "hostfile": hostfile,
     "suite": suite,
+    "suite's runs": suite_run,
+    "cluster file": cluster_file,
     "results": results,
     "metrics": metrics,
+    "tokenizer": tokenizer_files,
     "jsonl and zst": text_input,
 }
 

@@ -22,7 +22,7 @@ from megatron.checkpoints.hf.kernel_source import OWN_KERNEL, standalone_source
 from megatron.checkpoints.hf.keys_kerple import written_out
 from megatron.checkpoints.hf.model_card import model_card
 from megatron.checkpoints.hf.tokenizer_files import tokenizer_settings, write_tokenizer
-from megatron.checkpoints.layouts import Layout
+from megatron.checkpoints.layouts import TOKENIZER, Layout
 from megatron.checkpoints.reading import EMBEDDING, Checkpoint
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.saved_config import tokenizer_of
@@ -83,8 +83,8 @@ def write_hf(
     if own_kernel:
         _write_own_kernel(folder, canonical_name(spec.pos_emb))
     (folder / "README.md").write_text(model_card(checkpoint, config, problem), encoding="utf-8")
-    # Of what decides the numbers; texts and the tokenizer may be edited.
-    write_checksums(folder, only=("*.safetensors", "config.json", "*.py"))
+    # Of what decides the numbers; texts and the tokenizer's settings may be edited.
+    write_checksums(folder, only=("*.safetensors", "config.json", TOKENIZER, "*.py"))
 
 
 def _write_code(folder: Path) -> None:
