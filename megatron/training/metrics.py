@@ -87,7 +87,9 @@ def _is_repeated(line: bytes, step: int, finished: bool) -> bool:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return True
     evaluated = "valid_loss" in values or "test_loss" in values
-    return own > step or not line.endswith(b"\n") or (finished and own == step and evaluated)
+    if own > step or step == 0 or not line.endswith(b"\n"):
+        return True  # a run without a checkpoint writes everything again, step 0 too
+    return finished and own == step and evaluated
 
 
 def flatten(values: Values) -> dict[str, float]:

@@ -95,6 +95,24 @@ def test_the_tokens_are_verified_on_request(prepared: Path) -> None:
         IndexedDataset(prepared, warmup=True)
 
 
+@pytest.mark.parametrize("kind", ["bin", "idx"])
+@pytest.mark.parametrize("change", [-8, 2])
+def test_a_file_of_another_size_than_recorded_is_damaged(
+    prepared: Path, kind: str, change: int
+) -> None:
+    path = prepared.with_name(f"{prepared.name}.{kind}")
+    content = path.read_bytes()
+    path.write_bytes(content[:change] if change < 0 else content[:50] + b"xx" + content[50:])
+    with pytest.raises(DataError, match=rf"\.{kind}: \d+ bytes, but .*\.json recorded \d+"):
+        IndexedDataset(prepared)
+
+
+def test_data_written_anew_is_not_measured_by_an_older_manifest(prepared: Path) -> None:
+    with IndexedDatasetWriter(prepared) as writer:
+        writer.add_document([1, 2, 3])
+    assert IndexedDataset(prepared, warmup=True)[0].tolist() == [1, 2, 3]
+
+
 def test_what_a_killed_preprocessing_left_is_removed_by_the_next(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -15,7 +15,7 @@ from megatron.paper.cluster_options import ClusterOptions
 from megatron.paper.execute import Launcher, train_command
 from megatron.paper.plan import estimate_cost, parameter_count, plan_text
 from megatron.paper.published import published_seconds_per_step
-from megatron.paper.slurm import build_jobs, submit
+from megatron.paper.slurm import build_jobs, submit, submitted_jobs
 from megatron.paper.suite import load_suite
 from tests.conftest import REPOSITORY
 from tests.paper.synthetic import write_run
@@ -201,6 +201,23 @@ def test_a_cluster_file_and_options_that_win_over_it(
     wrong.write_text("partitions: x\n")
     assert main([*call, str(wrong)]) == 2
     assert "cluster option partitions: " in capsys.readouterr().err
+    wrong.write_text("time: 12:30:00\n")  # YAML 1.1 takes it for a number
+    assert main([*call, str(wrong)]) == 0
+    assert "#SBATCH --time=12:30:00" in capsys.readouterr().out
+    for broken in ("a: &x [*x]", "when: !!timestamp nonsense", "[" * 5000, "a: !!int x"):
+        wrong.write_text(broken)
+        assert main([*call, str(wrong)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: --cluster {wrong}: ")
+
+
+def test_a_note_of_jobs_that_cannot_be_read_is_as_good_as_none(tmp_path: Path) -> None:
+    note = tmp_path / "slurm" / "jobs.json"
+    note.parent.mkdir()
+    for content in ("[]", "{", '{"train": 7}', '{"train": {"job": "7"}}', "[" * 100_000):
+        note.write_text(content)
+        assert submitted_jobs(tmp_path) == {}
+    note.write_text('{"train": {"job": 7, "runs": ["a"]}, "other": []}')
+    assert submitted_jobs(tmp_path) == {"train": ("7", ["a"])}
 
 
 def test_set_shrinks_a_suite_with_its_lengths_and_tables() -> None:

@@ -111,6 +111,18 @@ def test_wrong_names_are_explained(name: str, only: list[str], message: str) -> 
         load_suite(name, only)
 
 
+TINY = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "seq_length": 8,
+    "max_position_embeddings": 8,
+    "train_iters": 1,
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
+}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -120,6 +132,9 @@ def test_wrong_names_are_explained(name: str, only: list[str], message: str) -> 
         ({"models": {"../m": {"config": {}}}, "sections": {}}, "cannot be a name"),
         ({"models": {"a": {"config": {}, "extends": "b"}}}, "is not defined|does not exist"),
         ({"models": {"tiny": {"config": {}, "extends": "tiny"}}}, "extends itself"),
+        ({"models": {"tiny": {"config": {}}}}, "seq_length is missing"),
+        ({"models": {"tiny": {"config": {"seq_length": "NaN"}}}}, "seq_length is 'NaN'"),
+        ({"method_config": {"alibi": {"num_layerz": 2}}}, "run tiny.d.alibi.1: .*num_layerz"),
     ],
 )
 def test_a_broken_suite_file_names_the_place(
@@ -128,11 +143,13 @@ def test_a_broken_suite_file_names_the_place(
     content = {
         "about": "x",
         "seeds": [1],
-        "models": {"tiny": {"config": {"seq_length": 8, "train_iters": 1}}},
+        "models": {"tiny": {"config": TINY}},
         "data": {"d": {"title": "D"}},
         "sections": {"s": {"title": "S", "models": ["tiny"], "methods": ["alibi"], "data": ["d"]}},
     }
     path = tmp_path / "mine.yml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    assert len(load_suite(str(path)).runs) == 1
     path.write_text(yaml.safe_dump({**content, **change}), encoding="utf-8")
     with pytest.raises(ReproduceError, match=message):
         load_suite(str(path))

@@ -123,6 +123,16 @@ def test_lines_cut_short_or_ahead_are_dropped(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_killed_before_its_first_checkpoint_leaves_no_line_twice(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        sink = JsonLines(file, 0)
+        sink.write(0, {"kernel": {"r1": [1.0]}})  # recorded before the first step
+        sink.write(1, {"loss": 3.0})
+        sink.close()
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 1]
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     sink.write(1, {"loss": float("nan"), "kernel": {"r1": [1.0, float("inf")]}})

@@ -239,3 +239,17 @@ def test_other_folders_are_refused(tmp_path: Path, content: dict[str, Any], comp
 def test_the_exported_byte_tokenizer_says_what_ours_says(ids: list[int]) -> None:
     assert BYTES_LIBRARY is not None
     assert BYTES_LIBRARY.decode(ids, skip_special_tokens=True) == BYTES.detokenize(ids)
+
+
+def test_a_damaged_tokenizer_is_seen(tmp_path: Path) -> None:
+    args = small_args(pos_emb="kerple_log")
+    write_hf(at_rest(random_model(args), args), tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a"', '"b"', 1))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not match.*checksums\.json"):
+        read_checkpoint(tmp_path)
+    sums = tmp_path / "checksums.json"
+    content = json.loads(sums.read_text())
+    del content["tokenizer.json"]  # as in conversions of earlier versions
+    sums.write_text(json.dumps(content))
+    read_checkpoint(tmp_path)
