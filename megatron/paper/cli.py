@@ -246,8 +246,11 @@ def _legend(table: Table, color: bool) -> str:
     """What the marks in this very table mean."""
     cells = [entry.cell for entry in table.entries]
     marks = []
-    if any(cell.bold for cell in cells):
-        marks.append(f"{'bold' if color else '*'}: best in its row.")
+    mark = "bold" if color else "*"
+    if any(cell.bold and not cell.printed for cell in cells):
+        marks.append(f"{mark}: best in its row.")
+    if any(cell.bold and cell.printed for cell in cells):
+        marks.append(f"{mark}: p < 0.05.")
     if any(cell.dagger for cell in cells):
         marks.append("†: KERPLE-log is significantly better.")
     if any(not cell.present and not cell.note for cell in cells):

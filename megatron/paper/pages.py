@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -22,6 +23,7 @@ __all__ = [
     "Chapter",
     "Listing",
     "Page",
+    "fill_tables",
     "page_html",
     "page_markdown",
     "to_csv",
@@ -129,6 +131,23 @@ def to_markdown(table: Table) -> str:
         align = ["left", *["right"] * len(block.columns)]
         parts.append(text_table(_heads(block), rows, align, "pipe"))
     return "\n\n".join(parts) + "\n"
+
+
+_TABLE_PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
+
+
+def fill_tables(page: str, tables: Mapping[str, str]) -> str:
+    """A page of ours with the tables (by key, in Markdown) that it names, as they are now.
+
+    Their place is between `<!-- table: KEY -->` and `<!-- end of table -->`; one without results
+    says so.
+    """
+
+    def filled(place: re.Match[str]) -> str:
+        text = tables.get(place[2], "(no results yet)\n")
+        return f"{place[1]}\n{text}\n{place[3]}"
+
+    return _TABLE_PLACE.sub(filled, page)
 
 
 def _markdown_cell(entry: Entry) -> str:

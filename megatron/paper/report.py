@@ -35,6 +35,7 @@ from megatron.paper.pages import (
     Chapter,
     Listing,
     Page,
+    fill_tables,
     page_html,
     page_markdown,
     to_csv,
@@ -109,6 +110,10 @@ def make_report(
     for table in tables:
         for suffix, render in (("md", to_markdown), ("tex", to_latex), ("csv", to_csv)):
             _write(directory / "tables" / f"{table.key}.{suffix}", render(table))
+    own_page = directory / "README.md"
+    if own_page.is_file():  # written by hand, with the report's tables in it
+        texts = {table.key: to_markdown(table) for table in tables}
+        _write(own_page, fill_tables(own_page.read_text(encoding="utf-8"), texts))
     _write(directory / "report.html", page_html(page))
     _write(directory / "report.md", page_markdown(page))
     finished = len(suite.runs) - len(missing)

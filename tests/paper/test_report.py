@@ -217,3 +217,20 @@ def test_recall_has_its_own_table_and_figure(tmp_path: Path) -> None:
     content["results"]["grid"].pop()
     path.write_text(json.dumps(content))
     assert done_steps(suite.run_directory(tmp_path, run), run) == {"train"}
+
+
+def test_a_page_written_by_hand_gets_the_reports_tables(tmp_path: Path) -> None:
+    suite = load_suite("recall", ["kerple_log"], runs_root=tmp_path)
+    page = tmp_path / "out" / "README.md"
+    page.parent.mkdir()
+    page.write_text(
+        "Ours.\n<!-- table: main -->\nold\n<!-- end of table -->\nMore.\n"
+        "<!-- table: other -->\n<!-- end of table -->\n"
+    )
+    write_run(suite, tmp_path, suite.runs[0])
+    make_report(suite, tmp_path, tmp_path / "out")
+    text = page.read_text()
+    assert text.startswith("Ours.\n<!-- table: main -->\n\n**main.** Symbols recalled")
+    assert "old" not in text and "\nMore.\n" in text and "(no results yet)" in text
+    make_report(suite, tmp_path, tmp_path / "out")
+    assert page.read_text() == text
