@@ -13,18 +13,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron.data.chunks import read_texts
 from megatron.data.corpora import SOURCES, Source, fetch
-from megatron.data.corpus_numbers import corpus_numbers, sample_counts_of_text
-from megatron.data.indexed_dataset import describe_tokenizer, read_manifest
+from megatron.data.indexed_dataset import IndexedDataset, describe_tokenizer, read_manifest
 from megatron.data.package_text import package_record
 from megatron.data.preprocess import Outcome, PreprocessOptions, output_prefixes, preprocess
 from megatron.data.streams import list_files
 from megatron.errors import DataError, DownloadError
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.base import count_characters, count_words
 from megatron.tokenizer.vocabularies import MERGES, VOCABULARY, train_byte_pairs, write_gpt2_files
 
-__all__ = ["PrepareRequest", "gpt2_files", "prepare_corpus", "print_problems", "report"]
+__all__ = [
+    "PrepareRequest",
+    "corpus_numbers",
+    "gpt2_files",
+    "prepare_corpus",
+    "print_problems",
+    "report",
+    "sample_counts_of_text",
+]
 
 log = logging.getLogger(__name__)
 
@@ -220,3 +230,43 @@ def print_problems(outcome: Outcome, limit: int = 10) -> None:
         print(f"  skipped {problem}", file=sys.stderr)
     if outcome.broken_lines > limit:
         print(f"  ... {outcome.broken_lines} broken lines in all", file=sys.stderr)
+
+
+# A prepared corpus in numbers: documents, tokens, lengths, and how many tokens a word costs.
+
+SAMPLE_MEGABYTES = 1.0  # counting words is slower than some tokenizers
+
+
+def sample_counts_of_text(files: Sequence[Path], key: str) -> dict[str, int]:
+    """Code points, characters and words of the first megabyte, for the manifest."""
+    counts = {"code_points": 0, "characters": 0, "words": 0}
+    for text in read_texts(files, key, SAMPLE_MEGABYTES):
+        text = text[: int(SAMPLE_MEGABYTES * 1e6)]
+        counts["code_points"] += len(text)
+        counts["characters"] += count_characters(text)
+        counts["words"] += count_words(text)
+    return counts
+
+
+def corpus_numbers(prefix: Path) -> list[str]:
+    """Lines for people."""
+    sizes = IndexedDataset(prefix).sizes
+    tokens = int(sizes.sum(dtype=np.int64))
+    shortest, median, longest = (int(x) for x in np.quantile(sizes, [0, 0.5, 1], method="nearest"))
+    lines = [
+        f"{len(sizes):,} documents, {tokens:,} tokens",
+        f"tokens per document: {shortest:,} to {longest:,}, median {median:,}, "
+        f"mean {tokens / max(len(sizes), 1):,.0f}",
+    ]
+    return lines + _per_word(read_manifest(prefix) or {}, tokens)
+
+
+def _per_word(manifest: dict[str, Any], tokens: int) -> list[str]:
+    sample = manifest.get("text_sample") or {}
+    code_points = manifest.get("text_characters") or 0
+    if not sample.get("words") or not code_points or not tokens:
+        return []
+    scale = code_points / sample["code_points"]
+    words, characters = sample["words"] * scale, sample["characters"] * scale
+    return [f"about {words:,.0f} words: {tokens / words:.2f} tokens a word, "
+            f"{characters / tokens:.2f} characters a token"]  # fmt: skip

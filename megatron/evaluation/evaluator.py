@@ -14,17 +14,9 @@ from tqdm import tqdm
 from megatron import __version__
 from megatron.atomic_files import fingerprint
 from megatron.errors import EvaluationError, KerpleError
-from megatron.evaluation import (
-    extrapolation,
-    longppl,
-    passkey,
-    positionwise,
-    recall,
-    receptive_field,
-    ruler,
-    sliding,
-)
-from megatron.evaluation.lm_eval_task import LMEvalTask, lm_eval_task_names
+from megatron.evaluation import context_use, perplexity, retrieval, ruler
+from megatron.evaluation.lm_eval_cli import LMEvalTask, lm_eval_task_names
+from megatron.evaluation.losses import TotalBar, showing
 from megatron.evaluation.results_schema import (
     FORMAT,
     Cells,
@@ -40,7 +32,6 @@ from megatron.evaluation.tasks import (
     imported_task,
     nearest,
 )
-from megatron.evaluation.total_bar import TotalBar, showing
 from megatron.generation.subject import Subject, checkpoint_place, find_subject
 from megatron.mpu.job import join_ranks
 from megatron.mpu.ranks import Ranks
@@ -58,14 +49,14 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "Evaluation", "run_evaluation"]
 
 BUILT_IN = (
-    extrapolation,
-    positionwise,
-    sliding,
-    passkey,
-    receptive_field,
+    perplexity,
+    perplexity,
+    perplexity,
+    retrieval,
+    context_use,
     ruler,
-    longppl,
-    recall,
+    context_use,
+    retrieval,
 )
 """Importing a module registers its task."""
 

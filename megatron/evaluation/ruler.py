@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any
 
 from megatron.errors import EvaluationError
-from megatron.evaluation.extrapolation import window_suffix
-from megatron.evaluation.losses import windowed
 from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.ruler_prompts import (
     RULER_TASKS,
@@ -21,7 +19,7 @@ from megatron.evaluation.ruler_prompts import (
     fitted,
     smallest_length,
 )
-from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, nearest, task
+from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, nearest, task
 from megatron.generation.text import TextGenerator
 
 __all__ = ["Ruler", "by_depth", "found_in", "string_match_all"]
@@ -67,11 +65,8 @@ def by_depth(
 
 
 @task("ruler")
-class Ruler(EvaluationTask):
+class Ruler(WindowedTask):
     """Scores of each RULER task at each length."""
-
-    def file_name(self, options: EvaluationOptions) -> str:
-        return f"{self.name}{window_suffix(options)}"
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {
@@ -82,7 +77,7 @@ class Ruler(EvaluationTask):
             "window": options.window,
         }
 
-    def run(self, context: Context) -> dict[str, Any]:
+    def measure(self, context: Context) -> dict[str, Any]:
         options = context.options
         names = _tasks(options)
         smallest = {name: smallest_length(RULER_TASKS[name], context.tokenizer()) for name in names}
@@ -91,17 +86,16 @@ class Ruler(EvaluationTask):
             + ", ".join(f"{name} {length}" for name, length in smallest.items())
         )
         grid = []
-        with windowed(context.model, options.window, context.model.spec.attention_window):
-            for name in names:
-                for length in options.ruler_lengths:
-                    grid.append(
-                        context.cells.attempt(
-                            f"{name}/{length}",
-                            partial(_measure, context, name, length),
-                            task=name,
-                            length=length,
-                        )
+        for name in names:
+            for length in options.ruler_lengths:
+                grid.append(
+                    context.cells.attempt(
+                        f"{name}/{length}",
+                        partial(_measure, context, name, length),
+                        task=name,
+                        length=length,
                     )
+                )
         return {"grid": [cell for cell in grid if cell is not None]}
 
     def table(self, results: dict[str, Any]) -> str:

@@ -1,25 +1,108 @@
 """The token sequences that are evaluated: how many a split holds, and the sequences themselves.
 
+``fixed_sequences`` is what the official evaluation does: so many samples of each length from the
+shuffled index; longer samples then cover more tokens, and other ones. ``fixed_tokens`` compares
+lengths on equal terms: the documents of a split are laid end to end and the same stretch of
+tokens is cut into windows of each length, every token after the first predicted exactly once::
+
+    stream      0 . . . . . . . . . . . . . . . T
+    length 4    [0....4][4....8][8...12][12..16]
+    length 8    [0............8][8............16]
+
 A split that is too small never serves the same tokens twice: what it holds is used, and the caller
 is told when that is less than was asked for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.data import IndexedDataset
-from megatron.data.gpt_dataset import SPLIT_NAMES, SampleDataset, split_bounds
-from megatron.data.windows import TokenWindows, build_eval_dataset, common_token_count
+from megatron.data.gpt_dataset import (
+    SPLIT_NAMES,
+    Sample,
+    SampleDataset,
+    build_split_dataset,
+    split_bounds,
+)
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError, EvaluationError
 from megatron.evaluation.tasks import DataPlaces, Split
 
-__all__ = ["SequenceSet", "SplitTokens", "fixed_sequences", "fixed_tokens", "open_split"]
+__all__ = [
+    "SequenceSet",
+    "SplitTokens",
+    "TokenWindows",
+    "common_token_count",
+    "fixed_sequences",
+    "fixed_tokens",
+    "open_split",
+]
+
+
+class TokenWindows:
+    """Item i is ``{"text": int64[length + 1]}``, the i-th window of a stretch of documents."""
+
+    def __init__(
+        self, tokens: IndexedDataset, first: int, last: int, length: int, total_tokens: int
+    ) -> None:
+        self._ends = np.cumsum(tokens.sizes[first:last], dtype=np.int64)
+        available = max(0, int(self._ends[-1]) - 1) if last > first else 0
+        if length < 1 or total_tokens < length:
+            raise DataError(f"{total_tokens} tokens cannot be cut into windows of {length}")
+        if total_tokens > available:
+            raise DataError(
+                f"{tokens.prefix}: {total_tokens} tokens asked for, but documents {first} to "
+                f"{last - 1} can predict only {available}"
+            )
+        if total_tokens % length:
+            raise DataError(f"{total_tokens} tokens are not a whole number of windows of {length}")
+        self._tokens = tokens
+        self._first = first
+        self.length = length
+        self.total_tokens = total_tokens
+
+    def __len__(self) -> int:
+        return self.total_tokens // self.length
+
+    def __getitem__(self, item: int) -> Sample:
+        return {"text": self.window(item)}
+
+    def window(self, item: int) -> npt.NDArray[np.int64]:
+        if not 0 <= item < len(self):
+            raise IndexError(f"window {item} of {len(self)}")
+        start = item * self.length
+        document = int(np.searchsorted(self._ends, start, side="right"))
+        offset = start - (int(self._ends[document - 1]) if document else 0)
+        text = np.empty(self.length + 1, np.int64)
+        filled = 0
+        while filled < len(text):
+            stop = offset + len(text) - filled
+            part = self._tokens.get(self._first + document, offset, stop)
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+            document, offset = document + 1, 0
+        return text
+
+
+def common_token_count(available: int, lengths: Sequence[int], limit: int | None = None) -> int:
+    """The most tokens, up to ``limit``, that windows of every length cover exactly."""
+    if not lengths or min(lengths) < 1:
+        raise DataError(f"lengths {list(lengths)}: at least one, all at least 1")
+    step = math.lcm(*lengths)
+    usable = available if limit is None else min(available, limit)
+    if usable < step:
+        raise DataError(
+            f"lengths {list(lengths)} divide evenly only every {step} tokens, but {usable} are "
+            "available; use lengths that are multiples of each other, or more data"
+        )
+    return usable // step * step
 
 
 @dataclass(frozen=True)
@@ -90,8 +173,15 @@ def fixed_sequences(
         usable = min(wanted, file.predictable // length)
         if not usable:
             continue
-        dataset = build_eval_dataset(
-            file.prefix, file.split, file.which, length, usable, seed=seed, cache_dir=cache_dir
+        dataset = build_split_dataset(
+            file.tokens,
+            file.first,
+            file.last,
+            length,
+            usable,
+            seed,
+            name=file.which,
+            cache_dir=cache_dir,
         )
         parts.append((dataset, usable))
     return _checked(SequenceSet(parts, length), files)

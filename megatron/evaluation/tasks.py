@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import EvaluationError
+from megatron.evaluation.losses import windowed
 from megatron.evaluation.results_schema import Cells
 from megatron.mpu.ranks import Ranks
 
@@ -28,6 +29,7 @@ __all__ = [
     "DataPlaces",
     "EvaluationOptions",
     "EvaluationTask",
+    "WindowedTask",
     "imported_task",
     "nearest",
     "task",
@@ -84,6 +86,21 @@ class EvaluationTask(ABC):
     @abstractmethod
     def table(self, results: dict[str, Any]) -> str:
         """The result for people."""
+
+
+class WindowedTask(EvaluationTask):
+    """A measurement under `eval_window`, which has a result file of its own."""
+
+    def file_name(self, options: EvaluationOptions) -> str:
+        return f"{self.name}_window{options.window}" if options.window else self.name
+
+    def run(self, context: Context) -> dict[str, Any]:
+        with windowed(context.model, context.options.window, context.model.spec.attention_window):
+            return self.measure(context)
+
+    @abstractmethod
+    def measure(self, context: Context) -> dict[str, Any]:
+        """What `run` returns."""
 
 
 TASKS: dict[str, EvaluationTask] = {}

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import regex
+
 from megatron.errors import TokenizerError
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "TokenizerFiles",
+    "count_characters",
+    "count_words",
     "file_digest",
     "padded_vocab_size",
     "register",
@@ -121,3 +125,25 @@ def padded_vocab_size(
         )
     multiple = divisible_by * model_parallel_size
     return -(-vocab_size // multiple) * multiple
+
+
+# Words and characters, counted in any script. `str.split` knows spaces only and `re` has no Unicode
+# classes: accents that are code points of their own (marks), and digits of any script, belong to
+# words here.
+
+# Letters, marks and digits; an apostrophe or hyphen between two of them does not end the word. Han,
+# Hiragana, Thai and the like write no spaces: each of their characters counts as a word.
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+_INSIDE = rf"[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]"
+_WORD = regex.compile(rf"[{_UNSPACED}]|{_INSIDE}+(?:['’\-]{_INSIDE}+)*", regex.V1)
+_CHARACTER = regex.compile(r"\X")
+
+
+def count_words(text: str) -> int:
+    """Words, in the sense above."""
+    return sum(1 for _ in _WORD.finditer(text))
+
+
+def count_characters(text: str) -> int:
+    """Characters as a reader sees them: a letter with its accents, or an emoji, is one."""
+    return sum(1 for _ in _CHARACTER.finditer(text))

@@ -13,12 +13,12 @@ from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
 from megatron.data.gpt_dataset import (
     GPTDataset,
     build_sample_index,
+    build_split_dataset,
     number_of_epochs,
     parse_split,
     split_bounds,
 )
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.windows import build_eval_dataset
 from megatron.errors import DataError
 
 
@@ -143,7 +143,7 @@ def test_a_split_too_short_for_one_sample(tmp_path: Path) -> None:
     _, valid, _ = build_train_valid_test_datasets(make(tmp_path), "39,1", (5, 3, 0), 7, 50)
     assert valid is not None and len(valid) >= 3  # several epochs of the one document
     with pytest.raises(DataError, match="fewer than one sample"):
-        build_eval_dataset(make(tmp_path), "39,1", "valid", 50)
+        build_split_dataset(IndexedDataset(make(tmp_path)), 39, 40, 50, 0, 1234, name="valid")
 
 
 def test_documents_without_tokens_are_refused(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from megatron.commands import run
-from megatron.evaluation import lm_eval_task
-from megatron.evaluation.total_bar import TotalBar, current_bar, showing
+from megatron.evaluation import lm_eval_cli
+from megatron.evaluation.losses import TotalBar, current_bar, showing
 from tests.evaluation.helpers import tiny_config, write_checkpoint, write_data
 
 OWN_TASK = '''
@@ -90,7 +90,7 @@ def test_a_wrong_task_of_ones_own_is_one_line(
 def test_an_lm_eval_task_without_lm_eval_names_its_pip_command(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lm_eval_task, "find_spec", lambda name: None)
+    monkeypatch.setattr(lm_eval_cli, "find_spec", lambda name: None)
     monkeypatch.setattr("megatron.evaluation.evaluator.find_spec", lambda name: None)
     assert run("evaluate", [*command, "--eval_tasks", "lambada_openai"]) == 1
     assert "pip install -r requirements/requirements-eval.txt" in capsys.readouterr().err
@@ -99,9 +99,9 @@ def test_an_lm_eval_task_without_lm_eval_names_its_pip_command(
 def test_ctrl_c_is_one_word_and_the_rest_is_done_later(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.evaluation import extrapolation
+    from megatron.evaluation import perplexity
 
-    measure, calls = extrapolation.sequence_losses, []
+    measure, calls = perplexity.sequence_losses, []
 
     def interrupted_after_one(*arguments: Any, **options: Any) -> Any:
         calls.append(options["label"])
@@ -109,7 +109,7 @@ def test_ctrl_c_is_one_word_and_the_rest_is_done_later(
             raise KeyboardInterrupt
         return measure(*arguments, **options)
 
-    monkeypatch.setattr(extrapolation, "sequence_losses", interrupted_after_one)
+    monkeypatch.setattr(perplexity, "sequence_losses", interrupted_after_one)
     assert run("evaluate", command) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
     assert run("evaluate", command) == 0
@@ -145,7 +145,7 @@ def test_progress_is_lines_in_a_pipe_and_a_bar_on_a_terminal(
 
     for stream, bar_shown in ((io.StringIO(), False), (Terminal(), True)):
         monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setattr("megatron.evaluation.total_bar.SECONDS_BETWEEN_LINES", 0.0)
+        monkeypatch.setattr("megatron.evaluation.losses.SECONDS_BETWEEN_LINES", 0.0)
         with showing(TotalBar(10, 2560.0, show=True)):
             current_bar().at("extrapolation valid 8")
             current_bar().advance(10, 8)

@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from megatron.errors import EvaluationError
-from megatron.evaluation import lm_eval_adapter, lm_eval_task
+from megatron.evaluation import lm_eval_adapter, lm_eval_cli
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.lm_eval_adapter import KerpleNeoXLM
 from megatron.model import GPTModel
@@ -37,10 +37,10 @@ TASKS = ["local_choice", "local_rolling", "local_generation"]
 @pytest.fixture(autouse=True)
 def only_local_tasks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Spares lm-eval the reading of its own 14,000 task files."""
-    monkeypatch.setattr(lm_eval_task, "INCLUDE_DEFAULTS", False)
-    lm_eval_task._task_manager.cache_clear()
+    monkeypatch.setattr(lm_eval_cli, "INCLUDE_DEFAULTS", False)
+    lm_eval_cli._task_manager.cache_clear()
     yield
-    lm_eval_task._task_manager.cache_clear()
+    lm_eval_cli._task_manager.cache_clear()
 
 
 def local_run(tmp_path: Path, **changes: Any) -> tuple[NeoXArgs, GPTModel]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.evaluation import longppl
+from megatron.evaluation import context_use
+from megatron.evaluation.context_use import ShortContexts, key_tokens, long_perplexity
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.evaluation.longppl import ShortContexts, key_tokens, long_perplexity
 from tests.evaluation.helpers import plain_losses, write_run
 from tests.evaluation.test_perplexity import official_texts
-from tests.evaluation.test_retrieval_and_gradient import result_of
+from tests.evaluation.test_retrieval_and_receptive_field import result_of
 
 
 def test_a_key_token_gains_more_than_two_and_ends_above_minus_two() -> None:
@@ -62,8 +62,8 @@ def test_every_token_beyond_the_short_context_is_scored_once(context: int, step:
 @pytest.fixture
 def easy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thresholds that an untrained model's losses of random tokens pass now and then."""
-    monkeypatch.setattr(longppl, "GAIN", 0.3)
-    monkeypatch.setattr(longppl, "FLOOR", -6.0)
+    monkeypatch.setattr(context_use, "GAIN", 0.3)
+    monkeypatch.setattr(context_use, "FLOOR", -6.0)
 
 
 @pytest.mark.usefixtures("easy")

@@ -16,8 +16,7 @@ import torch
 from megatron import __version__
 from megatron.data import IndexedDataset, build_train_valid_test_datasets
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.evaluation.positionwise import bucket_edges
-from megatron.evaluation.sliding import window_starts
+from megatron.evaluation.perplexity import bucket_edges, window_starts
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 from tests.evaluation.helpers import plain_losses, write_run

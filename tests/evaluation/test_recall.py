@@ -19,13 +19,13 @@ from megatron.data.recall_text import (
     mqar,
     passkey_in_noise,
 )
-from megatron.evaluation import recall
+from megatron.evaluation import retrieval
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.evaluation.recall import hits_at
+from megatron.evaluation.retrieval import hits_at
 from megatron.model import build_model
 from megatron.neox_arguments import NeoXArgs
 from tests.evaluation.helpers import VOCAB, sharpened, tiny_config, write_run
-from tests.evaluation.test_retrieval_and_gradient import result_of
+from tests.evaluation.test_retrieval_and_receptive_field import result_of
 
 
 @pytest.mark.parametrize(("length", "asked"), [(16, 1), (72, 8), (127, 3), (1000, 1)])
@@ -115,7 +115,7 @@ def near_only(reach: int) -> Any:
 
 def test_accuracy_by_length_and_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args, _ = write_run(tmp_path, eval_lengths=[64, 512], recall_samples=40)
-    monkeypatch.setattr(recall, "hits_at", near_only(63))
+    monkeypatch.setattr(retrieval, "hits_at", near_only(63))
     cells = {
         (cell["kind"], cell["length"]): cell
         for cell in result_of(args, "recall")["results"]["grid"]

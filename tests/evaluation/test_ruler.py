@@ -16,13 +16,13 @@ from megatron.evaluation.ruler_prompts import (
     NOISE,
     RULER_TASKS,
     RulerPrompt,
+    distinct_words,
     fitted,
     smallest_length,
 )
-from megatron.evaluation.ruler_words import distinct_words
 from megatron.tokenizer import build_tokenizer
 from tests.evaluation.helpers import write_run
-from tests.evaluation.test_retrieval_and_gradient import result_of
+from tests.evaluation.test_retrieval_and_receptive_field import result_of
 
 BYTES = build_tokenizer("CharLevelTokenizer")
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")

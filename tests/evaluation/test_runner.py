@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.evaluation import extrapolation, lm_eval_task
+from megatron.evaluation import lm_eval_cli, perplexity
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.generation import subject
 from megatron.launcher.environment import free_port
@@ -67,16 +67,16 @@ def test_an_interrupted_evaluation_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args, _ = write_run(tmp_path, eval_lengths=[8, 16, 32])
-    measure = extrapolation._measure
+    measure = perplexity.Extrapolation.entry
     measured: list[tuple[str, int]] = []
 
-    def interrupted(context: Any, files: Any, split: Any, length: int) -> dict[str, Any]:
+    def interrupted(self: Any, context: Any, files: Any, length: int) -> dict[str, Any]:
         if length == 32 and len(measured) < 3:
             raise KeyboardInterrupt
-        measured.append((split, length))
-        return measure(context, files, split, length)
+        measured.append((files[0].which, length))
+        return measure(self, context, files, length)
 
-    monkeypatch.setattr(extrapolation, "_measure", interrupted)
+    monkeypatch.setattr(perplexity.Extrapolation, "entry", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_evaluation(args)
     assert measured == [("valid", 8), ("valid", 16)]
@@ -92,8 +92,8 @@ def test_an_interrupted_evaluation_continues(
 @pytest.fixture
 def only_built_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares lm-eval the reading of its 13,000 task files."""
-    monkeypatch.setattr(lm_eval_task, "INCLUDE_DEFAULTS", False)
-    lm_eval_task._task_manager.cache_clear()
+    monkeypatch.setattr(lm_eval_cli, "INCLUDE_DEFAULTS", False)
+    lm_eval_cli._task_manager.cache_clear()
 
 
 @pytest.mark.usefixtures("only_built_in_tasks")

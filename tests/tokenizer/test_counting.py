@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.data.corpus_numbers import count_characters, count_words
+from megatron.tokenizer.base import count_characters, count_words
 
 
 @pytest.mark.parametrize(

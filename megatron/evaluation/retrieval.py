@@ -1,6 +1,7 @@
-"""Passkey retrieval: a number hidden in filler text, to be repeated at the end.
+"""Finding again what was read: passkey retrieval in English, and recall in made-up text.
 
-Prompts are made here, from a seed, with the model's own tokenizer, so nothing is downloaded::
+A passkey is a number hidden in filler text, to be repeated at the end. Prompts are made
+here, from a seed, with the model's own tokenizer, so nothing is downloaded::
 
     The grass is green. ... The pass key is 53170. Remember it. ... The sky is blue.
     What is the pass key? The pass key is [53170]
@@ -20,17 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.data.recall_text import RECALL_KINDS, RecallText
 from megatron.errors import EvaluationError
-from megatron.evaluation.extrapolation import window_suffix
-from megatron.evaluation.losses import score_continuations, windowed
+from megatron.evaluation.losses import current_bar, score_continuations
 from megatron.evaluation.results_schema import text_table
-from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, task
-from megatron.evaluation.total_bar import current_bar
+from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, task
+from megatron.model.embedding import full_logits
 
 if TYPE_CHECKING:
+    from megatron.model import GPTModel
     from megatron.tokenizer import Tokenizer
 
-__all__ = ["Passkey", "PasskeyPrompt", "make_prompt"]
+__all__ = ["Passkey", "PasskeyPrompt", "Recall", "hits_at", "make_prompt"]
 
 INTRODUCTION = "There is a pass key hidden in this text. Find it and memorize it."
 FILLER = (
@@ -73,11 +75,8 @@ def make_prompt(
 
 
 @task("passkey")
-class Passkey(EvaluationTask):
+class Passkey(WindowedTask):
     """Accuracy on a grid of lengths and depths."""
-
-    def file_name(self, options: EvaluationOptions) -> str:
-        return f"{self.name}{window_suffix(options)}"
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {
@@ -93,15 +92,14 @@ class Passkey(EvaluationTask):
         prompts = options.passkey_depths * options.passkey_samples
         return [(prompts * length, length) for length in options.passkey_lengths]
 
-    def run(self, context: Context) -> dict[str, Any]:
+    def measure(self, context: Context) -> dict[str, Any]:
         options = context.options
         grid: list[dict[str, Any]] = []
-        with windowed(context.model, options.window, context.model.spec.attention_window):
-            for length in options.passkey_lengths:
-                cells = context.cells.attempt(
-                    str(length), partial(_measure, context, length), length=length
-                )
-                grid += cells or []
+        for length in options.passkey_lengths:
+            cells = context.cells.attempt(
+                str(length), partial(_accuracies, context, length), length=length
+            )
+            grid += cells or []
         return {"digits": options.passkey_digits, "grid": grid}
 
     def table(self, results: dict[str, Any]) -> str:
@@ -119,7 +117,7 @@ def _depths(count: int) -> list[float]:
     return [round(i / (count - 1), 4) for i in range(count)] if count > 1 else [0.5]
 
 
-def _measure(context: Context, length: int) -> list[dict[str, Any]]:
+def _accuracies(context: Context, length: int) -> list[dict[str, Any]]:
     """Accuracy and digit accuracy at each depth of one length."""
     options = context.options
     tokenizer = context.tokenizer()
@@ -164,3 +162,114 @@ def _greedy_hits(
             hits += [score.greedy.tolist() for score in scores]
             bar.advance(len(group) * length * context.ranks.size, length)
     return hits
+
+
+@task("recall")
+class Recall(WindowedTask):
+    """Does a model find again what it read, further back than it was trained on?
+
+    For models trained on the corpus `recall` (`prepare_data.py recall`): new documents of each
+    length, and the share of recalled symbols that are the most likely ones, overall and by how far
+    back they were first seen.
+    """
+
+    def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
+        return {
+            "lengths": options.lengths,
+            "samples": options.recall_samples,
+            "seed": options.data_seed,
+            "window": options.window,
+        }
+
+    def measure(self, context: Context) -> dict[str, Any]:
+        grid = []
+        for kind in RECALL_KINDS:
+            for length in context.options.lengths:
+                cell = context.cells.attempt(
+                    f"{kind}/{length}",
+                    partial(_recalled, context, kind, length),
+                    kind=kind,
+                    length=length,
+                )
+                grid += [cell] if cell is not None else []
+        return {"grid": grid}
+
+    def table(self, results: dict[str, Any]) -> str:
+        rows = [
+            [
+                cell["kind"],
+                str(cell["length"]),
+                f"{cell['accuracy']:.3f}",
+                f"{cell['whole']:.3f}",
+                str(cell["symbols"]),
+            ]
+            for cell in results["grid"]
+        ]
+        return text_table(["kind", "length", "accuracy", "all right", "symbols"], rows)
+
+
+def _recalled(context: Context, kind: str, length: int) -> dict[str, Any]:
+    options = context.options
+    made = [
+        RECALL_KINDS[kind](length, Random(f"{options.data_seed}/{kind}/{length}/{number}"))
+        for number in range(options.recall_samples)
+    ]
+    tokens = [_tokens(context, item) for item in made]
+    rows = max(1, options.batch_tokens // length)
+
+    def share(numbers: Sequence[int]) -> list[list[bool]]:
+        found: list[list[bool]] = []
+        for start in range(0, len(numbers), rows):
+            group = numbers[start : start + rows]
+            found += hits_at(
+                context.model, [tokens[i] for i in group], [made[i].places for i in group]
+            )
+        return found
+
+    hits = context.ranks.map(share, range(len(made)))
+    return {"kind": kind, "length": length, **_summary(made, hits)}
+
+
+def _tokens(context: Context, made: RecallText) -> list[int]:
+    tokenizer = context.tokenizer()
+    tokens = tokenizer.tokenize(made.text)
+    if len(tokens) != len(made.text):
+        raise EvaluationError(
+            f"{tokenizer.name} does not give one token per symbol; recall is for models of the "
+            "corpus `recall` with CharLevelTokenizer"
+        )
+    return tokens
+
+
+@torch.inference_mode()
+def hits_at(
+    model: GPTModel, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]]
+) -> list[list[bool]]:
+    """For texts of one length: whether the token at each place is the most likely one there."""
+    tokens = torch.tensor([list(text) for text in texts], device=model.device)
+    hidden = model.hidden_states(tokens[:, :-1])
+    found = []
+    for row, own in enumerate(places):
+        before = torch.tensor([place - 1 for place in own], device=model.device)
+        logits = full_logits(model.head(hidden[row, before]), model.head.vocab_tp)
+        found.append((logits.argmax(-1) == tokens[row, before + 1]).tolist())
+    return found
+
+
+def _summary(made: Sequence[RecallText], hits: Sequence[Sequence[bool]]) -> dict[str, Any]:
+    """Accuracy over symbols and over whole texts, and by distance in steps of two."""
+    flat = [hit for own in hits for hit in own]
+    distances = [distance for item in made for distance in item.distances]
+    steps: dict[int, list[bool]] = {}
+    for distance, hit in zip(distances, flat, strict=True):
+        steps.setdefault(1 << (distance.bit_length() - 1), []).append(hit)
+    return {
+        "accuracy": sum(flat) / len(flat),
+        "whole": sum(all(own) for own in hits) / len(hits),
+        "symbols": len(flat),
+        "samples": len(made),
+        "by_distance": [
+            {"from": low, "to": 2 * low, "accuracy": sum(own) / len(own), "symbols": len(own)}
+            for low, own in sorted(steps.items())
+        ],
+    }

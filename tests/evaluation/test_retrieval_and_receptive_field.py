@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.evaluation.context_use import input_gradient_norms, tokens_covering
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.evaluation.passkey import make_prompt
-from megatron.evaluation.receptive_field import input_gradient_norms, tokens_covering
+from megatron.evaluation.retrieval import make_prompt
 from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer

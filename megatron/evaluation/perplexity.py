@@ -1,0 +1,342 @@
+"""Perplexity: by length, with windows that slide, and by position in the sequence."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import lru_cache, partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.errors import EvaluationError
+from megatron.evaluation.losses import Texts, mean_and_error, perplexity, sequence_losses
+from megatron.evaluation.results_schema import number, text_table
+from megatron.evaluation.sequences import (
+    SequenceSet,
+    SplitTokens,
+    fixed_sequences,
+    fixed_tokens,
+    open_split,
+)
+from megatron.evaluation.tasks import Context, EvaluationOptions, Split, WindowedTask, task
+from megatron.tokenizer.base import count_words
+
+__all__ = [
+    "Extrapolation",
+    "Positionwise",
+    "Sliding",
+    "SlidingWindows",
+    "TaskByLength",
+    "bucket_edges",
+    "sequences_of",
+    "table_by_length",
+    "window_starts",
+]
+
+
+class TaskByLength(WindowedTask):
+    """A measurement of each split at each of `eval_lengths`."""
+
+    needs_data = True
+
+    def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
+        return {**_data_parameters(options), "lengths": options.lengths}
+
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        return options.planned()
+
+    def measure(self, context: Context) -> dict[str, Any]:
+        """The entries that can be measured; the others are in `errors`."""
+        cells = self.cells(context)
+        return {
+            split: [entry for length in context.options.lengths if (entry := cells(split, length))]
+            for split in context.options.splits
+        }
+
+    def cells(self, context: Context) -> Callable[[Split, int], dict[str, Any] | None]:
+        """A function that measures one cell, or notes why it could not; files are opened once."""
+        files = lru_cache(partial(open_split, context.options.data))
+
+        def attempt(split: Split, length: int) -> dict[str, Any] | None:
+            return context.cells.attempt(
+                f"{split}/{length}",
+                lambda: self.entry(context, files(split), length),
+                split=split,
+                length=length,
+            )
+
+        return attempt
+
+    @abstractmethod
+    def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
+        """What one split gives at one length."""
+
+    def losses(self, context: Context, texts: Texts, split: Split, length: int) -> list[Tensor]:
+        """The loss of every token of the texts."""
+        return sequence_losses(
+            context.model,
+            texts,
+            ranks=context.ranks,
+            batch_tokens=context.options.batch_tokens,
+            label=f"{self.name} {split} {length}",
+        )
+
+
+def _data_parameters(options: EvaluationOptions) -> dict[str, Any]:
+    """The data that perplexities are measured on, files included."""
+    files = []
+    for split in options.splits:
+        for prefix, share in options.data.sources(split):
+            files.append([split, prefix, share, _file_state(prefix)])
+    return {
+        "files": files,
+        "protocol": options.protocol,
+        "num_sequences": options.num_sequences,
+        "data_seed": options.data_seed,
+        "window": options.window,
+    }
+
+
+def _file_state(prefix: str) -> list[int]:
+    """Size and time of a token file: the same name may hold other tokens tomorrow."""
+    states = []
+    for suffix in (".bin", ".idx"):
+        path = Path(prefix + suffix)
+        if path.exists():
+            states += [path.stat().st_size, path.stat().st_mtime_ns]
+    return states
+
+
+def sequences_of(options: EvaluationOptions, files: list[SplitTokens], length: int) -> SequenceSet:
+    """The sequences of one length under the chosen protocol."""
+    if options.protocol == "fixed_tokens":
+        return fixed_tokens(files, length, options.lengths, options.num_sequences)
+    return fixed_sequences(
+        files,
+        length,
+        options.num_sequences,
+        seed=options.data_seed,
+        cache_dir=options.data.cache_dir,
+    )
+
+
+def table_by_length(results: dict[str, Any], *columns: str) -> str:
+    """A row for each split and length."""
+    rows = [
+        [split, *(_shown(entry[column]) for column in columns)]
+        for split, entries in results.items()
+        for entry in entries
+    ]
+    return text_table(["split", *(column.replace("_", " ") for column in columns)], rows)
+
+
+def _shown(value: float | int | None) -> str:
+    return str(value) if isinstance(value, int) else number(value)
+
+
+@task("extrapolation")
+class Extrapolation(TaskByLength):
+    """Loss and perplexity at each length, on sequences that do not overlap."""
+
+    def result_name(self, options: EvaluationOptions) -> str:
+        # Readers of `extrapolation` results must not take windowed numbers for the model's own.
+        return f"{self.name}_windowed" if options.window else self.name
+
+    def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
+        return {**super().parameters(options), "char_level_ppl": options.char_level_ppl}
+
+    def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
+        options, split = context.options, files[0].which
+        sequences = sequences_of(options, files, length)
+        if options.protocol == "fixed_sequences" and len(sequences) < options.num_sequences:
+            context.say(
+                f"{split} at {length}: the split holds {len(sequences)} sequences of this length, "
+                f"not {options.num_sequences} (eval_num_sequences); all of them are used"
+            )
+        losses = self.losses(context, sequences, split, length)
+        entry: dict[str, Any] = {"length": length, **mean_and_error(losses)}
+        if options.char_level_ppl:
+            entry |= _per_character(context, sequences, entry)
+        return entry
+
+    def table(self, results: dict[str, Any]) -> str:
+        return table_by_length(results, "length", "loss", "ppl", "stderr", "sequences", "tokens")
+
+
+def _per_character(
+    context: Context, sequences: SequenceSet, entry: dict[str, Any]
+) -> dict[str, Any]:
+    """The same loss shared out over characters and words, which makes tokenizers comparable."""
+    tokenizer = context.tokenizer()
+    texts = [tokenizer.detokenize(sequences[i][1:].tolist()) for i in range(len(sequences))]
+    characters, words = sum(map(len, texts)), sum(map(count_words, texts))
+    total = entry["loss"] * entry["tokens"]
+    return {
+        "characters": characters,
+        "char_ppl": perplexity(total / characters),
+        "words": words,
+        "word_ppl": perplexity(total / words) if words else None,
+    }
+
+
+def window_starts(total: int, length: int, stride: int) -> list[tuple[int, int]]:
+    """(start of the window, how many of its last tokens are scored) for `total` predictions."""
+    windows = [(0, length)]
+    scored = length
+    while scored < total:
+        new = min(stride, total - scored)
+        scored += new
+        windows.append((scored - length, new))
+    return windows
+
+
+class SlidingWindows:
+    """Windows of `length` + 1 tokens over one stretch of tokens."""
+
+    def __init__(self, tokens: Tensor, length: int, starts: list[int]) -> None:
+        self.tokens, self.length, self.starts = tokens, length, starts
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, number: int) -> Tensor:
+        start = self.starts[number]
+        return self.tokens[start : start + self.length + 1]
+
+
+@task("sliding")
+class Sliding(TaskByLength):
+    """Every token predicted once, with as much context as the window has.
+
+        length 4, stride 2        tokens   0 1 2 3 4 5 6 7
+                                  window   [s s s s]
+                                               [. . s s]
+                                                   [. . s s]      s: scored, .: context only
+
+    The same tokens are scored at every length, so that lengths can be compared.
+    """
+
+    def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
+        own = {"stride": options.stride, "train_length": options.train_length}
+        return {**super().parameters(options), **own}
+
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        wanted = _wanted(options)
+        return [
+            (wanted * length // min(length, _stride(options, length)), length)
+            for _ in options.splits
+            for length in options.lengths
+        ]
+
+    def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
+        file, stride = files[0], _stride(context.options, length)
+        if stride > length:
+            raise EvaluationError(
+                f"eval_stride = {stride} is longer than the window of {length}: tokens would be "
+                "left out; use a stride of at most the length"
+            )
+        total = min(file.predictable, _wanted(context.options))
+        if total < length:
+            raise EvaluationError(
+                f"the {file.which} split of {file.prefix} holds {total} tokens to predict, fewer "
+                f"than a window of {length}; use shorter eval_lengths or more data"
+            )
+        windows = window_starts(total, length, stride)
+        texts = SlidingWindows(file.stretch(total), length, [start for start, _ in windows])
+        losses = self.losses(context, texts, file.which, length)
+        scored = [loss[-new:] for loss, (_, new) in zip(losses, windows, strict=True)]
+        summary = mean_and_error(scored)
+        summary["windows"] = summary.pop("sequences")
+        return {"length": length, "stride": stride, **summary}
+
+    def table(self, results: dict[str, Any]) -> str:
+        return table_by_length(results, "length", "stride", "loss", "ppl", "stderr", "tokens")
+
+
+def _stride(options: EvaluationOptions, length: int) -> int:
+    return options.stride or max(1, length // 2)
+
+
+def _wanted(options: EvaluationOptions) -> int:
+    return max(options.num_sequences * options.train_length, *options.lengths)
+
+
+LINEAR_BUCKETS = 16
+
+
+def bucket_edges(
+    length: int, kind: Literal["log", "linear"] = "log", count: int | None = None
+) -> list[int]:
+    """Where buckets begin, and the end of the last: 0, 1, 2, 4, 8, ... or equal shares."""
+    if kind == "linear":
+        parts = min(count or LINEAR_BUCKETS, length)
+        return [length * i // parts for i in range(parts + 1)]
+    if count is not None:
+        steps = [round(length ** (i / count)) for i in range(1, count + 1)]
+        return [0, *sorted({min(step, length) for step in steps} | {length})]
+    edges = [0, 1]
+    while edges[-1] < length:
+        edges.append(min(2 * edges[-1], length))
+    return edges
+
+
+@task("positionwise")
+class Positionwise(TaskByLength):
+    """Loss at each position, and in buckets, at the longest of `eval_lengths` that can be done.
+
+    Does a model use, or suffer from, what lies far behind it?
+    """
+
+    def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
+        buckets = [options.buckets, options.bucket_count]
+        return {**super().parameters(options), "buckets": buckets}
+
+    def measure(self, context: Context) -> dict[str, Any]:
+        cells = self.cells(context)
+        results: dict[str, Any] = {}
+        for split in context.options.splits:
+            for length in sorted(context.options.lengths, reverse=True):
+                if entry := cells(split, length):
+                    results[split] = entry
+                    break
+        return results
+
+    def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
+        options, split = context.options, files[0].which
+        sequences = sequences_of(options, files, length)
+        losses = self.losses(context, sequences, split, length)
+        by_position = torch.stack(losses).double().mean(0)
+        if not bool(by_position.isfinite().all()):
+            raise EvaluationError(f"{split} at {length}: the loss is not finite at some positions")
+        edges = bucket_edges(length, options.buckets, options.bucket_count)
+        return {
+            "length": length,
+            "buckets": [
+                _bucket(by_position, start, end, len(sequences)) for start, end in pairwise(edges)
+            ],
+            "by_position": [round(float(loss), 4) for loss in by_position],
+            "window": options.window,
+            "sequences": len(sequences),
+        }
+
+    def table(self, results: dict[str, Any]) -> str:
+        rows = [
+            [
+                split,
+                f"{bucket['start']}-{bucket['end'] - 1}",
+                *(_shown(bucket[column]) for column in ("loss", "ppl", "tokens")),
+            ]
+            for split, entry in results.items()
+            for bucket in entry["buckets"]
+        ]
+        return text_table(["split", "positions", "loss", "ppl", "tokens"], rows)
+
+
+def _bucket(by_position: Tensor, start: int, end: int, sequences: int) -> dict[str, Any]:
+    loss = float(by_position[start:end].mean())
+    tokens = (end - start) * sequences
+    return {"start": start, "end": end, "loss": loss, "ppl": perplexity(loss), "tokens": tokens}
