@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
-from megatron.neox_arguments.estimates import count_parameters
-from megatron.neox_arguments.merging import read_layer
+from megatron.neox_arguments.dry_run import count_parameters
+from megatron.neox_arguments.yaml_files import read_layer
 
 from .conftest import REPOSITORY
 

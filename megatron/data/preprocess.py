@@ -21,8 +21,14 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from megatron.atomic_files import write_json
-from megatron.data.chunks import DOCUMENT_SPLITTERS, Chunk, Problem, read_chunks
-from megatron.data.encode import EncodedChunk, Encoder
+from megatron.data.chunks import (
+    DOCUMENT_SPLITTERS,
+    Chunk,
+    EncodedChunk,
+    Encoder,
+    Problem,
+    read_chunks,
+)
 from megatron.data.indexed_dataset import bin_path, describe_tokenizer, idx_path, manifest_path
 from megatron.data.streams import list_files
 from megatron.data.writer import IndexedDatasetWriter, best_dtype

@@ -32,9 +32,8 @@ from megatron.evaluation.tasks import (
     imported_task,
     nearest,
 )
-from megatron.generation.subject import Subject, checkpoint_place, find_subject
-from megatron.mpu.job import join_ranks
-from megatron.mpu.ranks import Ranks
+from megatron.generation.pretrained import Subject, checkpoint_place, find_subject
+from megatron.mpu.job import Ranks, join_ranks
 from megatron.terminal import (
     EXIT_USER_ERROR,
     install_command,

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import score_continuations
 from megatron.generation import Sampling, complete
-from megatron.generation.subject import check_vocabulary
-from megatron.mpu.ranks import Ranks
+from megatron.generation.pretrained import check_vocabulary
+from megatron.mpu.job import Ranks
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

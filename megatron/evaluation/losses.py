@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatron.errors import EvaluationError
 from megatron.model.embedding import full_logits
 from megatron.model.spec import ModelSpec
-from megatron.mpu.ranks import Ranks
+from megatron.mpu.job import Ranks
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel

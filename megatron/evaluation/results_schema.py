@@ -22,7 +22,7 @@ from megatron.atomic_files import atomic_writer, fingerprint
 from megatron.errors import EvaluationError
 
 if TYPE_CHECKING:
-    from megatron.mpu.ranks import Ranks
+    from megatron.mpu.job import Ranks
 
 __all__ = [
     "FORMAT",

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import windowed
 from megatron.evaluation.results_schema import Cells
-from megatron.mpu.ranks import Ranks
+from megatron.mpu.job import Ranks
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel

@@ -1,21 +1,37 @@
-"""`megatron.load_pretrained(PATH)`: any checkpoint, ready to use, on any device."""
+"""`megatron.load_pretrained(PATH)`: any checkpoint, ready to use, told apart from others."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from megatron.atomic_files import fingerprint
 from megatron.checkpoints import Checkpoint, place_weights, read_checkpoint
 from megatron.checkpoints.saved_config import tokenizer_of
+from megatron.errors import EvaluationError
 from megatron.model.gpt import GPTModel
-from megatron.neox_arguments import NeoXArgs, trust
+from megatron.neox_arguments import NeoXArgs, catalogue
 
-__all__ = ["PretrainedModel", "load_pretrained"]
+if TYPE_CHECKING:
+    from megatron.checkpoints.layouts import Layout
+    from megatron.model import GPTModel
+    from megatron.neox_arguments import NeoXArgs
+    from megatron.tokenizer import Tokenizer
+
+__all__ = [
+    "PretrainedModel",
+    "Subject",
+    "check_vocabulary",
+    "checkpoint_place",
+    "find_subject",
+    "load_pretrained",
+]
 
 
 class PretrainedModel(GPTModel):
@@ -97,7 +113,7 @@ def load_pretrained(
     A checkpoint with a kernel of your own loads if its module is imported already, or with
     `allow_kernel="package.module:Class"`: what a checkpoint names is never imported by itself.
     """
-    trust.allow_kernel(allow_kernel)
+    catalogue.allow_kernel(allow_kernel)
     checkpoint = read_checkpoint(path, iteration=iteration, config=config)
     model = PretrainedModel.from_checkpoint(checkpoint)
     if dtype is None:
@@ -110,3 +126,129 @@ def load_pretrained(
     for positions, exact in kernels:  # whatever the precision, the kernel is not rounded
         positions.float().load_state_dict(exact)
     return model.eval()
+
+
+# What is evaluated: a checkpoint, its tokenizer, and how to tell it from others.
+
+
+@dataclass
+class Subject:
+    """A checkpoint that is loaded when (and only if) somebody asks for the model."""
+
+    checkpoint: Path
+    iteration: int
+    identity: str
+    load: Callable[[], GPTModel]
+    build_tokenizer: Callable[[], Tokenizer]
+    _model: GPTModel | None = field(default=None, repr=False)
+    _tokenizer: Tokenizer | None = field(default=None, repr=False)
+
+    @property
+    def model(self) -> GPTModel:
+        if self._model is None:
+            self._model = self.load().eval()
+        return self._model
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, checked against the model's vocabulary."""
+        if self._tokenizer is None:
+            tokenizer = self.build_tokenizer()
+            check_vocabulary(tokenizer, self.model.spec.padded_vocab_size)
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
+    """Refuse a tokenizer that has ids the model has no embedding for."""
+    if tokenizer.vocab_size > model_vocabulary:
+        raise EvaluationError(
+            f"tokenizer mismatch: {tokenizer.name} has {tokenizer.vocab_size} tokens, the model "
+            f"only {model_vocabulary}; set tokenizer_type, vocab_file and merge_file to the ones "
+            "the model was trained with"
+        )
+
+
+def checkpoint_place(args: NeoXArgs) -> str | None:
+    """Where the checkpoint is: `load`, or `save` if load is unset or auto."""
+    load, save = args.checkpoint.load, args.checkpoint.save
+    return save if load in (None, "auto") else load
+
+
+def find_subject(args: NeoXArgs, device: str) -> Subject:
+    """The checkpoint that `load` (or `save`) and `iteration` select."""
+    from megatron.checkpoints.layouts import find_layout
+
+    place = checkpoint_place(args)
+    if place is None:
+        raise EvaluationError("no checkpoint: set load (or save) to a run's directory")
+    layout = find_layout(place, args.checkpoint.iteration)
+
+    def load() -> GPTModel:
+        model = _load(args, layout, place, device)
+        _check_same_model(args, model)
+        return model
+
+    def tokenizer() -> Tokenizer:
+        from megatron.checkpoints.saved_config import tokenizer_of
+
+        return cast("Tokenizer", tokenizer_of(args, layout.directory))
+
+    return Subject(layout.directory, layout.step_in_name or 0, _identity(layout), load, tokenizer)
+
+
+def _load(args: NeoXArgs, layout: Layout, place: str, device: str) -> GPTModel:
+    """The checkpoint under its own config, but for what may change after training."""
+    from megatron.checkpoints.saved_config import args_from, read_saved_config
+
+    config = None
+    if not layout.is_hf:
+        saved = args_from(read_saved_config(layout), layout.directory)
+        given = args.to_dict()
+        config = saved.replace(**{key: given[key] for key in _FREE_KEYS if key in given})
+    dtype = torch.float32
+    if not device.startswith("cpu"):
+        dtype = _DTYPES.get(args.optimization.precision or "fp32", torch.float32)
+    return load_pretrained(
+        place, device=device, dtype=dtype, iteration=args.checkpoint.iteration, config=config
+    )
+
+
+def _identity(layout: Layout) -> str:
+    """Changes whenever the weights may have: names, sizes and times of the weight files."""
+    from megatron.checkpoints.universal import PARAMETERS
+
+    place = layout.directory
+    files = [
+        path
+        for path in place.iterdir()
+        if path.suffix in (".pt", ".bin", ".safetensors") and "optim_states" not in path.name
+    ]
+    if layout.is_universal:
+        files += (place / PARAMETERS).glob("*/fp32.pt")
+    return fingerprint(
+        [
+            (str(path.relative_to(place)), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in sorted(files)
+        ]
+    )
+
+
+_FREE_KEYS = ("attention_engine", "attention_pruning", "rope_scaling", "kerple_legacy_bf16")
+"""Model keys that an evaluation may set differently from the training."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "pos_emb")
+
+
+def _check_same_model(args: NeoXArgs, model: GPTModel) -> None:
+    """The config given and the checkpoint's own must describe the same model."""
+    from megatron.model.position_names import canonical_name
+
+    for key in _SHAPE:
+        asked, found = getattr(args.model, key), getattr(model.spec, key)
+        if key == "pos_emb":
+            asked, found = canonical_name(asked), canonical_name(found)
+        if asked != found:
+            raise EvaluationError(
+                f"{key} = {asked} in the config, but the checkpoint has {found}; use the config "
+                "the checkpoint was trained with, or another `load`"
+            )

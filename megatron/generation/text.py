@@ -19,14 +19,13 @@ from tqdm import tqdm
 from megatron.atomic_files import atomic_writer, check_writable
 from megatron.errors import GenerationError, KerpleError
 from megatron.generation.decoding import Completion, Sampling, complete
-from megatron.generation.subject import find_subject
-from megatron.mpu.job import join_ranks
-from megatron.mpu.ranks import Ranks
+from megatron.generation.pretrained import find_subject
+from megatron.mpu.job import Ranks, join_ranks
 from megatron.terminal import EXIT_USER_ERROR, print_error
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel
-    from megatron.mpu.ranks import Ranks
+    from megatron.mpu.job import Ranks
     from megatron.neox_arguments import NeoXArgs
     from megatron.tokenizer import Tokenizer
 

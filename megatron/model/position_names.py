@@ -17,8 +17,7 @@ from megatron.model.position_base import (
     PositionalEmbedding,
     PositionOptions,
 )
-from megatron.neox_arguments.catalogue import aliases, canonical_method
-from megatron.neox_arguments.trust import is_allowed, is_import_path
+from megatron.neox_arguments.catalogue import aliases, canonical_method, is_allowed, is_import_path
 
 __all__ = [
     "UnknownPositionalEmbeddingError",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.mpu.collectives import vocab_parallel_cross_entropy
-from megatron.mpu.groups import SERIAL, ParallelState, TensorParallel, initialize_parallel
+from megatron.mpu.collectives import (
+    SERIAL,
+    ParallelState,
+    TensorParallel,
+    initialize_parallel,
+    vocab_parallel_cross_entropy,
+)
 from megatron.mpu.parallel_layers import (
     ColumnParallelLinear,
     InitMethod,

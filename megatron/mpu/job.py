@@ -1,4 +1,4 @@
-"""Joining the job: this process's device, its place among the others, and its seeds."""
+"""The job: this process's device, its place among the others, its seeds, and shared work."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import importlib
 import os
 import random
 import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, EvaluationError
 from megatron.launcher.environment import LOOPBACK, DistributedEnvironment, environment_for
-from megatron.mpu.groups import ParallelState, initialize_parallel
-from megatron.mpu.ranks import Ranks
+from megatron.mpu.collectives import ParallelState, initialize_parallel
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 __all__ = [
+    "Ranks",
     "current_device",
     "device_index",
     "join_job",
@@ -173,3 +175,62 @@ def set_seeds(seed: int, parallel: ParallelState) -> None:
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
+
+
+# Work shared by processes: each takes every n-th item, everybody gets all results.
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that evaluate together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """All processes of the default group; one process where there is none."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        return cls()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def broadcast(self, value: Result | None) -> Result:
+        """The main process's value."""
+        if self.size == 1:
+            return cast(Result, value)
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return cast(Result, box[0])
+
+    def map(
+        self, function: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item]
+    ) -> list[Result]:
+        """`function` on this rank's share; all results in the order of `items`.
+
+        A ValueError on any rank is raised on all of them, so that nobody waits for a process that
+        has given up.
+        """
+        if self.size == 1:
+            return list(function(items))
+        share: tuple[list[Result] | None, str | None]
+        try:
+            share = (list(function(items[self.rank :: self.size])), None)
+        except ValueError as error:
+            share = (None, str(error))
+        shares: list[Any] = [None] * self.size
+        dist.all_gather_object(shares, share)
+        for _, message in shares:
+            if message is not None:
+                raise EvaluationError(message)
+        merged: list[Any] = [None] * len(items)
+        for rank, (results, _) in enumerate(shares):
+            merged[rank :: self.size] = results
+        return merged

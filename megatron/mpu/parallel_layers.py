@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.mpu.collectives import (
+    SERIAL,
+    TensorParallel,
     copy_to_group,
     gather_from_group,
     reduce_from_group,
     scatter_to_group,
 )
-from megatron.mpu.groups import SERIAL, TensorParallel
 
 InitMethod = Callable[[Tensor, torch.Generator], Tensor]
 

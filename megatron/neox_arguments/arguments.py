@@ -12,19 +12,16 @@ from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments import validation
-from megatron.neox_arguments.batch_plan import BatchPlan, plan_batch
 from megatron.neox_arguments.data_keys import (
     DataArgs,
     EvaluationArgs,
     GenerationArgs,
     TokenizerArgs,
 )
-from megatron.neox_arguments.deepspeed_blocks import unknown_zero_keys
-from megatron.neox_arguments.deepspeed_config import build_deepspeed_config
-from megatron.neox_arguments.merging import merge, parse_set, read_layer
+from megatron.neox_arguments.deepspeed_config import build_deepspeed_config, unknown_zero_keys
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.normalize import normalize, resolve_precision
-from megatron.neox_arguments.optimization_keys import OptimizationArgs
+from megatron.neox_arguments.optimization_keys import BatchPlan, OptimizationArgs, plan_batch
 from megatron.neox_arguments.run_keys import (
     CheckpointArgs,
     LauncherArgs,
@@ -34,7 +31,7 @@ from megatron.neox_arguments.run_keys import (
 )
 from megatron.neox_arguments.validation import describe_validation_error
 from megatron.neox_arguments.values import Group, copy_plain
-from megatron.neox_arguments.yaml_files import dump_yaml
+from megatron.neox_arguments.yaml_files import dump_yaml, merge, parse_set, read_layer
 
 GROUPS: dict[str, type[Group]] = {
     "model": ModelArgs,

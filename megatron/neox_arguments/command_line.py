@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, KerpleError
 from megatron.neox_arguments.arguments import NeoXArgs
-from megatron.neox_arguments.trust import allow_kernel, kernels_in
+from megatron.neox_arguments.catalogue import allow_kernel, kernels_in
 from megatron.terminal import print_error
 
 HOSTFILE_VARIABLE = "DLTS_HOSTFILE"

@@ -1,19 +1,18 @@
-"""What `--dry-run` prints: the resolved config and what it amounts to."""
+"""What `--dry-run` prints: the resolved config, and what it amounts to by arithmetic alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.machine import count_gpus, memory_bytes
 from megatron.neox_arguments.arguments import GROUPS, NeoXArgs
-from megatron.neox_arguments.catalogue import label_of
-from megatron.neox_arguments.estimates import (
-    count_parameters,
-    estimate_memory,
-    memory_shortage,
-)
+from megatron.neox_arguments.catalogue import label_of, method
+from megatron.neox_arguments.deepspeed_config import accumulation_dtype
+from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
+from megatron.neox_arguments.optimization_keys import data_parallel_size
 from megatron.neox_arguments.yaml_files import dump_yaml
 
 
@@ -121,3 +120,162 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
     elif steps == 0:
         lines.append("train_iters = 0: evaluation only")
     return "\n".join([title, *lines])
+
+
+# How large it is: parameters, memory, tokens.
+
+KNOWN_VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "HFGPT2Tokenizer": 50257,
+    "CharLevelTokenizer": 512,
+}
+ASSUMED_VOCABULARY = 50257
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by part of the model; `assumptions` says what was guessed."""
+
+    embedding: int
+    positions: int
+    layers: int
+    final_norm: int
+    head: int
+    padded_vocab_size: int
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.embedding + self.positions + self.layers + self.final_norm + self.head
+
+
+def _norm_parameters(model: ModelArgs) -> int:
+    if model.norm == "scalenorm":
+        return 1
+    if model.norm == "rmsnorm":
+        return model.hidden_size
+    return model.hidden_size * (2 if model.use_bias_in_norms else 1)
+
+
+def _layer_parameters(model: ModelArgs) -> int:
+    hidden, ffn = model.hidden_size, model.ffn_size
+    projected = hidden + 2 * model.kv_heads * model.head_dim
+    attention = (projected + hidden) * hidden
+    if model.use_bias_in_attn_linear:
+        attention += projected + hidden
+    if model.use_qk_layernorm:
+        attention += _norm_parameters(model)
+    if model.forget_gate:
+        attention += (hidden + 1) * model.num_attention_heads
+    attention += model.num_attention_heads * (model.attention_sinks + model.scalable_softmax)
+    parts = 2 if model.activation in GATED_ACTIVATIONS else 1
+    mlp = (parts + 1) * hidden * ffn
+    if model.use_bias_in_mlp:
+        mlp += parts * ffn + hidden
+    norms = 1 if model.gpt_j_tied else 2
+    return attention + mlp + norms * _norm_parameters(model)
+
+
+def padded_vocabulary(args: NeoXArgs, vocab_size: int) -> int:
+    """The vocabulary rounded up so that every tensor-parallel rank gets a round share."""
+    multiple = args.model.make_vocab_size_divisible_by * args.parallel.model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def count_parameters(args: NeoXArgs, vocab_size: int | None = None) -> ParameterCount:
+    """Parameters of the model a config describes, without building it."""
+    model = args.model
+    assumptions = []
+    size = vocab_size or args.tokenizer.vocab_size
+    if size is None:
+        kind = args.tokenizer.tokenizer_type
+        size = KNOWN_VOCABULARIES.get(kind, ASSUMED_VOCABULARY)
+        if kind not in KNOWN_VOCABULARIES:
+            assumptions.append(f"vocabulary of {size} assumed ({kind} is not opened here)")
+    padded = padded_vocabulary(args, size)
+    position = method(model.pos_emb)
+    if position is None:
+        assumptions.append(f"parameters of pos_emb {model.pos_emb} not counted")
+    matrix = padded * model.hidden_size
+    return ParameterCount(
+        embedding=matrix,
+        positions=position.parameters(model) if position else 0,
+        layers=model.num_layers * _layer_parameters(model),
+        final_norm=_norm_parameters(model),
+        head=matrix if model.no_weight_tying else 0,
+        padded_vocab_size=padded,
+        assumptions=tuple(assumptions),
+    )
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per process. Activations are a rule of thumb; the rest is arithmetic."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All four."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
+    """Bytes that training takes on one process."""
+    share = -(-count_parameters(args).total // args.parallel.processes_per_replica)
+    copies = data_parallel_size(args.parallel, world_size)
+    stage = args.optimization.zero_stage
+    half = args.optimization.precision != "fp32"
+    # bf16's gradients are added up in fp32 beside them.
+    sums = 4 if args.optimization.precision == "bf16" and accumulation_dtype(args) == "fp32" else 0
+    # 16-bit training keeps an fp32 copy beside Adam's two moments.
+    states = share * (12 if half else 8)
+    return MemoryEstimate(
+        parameters=share * (2 if half else 4) // (copies if stage == 3 else 1),
+        gradients=share * ((2 if half else 4) + sums) // (copies if stage >= 2 else 1),
+        optimizer=states // (copies if stage >= 1 else 1),
+        activations=_activation_bytes(args, world_size),
+    )
+
+
+def memory_shortage(args: NeoXArgs, world_size: int, available: int, where: str) -> str | None:
+    """What to say if weights, gradients and optimizer alone cannot fit into `available` bytes.
+
+    Activations are left out: their estimate is a rule of thumb, the rest is arithmetic.
+    """
+    needed = estimate_memory(args, world_size)
+    states = needed.parameters + needed.gradients
+    if args.optimization.zero_optimization.offload_optimizer is None:
+        states += needed.optimizer
+    if states <= available:
+        return None
+    count = count_parameters(args).total
+    return (
+        f"a model of {count / 1e9:.3g} billion parameters needs {states / 2**30:,.1f} GiB per "
+        f"process for weights, gradients and optimizer; {where} has {available / 2**30:,.1f} GiB. "
+        "Use more processes with model_parallel_size, pipe_parallel_size or zero_optimization, or "
+        "a smaller model."
+    )
+
+
+def _activation_bytes(args: NeoXArgs, world_size: int) -> int:
+    """About 17 hidden-sized values per token and layer; the attention engines keep no L x L."""
+    model = args.model
+    try:
+        micro = args.batch_plan(world_size).micro_batch_size
+    except ConfigError:
+        micro = 1
+    width = 4 if args.optimization.precision == "fp32" else 2
+    tokens = micro * model.seq_length
+    layer = 17 * tokens * model.hidden_size * width // args.parallel.model_parallel_size
+    if model.attention_dropout > 0 or model.engine_in_effect == "naive":
+        heads = model.num_attention_heads // args.parallel.model_parallel_size
+        layer += 2 * micro * heads * model.seq_length**2 * width
+    layers = -(-model.num_layers // max(args.parallel.pipe_parallel_size, 1))
+    if args.optimization.checkpoint_activations:
+        return layers * tokens * model.hidden_size * width + layer
+    return layers * layer

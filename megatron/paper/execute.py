@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 import megatron
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
-from megatron.neox_arguments.trust import kernels_in
+from megatron.neox_arguments.catalogue import kernels_in
 from megatron.paper.run_files import (
     RunState,
     State,

@@ -15,7 +15,7 @@ from megatron.atomic_files import fingerprint
 from megatron.data.corpora import SOURCES
 from megatron.evaluation.results_schema import text_table
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.estimates import count_parameters, estimate_memory
+from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
 from megatron.paper.published import published_seconds_per_step
 from megatron.paper.suite import Run, Suite
 

@@ -6,10 +6,7 @@ import difflib
 from pathlib import Path
 
 from megatron.errors import TokenizerError
-from megatron.tokenizer import hugging_face
-from megatron.tokenizer import other_tokenizers as byte_level
-from megatron.tokenizer import other_tokenizers as sentence_piece
-from megatron.tokenizer import other_tokenizers as tik_token
+from megatron.tokenizer import tokenizer_kinds
 from megatron.tokenizer.base import TOKENIZERS, Tokenizer, TokenizerFiles, padded_vocab_size
 
 __all__ = [
@@ -17,11 +14,8 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "build_tokenizer",
-    "byte_level",
-    "hugging_face",
     "padded_vocab_size",
-    "sentence_piece",
-    "tik_token",
+    "tokenizer_kinds",
 ]
 
 

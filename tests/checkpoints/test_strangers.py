@@ -16,7 +16,7 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.checksums import write_checksums
 from megatron.commands import run
 from megatron.errors import KerpleError
-from megatron.generation.subject import find_subject
+from megatron.generation.pretrained import find_subject
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import resharding
 from tests.checkpoints.small_models import saved_model, small_args

@@ -238,7 +238,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
             consumed.append(number)
             yield chunks_module.Chunk("texts", "x", parts=[b"text"])
 
-    from megatron.data.encode import Encoder
+    from megatron.data.chunks import Encoder
     from megatron.data.preprocess import CHUNKS_PER_WORKER, _encoded
 
     encoder = Encoder(BYTES, ["text"], np.dtype("<u2"), append_eod=True, ftfy=False)

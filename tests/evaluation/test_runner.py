@@ -15,7 +15,7 @@ import torch
 
 from megatron.evaluation import lm_eval_cli, perplexity
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.generation import subject
+from megatron.generation import pretrained
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import FIXTURES, REPOSITORY
@@ -39,7 +39,7 @@ def test_repeating_a_finished_evaluation_does_not_even_load_the_model(
     assert run_evaluation(args) == 0
     first = result(args)
     capsys.readouterr()
-    monkeypatch.setattr(subject, "_load", refuse)
+    monkeypatch.setattr(pretrained, "_load", refuse)
     assert run_evaluation(args) == 0
     assert result(args) == first
     assert "already evaluated" in capsys.readouterr().out
@@ -169,7 +169,7 @@ def test_another_models_config_is_refused(
 def test_a_tokenizer_larger_than_the_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.tokenizer.other_tokenizers import CharLevelTokenizer
+    from megatron.tokenizer.tokenizer_kinds import CharLevelTokenizer
 
     args, _ = write_run(tmp_path, eval_tasks=["passkey"], passkey_lengths=[200])
     monkeypatch.setattr(CharLevelTokenizer, "vocab_size", 50257)

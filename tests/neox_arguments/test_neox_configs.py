@@ -15,8 +15,8 @@ import pytest
 from megatron.commands import model_scripts
 from megatron.errors import ConfigError
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
-from megatron.neox_arguments.merging import read_layer
 from megatron.neox_arguments.validation import NOT_IMPLEMENTED
+from megatron.neox_arguments.yaml_files import read_layer
 from tests.conftest import REPOSITORY
 
 

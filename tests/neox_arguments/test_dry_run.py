@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.estimates import count_parameters, estimate_memory
+from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
 
 from .samples import TINY
 
