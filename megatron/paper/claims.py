@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.cells import compare_paired, summarize
 from megatron.paper.contrasts import loss_from
-from megatron.paper.run_results import ResultSet
+from megatron.paper.run_results import ResultSet, compare_paired, summarize
 from megatron.paper.suite_file import DataSet, Point
 
 __all__ = ["Finding", "Verdict", "check_claims"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import KerpleError, ReproduceError
 from megatron.neox_arguments.yaml_files import parse_yaml
-from megatron.paper.cluster_options import ClusterOptions
+from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
 
@@ -316,7 +316,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _keep(options: argparse.Namespace) -> int:
-    from megatron.paper.keep_results import keep_results
+    from megatron.paper.run_files import keep_results
 
     kept = keep_results(_suite(options), Path(options.runs), Path(options.out))
     print(f"{len(kept)} finished runs: {options.out}")

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.evaluation.results_schema import PositionEntry
-from megatron.paper.cells import ALPHA, Cell, Rounding, compare_paired
-from megatron.paper.run_results import ResultSet, RunResults
-from megatron.paper.suite_file import Contrast
+from megatron.paper.run_results import ALPHA, Cell, ResultSet, RunResults, compare_paired
+from megatron.paper.suite_file import Contrast, Rounding
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 
 __all__ = ["Difference", "contrast_table", "kind_of", "loss_from", "perplexities"]

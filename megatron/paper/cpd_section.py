@@ -10,9 +10,9 @@ from torch import Tensor
 from megatron.errors import KernelAnalysisError
 from megatron.model.kernel_theory import cpd_margin, is_cpd, smallest_shift
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.cells import Cell, Rounding
 from megatron.paper.kernel_figures import kernel_bias
-from megatron.paper.run_results import ResultSet
+from megatron.paper.run_results import Cell, ResultSet
+from megatron.paper.suite_file import Rounding
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 
 __all__ = ["cpd_table"]

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
 
 from megatron.neox_arguments.catalogue import label_of, line_style
-from megatron.paper.cells import summarize
-from megatron.paper.run_results import ResultSet
+from megatron.paper.run_results import ResultSet, summarize
 from megatron.paper.style import (
     EndLabel,
     direct_labels,

@@ -19,9 +19,8 @@ from megatron.model.position_base import DistanceKernel, TableEmbedding
 from megatron.model.position_names import build_positional_embedding
 from megatron.model.standalone import position_options
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.cells import summarize
 from megatron.paper.published import published_seconds_per_step
-from megatron.paper.run_results import ResultSet, RunResults
+from megatron.paper.run_results import ResultSet, RunResults, summarize
 from megatron.paper.style import (
     data_color,
     figure_style,

@@ -10,16 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from megatron.neox_arguments.catalogue import label_of
+from megatron.paper import style
 from megatron.paper.kernel_figures import first_kernel, kernel_bias, shade
 from megatron.paper.run_results import ResultSet
-from megatron.paper.style import (
-    EndLabel,
-    direct_labels,
-    figure_style,
-    finish_axes,
-    mark_train_length,
-    new_figure,
-)
 from megatron.paper.suite_file import DataSet
 
 __all__ = ["framework_illustration", "kernels_on_paper_axes", "kernels_over_training"]
@@ -34,8 +27,8 @@ def framework_illustration() -> Figure:
     Three learned numbers per head (3-para-log), whatever the length: a longer sequence needs no
     new parameters, only larger distances.
     """
-    with figure_style():
-        figure = new_figure(3, width=2.9, height=4.3)
+    with style.figure_style():
+        figure = style.new_figure(3, width=2.9, height=4.3)
         panels = figure.subplots(1, 3)
         _matrix(panels[0], "content", lambda m, n: f"$q_{m}^\\top k_{n}$")
         _matrix(panels[1], "kernel", lambda m, n: f"$\\tilde k({m - n})$")
@@ -97,8 +90,8 @@ def kernels_on_paper_axes(
     rows = [item for item in data if any(first_kernel(results, item.name, n) for n in names)]
     if not rows:
         return None
-    with figure_style():
-        figure = new_figure(len(names), len(rows), width=4.2, height=3.3)
+    with style.figure_style():
+        figure = style.new_figure(len(names), len(rows), width=4.2, height=3.3)
         grid = figure.subplots(len(rows), len(names), squeeze=False)
         for row, item in zip(grid, rows, strict=True):
             for axes, name in zip(row, names, strict=True):
@@ -106,7 +99,7 @@ def kernels_on_paper_axes(
                 values = found[1] if found else {}
                 bias = kernel_bias(name, values, heads, max_distance + 1) if found else None
                 _whole_kernel(axes, bias, results.train_length(item.name))
-                finish_axes(
+                style.finish_axes(
                     axes,
                     title=f"{label_of(name)}: {item.title}",
                     xlabel="distance |m − n| (tokens)",
@@ -124,7 +117,7 @@ def _whole_kernel(axes: Axes, bias: np.ndarray | None, train_length: int | None)
         axes.plot(bias[head], color=shade(float(tone)), linewidth=1.5)
     axes.set_xlim(0, bias.shape[1] - 1)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
-    mark_train_length(axes, train_length, below=True)
+    style.mark_train_length(axes, train_length, below=True)
 
 
 _PATH_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -142,8 +135,8 @@ def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure
     if not shown:
         return None
     columns = max(len(run.kernel) for _, _, run in shown)
-    with figure_style():
-        figure = new_figure(columns, len(shown), width=4.4, height=2.9)
+    with style.figure_style():
+        figure = style.new_figure(columns, len(shown), width=4.4, height=2.9)
         grid = figure.subplots(len(shown), columns, squeeze=False)
         for row, (item, name, run) in zip(grid, shown, strict=True):
             steps = [step for step, _ in run.kernel_path]
@@ -153,10 +146,11 @@ def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure
                     axes.plot(steps, head, color=color, linewidth=1.5)
                 axes.set_xlim(0, steps[-1])
                 title = f"{label_of(name)}: {item.title}"
-                finish_axes(axes, title=title, xlabel="step", ylabel=parameter)
+                style.finish_axes(axes, title=title, xlabel="step", ylabel=parameter)
                 axes.title.set_fontsize(10.5)
                 ends = [float(head[-1]) for head in heads]
-                direct_labels(
-                    axes, [EndLabel(f"head {i + 1}", color, end) for i, end in enumerate(ends)]
+                style.direct_labels(
+                    axes,
+                    [style.EndLabel(f"head {i + 1}", color, end) for i, end in enumerate(ends)],
                 )
     return figure

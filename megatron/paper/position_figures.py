@@ -15,15 +15,8 @@ from numpy.typing import NDArray
 
 from megatron.evaluation.results_schema import PositionEntry
 from megatron.neox_arguments.catalogue import label_of, line_style
+from megatron.paper import style as look
 from megatron.paper.run_results import ResultSet
-from megatron.paper.style import (
-    EndLabel,
-    direct_labels,
-    figure_style,
-    finish_axes,
-    mark_train_length,
-    new_figure,
-)
 from megatron.paper.suite_file import DataSet, Positionwise
 
 __all__ = ["binned", "positionwise_perplexity", "smoothed"]
@@ -77,13 +70,13 @@ def positionwise_perplexity(
     if not panels:
         return None
     compared = any(_reference(lines) for lines in panels.values())
-    with figure_style():
-        figure = new_figure(len(panels), 2 if compared else 1, width=6.2, height=3.6)
+    with look.figure_style():
+        figure = look.new_figure(len(panels), 2 if compared else 1, width=6.2, height=3.6)
         grid = figure.subplots(2 if compared else 1, len(panels), squeeze=False)
         for column, (length, lines) in enumerate(panels.items()):
             train_length = results.train_length(data.name)
             _panel(grid[0][column], lines, length, train_length)
-            finish_axes(
+            look.finish_axes(
                 grid[0][column],
                 title=f"{data.title}, length {length:,}",
                 xlabel="position in the sequence (tokens)",
@@ -127,15 +120,15 @@ def _difference_panel(
             axes.fill_between(
                 line.middles, fine - error, fine + error, color=style.color, alpha=0.15, linewidth=0
             )
-        labels.append(EndLabel(line.label, style.color, float(fine[-1])))
+        labels.append(look.EndLabel(line.label, style.color, float(fine[-1])))
     axes.axhline(0.0, color=line_style(reference.name).color, linestyle=(0, (4, 2)), linewidth=1.2)
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, -0.25), min(high, 0.25))
     axes.set_xlim(0, length)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    mark_train_length(axes, train_length)
-    direct_labels(axes, labels)
-    finish_axes(
+    look.mark_train_length(axes, train_length)
+    look.direct_labels(axes, labels)
+    look.finish_axes(
         axes,
         title=f"the same, against {reference.label}",
         xlabel="position in the sequence (tokens)",
@@ -183,12 +176,12 @@ def _panel(axes: Axes, lines: Sequence[_Line], length: int, train_length: int | 
                 alpha=0.15,
                 linewidth=0,
             )
-        labels.append(EndLabel(line.label, style.color, float(_ppl(fine)[-1])))
+        labels.append(look.EndLabel(line.label, style.color, float(_ppl(fine)[-1])))
     axes.set_xlim(0, length)
     axes.set_ylim(*_frame(lines))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    mark_train_length(axes, train_length)
-    direct_labels(axes, labels)
+    look.mark_train_length(axes, train_length)
+    look.direct_labels(axes, labels)
 
 
 def _ppl(losses: FloatArray) -> FloatArray:

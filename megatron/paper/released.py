@@ -18,12 +18,11 @@ from megatron.atomic_files import write_text
 from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import Result, read_result
 from megatron.neox_arguments.catalogue import canonical_method, label_of
-from megatron.paper.cells import Cell, Rounding
 from megatron.paper.pages import Chapter, Page, page_html, page_markdown, to_csv, to_latex, to_text
 from megatron.paper.published import DATA_TITLES
-from megatron.paper.run_results import ResultSet, RunResults
+from megatron.paper.run_results import Cell, ResultSet, RunResults
 from megatron.paper.suite import Run
-from megatron.paper.suite_file import DataSet
+from megatron.paper.suite_file import DataSet, Rounding
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 
 if TYPE_CHECKING:

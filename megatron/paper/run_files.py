@@ -12,8 +12,9 @@ runs/<suite>/<run>/
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import read_json
 from megatron.paper.result_fit import Fit, check_steps, training_differences
 from megatron.paper.run_results import finite
-from megatron.paper.suite import Run
+from megatron.paper.suite import Run, Suite
 
 __all__ = [
     "RunState",
     "State",
     "done_steps",
+    "keep_results",
     "mark_done",
     "move_aside",
     "prepare_run",
@@ -175,3 +177,37 @@ def read_history(suite_directory: Path) -> list[dict[str, Any]]:
         if isinstance(entry, dict):
             entries.append(entry)
     return entries
+
+
+# Keep what finished runs have to show, small enough for a repository: no checkpoints, no caches.
+#
+# A folder of runs that was copied back counts as finished, so that another machine goes on where
+# this one stopped::
+#
+#     tools/reproduce.py keep --suite study --out docs/results/study/runs
+#     cp -r docs/results/study/runs/study runs/          # elsewhere, then `run` as usual
+
+_FILES = ("config.yml", "run.json", "metrics.jsonl")
+
+
+def keep_results(suite: Suite, root: Path, target: Path) -> list[str]:
+    """Copy the finished runs of a suite to ``target/SUITE``; their names."""
+    kept = []
+    for run in suite.runs:
+        source, copy = suite.run_directory(root, run), suite.run_directory(target, run)
+        if done_steps(source, run) != set(step_names(run)):
+            continue
+        copy.mkdir(parents=True, exist_ok=True)
+        for name in _FILES:
+            shutil.copyfile(source / name, copy / name)
+        shutil.copytree(source / ".done", copy / ".done", dirs_exist_ok=True)
+        # Whose process it was and on which machine is nobody's business.
+        write_state(copy, replace(read_state(source), process=None, host=""))
+        for file in sorted((source / "results").glob("*.json")):
+            content = read_json(file)
+            if content is None:
+                raise ReproduceError(f"{file}: not a result file; delete it or evaluate again")
+            compact = json.dumps(content, separators=(",", ":")) + "\n"
+            write_text(copy / "results" / file.name, compact, parents=True)
+        kept.append(run.name)
+    return kept

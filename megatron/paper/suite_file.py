@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
-from megatron.paper.cells import Rounding
 
 __all__ = [
     "Contrast",
@@ -30,6 +29,21 @@ __all__ = [
 SUITE_DIRECTORY = Path(__file__).resolve().parent / "suites"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 """Names become folders and files: nothing that leads elsewhere."""
+
+
+class Rounding(str, Enum):
+    """How the paper rounds "mean ± std"."""
+
+    REFERENCE = "reference"
+    """Mean to three digits; deviation to the decimals of the data set's best mean (main table)."""
+    MAGNITUDE = "magnitude"
+    """Mean to three digits, deviation to the same decimals (Gaussian table)."""
+    INTEGER = "integer"
+    """Whole numbers, small deviations to one decimal (the sinusoidal column)."""
+    TWO_DECIMALS = "two_decimals"
+    """WikiText-103."""
+    THREE_DECIMALS = "three_decimals"
+    """Seconds per step."""
 
 
 class _Strict(BaseModel):

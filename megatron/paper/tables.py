@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.cells import (
+from megatron.paper.published import published_cell, published_seconds_per_step
+from megatron.paper.run_results import (
     Cell,
-    Rounding,
     cell_text,
     compare_paired,
     reference_decimals,
     summarize,
 )
-from megatron.paper.published import published_cell, published_seconds_per_step
-from megatron.paper.suite_file import DataSet, Layout, Point, TableSpec
+from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, TableSpec
 
 __all__ = [
     "REFERENCE_METHOD",

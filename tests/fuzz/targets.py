@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from megatron.paper.cluster_options import ClusterOptions
+from megatron.paper.keep_results import keep_results
 
 from megatron.commands.plot_run import read_run
 from megatron.data import IndexedDataset, IndexedDatasetWriter, build_train_valid_test_datasets
@@ -26,8 +28,6 @@ from megatron.data.preprocess import PreprocessOptions, preprocess
 from megatron.evaluation.results_schema import read_result
 from megatron.launcher.planning import read_hostfile
 from megatron.neox_arguments import NeoXArgs
-from megatron.paper.cluster_options import ClusterOptions
-from megatron.paper.keep_results import keep_results
 from megatron.paper.plan import plan_text
 from megatron.paper.report import collect_results
 from megatron.paper.result_fit import training_differences

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.paper.cells import Cell, Rounding, cell_text, decimals_for
 from megatron.paper.pages import to_csv, to_html, to_latex, to_markdown, to_text
-from megatron.paper.suite_file import DataSet, Layout, Point, TableSpec
+from megatron.paper.run_results import Cell, cell_text, decimals_for
+from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, TableSpec
 from megatron.paper.tables import lay_out, measured_cells, published_source
 
 SPEC = TableSpec(

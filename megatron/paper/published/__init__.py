@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from megatron.paper.cells import Cell
+from megatron.paper.run_results import Cell
 
 __all__ = ["DATA_TITLES", "published_cell", "published_cells", "published_seconds_per_step"]
 

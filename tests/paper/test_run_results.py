@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from megatron.paper.cells import compare_paired, summarize
+from megatron.paper.run_results import compare_paired, summarize
 
 LOG = {1235: 3.40, 1236: 3.55, 1237: 3.21, 1238: 3.62, 1239: 3.30}
 
