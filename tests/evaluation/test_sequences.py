@@ -82,7 +82,7 @@ def test_fixed_sequences_are_the_official_validation_samples(prefix: Path) -> No
 
 
 def test_impossible_requests_are_refused(prefix: Path) -> None:
-    with pytest.raises(EvaluationError, match="no documents for valid"):
+    with pytest.raises(EvaluationError, match="no documents of 100 for valid"):
         valid(prefix, "9,0,1")
     with pytest.raises(EvaluationError, match="too few for one sequence of 4096"):
         fixed_sequences(valid(prefix), 4096, 1, seed=1, cache_dir=None)
