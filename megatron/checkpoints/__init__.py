@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.checkpoints.layouts import Layout, find_layout
 from megatron.checkpoints.placing import load_weights, place_weights
-from megatron.checkpoints.reading import Checkpoint, read_checkpoint
+from megatron.checkpoints.reading import Checkpoint, Layout, find_layout, read_checkpoint
 from megatron.errors import CheckpointError
 
 __all__ = [

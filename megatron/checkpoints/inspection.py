@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.checkpoints.layouts import Layout
-from megatron.checkpoints.reading import Checkpoint
+from megatron.checkpoints.reading import Checkpoint, Layout
 from megatron.checkpoints.safe_files import load_mapping
-from megatron.checkpoints.weight_names import FIRST_LAYER, split_name
+from megatron.checkpoints.sharding import FIRST_LAYER, split_name
 from megatron.model.kernel_theory import effective_length
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
 from megatron.model.position_names import build_positional_embedding

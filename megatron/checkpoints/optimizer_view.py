@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.checkpoints.sharding import Sharding, with_rows
+from megatron.checkpoints.sharding import Sharding, strip_prefix, with_rows
 from megatron.checkpoints.universal import STEP, WEIGHT, States
-from megatron.checkpoints.weight_names import strip_prefix
 from megatron.errors import CheckpointError
 from megatron.mpu import TensorParallel
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoints.reading import EMBEDDING, Checkpoint, read_checkpoint
-from megatron.checkpoints.sharding import Sharding, with_rows
-from megatron.checkpoints.weight_names import split_name
+from megatron.checkpoints.sharding import Sharding, split_name, with_rows
 from megatron.errors import CheckpointError
 from megatron.model.gpt import GPTModel
 from megatron.model.position_base import DistanceKernel, constraint_named

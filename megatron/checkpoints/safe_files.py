@@ -24,7 +24,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from megatron.checkpoints.checksums import ChecksummedFile, Sums
+from megatron.checkpoints.store import ChecksummedFile, Sums
 from megatron.errors import CheckpointError
 
 __all__ = ["SafeCheckpointEngine", "host_copy", "load_file", "load_mapping", "synced_save"]

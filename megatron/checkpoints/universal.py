@@ -13,14 +13,37 @@ in a plain model, `tied_modules.embedding.x` for a tied embedding in a pipeline.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import (
+    CAT_DIM,
+    ORIGINAL_VOCAB_SIZE,
+    PARAM,
+    PARAM_N_SUB_PARAMS,
+    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    PARAMETER_WITH_SUB_PARAMS,
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
+    SUB_PARAM_SHAPE,
+    SUB_PARAM_SHARD_WIDTHS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+    VOCAB_TENSOR,
+    VOCABULARY_PARAMETER_PATTERNS,
+)
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from torch import Tensor, nn
 
 from megatron.checkpoints.safe_files import load_file
-from megatron.checkpoints.weight_names import strip_prefix
+from megatron.checkpoints.sharding import Sharding, split_name, strip_prefix
 from megatron.errors import CheckpointError
 
 __all__ = [
@@ -30,10 +53,17 @@ __all__ = [
     "OPTIMIZER",
     "PARAMETERS",
     "STEP",
+    "TIED",
     "WEIGHT",
     "States",
     "common_step",
+    "conversion_info",
+    "described",
     "is_universal",
+    "model_states",
+    "note_cuts",
+    "optimizer_state",
+    "other_names",
     "parameter_folders",
     "progress_in_model_states",
     "read_progress",
@@ -134,3 +164,140 @@ def progress_in_model_states(directory: Path) -> dict[str, Any]:
             "checkpoints of train.py can be resumed"
         )
     return {"schedule" if key == "lr_scheduler" else key: state[key] for key in NEEDED}
+
+
+# What DeepSpeed wants to know of a model to write or read its universal checkpoints.
+
+TIED = "tied_modules."
+
+
+def described(name: str, whole: Tensor, sharding: Sharding) -> dict[str, Any]:
+    """A whole tensor and how tensor parallelism cuts it, as DeepSpeed's loader expects it."""
+    entry: dict[str, Any] = {PARAM: whole}
+    dim = sharding.dim(name)
+    if dim is not None:
+        entry[CAT_DIM] = dim
+    parts = _parts(name, whole.shape, sharding)
+    if len(set(parts)) > 1:
+        shape = (tuple(parts), *whole.shape[1:])
+        entry[SUB_PARAM_SHAPE] = SubparamShape(patterns=[], shape=shape, partition_dim=0)
+    elif len(parts) > 1:
+        entry[PARAM_N_SUB_PARAMS] = len(parts)
+    if _is_cut_by_word(name, sharding):
+        entry[VOCAB_TENSOR] = True
+    return entry
+
+
+def other_names(name: str, *, tied: bool) -> list[str]:
+    """What modules call a canonical name: a plain model, and a pipeline with a tied embedding."""
+    index, rest = split_name(name)
+    return [f"sequential.{name}", *([f"{TIED}embedding.{rest}"] if tied and index == 0 else [])]
+
+
+def note_cuts(module: nn.Module, sharding: Sharding, tp_size: int) -> None:
+    """Hang on the module what `ds_to_universal` asks of a checkpoint; DeepSpeed saves it."""
+    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(stages, own)
+    shapes = {name: shape for stage in stages for name, shape in stage.items()}
+    setattr(module, UNIVERSAL_CHECKPOINT_INFO, conversion_info(shapes, sharding, tp_size))
+
+
+def conversion_info(
+    shapes: Mapping[str, tuple[int, ...]], sharding: Sharding, tp_size: int
+) -> dict[str, Any]:
+    """Patterns of parameter names by how their tensor-parallel slices are joined."""
+    names = {name: strip_prefix(name, Path("model")) for name in shapes}
+    words = [name for name, canonical in names.items() if _is_cut_by_word(canonical, sharding)]
+    info = {
+        TP_REPLICATED_PARAMETER_PATTERNS: [n for n, c in names.items() if sharding.dim(c) is None],
+        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: [
+            n for n, c in names.items() if sharding.dim(c) == 1
+        ],
+        PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: [
+            n for n, c in names.items() if len(_parts(c, shapes[n], sharding)) == 2
+        ],
+        VOCABULARY_PARAMETER_PATTERNS: words,
+        # The embedding of a tied head is on the last stage too.
+        PIPELINE_REPLICATED_PARAMETER_PATTERNS: [n for n in names if n.startswith(TIED)],
+    }
+    return {
+        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        # DeepSpeed drops the rows from here on. Rows of padding are trained like others: keep all.
+        ORIGINAL_VOCAB_SIZE: max((shapes[name][0] for name in words), default=0) * tp_size,
+        **{key: _patterns(found) for key, found in info.items()},
+        **_uneven_parts(shapes, names, sharding, tp_size),
+    }
+
+
+def _parts(name: str, shape: Sequence[int], sharding: Sharding) -> list[int]:
+    dim = sharding.dim(name)
+    return [] if dim is None else sharding.parts(name, shape[dim])
+
+
+def _uneven_parts(
+    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], sharding: Sharding, tp: int
+) -> dict[str, Any]:
+    """Queries, keys and values of grouped heads: whole sizes, and each rank's share of them."""
+    described, widths = {}, {}
+    for name, canonical in names.items():
+        parts = _parts(canonical, shapes[name], sharding)
+        if len(set(parts)) > 1:
+            (pattern,) = _patterns([name])
+            whole = tuple(part * tp for part in parts)
+            shape = (whole, *shapes[name][1:])
+            described[pattern] = {"patterns": [pattern], "shape": shape, "partition_dim": 0}
+            widths[pattern] = [[part] * tp for part in parts]
+    if not described:
+        return {}
+    return {PARAMETER_WITH_SUB_PARAMS: list(described.values()), SUB_PARAM_SHARD_WIDTHS: widths}
+
+
+def _is_cut_by_word(name: str, sharding: Sharding) -> bool:
+    return sharding.has_vocabulary_rows(name) and sharding.dim(name) == 0
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """One expression for the same parameter of all layers; DeepSpeed wants every one used."""
+    found = set()
+    for name in names:
+        if name.startswith(TIED):
+            found.add(f"{re.escape(name)}$")
+        else:
+            rest = split_name(strip_prefix(name, Path("model")))[1]
+            found.add(rf"(sequential\.)?\d+\.{re.escape(rest)}$")
+    return sorted(found)
+
+
+def optimizer_state(param_groups: list[dict[str, Any]], step: Tensor | None) -> dict[str, Any]:
+    """zero/optimizer_state.pt: the hyperparameters as ZeRO 1 and 2 read them, and as ZeRO 3 does.
+
+    ZeRO 3 gives the first group's to all, so only what all groups share is there.
+    """
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in param_groups]
+    shared = {k: v for k, v in groups[0].items() if all(group.get(k) == v for group in groups)}
+    state = {} if step is None else {0: {"step": step}}
+    return {
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": [shared]},
+        "ds_version": deepspeed.__version__,
+    }
+
+
+def model_states(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """The model-states file: where training stood. The weights are under zero/."""
+    return {
+        "module": None,
+        "lr_scheduler": progress["schedule"],
+        "global_steps": progress["iteration"],
+        "global_samples": progress["consumed_samples"],
+        "skipped_steps": progress["skipped_steps"],
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "iteration": progress["iteration"],
+        "consumed_samples": progress["consumed_samples"],
+        "ds_version": deepspeed.__version__,
+        UNIVERSAL_CHECKPOINT_INFO: {
+            UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE
+        },
+    }

@@ -31,16 +31,14 @@ from megatron.checkpoints.universal import (
     WEIGHT,
     States,
     common_step,
-    parameter_folders,
-    progress_in_model_states,
-    read_progress,
-    read_states,
-)
-from megatron.checkpoints.universal_metadata import (
     described,
     model_states,
     optimizer_state,
     other_names,
+    parameter_folders,
+    progress_in_model_states,
+    read_progress,
+    read_states,
 )
 from megatron.errors import CheckpointError
 from megatron.mpu import ParallelState, TensorParallel

@@ -10,11 +10,16 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron.checkpoints.checksums import write_checksums
 from megatron.checkpoints.reading import Checkpoint
 from megatron.checkpoints.saved_config import RESOLVED
-from megatron.checkpoints.sharding import Sharding, split_weights
-from megatron.checkpoints.weight_names import FIRST_LAYER, official_kernel_names, split_name
+from megatron.checkpoints.sharding import (
+    FIRST_LAYER,
+    Sharding,
+    official_kernel_names,
+    split_name,
+    split_weights,
+)
+from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.position_base import DistanceKernel, constraint_named
 from megatron.model.position_names import canonical_name, positional_embedding_class

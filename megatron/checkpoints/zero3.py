@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoints.layouts import Layout
+from megatron.checkpoints.reading import Layout
 from megatron.checkpoints.safe_files import load_mapping
-from megatron.checkpoints.weight_names import strip_prefix
+from megatron.checkpoints.sharding import strip_prefix
 from megatron.errors import CheckpointError
 
 __all__ = ["read_zero3_shards"]

@@ -44,18 +44,18 @@ COMMANDS = {
         "commands.data_tools:train_tokenizer", "train a tokenizer on your text"
     ),
     "inspect_checkpoint": Command(
-        "commands.inspect_checkpoint:main",
+        "commands.checkpoint_tools:inspect_checkpoint",
         "show what a checkpoint holds, or what differs between two",
     ),
     "convert_checkpoint": Command(
-        "commands.convert_checkpoint:main",
+        "commands.checkpoint_tools:convert_checkpoint",
         "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any",
     ),
     "convert_neox_to_hf": Command(
-        "commands.convert_checkpoint:neox_to_hf", "export to Hugging Face, with GPT-NeoX's flags"
+        "commands.checkpoint_tools:neox_to_hf", "export to Hugging Face, with GPT-NeoX's flags"
     ),
     "reshard_checkpoint": Command(
-        "commands.reshard_checkpoint:main", "make a run resume under another layout"
+        "commands.checkpoint_tools:reshard_checkpoint", "make a run resume under another layout"
     ),
     "plot_kernels": Command(
         "commands.kernel_tools:plot_kernels",

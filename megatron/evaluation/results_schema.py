@@ -167,7 +167,7 @@ def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -
 
 def weights_id(checkpoint: Path) -> str | None:
     """Names the weights by their checksums; None for a checkpoint that has none, or is gone."""
-    from megatron.checkpoints.checksums import CHECKSUMS
+    from megatron.checkpoints.store import CHECKSUMS
 
     sums = read_json(checkpoint / CHECKSUMS)
     if not sums:

@@ -19,7 +19,7 @@ from megatron.model.gpt import GPTModel
 from megatron.neox_arguments import NeoXArgs, catalogue
 
 if TYPE_CHECKING:
-    from megatron.checkpoints.layouts import Layout
+    from megatron.checkpoints.reading import Layout
     from megatron.model import GPTModel
     from megatron.neox_arguments import NeoXArgs
     from megatron.tokenizer import Tokenizer
@@ -176,7 +176,7 @@ def checkpoint_place(args: NeoXArgs) -> str | None:
 
 def find_subject(args: NeoXArgs, device: str) -> Subject:
     """The checkpoint that `load` (or `save`) and `iteration` select."""
-    from megatron.checkpoints.layouts import find_layout
+    from megatron.checkpoints.reading import find_layout
 
     place = checkpoint_place(args)
     if place is None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
 from megatron.checkpoints.sharding import Sharding
-from megatron.checkpoints.universal_metadata import note_cuts
+from megatron.checkpoints.universal import note_cuts
 from megatron.model.embedding import TiedHead
 from megatron.model.gpt import GPTModel
 from megatron.model.pipeline import build_pipeline

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.atomic_files import write_text
-from megatron.checkpoints.checksums import Sums
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.saved_config import (
     RESOLVED,
@@ -18,7 +17,7 @@ from megatron.checkpoints.saved_config import (
     read_config_file,
 )
 from megatron.checkpoints.saving import publish, write_configs
-from megatron.checkpoints.store import CheckpointStore, tag_of
+from megatron.checkpoints.store import CheckpointStore, Sums, tag_of
 from megatron.checkpoints.universal import LATEST
 from megatron.checkpoints.universal_engine import export, progress_of
 from megatron.model.spec import ModelSpec

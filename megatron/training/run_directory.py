@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.checkpoints.agreement import check_agreement
-from megatron.checkpoints.checksums import is_training_checkpoint
-from megatron.checkpoints.layouts import find_layout
 from megatron.checkpoints.rank_layout import LAYOUT, read_layout
-from megatron.checkpoints.run_lock import hold
-from megatron.checkpoints.saved_config import RESOLVED, as_it_began, read_config_file
-from megatron.checkpoints.store import CheckpointStore
+from megatron.checkpoints.reading import find_layout
+from megatron.checkpoints.saved_config import (
+    RESOLVED,
+    as_it_began,
+    check_agreement,
+    read_config_file,
+)
+from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
 from megatron.terminal import shown_command

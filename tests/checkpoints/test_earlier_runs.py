@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 import megatron
-from megatron.checkpoints.checksums import CHECKSUMS, checksum
 from megatron.checkpoints.rank_layout import LAYOUT
-from megatron.checkpoints.store import CheckpointStore
+from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
 from megatron.training.schedule import Schedule
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config

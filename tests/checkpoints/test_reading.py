@@ -11,8 +11,8 @@ import yaml
 
 import megatron
 from megatron.checkpoints import find_layout, read_checkpoint
-from megatron.checkpoints.checksums import write_checksums
 from megatron.checkpoints.safe_files import load_mapping
+from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import logits_of, saved_model, small_args, tokens
 from tests.conftest import FIXTURES

@@ -15,8 +15,8 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.checksums import checksum
 from megatron.checkpoints.safe_files import host_copy, load_file, synced_save
+from megatron.checkpoints.store import checksum
 from megatron.checkpoints.universal import parameter_folders, read_states, read_weights
 from megatron.errors import CheckpointError
 from tests.processes import REPOSITORY

@@ -13,7 +13,7 @@ import yaml
 
 from megatron import load_pretrained
 from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.checksums import write_checksums
+from megatron.checkpoints.store import write_checksums
 from megatron.commands import run
 from megatron.errors import KerpleError
 from megatron.generation.pretrained import find_subject

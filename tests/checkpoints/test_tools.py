@@ -18,7 +18,7 @@ import torch
 
 import megatron
 from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.checksums import write_checksums
+from megatron.checkpoints.store import write_checksums
 from megatron.commands import run
 from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import assert_equal_weights, logits_of, saved_model

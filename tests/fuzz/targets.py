@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from megatron.paper.cluster_options import ClusterOptions
-from megatron.paper.keep_results import keep_results
 
 from megatron.commands.plot_run import read_run
 from megatron.data import IndexedDataset, IndexedDatasetWriter, build_train_valid_test_datasets
@@ -35,11 +33,13 @@ from megatron.paper.run_files import (
     RunState,
     State,
     done_steps,
+    keep_results,
     read_history,
     record_command,
     write_state,
 )
 from megatron.paper.run_results import read_metrics
+from megatron.paper.slurm import ClusterOptions
 from megatron.paper.status import logs_text, status_text
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import SUITE_DIRECTORY

@@ -15,17 +15,20 @@ from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 from transformers import GenerationConfig, GPTNeoXConfig, PretrainedConfig
 
-from megatron.checkpoints.checksums import write_checksums
+from megatron.checkpoints.hf.companions import (
+    OWN_KERNEL,
+    model_card,
+    standalone_source,
+    tokenizer_settings,
+    write_tokenizer,
+)
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
-from megatron.checkpoints.hf.kernel_source import OWN_KERNEL, standalone_source
 from megatron.checkpoints.hf.keys_kerple import written_out
-from megatron.checkpoints.hf.model_card import model_card
-from megatron.checkpoints.hf.tokenizer_files import tokenizer_settings, write_tokenizer
-from megatron.checkpoints.layouts import TOKENIZER, Layout
-from megatron.checkpoints.reading import EMBEDDING, Checkpoint
+from megatron.checkpoints.reading import EMBEDDING, TOKENIZER, Checkpoint, Layout
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.saved_config import tokenizer_of
+from megatron.checkpoints.store import write_checksums
 from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError, KerpleError
 from megatron.model.position_names import canonical_name, positional_embedding_class

@@ -12,7 +12,7 @@ from transformers import GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.modeling_kerple import ACTIVATIONS, GATED
-from megatron.checkpoints.weight_names import FIRST_LAYER, split_name
+from megatron.checkpoints.sharding import FIRST_LAYER, split_name
 from megatron.errors import CheckpointError
 from megatron.model.position_names import canonical_name
 from megatron.model.spec import ModelSpec

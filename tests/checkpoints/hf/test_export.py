@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPTNeo
 import megatron
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf import KerpleNeoXForCausalLM
+from megatron.checkpoints.hf.companions import _library_of
 from megatron.checkpoints.hf.folder import write_hf
-from megatron.checkpoints.hf.tokenizer_files import _library_of
 from megatron.checkpoints.writing import write_native
 from megatron.errors import CheckpointError
 from megatron.neox_arguments import allow_kernel

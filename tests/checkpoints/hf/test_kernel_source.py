@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoints.hf.kernel_source import standalone_source
+from megatron.checkpoints.hf.companions import standalone_source
 from megatron.commands import run
 from megatron.errors import CheckpointError
 from megatron.model.position_names import positional_embedding_class

@@ -1,0 +1,385 @@
+"""Looking at checkpoints and changing their form: inspect, convert, reshard."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.errors import CheckpointError
+from megatron.launcher.environment import free_port
+from megatron.neox_arguments.command_line import add_allow_kernel_argument
+from megatron.terminal import PACKAGE, say_next, shown_command
+
+if TYPE_CHECKING:
+    from megatron.checkpoints import Checkpoint
+
+
+INSPECT = """Show what a checkpoint holds, or what differs between two.
+
+tools/inspect_checkpoint.py RUN
+tools/inspect_checkpoint.py RUN/global_step1000 OTHER_RUN --json
+"""
+
+
+def _inspect_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    from megatron.neox_arguments.command_line import add_allow_kernel_argument
+
+    parser = argparse.ArgumentParser(
+        description=INSPECT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", metavar="PATH", help="run directory, global_stepN or HF folder")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this one")
+    parser.add_argument("--iteration", type=int, help="which global_stepN; default: latest")
+    parser.add_argument("--no-weights", action="store_true", help="leave out the list of weights")
+    parser.add_argument("--longest", type=int, default=20480, help="effective lengths up to this")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    add_allow_kernel_argument(parser)
+    return parser.parse_args(arguments)
+
+
+def _report(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything there is to show, as plain data."""
+    from megatron.machine import settle_accelerator
+
+    settle_accelerator()
+    from megatron.checkpoints import read_checkpoint
+    from megatron.checkpoints.inspection import compare, describe, kernel_of
+
+    checkpoint = read_checkpoint(args.path, iteration=args.iteration)
+    content: dict[str, Any] = {"checkpoint": describe(checkpoint)}
+    if args.other is not None:
+        other = read_checkpoint(args.other)
+        content["other"] = describe(other)
+        content["differences"] = [dataclasses.asdict(d) for d in compare(checkpoint, other)]
+        return content
+    content["kernels"] = [dataclasses.asdict(k) for k in kernel_of(checkpoint, args.longest)]
+    if not args.no_weights:
+        content["weights"] = list(_weights(checkpoint))
+    return content
+
+
+def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+    from megatron.checkpoints.sharding import split_name
+
+    for name, tensor in sorted(checkpoint.weights.items(), key=lambda item: split_name(item[0])):
+        values = tensor.float()
+        yield {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "mean": float(values.mean()),
+            "std": float(values.std(correction=0)),
+        }
+
+
+def _as_text(content: dict[str, Any], longest: int) -> str:
+    """The report for people."""
+    lines = _facts(content["checkpoint"])
+    if "other" in content:
+        lines += ["", *_facts(content["other"]), "", "differences (first | second)"]
+        lines += [f"  {d['name']}: {d['what']}" for d in content["differences"]] or ["  none"]
+    for kernel in content.get("kernels", ()):
+        lines += ["", *_kernel(kernel, longest)]
+    if "weights" in content:
+        lines += ["", "weights (layer index.name)"]
+    for weight in content.get("weights", ()):
+        shape = " x ".join(map(str, weight["shape"]))
+        numbers = f"mean {weight['mean']: .2e}  std {weight['std']:.2e}"
+        lines.append(f"  {weight['name']:<44}{shape:>16}  {weight['dtype']:<9}{numbers}")
+    return "\n".join(lines)
+
+
+def _facts(facts: dict[str, Any]) -> list[str]:
+    lines = [f"{facts['path']}"]
+    for key, value in facts.items():
+        if key == "bytes":
+            value = f"{value / 1e6:,.1f} MB"
+        elif isinstance(value, int) and not isinstance(value, bool):
+            value = f"{value:,}"
+        elif isinstance(value, list):
+            value = ", ".join(value) or "none"
+        if key != "path":
+            lines.append(f"  {key.replace('_', ' '):<22}{value}")
+    return lines
+
+
+def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
+    where = "shared by all layers" if kernel["layer"] is None else f"layer {kernel['layer']}"
+    columns = dict(kernel["values"])
+    names = [*columns, *(["effective length"] if kernel["effective_lengths"] else [])]
+    lines = [f"kernel, {where}", "  head  " + "  ".join(f"{name:>10}" for name in names)]
+    heads = len(kernel["effective_lengths"]) or len(next(iter(columns.values()), ()))
+    for head in range(heads):
+        cells = [f"{values[head]:>10.4f}" for values in columns.values()]
+        if kernel["effective_lengths"]:
+            length = kernel["effective_lengths"][head]
+            shown = f"> {longest}" if length is None else str(length)
+            cells.append(f"{shown:>16}")
+        lines.append(f"  {head:>4}  " + "  ".join(cells))
+    return lines
+
+
+def inspect_checkpoint(arguments: Sequence[str] | None = None) -> int:
+    args = _inspect_options(arguments)
+    content = _report(args)
+    print(json.dumps(content, indent=2) if args.json else _as_text(content, args.longest))
+    return 0
+
+
+CONVERT = """Convert a checkpoint: ours, official KERPLE, GPT-NeoX or Hugging Face, any to any.
+
+tools/convert_checkpoint.py RUN DST --to hf
+tools/convert_checkpoint.py RUN DST --to native --mp 2 --pp 1
+tools/convert_checkpoint.py HF_FOLDER DST --to neox --dtype bf16
+"""
+
+# What a conversion writes beside the files that its checksums.json lists.
+CONVERSION = re.compile(
+    r"global_step\d+|latest|checksums\.json|README\.md|(generation_)?config\.json|\w+_kerple\.py"
+    r"|model[\w-]*\.safetensors(\.index\.json)?|(tokenizer|vocab|special_tokens)\w*\.(json|model)"
+    r"|merges\.txt"
+)
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    from megatron.neox_arguments.command_line import add_allow_kernel_argument
+
+    parser = argparse.ArgumentParser(
+        description=CONVERT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", metavar="SRC", help="run directory, global_stepN or HF folder")
+    parser.add_argument("destination", metavar="DST", help="new directory")
+    parser.add_argument("--to", required=True, choices=("native", "hf", "neox"))
+    parser.add_argument("--mp", type=int, help="model-parallel size (native and neox; default 1)")
+    parser.add_argument(
+        "--pp",
+        type=int,
+        help="pipe-parallel size (native and neox): 0 writes one file per rank, 1 or more one file "
+        "per layer. Default: 0 for native, 1 for neox",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights; default: keep")
+    parser.add_argument("--iteration", type=int, help="which global_stepN; default: latest")
+    parser.add_argument("--config", nargs="*", help="YAML files, where none was saved inside")
+    parser.add_argument(
+        "--with-kernel-source",
+        action="store_true",
+        help="hf: put the source of a pos_emb of your own into the folder, for others to run",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    add_allow_kernel_argument(parser)
+    args = parser.parse_args(arguments)
+    if args.to == "hf" and (args.mp or args.pp):
+        parser.error("--mp and --pp are for native and neox; Hugging Face folders are not split")
+    if args.mp is not None and args.mp < 1:
+        parser.error(f"--mp {args.mp}: must be at least 1")
+    if args.pp is not None and args.pp < 0:
+        parser.error(f"--pp {args.pp}: must not be negative")
+    return args
+
+
+def _convert(args: argparse.Namespace) -> str:
+    """Do it; returns what to say."""
+    from megatron.machine import settle_accelerator
+
+    settle_accelerator()
+    import torch
+
+    from megatron.atomic_files import new_directory
+    from megatron.checkpoints import read_checkpoint
+    from megatron.checkpoints.writing import write_native, write_neox
+    from megatron.neox_arguments import NeoXArgs
+
+    dtype = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True)).get(
+        args.dtype
+    )
+    config = NeoXArgs.from_files(args.config) if args.config else None
+    checkpoint = read_checkpoint(args.source, iteration=args.iteration, config=config)
+    with new_directory(
+        args.destination,
+        overwrite=args.overwrite,
+        replaceable=_is_of_a_conversion(Path(args.destination)),
+        sources=[args.source, *(args.config or ())],
+    ) as folder:
+        if args.to == "hf":
+            from megatron.checkpoints.hf.folder import write_hf
+
+            write_hf(checkpoint, folder, dtype=dtype, with_kernel_source=args.with_kernel_source)
+        else:
+            write = write_native if args.to == "native" else write_neox
+            pp = args.pp if args.pp is not None else int(args.to == "neox")
+            write(checkpoint, folder, mp=args.mp or 1, pp=pp, dtype=dtype)
+            _copy_tokenizer(checkpoint.layout.directory, folder)
+    return (
+        f"{args.source} ({checkpoint.kind}, step {checkpoint.iteration}, "
+        f"{checkpoint.num_parameters:,} parameters) -> {args.destination} ({args.to})"
+    )
+
+
+def _is_of_a_conversion(folder: Path) -> Callable[[str], bool]:
+    """Which names in `folder` --overwrite may replace."""
+    from megatron.checkpoints.store import read_checksums
+
+    try:
+        listed = read_checksums(folder) or {}
+    except CheckpointError:
+        listed = {}
+    return lambda name: name in listed or CONVERSION.fullmatch(name) is not None
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    """A Hugging Face folder's tokenizer travels with its weights."""
+    if (source / "tokenizer.json").is_file():
+        shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
+
+
+def convert_checkpoint(arguments: Sequence[str] | None = None) -> int:
+    args = _convert_options(arguments)
+    print(_convert(args))
+    if args.to == "hf":
+        loaded = (
+            f"AutoModelForCausalLM.from_pretrained({args.destination!r}, trust_remote_code=True)"
+        )
+        say_next(f'python -c "from transformers import AutoModelForCausalLM; {loaded}"')
+    else:
+        say_next(f"{shown_command('inspect_checkpoint')} {args.destination}")
+    return 0
+
+
+NEOX_TOOL = """Export a checkpoint to Hugging Face, with the flags of GPT-NeoX's tool of this name.
+
+tools/ckpts/convert_neox_to_hf.py --input_dir RUN/global_step1000 --output_dir DST
+
+The weights' own config is taken where one was saved; --config_file is for where none was. What is
+exported is what the model is: transformers' GPTNeoXForCausalLM where that computes the same, else
+KerpleNeoXForCausalLM with its modelling file.
+"""
+
+
+def neox_to_hf(argv: Sequence[str] | None = None) -> int:
+    """GPT-NeoX's command line, handed over."""
+    parser = argparse.ArgumentParser(
+        prog="convert_neox_to_hf.py",
+        description=NEOX_TOOL,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--input_dir", required=True, help="a global_stepN, or a run")
+    parser.add_argument("--config_file", help="YAML of the model, if none lies in the checkpoint")
+    parser.add_argument("--output_dir", required=True, help="a new folder")
+    parser.add_argument(
+        "--precision", choices=("auto", *DTYPES), default="auto", help="auto keeps the checkpoint's"
+    )
+    parser.add_argument(
+        "--architecture",
+        choices=("neox",),
+        default="neox",
+        help="neox; the folder says which class it needs",
+    )
+    parser.add_argument(
+        "--no_save_tokenizer", action="store_true", help="accepted; a tokenizer is small"
+    )
+    options = parser.parse_args(argv)
+    words = [options.input_dir, options.output_dir, "--to", "hf"]
+    if options.precision != "auto":
+        words += ["--dtype", options.precision]
+    if options.config_file is not None:
+        words += ["--config", options.config_file]
+    return convert_checkpoint(words)
+
+
+RESHARD = """Make a universal checkpoint of a run: any (dp, mp, pp, ZeRO, precision) resumes it.
+
+    python tools/reshard_checkpoint.py RUN_DIRECTORY NEW_DIRECTORY [--iteration N]
+
+then train with `load: NEW_DIRECTORY` and the layout of your choice, optimizer included. The files
+are those of DeepSpeed's Universal Checkpointing. The old layout's ranks are started here, on this
+machine's CPU: it needs memory for the whole model with its optimizer.
+"""
+
+
+def _plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
+    """The step to convert and how many processes its layout has."""
+    from megatron.machine import settle_accelerator
+
+    settle_accelerator()
+    from megatron.checkpoints.rank_layout import read_layout
+    from megatron.checkpoints.store import CheckpointStore
+    from megatron.checkpoints.universal import is_universal
+
+    store = CheckpointStore(source)
+    step = store.find(iteration)
+    if step is None:
+        raise CheckpointError(f"{source}: no global_step* checkpoint there")
+    if is_universal(store.path(step)):
+        raise CheckpointError(f"{store.path(step)} is universal already: set `load: {source}`")
+    if target.resolve() == source.resolve():
+        raise CheckpointError(f"{target}: choose a directory other than the source")
+    try:
+        return step, int(read_layout(store.path(step))["world_size"])
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; only checkpoints that train.py wrote can be resharded. For weights alone "
+            "use tools/convert_checkpoint.py"
+        ) from error
+
+
+def _run_ranks(
+    source: Path, target: Path, step: int, world_size: int, kernels: Sequence[str]
+) -> int:
+    """All ranks of the old layout; the first exit code that is not 0."""
+    shared = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("SLURM_")},
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "DS_ACCELERATOR": "cpu",
+        # The ranks must find the package that this process found.
+        "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    command = [sys.executable, "-m", "megatron.training.resharding"]
+    command += [str(source.resolve()), str(target.resolve()), str(step), *kernels]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return next((code for code in codes if code), 0)
+
+
+def reshard_checkpoint(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=RESHARD, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="run directory with global_step* folders")
+    parser.add_argument("target", type=Path, help="new directory for the universal checkpoint")
+    parser.add_argument("--iteration", type=int, help="step to convert (default: the newest)")
+    add_allow_kernel_argument(parser)
+    options = parser.parse_args(argv)
+    step, world_size = _plan(options.source, options.target, options.iteration)
+    print(f"reading step {step} with {world_size} process(es) ...", flush=True)
+    code = _run_ranks(options.source, options.target, step, world_size, options.allow_kernel)
+    if code == 0:
+        from megatron.checkpoints.store import CheckpointStore
+
+        print(f"wrote {CheckpointStore(options.target).path(step)}: set `load: {options.target}`")
+    return code
