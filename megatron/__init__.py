@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.engines import attention
     from megatron.generation.pretrained import load_pretrained
-    from megatron.model.standalone import kernel
+    from megatron.model.position_names import kernel
 
 __all__ = ["__version__", "attention", "kernel", "load_pretrained"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "attention": "megatron.engines",
-    "kernel": "megatron.model.standalone",
+    "kernel": "megatron.model.position_names",
     "load_pretrained": "megatron.generation.pretrained",
 }
 

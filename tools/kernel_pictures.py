@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megatron.model.kernel_theory import effective_length, heads_within
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, TableEmbedding
-from megatron.model.position_names import build_positional_embedding
-from megatron.model.standalone import position_options
+from megatron.model.position_names import build_positional_embedding, position_options
 from megatron.neox_arguments.catalogue import METHODS
 
 OPTIONS = position_options(heads=12, head_dim=64, seed=1234)

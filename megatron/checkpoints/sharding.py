@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.errors import CheckpointError
 from megatron.model.layer_list import FIRST_LAYER
-from megatron.model.mlp import GATED
+from megatron.model.norms_and_activations import GATED
 from megatron.model.position_names import canonical_name
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import ModelArgs

@@ -66,7 +66,7 @@ def _sizes(most: int) -> list[int]:
 
 def _named(name: str, options: argparse.Namespace) -> Any:
     """A method's module as it starts, or that of a class of the user's own."""
-    from megatron.model.standalone import kernel
+    from megatron.model.position_names import kernel
     from megatron.neox_arguments import allow_kernel
 
     if ":" in name:

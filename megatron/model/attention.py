@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.engines import attention
 from megatron.model.position_base import Tables, at_least_fp32
-from megatron.model.rotary import RotaryEmbedding
+from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.model.score_terms import gate_sums, keys_seen, sharpened
 from megatron.mpu import (
     SERIAL,

@@ -58,15 +58,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CONF",
         help="YAML files that win over the files before",
     )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        dest="sets",
-        metavar="KEY=VALUE",
-        help="single values that win over all files, e.g. optimizer.params.lr=1e-4",
-    )
+    add_set_argument(parser, "single values that win over all files, e.g. optimizer.params.lr=1e-4")
     add_allow_kernel_argument(parser)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
     parser.add_argument(*CONFIG_FLAGS["wandb_group"], help="wandb group of this run")
@@ -79,6 +71,19 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(*CONFIG_FLAGS["hostfile"], help="hosts, one `name slots=N` a line")
     parser.add_argument(*CONFIG_FLAGS["sample_input_file"], help="prompts for generate.py")
     parser.add_argument(*CONFIG_FLAGS["sample_output_file"], help="where generate.py writes")
+
+
+def add_set_argument(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """`--set KEY=VALUE ...`, as `sets`."""
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        dest="sets",
+        metavar="KEY=VALUE",
+        help=meaning,
+    )
 
 
 def add_allow_kernel_argument(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,6 @@ from megatron.neox_arguments.values import (
     Group,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     PositiveIntList,
     TextList,
@@ -136,7 +135,7 @@ class EvaluationArgs(Group):
     eval_batch_tokens: PositiveInt | None = Field(
         None, description="Tokens evaluated at a time; null means 16,384."
     )
-    eval_limit: PositiveFloat | None = Field(
+    eval_limit: Annotated[float, Field(gt=0)] | None = Field(
         None, description="lm-eval: documents per task (or the share, below 1); null: all."
     )
     eval_include_path: str | None = Field(

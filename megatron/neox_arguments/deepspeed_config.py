@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.values import (
-    Fraction,
-    Group,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from megatron.neox_arguments import values
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -31,17 +24,17 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class OptimizerParams(Group):
+class OptimizerParams(values.Group):
     """Hyperparameters of Adam."""
 
-    lr: NonNegativeFloat = Field(0.001, description="Peak learning rate.")
-    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_list_to_tuple)] = Field(
-        (0.9, 0.999), description="Decay rates of the two moments."
+    lr: values.NonNegativeFloat = Field(0.001, description="Peak learning rate.")
+    betas: Annotated[tuple[values.Fraction, values.Fraction], BeforeValidator(_list_to_tuple)] = (
+        Field((0.9, 0.999), description="Decay rates of the two moments.")
     )
-    eps: PositiveFloat = Field(1.0e-8, description="Added to the denominator.")
+    eps: values.PositiveFloat = Field(1.0e-8, description="Added to the denominator.")
 
 
-class OptimizerBlock(Group):
+class OptimizerBlock(values.Group):
     """Which optimiser, with which hyperparameters."""
 
     type: Annotated[OptimizerType, BeforeValidator(_lower)] = Field(
@@ -54,20 +47,22 @@ class OptimizerBlock(Group):
     params: OptimizerParams = Field(OptimizerParams(), description="lr, betas, eps.")
 
 
-class Float16Block(Group):
+class Float16Block(values.Group):
     """fp16 and its loss scaling."""
 
     enabled: bool = Field(True, description="Train in fp16.")
     auto_cast: bool = Field(False, description="Cast inputs to fp16.")
-    loss_scale: NonNegativeFloat = Field(0, description="Fixed loss scale; 0 is dynamic.")
-    initial_scale_power: NonNegativeInt = Field(16, description="First dynamic scale: 2^this.")
-    loss_scale_window: PositiveInt = Field(1000, description="Good steps before it doubles.")
-    hysteresis: PositiveInt = Field(2, description="Overflows before it halves.")
+    loss_scale: values.NonNegativeFloat = Field(0, description="Fixed loss scale; 0 is dynamic.")
+    initial_scale_power: values.NonNegativeInt = Field(
+        16, description="First dynamic scale: 2^this."
+    )
+    loss_scale_window: values.PositiveInt = Field(1000, description="Good steps before it doubles.")
+    hysteresis: values.PositiveInt = Field(2, description="Overflows before it halves.")
     consecutive_hysteresis: bool = Field(False, description="Refill hysteresis on good steps.")
-    min_loss_scale: PositiveFloat = Field(1, description="Lowest dynamic scale.")
+    min_loss_scale: values.PositiveFloat = Field(1, description="Lowest dynamic scale.")
 
 
-class BFloat16Block(Group):
+class BFloat16Block(values.Group):
     """bf16; needs no loss scaling."""
 
     enabled: bool = Field(True, description="Train in bf16.")
@@ -79,22 +74,22 @@ class BFloat16Block(Group):
     )
 
 
-class OffloadBlock(Group):
+class OffloadBlock(values.Group):
     """Where ZeRO keeps what it offloads."""
 
     device: Literal["none", "cpu", "nvme"] = Field("none", description="none, cpu or nvme.")
     nvme_path: str | None = Field(None, description="Directory for device nvme.")
     pin_memory: bool = Field(True, description="Use page-locked host memory.")
-    buffer_count: PositiveInt | None = Field(None, description="Number of buffers.")
-    buffer_size: PositiveInt | None = Field(None, description="Elements of a buffer.")
-    max_in_cpu: PositiveInt | None = Field(None, description="Elements kept in host memory.")
+    buffer_count: values.PositiveInt | None = Field(None, description="Number of buffers.")
+    buffer_size: values.PositiveInt | None = Field(None, description="Elements of a buffer.")
+    max_in_cpu: values.PositiveInt | None = Field(None, description="Elements kept in host memory.")
     pipeline_read: bool | None = Field(None, description="Overlap reading.")
     pipeline_write: bool | None = Field(None, description="Overlap writing.")
     fast_init: bool | None = Field(None, description="Faster first touch on nvme.")
-    ratio: Fraction | None = Field(None, description="Share of the states to offload.")
+    ratio: values.Fraction | None = Field(None, description="Share of the states to offload.")
 
 
-class ZeroBlock(Group):
+class ZeroBlock(values.Group):
     """DeepSpeed's ZeRO: what is split over data-parallel processes.
 
     Any other key that the installed DeepSpeed knows is passed on to it.
@@ -102,16 +97,20 @@ class ZeroBlock(Group):
 
     model_config = ConfigDict(extra="allow")
 
-    stage: Annotated[NonNegativeInt, Field(le=3)] = Field(
+    stage: Annotated[values.NonNegativeInt, Field(le=3)] = Field(
         0, description="0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."
     )
     allgather_partitions: bool = Field(True, description="Gather with allgather.")
-    allgather_bucket_size: PositiveInt = Field(500_000_000, description="Elements per gather.")
+    allgather_bucket_size: values.PositiveInt = Field(
+        500_000_000, description="Elements per gather."
+    )
     overlap_comm: bool | None = Field(
         None, description="Overlap communication with the backward pass."
     )
     reduce_scatter: bool = Field(True, description="Average with reduce-scatter.")
-    reduce_bucket_size: PositiveInt = Field(500_000_000, description="Elements per reduction.")
+    reduce_bucket_size: values.PositiveInt = Field(
+        500_000_000, description="Elements per reduction."
+    )
     contiguous_gradients: bool = Field(True, description="Copy gradients to one buffer.")
     cpu_offload: bool = Field(
         False, description="Old spelling of offload_optimizer: {device: cpu}."
@@ -122,17 +121,19 @@ class ZeroBlock(Group):
     elastic_checkpoint: bool = Field(False, description="Old spelling, DeepSpeed ignores it.")
     round_robin_gradients: bool = Field(False, description="Spread gradient copies (stage 1, 2).")
     ignore_unused_parameters: bool = Field(True, description="Allow parameters without gradient.")
-    sub_group_size: PositiveInt | None = Field(None, description="Stage 3: elements per update.")
-    stage3_prefetch_bucket_size: NonNegativeInt | None = Field(
+    sub_group_size: values.PositiveInt | None = Field(
+        None, description="Stage 3: elements per update."
+    )
+    stage3_prefetch_bucket_size: values.NonNegativeInt | None = Field(
         None, description="Stage 3: elements fetched ahead."
     )
-    stage3_param_persistence_threshold: NonNegativeInt | None = Field(
+    stage3_param_persistence_threshold: values.NonNegativeInt | None = Field(
         None, description="Stage 3: smaller parameters are not split."
     )
-    stage3_max_live_parameters: NonNegativeInt | None = Field(
+    stage3_max_live_parameters: values.NonNegativeInt | None = Field(
         None, description="Stage 3: gathered elements kept at a time."
     )
-    stage3_max_reuse_distance: NonNegativeInt | None = Field(
+    stage3_max_reuse_distance: values.NonNegativeInt | None = Field(
         None, description="Stage 3: keep a parameter used again within this many elements."
     )
     stage3_gather_16bit_weights_on_model_save: bool | None = Field(
@@ -140,7 +141,7 @@ class ZeroBlock(Group):
     )
 
 
-class ActivationCheckpointingBlock(Group):
+class ActivationCheckpointingBlock(values.Group):
     """DeepSpeed's activation checkpointing block."""
 
     partition_activations: bool | None = Field(None, description="As the key outside.")
@@ -148,7 +149,7 @@ class ActivationCheckpointingBlock(Group):
     contiguous_memory_optimization: bool | None = Field(
         None, description="As contiguous_checkpointing."
     )
-    number_checkpoints: PositiveInt | None = Field(None, description="Number of blocks.")
+    number_checkpoints: values.PositiveInt | None = Field(None, description="Number of blocks.")
     synchronize_checkpoint_boundary: bool | None = Field(
         None, description="As synchronize_each_layer."
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import KerpleError, ReproduceError
+from megatron.neox_arguments.command_line import add_set_argument
 from megatron.neox_arguments.yaml_files import parse_yaml
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
@@ -81,15 +82,7 @@ def _common_arguments() -> argparse.ArgumentParser:
     )
     common.add_argument("--runs", default="runs", metavar="DIR", help="where runs live (runs)")
     common.add_argument("--data", default="data", metavar="DIR", help="where data lives (data)")
-    common.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        dest="sets",
-        metavar="KEY=VALUE",
-        help="config values for every run, e.g. train_iters=100",
-    )
+    add_set_argument(common, "config values for every run, e.g. train_iters=100")
     return common
 
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads_within
 from megatron.model.position_base import DistanceKernel, TableEmbedding
-from megatron.model.position_names import build_positional_embedding
-from megatron.model.standalone import position_options
+from megatron.model.position_names import build_positional_embedding, position_options
 from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.published import published_seconds_per_step
 from megatron.paper.run_results import ResultSet, RunResults, summarize

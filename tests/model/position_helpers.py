@@ -14,8 +14,7 @@ from megatron.model.position_base import (
     TableEmbedding,
     Tables,
 )
-from megatron.model.position_names import build_positional_embedding
-from megatron.model.standalone import position_options
+from megatron.model.position_names import build_positional_embedding, position_options
 
 _LAYOUT = ("layer", "tp_rank", "tp_size")
 KERNELS = sorted(n for n, c in POSITIONAL_EMBEDDINGS.items() if issubclass(c, DistanceKernel))

@@ -20,7 +20,7 @@ from megatron.model.kernel_theory import (
     smallest_shift,
 )
 from megatron.model.position_base import DistanceKernel, TableEmbedding
-from megatron.model.standalone import kernel
+from megatron.model.position_names import kernel
 
 POINTS = 48
 SCALES = st.floats(0.01, 20)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.mlp import ACTIVATIONS, GATED
+from megatron.model.norms_and_activations import ACTIVATIONS, GATED
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS
 
 SIZES: dict[str, Any] = {

@@ -15,7 +15,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 from megatron.errors import PositionalEmbeddingError
 from megatron.model.position_base import PositionOptions
 from megatron.model.position_names import build_positional_embedding
-from megatron.model.rotary import RotaryEmbedding, rotary_frequencies
+from megatron.model.rotary_and_input_positions import RotaryEmbedding, rotary_frequencies
 from tests.model.position_helpers import options as any_options
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.position_base import PositionOptions
+from megatron.model.position_names import position_options
 from megatron.model.spec import ModelSpec
-from megatron.model.standalone import position_options
 from megatron.neox_arguments.model_keys import ModelArgs
 from tests.checkpoints.small_models import small_args
 

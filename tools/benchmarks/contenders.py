@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megatron import attention
 from megatron.model.position_base import PositionalEmbedding
-from megatron.model.position_names import build_positional_embedding
-from megatron.model.standalone import position_options
+from megatron.model.position_names import build_positional_embedding, position_options
 
 __all__ = [
     "Inputs",

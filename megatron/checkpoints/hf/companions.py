@@ -103,7 +103,13 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 # does not travel) is refused by name.
 
 OWN_KERNEL = "own_kernel.py"
-TRAVELLING = ("position_base", "positional_embeddings", "rotary", "input_positions")
+TRAVELLING = (
+    "position_base",
+    "positional_embeddings",
+    "rotary_and_input_positions",
+    "norms_and_activations",
+)
+"""Modules of `megatron.model` that every export holds."""
 ON_ANY_MACHINE = ("torch", "numpy", "einops")  # transformers needs torch and numpy itself
 
 

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.companions import (
     OWN_KERNEL,
+    TRAVELLING,
     model_card,
     standalone_source,
     tokenizer_settings,
@@ -39,7 +40,7 @@ from megatron.tokenizer import Tokenizer
 __all__ = ["FORMULA_FILES", "MODEL_FILES", "read_hf_checkpoint", "write_hf"]
 
 MODEL_FILES = ("configuration_kerple.py", "scores_kerple.py", "modeling_kerple.py")
-FORMULA_FILES = ("position_base.py", "positional_embeddings.py", "rotary.py", "input_positions.py")
+FORMULA_FILES = tuple(f"{name}.py" for name in TRAVELLING)
 _AUTO_MAP = {
     "AutoConfig": "configuration_kerple.KerpleNeoXConfig",
     "AutoModel": "modeling_kerple.KerpleNeoXModel",

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.checkpoints.hf.modeling_kerple import ACTIVATIONS, GATED
 from megatron.checkpoints.sharding import FIRST_LAYER, split_name
 from megatron.errors import CheckpointError
+from megatron.model.norms_and_activations import ACTIVATIONS, GATED
 from megatron.model.position_names import canonical_name
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs

@@ -8,7 +8,6 @@ Shape suffixes: B batch, H heads, Q queries, K keys, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from megatron.model.input_positions import sinusoids
+from megatron.model.norms_and_activations import GATED, RMSNorm, ScaleNorm, activation_named
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
 from megatron.model.positional_embeddings import TableEmbedding
-from megatron.model.rotary import RotaryEmbedding, cos_and_sin, rotate
+from megatron.model.rotary_and_input_positions import (
+    RotaryEmbedding,
+    cos_and_sin,
+    rotate,
+    sinusoids,
+)
 
 from .configuration_kerple import KerpleNeoXConfig
 from .scores_kerple import (
@@ -37,44 +41,12 @@ from .scores_kerple import (
 
 __all__ = ["KerpleNeoXForCausalLM", "KerpleNeoXModel", "KerpleNeoXPreTrainedModel"]
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "softsign": F.softsign,
-    "swish": F.silu,
-    "silu": F.silu,
-    "mish": F.mish,
-}
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu}
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.scale.shape, self.scale.float(), self.eps)
-        return normed.to(x.dtype)
-
-
-class ScaleNorm(nn.Module):
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.g = nn.Parameter(torch.ones(1))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / x.norm(dim=-1, keepdim=True).clamp(min=self.eps) * self.g
-
 
 def make_norm(config: KerpleNeoXConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden_size, config.norm_eps)
     if config.norm == "scalenorm":
-        return ScaleNorm(config.norm_eps)
+        return ScaleNorm(config.hidden_size, config.norm_eps)
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
 
 
@@ -148,18 +120,14 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: KerpleNeoXConfig) -> None:
         super().__init__()
-        self.gated = config.hidden_act in GATED
-        self.activation = (GATED if self.gated else ACTIVATIONS)[config.hidden_act]
+        self.activation = activation_named(config.hidden_act)
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.dense_h_to_4h = nn.Linear(size, inner * (2 if self.gated else 1), bias=bias)
+        parts = 2 if config.hidden_act in GATED else 1
+        self.dense_h_to_4h = nn.Linear(size, parts * inner, bias=bias)
         self.dense_4h_to_h = nn.Linear(inner, size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.dense_h_to_4h(x)
-        if self.gated:
-            value, gate = y.chunk(2, dim=-1)
-            return self.dense_4h_to_h(value * self.activation(gate))
-        return self.dense_4h_to_h(self.activation(y))
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
 
 
 class Layer(nn.Module):

@@ -19,7 +19,7 @@ from megatron.checkpoints.hf import (
     scores_kerple,
 )
 from megatron.checkpoints.hf.folder import FORMULA_FILES, MODEL_FILES, write_hf
-from megatron.model import rotary
+from megatron.model import rotary_and_input_positions
 from megatron.model.gpt import GPTModel
 from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.model_keys import HFKey, hugging_face_keys
@@ -85,7 +85,7 @@ def test_every_positional_embedding_beyond_the_training_length(
 def test_every_key_of_the_exported_config_is_read_by_the_exported_code(key: HFKey) -> None:
     """A key that is declared, exported and then forgotten would make another model."""
     folders = {name: Path(folder.__file__).parent for name in MODEL_FILES}
-    folders |= {name: Path(rotary.__file__).parent for name in FORMULA_FILES}
+    folders |= {name: Path(rotary_and_input_positions.__file__).parent for name in FORMULA_FILES}
     source = "".join((folders[name] / name).read_text() for name in folders)
     told_only = {"train_length"}
     reading = rf"(config|options)\.({key.name}|{key.key})\b"

@@ -1,16 +1,49 @@
-"""Normalisation layers by their GPT-NeoX names."""
+"""Normalisation layers and activations by their GPT-NeoX names: torch only, since an export to
+Hugging Face takes this file along.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
     from apex.normalization import FusedLayerNorm as _FusedLayerNorm
 except ImportError:
     _FusedLayerNorm = None
+
+
+Activation = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "softsign": F.softsign,
+    "swish": F.silu,
+    "silu": F.silu,
+    "mish": F.mish,
+}
+GATED: dict[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu}
+
+
+def activation_named(name: str) -> Activation:
+    """What lies between a feed-forward block's two projections; a gated one halves its input."""
+    if name in GATED:
+        return partial(_gated, GATED[name])
+    if name not in ACTIVATIONS:
+        names = ", ".join([*ACTIVATIONS, *GATED])
+        raise ValueError(f"activation {name!r} is unknown; choose one of {names}")
+    return ACTIVATIONS[name]
+
+
+def _gated(activation: Activation, y: Tensor) -> Tensor:
+    value, gate = y.chunk(2, dim=-1)
+    return value * activation(gate)
 
 
 class ScaleNorm(nn.Module):
@@ -34,9 +67,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x.float(), self.scale.shape, self.scale.float(), self.eps).to(
-            x.dtype
-        )
+        normed = F.rms_norm(x.float(), self.scale.shape, self.scale.float(), self.eps)
+        return normed.to(x.dtype)
 
 
 def _layer_norm(size: int, eps: float, bias: bool) -> nn.Module:
