@@ -61,7 +61,7 @@ from pathlib import Path
 
 import torch
 from megatron.checkpoints.hf.folder import write_hf
-from megatron.commands.kernel_tools import main as plot_kernels
+from megatron.commands.kernel_tools import plot_kernels
 from megatron.neox_arguments.dry_run import dry_run_report
 from megatron.paper.tables import lay_out, measured_cells, published_source
 from megatron.paper.pages import to_markdown
