@@ -1,6 +1,6 @@
 """Spoil files by the thousand and see that every answer is a result or one of our errors.
 
-python -m tests.fuzz.harness 100000 [--seed 0] [--only KIND]
+python -m tests.fuzz.harness 100000 [--seed 0] [--only KIND] [--jobs 2]
 
 Case n of a kind is the same on every machine. The cases run in a child process: one that crashes or
 hangs is counted, named and left out, and the rest goes on.
@@ -19,6 +19,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 SECONDS_PER_CASE = 20
 MEGABYTES_PER_CASE = 512
-CASES_PER_CHILD = 10_000
+CASES_PER_CHILD = 5_000
 KINDS_OF_FAILURE = ("foreign exception", "silent damage", "hang", "allocation", "crash")
 
 
@@ -110,42 +111,61 @@ def _put_back(target: Target, path: Path) -> None:
 
 
 def run_all(
-    total: int, seed: int, names: list[str] | None = None, report: Path | None = None
+    total: int,
+    seed: int,
+    names: list[str] | None = None,
+    report: Path | None = None,
+    jobs: int = 1,
 ) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """All cases in child processes; a crash costs one case."""
+    """All cases in child processes, `jobs` at a time."""
     counts: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
-    start = 0
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
-        while start < total:
-            stop = min(start + CASES_PER_CHILD, total)
-            log, answer = Path(scratch, "case.json"), Path(scratch, "answer.json")
-            answer.unlink(missing_ok=True)
-            child = [sys.executable, "-m", "tests.fuzz.harness", "--child", str(start), str(stop)]
-            child += ["--seed", str(seed), "--log", str(log), "--answer", str(answer)]
-            for name in names or ():
-                child += ["--only", name]
-            done = subprocess.run(child, capture_output=True, text=True, errors="replace")
-            if answer.is_file():
-                content = json.loads(answer.read_text())
-                counts.update(content["counts"])
-                failures += content["failures"]
-                start = stop
-                print(f"{start} of {total}, {len(failures)} failures", file=sys.stderr, flush=True)
-                _write(report, counts, failures)
-                continue
-            if not log.is_file():
-                raise SystemExit(f"the harness does not start:\n{done.stderr[-3000:]}")
-            last = json.loads(log.read_text())
-            counts[f"{last['kind']}|crash"] += 1
-            failures.append({**last, "outcome": "crash", "detail": done.stderr[-3000:]})
-            # What the child had counted is lost with it: those cases run again.
-            again, bad = run_all_without(start, last["case"], seed, names, Path(scratch))
-            counts.update(again)
+    parts = [
+        range(start, min(start + CASES_PER_CHILD, total))
+        for start in range(0, total, CASES_PER_CHILD)
+    ]
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch, ThreadPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(_run_part, part, seed, names, Path(scratch)) for part in parts]
+        for finished in as_completed(waiting):
+            found, bad = finished.result()
+            counts.update(found)
             failures += bad
-            start = last["case"] + 1
-            log.unlink()
-    _write(report, counts, failures)
+            done = sum(counts.values())
+            print(f"{done} of {total}, {len(failures)} failures", file=sys.stderr, flush=True)
+            _write(report, counts, failures)
+    return counts, failures
+
+
+def _run_part(
+    cases: range, seed: int, names: list[str] | None, scratch: Path
+) -> tuple[Counter[str], list[dict[str, Any]]]:
+    """Some cases in a child process; a crash costs one case, and the others run again."""
+    counts: Counter[str] = Counter()
+    failures: list[dict[str, Any]] = []
+    left = [cases]
+    while left:
+        part = left.pop()
+        log, answer = scratch / f"case{cases.start}.json", scratch / f"answer{cases.start}.json"
+        for file in (log, answer):
+            file.unlink(missing_ok=True)
+        child = [sys.executable, "-m", "tests.fuzz.harness", "--seed", str(seed)]
+        child += ["--child", str(part.start), str(part.stop)]
+        child += ["--log", str(log), "--answer", str(answer)]
+        child += [word for name in names or () for word in ("--only", name)]
+        done = subprocess.run(child, capture_output=True, text=True, errors="replace")
+        if answer.is_file():
+            content = json.loads(answer.read_text())
+            counts.update(content["counts"])
+            failures += content["failures"]
+            continue
+        if not log.is_file():
+            raise SystemExit(f"the harness does not start:\n{done.stderr[-3000:]}")
+        last = json.loads(log.read_text())
+        counts[f"{last['kind']}|crash"] += 1
+        failures.append({**last, "outcome": "crash", "detail": done.stderr[-3000:]})
+        # What the child had counted is lost with it.
+        halves = range(part.start, last["case"]), range(last["case"] + 1, part.stop)
+        left += [half for half in halves if half]
     return counts, failures
 
 
@@ -153,20 +173,6 @@ def _write(report: Path | None, counts: Counter[str], failures: list[dict[str, A
     """What is known so far: a long run may be cut short."""
     if report is not None:
         report.write_text(json.dumps({"counts": counts, "failures": failures}, indent=1))
-
-
-def run_all_without(
-    start: int, stop: int, seed: int, names: list[str] | None, scratch: Path
-) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """The cases before a crash, which are known to end."""
-    answer = scratch / "again.json"
-    child = [sys.executable, "-m", "tests.fuzz.harness", "--child", str(start), str(stop)]
-    child += ["--seed", str(seed), "--log", str(scratch / "again.log"), "--answer", str(answer)]
-    for name in names or ():
-        child += ["--only", name]
-    subprocess.run(child, capture_output=True)
-    content = json.loads(answer.read_text()) if answer.is_file() else {"counts": {}, "failures": []}
-    return Counter(content["counts"]), content["failures"]
 
 
 def table(counts: Counter[str]) -> str:
@@ -187,6 +193,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append")
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="child processes at a time")
     parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -198,7 +205,8 @@ def main() -> int:
             )
         options.answer.write_text(json.dumps({"counts": counts, "failures": failures}))
         return 0
-    counts, failures = run_all(options.cases, options.seed, options.only, options.report)
+    chosen = (options.only, options.report, options.jobs)
+    counts, failures = run_all(options.cases, options.seed, *chosen)
     print(table(counts))
     for failure in failures[:20]:
         print(f"\ncase {failure['case']} ({failure['kind']}): {failure['outcome']}")
