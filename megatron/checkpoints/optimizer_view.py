@@ -25,17 +25,14 @@ from megatron.checkpoints.sharding import Sharding, strip_prefix, with_rows
 from megatron.checkpoints.universal import STEP, WEIGHT, States
 from megatron.errors import CheckpointError
 from megatron.mpu import TensorParallel
+from megatron.mpu.parallel_layers import whole_shape
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    return whole_shape(parameter).numel()
 
 
 @dataclass
@@ -51,17 +48,19 @@ class Group:
     def gather(self, part: Tensor) -> list[Tensor]:
         """Whole tensors from the ranks' parts."""
         if self.process_group is None:
-            return [part.detach().view(_shape(self.parameters[0]))]
+            return [part.detach().view(whole_shape(self.parameters[0]))]
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.process_group))]
         dist.all_gather(parts, part.detach().contiguous(), group=self.process_group)
         if self.piecewise:
             return [
-                torch.cat([p[start : start + length] for p in parts])[: _numel(w)].view(_shape(w))
+                torch.cat([p[start : start + length] for p in parts])[: _numel(w)].view(
+                    whole_shape(w)
+                )
                 for w, start, length in self._pieces(len(parts))
             ]
         flat = torch.cat(parts)
         return [
-            flat[start : start + _numel(w)].view(_shape(w))
+            flat[start : start + _numel(w)].view(whole_shape(w))
             for w, start in zip(self.parameters, self.offsets, strict=True)
         ]
 
@@ -251,7 +250,7 @@ def place(
     sharding = Sharding.of(args.model, neox=False)
     states: dict[nn.Parameter, States] = {}
     for parameter, name in canonical_names(engine.module).items():
-        shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+        shape = whole_shape(parameter)
         rows = padded_vocabulary if sharding.has_vocabulary_rows(name) else None
         share = {
             key: value if value.dim() == 0 else _share(name, value, shape, sharding, tp, rows)

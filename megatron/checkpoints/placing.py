@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.model.position_base import DistanceKernel, constraint_named
 from megatron.model.position_names import positional_embedding_class
 from megatron.model.spec import ModelSpec
 from megatron.mpu import SERIAL, TensorParallel
+from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import SCORE_TERMS
 
@@ -66,13 +68,13 @@ def place_weights(
     for name, parameter in wanted.items():
         whole = weights.get(name)
         if whole is None:
-            problems.append(f"  {name} {tuple(parameter.shape)}: missing in the checkpoint")
+            problems.append(f"  {name} {tuple(whole_shape(parameter))}: missing in the checkpoint")
             continue
         share = sharding.split(name, whole, tp.rank, tp.size)
-        if share.shape != parameter.shape:
+        if share.shape != whole_shape(parameter):
             problems.append(
-                f"  {name}: {tuple(share.shape)} in the checkpoint, {tuple(parameter.shape)} "
-                "in the model"
+                f"  {name}: {tuple(share.shape)} in the checkpoint, "
+                f"{tuple(whole_shape(parameter))} in the model"
             )
             continue
         ready.append((parameter, share))
@@ -85,7 +87,20 @@ def place_weights(
         raise CheckpointError(_misfits(checkpoint, spec, problems))
     with torch.no_grad():
         for parameter, share in ready:
-            parameter.copy_(share)
+            with _whole(parameter):
+                parameter.copy_(share)
+
+
+def _whole(parameter: Tensor) -> AbstractContextManager[Any]:
+    """A parameter that ZeRO 3 has cut up is put together, and cut again after the block."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        [parameter], modifier_rank=0
+    )
+    return gathered
 
 
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> str:

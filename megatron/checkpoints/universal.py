@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from megatron.checkpoints.safe_files import load_file
 from megatron.checkpoints.sharding import Sharding, split_name, strip_prefix
 from megatron.errors import CheckpointError
+from megatron.mpu.parallel_layers import whole_shape
 
 __all__ = [
     "INDEX",
@@ -196,7 +197,7 @@ def other_names(name: str, *, tied: bool) -> list[str]:
 
 def note_cuts(module: nn.Module, sharding: Sharding, tp_size: int) -> None:
     """Hang on the module what `ds_to_universal` asks of a checkpoint; DeepSpeed saves it."""
-    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    own = {name: tuple(whole_shape(p)) for name, p in module.named_parameters()}
     stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(stages, own)
     shapes = {name: shape for stage in stages for name, shape in stage.items()}

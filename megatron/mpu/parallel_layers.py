@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -65,11 +67,38 @@ def init_method(name: str, *, std: float, num_layers: int, hidden_size: int) -> 
 # Linear layers and an embedding, split over the tensor-parallel ranks.
 
 
+_after_drawing: ContextVar[Callable[[nn.Parameter], None] | None] = ContextVar(
+    "after_drawing", default=None
+)
+
+
+@contextmanager
+def after_drawing(action: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call `action` with each parameter of the layers below as soon as it has its values.
+
+    ZeRO 3 cuts it up then: no process ever holds more than one of them whole.
+    """
+    token = _after_drawing.set(action)
+    try:
+        yield
+    finally:
+        _after_drawing.reset(token)
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter that ZeRO 3 may have cut up."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
 def _parameter(data: Tensor, *, split: bool) -> nn.Parameter:
     """A parameter marked for DeepSpeed's gradient norms: split ones are summed over the ranks."""
     parameter = nn.Parameter(data)
     parameter.model_parallel = split  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
+    action = _after_drawing.get()
+    if action is not None:
+        action(parameter)
     return parameter
 
 

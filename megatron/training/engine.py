@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,6 +18,8 @@ from megatron.model.gpt import GPTModel
 from megatron.model.pipeline import build_pipeline
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState
+from megatron.mpu.job import current_device
+from megatron.mpu.parallel_layers import after_drawing
 from megatron.training.gradients import own_whole_step
 from megatron.training.kernel_rate import scale_kernel_steps
 from megatron.training.optimizer import build_optimizer, parameter_groups
@@ -40,11 +43,46 @@ def build_schedule(args: NeoXArgs) -> Schedule:
     )
 
 
+def weights_dtype(args: NeoXArgs) -> torch.dtype:
+    """What the forward pass computes with."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes.get(args.optimization.precision or "fp32", torch.float32)
+
+
 def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
     """The whole model, or this rank's pipeline stage."""
     if args.parallel.pipe_parallel_size >= 1:
         return build_pipeline(spec, parallel, args.parallel.pipe_partition_method)
+    if args.optimization.zero_stage == 3:
+        return _build_in_pieces(args, spec, parallel)
     return GPTModel(spec, parallel.tp)
+
+
+def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
+    """ZeRO 3: each parameter is drawn whole, as under any layout, and cut up before the next."""
+    cut: list[Any] = []
+
+    def cut_up(parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data.to(weights_dtype(args))
+        if cut:
+            cut[0].convert_to_zero_parameters(param_list=[parameter])
+            return
+        deepspeed.zero.Init(
+            module=nn.ParameterList([parameter]),
+            data_parallel_group=parallel.grid.get_data_parallel_group(),
+            config_dict_or_path=args.deepspeed_config(dist.get_world_size()),
+            mpu=parallel.grid,
+        )
+        cut.append(parameter)
+
+    with after_drawing(cut_up):
+        module = GPTModel(spec, parallel.tp)
+    for parameter in module.parameters():  # norms and kernels, made elsewhere
+        if not hasattr(parameter, "ds_id"):
+            cut_up(parameter)
+    for buffer in module.buffers():  # DeepSpeed leaves a module that is in pieces where it is
+        buffer.data = buffer.data.to(current_device())
+    return module
 
 
 def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> Any:

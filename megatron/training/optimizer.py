@@ -9,6 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from megatron.mpu.parallel_layers import whole_shape
+
 DECAYED, PLAIN = "decayed", "plain"
 
 
@@ -24,7 +26,7 @@ def parameter_groups(
     for name, parameter in named_parameters:
         kernel = getattr(parameter, "is_kernel_parameter", False)
         norm = ".qk_layernorm." in name  # of two dimensions: heads and their width
-        decayed = parameter.dim() >= 2 and not kernel and not norm
+        decayed = len(whole_shape(parameter)) >= 2 and not kernel and not norm
         members[DECAYED if decayed else PLAIN].append(parameter)
     return [
         {

@@ -29,7 +29,7 @@ from megatron.training.control_hooks import (
     Validate,
     WatchDivergence,
 )
-from megatron.training.engine import build_engine, build_module, build_schedule
+from megatron.training.engine import build_engine, build_module, build_schedule, weights_dtype
 from megatron.training.kernel_hooks import ProjectKernels, RecordKernels
 from megatron.training.metrics import Sinks, build_sinks
 from megatron.training.progress_hooks import CloseSinks, RecordMetrics, ShowProgress
@@ -271,11 +271,10 @@ def _opening_line(args: NeoXArgs, trainer: Trainer, engine: Any) -> str:
 
 def _attention_engine(args: NeoXArgs, engine: Any) -> str:
     """Which attention engine will run, and why it is not a faster one."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return explain_engine(
         args.model.engine_in_effect,
         device=torch.device(engine.device),
-        dtype=dtypes.get(args.optimization.precision or "fp32", torch.float32),
+        dtype=weights_dtype(args),
         head_dim=args.model.head_dim,
         dropout=args.model.attention_dropout,
     )

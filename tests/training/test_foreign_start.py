@@ -14,6 +14,8 @@ from megatron.neox_arguments import NeoXArgs
 from tests.conftest import FIXTURES
 from tests.processes import run_ranks
 
+ZERO_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+
 
 def config(directory: Path, **changes: object) -> Path:
     """The official fixture's model, trained on random tokens."""
@@ -47,12 +49,15 @@ def config(directory: Path, **changes: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("pipe_parallel_size", [0, 1])
+@pytest.mark.parametrize(
+    ("changes", "processes"),
+    [({"pipe_parallel_size": 0}, 1), ({"pipe_parallel_size": 1}, 1), (ZERO_3, 2)],
+)
 def test_training_starts_from_an_official_checkpoint(
-    tmp_path: Path, pipe_parallel_size: int
+    tmp_path: Path, changes: dict[str, object], processes: int
 ) -> None:
-    path = config(tmp_path, pipe_parallel_size=pipe_parallel_size)
-    (output,) = run_ranks(["train.py", str(path)])
+    path = config(tmp_path, **changes)
+    output = run_ranks(["train.py", str(path)], processes)[0]
     assert "optimizer and step start anew" in output
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     official = load_pretrained(FIXTURES / "official_kerple_log")

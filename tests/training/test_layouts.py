@@ -157,3 +157,16 @@ def test_a_step_tells_its_scalars_in_one_reduction(
 def test_zero_adds_its_own_norm_and_overflow_alone(results: dict[str, Any], zero: int) -> None:
     last = results[f"kerple_log-fp32-dp2_zero{zero}"]["scalar_collectives"][-1]
     assert last == ["all_reduce"] * 3
+
+
+@pytest.mark.parametrize("arrangement", ["zero3", "dp2_zero3"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_zero_3_draws_the_same_model_and_no_rank_holds_it_whole(
+    results: dict[str, Any], name: str, arrangement: str
+) -> None:
+    """A matrix is cut up before the next is drawn; without ZeRO 3 all of them are whole."""
+    reference = results[f"kerple_log-{name}-one"]
+    result = results[f"kerple_log-{name}-{arrangement}"]
+    assert result["weights_before"] == reference["weights_before"]
+    assert result["whole_at_once"] <= 1
+    assert reference["whole_at_once"] > 8

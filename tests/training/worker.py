@@ -18,15 +18,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.checkpoints import safe_files
 from megatron.checkpoints.random_states import rng_state
@@ -37,6 +40,7 @@ from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
 from megatron.mpu import ParallelState, initialize_parallel
 from megatron.mpu.job import set_seeds, start_distributed
+from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.batches import build_streams
 from megatron.training.engine import build_engine, build_module
@@ -54,7 +58,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     vocabulary = find_vocabulary(args)
     set_seeds(args.runtime.seed, parallel)
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
-    engine = build_engine(args, build_module(args, spec, parallel), parallel)
+    with watched_matrices() as whole_at_once:
+        module = build_module(args, spec, parallel)
+    engine = build_engine(args, module, parallel)
     start = 0
     if case.get("resume"):
         store = CheckpointStore(Path(case["resume"]))
@@ -64,6 +70,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("deepspeed_resume"):
         start = resume_by_deepspeed(engine, case["deepspeed_resume"])
     kernels_before = kernel_values(engine, parallel.tp)
+    weights_before = whole_weights(engine)
     plan = args.batch_plan(dist.get_world_size())
     train, valid, _ = build_streams(
         args,
@@ -105,6 +112,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "loss_scale": getattr(engine.optimizer, "loss_scale", None),
         "fingerprints": everywhere(fingerprint(engine)),
         "kernels_before": kernels_before,
+        "weights_before": weights_before,
+        "whole_at_once": max(whole_at_once),
         "kernels": kernel_values(engine, parallel.tp),
         "replicas_agree": replicas_agree(engine, parallel),
     }
@@ -134,6 +143,34 @@ def take_steps(
         record["unchanged"].append(everywhere(before == after))
         before = after
     return record
+
+
+@contextmanager
+def watched_matrices() -> Iterator[list[int]]:
+    """How many matrices are whole in this process, each time that a layer takes one."""
+    counts, matrices = [0], []
+
+    def look(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if parameter is not None and len(whole_shape(parameter)) >= 2:
+            matrices.append(parameter)
+            counts.append(sum(p.shape == whole_shape(p) for p in matrices))
+
+    handle = register_module_parameter_registration_hook(look)
+    try:
+        yield counts
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def whole_weights(engine: Any) -> dict[str, str]:
+    """Every parameter's bits by name, put together from ZeRO 3's pieces."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        cut = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter]) if cut else nullcontext():
+            found[name] = digest(parameter)
+    return found
 
 
 @contextmanager
