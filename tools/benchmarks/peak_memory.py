@@ -1,6 +1,6 @@
-"""Peak memory of one forward pass above its inputs, in a process of its own.
+"""Peak memory of one forward pass, or of one training step, in a process of its own.
 
-`python -m benchmarks.peak_memory LENGTH HEADS DIM THREADS` prints JSON.
+`python -m benchmarks.peak_memory {forward,step} JSON` prints JSON.
 """
 
 from __future__ import annotations
@@ -12,20 +12,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["measure_forward"]
+__all__ = ["measure_forward", "measure_step"]
 
 
 def measure_forward(length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
     """Seconds, bytes above the inputs and peak bytes of a tiled forward with a log bias."""
-    arguments = [str(value) for value in (length, heads, dim, threads)]
+    return _measure("forward", length=length, heads=heads, dim=dim, threads=threads)
+
+
+def measure_step(
+    spec: dict[str, Any], batch: int, length: int, chunk: int | None, threads: int
+) -> dict[str, Any]:
+    """Seconds and peak bytes of forward, loss of `chunk` tokens at a time, backward and AdamW."""
+    return _measure("step", spec=spec, batch=batch, length=length, chunk=chunk, threads=threads)
+
+
+def _measure(what: str, **options: Any) -> dict[str, Any]:
     result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peak_memory", *arguments],
-        cwd=Path(__file__).resolve().parent.parent,
+        [sys.executable, "-m", f"{__package__}.peak_memory", what, json.dumps(options)],
+        cwd=Path(__file__).resolve().parents[__package__.count(".") + 1],
         capture_output=True,
         text=True,
-        check=True,
     )
-    measured: dict[str, Any] = json.loads(result.stdout)
+    if result.returncode != 0:
+        raise RuntimeError(f"the measuring process ended with {result.returncode}: {result.stderr}")
+    measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return measured
 
 
@@ -35,7 +46,7 @@ def _status_bytes(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def _main(length: int, heads: int, dim: int, threads: int) -> None:
+def _forward(length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
     import torch
 
     from .contenders import Inputs, tiled
@@ -49,8 +60,31 @@ def _main(length: int, heads: int, dim: int, threads: int) -> None:
     seconds = time.perf_counter() - start
     assert out.isfinite().all()
     peak = _status_bytes("VmHWM")
-    print(json.dumps({"seconds": seconds, "above_inputs": peak - before, "peak": peak}))
+    return {"seconds": seconds, "above_inputs": peak - before, "peak": peak}
+
+
+def _step(
+    spec: dict[str, Any], batch: int, length: int, chunk: int | None, threads: int
+) -> dict[str, Any]:
+    import torch
+
+    from megatron.model.gpt import GPTModel
+    from megatron.model.spec import ModelSpec
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = GPTModel(ModelSpec(**spec)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(spec["padded_vocab_size"], (batch, length + 1))
+    start = time.perf_counter()
+    loss = model.token_losses(tokens[:, :-1], tokens[:, 1:], chunk).mean()
+    loss.backward()
+    optimizer.step()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "loss": loss.item(), "peak": _status_bytes("VmHWM")}
 
 
 if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:]))
+    options = json.loads(sys.argv[2])
+    found = _forward(**options) if sys.argv[1] == "forward" else _step(**options)
+    print(json.dumps(found))

@@ -12,13 +12,16 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.model.gpt import GPTModel
+from megatron.model.loss import DEFAULT_LOSS_CHUNK
 from megatron.model.spec import ModelSpec
 
+from .peak_memory import measure_step
 from .timing import Target, interleave, render_table
 
 EMBEDDINGS = ("kerple_log", "kerple_power", "alibi", "rpe", "none")
@@ -38,9 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
+    parser.add_argument(
+        "--loss-memory",
+        action="store_true",
+        help="instead: peak memory of one step, the loss in pieces and of all tokens at once",
+    )
+    parser.add_argument("--recompute", action="store_true", help="with checkpoint_activations")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.loss_memory:
+        return compare_loss_memory(args)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     models = build_models(args)
@@ -74,20 +85,46 @@ def run(args: argparse.Namespace) -> int:
     return 0 if spread.holds else 1
 
 
+def compare_loss_memory(args: argparse.Namespace) -> int:
+    """Each in a process of its own; the losses must be equal."""
+    spec = {**model_sizes(args), "pos_emb": args.embeddings[0]}
+    spec["checkpoint_activations"] = args.recompute
+    ways: dict[str, int | None] = {"all at once": None, "in pieces": DEFAULT_LOSS_CHUNK}
+    found = {
+        name: measure_step(spec, args.batch, args.length, chunk, args.threads)
+        for name, chunk in ways.items()
+    }
+    rows = [["the loss", "peak, GiB", "seconds", "value"]]
+    rows += [
+        [name, f"{one['peak'] / 2**30:.2f}", f"{one['seconds']:.0f}", f"{one['loss']:.6f}"]
+        for name, one in found.items()
+    ]
+    print(
+        f"one step of {args.batch} x {args.length:,} tokens, {spec['pos_emb']}, fp32, "
+        f"checkpoint_activations {args.recompute}, {args.threads} threads; GPU: not measured\n"
+    )
+    print(render_table(rows))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0 if abs(found["all at once"]["loss"] - found["in pieces"]["loss"]) < 1e-4 else 1
+
+
+def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "padded_vocab_size": args.vocabulary,
+        "num_layers": args.layers,
+        "hidden_size": args.hidden,
+        "num_attention_heads": args.heads,
+        "max_position_embeddings": args.length,
+        "no_weight_tying": True,
+    }
+
+
 def build_models(args: argparse.Namespace) -> dict[str, GPTModel]:
     """One model per positional embedding, all with the first one's weights."""
     models: dict[str, GPTModel] = {}
     for name in args.embeddings:
-        spec = ModelSpec(
-            padded_vocab_size=args.vocabulary,
-            num_layers=args.layers,
-            hidden_size=args.hidden,
-            num_attention_heads=args.heads,
-            max_position_embeddings=args.length,
-            pos_emb=name,
-            no_weight_tying=True,
-        )
-        model = GPTModel(spec)
+        model = GPTModel(ModelSpec(**model_sizes(args), pos_emb=name))
         if models:
             share_parameters(next(iter(models.values())), model)
         models[name] = model
