@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-PARTS = ("environment", "numbers", "speed", "training")
+PARTS = ("environment", "numbers", "speed", "tiles", "training")
 SBATCH = """#!/usr/bin/env bash
 #SBATCH --job-name=gpu-check
 #SBATCH --nodes=2

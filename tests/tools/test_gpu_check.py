@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.engines.triton_compat import unavailable
+from megatron.engines.triton_tiles import KERNELS, ROW_MULTIPLE, Tiles, tiles_of
 from megatron.errors import EngineError
+from tests.conftest import REPOSITORY
 from tools import gpu_check
-from tools.gpu_checks import numbers
+from tools.gpu_checks import numbers, tiles
 from tools.gpu_checks.findings import Finding
 
 
@@ -34,13 +41,68 @@ def test_training_is_checked_against_the_cpu_killed_and_spread(tmp_path: Path) -
     findings = {f["name"]: f for f in json.loads(out.read_text())["findings"]}
     assert code == 0, findings
     assert {f["status"] for f in findings.values()} == {"pass"}
+    assert "async_save" in findings
     assert "kill and resume" in findings and "two processes, tensor parallel" in findings
+
+
+@pytest.mark.skipif(unavailable() is not None, reason="Triton is not installed")
+def test_tiles_are_tried_against_the_table_in_the_interpreter(tmp_path: Path) -> None:
+    out = tmp_path / "check.json"
+    run = subprocess.run(
+        [sys.executable, "tools/gpu_check.py", "--device", "cpu", "--quick", "--parts", "tiles",
+         "--json", str(out)],
+        cwd=REPOSITORY,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    findings = json.loads(out.read_text())["findings"]
+    assert {f["name"].split(",")[0] for f in findings} == set(KERNELS)
+    for finding in findings:
+        assert finding["values"]["unfit"] == {} and len(finding["values"]["ratios"]) == 1
+
+
+def test_a_tile_is_proposed_if_it_is_faster_by_more_than_noise() -> None:
+    place, rivals = (
+        tiles.Place("dq", False, 64),
+        {"a": Tiles(128, 64, 8, 2), "b": Tiles(64, 32, 4, 2)},
+    )
+    faster = tiles.judge(place, {"a": 0.9, "b": 0.95}, rivals, {}, half=True)
+    line = '_TILES["dq"][True, False][64] = Tiles(queries=128, keys=64, warps=8, stages=2'
+    assert faster.values["proposal"].startswith(line) and line in str(faster)
+    hopper = tiles.judge(place, {"a": 0.9}, rivals, {}, half=True, hopper=True)
+    assert hopper.values["proposal"].startswith('_HOPPER["dq", True, False, 64] = Tiles(')
+    for ratios in ({"a": 0.98, "b": 1.2}, {}):
+        finding = tiles.judge(place, ratios, rivals, {"a": "out of resource"}, half=True)
+        assert finding.values["proposal"] is None and "the table stays" in finding.detail
+
+
+def test_tiles_with_other_numbers_do_not_fit() -> None:
+    one = [torch.ones(2), torch.ones(3)]
+    assert tiles._problem(lambda: one, one) is None
+    assert "other numbers" in str(tiles._problem(lambda: [one[0], one[1] * 1.01], one))
+    assert "other numbers" in str(tiles._problem(lambda: [one[0] * float("nan"), one[1]], one))
+
+    def too_large() -> list[torch.Tensor]:
+        raise RuntimeError("out of resource: shared memory\nmore")
+
+    assert tiles._problem(too_large, one) == "out of resource: shared memory"
+
+
+@pytest.mark.parametrize(("place", "rivals"), tiles.SHORT_LIST.items(), ids=str)
+def test_the_short_list_holds_rivals_that_can_run(
+    place: tiles.Place, rivals: tuple[Tiles, ...]
+) -> None:
+    now = tiles_of(place.kernel, place.dim, torch.bfloat16, place.weighted)
+    assert now not in rivals and len(set(rivals)) == len(rivals)
+    assert all(ROW_MULTIPLE % rival.queries == 0 for rival in rivals)
 
 
 def test_a_wrong_number_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(numbers.TOLERANCE, __import__("torch").float32, 1e-12)
+    monkeypatch.setitem(numbers.TOLERANCE, torch.float32, 1e-12)
     out = tmp_path / "check.json"
     args = ["--device", "cpu", "--quick", "--parts", "numbers", "--json", str(out)]
     assert gpu_check.main(args) == 1
@@ -49,8 +111,6 @@ def test_a_wrong_number_is_a_failure(
 
 
 def test_no_gpu_is_one_line(tmp_path: Path) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(EngineError, match="no GPU is visible to torch"):

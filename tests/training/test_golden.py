@@ -12,14 +12,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from megatron.data import IndexedDatasetWriter
 from megatron.neox_arguments import NeoXArgs
 from megatron.paper.suite import load_suite
 from tests.conftest import REPOSITORY
 from tests.processes import run_ranks
+from tools.gpu_checks.training import write_licence_corpus
 
 GOLDEN = REPOSITORY / "tests" / "golden" / "demo_kerple_log.json"
 STEPS = 40
@@ -28,13 +27,8 @@ STEPS = 40
 def demo_config(directory: Path) -> dict[str, Any]:
     """The demo's config for kerple_log, on the licence's paragraphs, a line of metrics a step."""
     runs = [run for run in load_suite("demo").runs if run.method == "kerple_log"]
-    prefix = directory / "licence_text_document"
-    with IndexedDatasetWriter(prefix) as writer:
-        for paragraph in (REPOSITORY / "LICENSE").read_bytes().split(b"\n\n"):
-            if paragraph.strip():
-                writer.add_document(np.frombuffer(paragraph + b"\n\n", np.uint8).astype(np.uint16))
     changes = {
-        "data_path": str(prefix),
+        "data_path": str(write_licence_corpus(directory)),
         "data_cache_dir": str(directory / "cache"),
         "save": str(directory / "run"),
         "load": None,

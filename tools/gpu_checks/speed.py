@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import attention
+from tools.benchmarks.timing import interleave
 
 from .findings import Finding, Settings
 
@@ -33,15 +34,17 @@ def _at_length(settings: Settings, length: int, backward: bool) -> list[Finding]
     batch = 1 if settings.quick else max(1, TOKENS // length)
     work = _Work(settings, batch, length, backward)
     what = f"{'forward+backward' if backward else 'forward'} at {length} (batch {batch})"
-    seconds: dict[str, float] = {}
+    runs: dict[str, Run] = {}
     findings = []
     for name, run in work.contenders().items():
         try:
-            run()  # compiles, warms up, or says that it cannot
-            seconds[name] = min(_timed(settings, run) for _ in range(2 if settings.quick else 10))
+            run()  # compiles, or says that it cannot
+            runs[name] = run
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
             findings.append(Finding(PART, f"{name}, {what}", "not run", first[:200]))
+    timings = interleave(runs, 2 if settings.quick else 10)
+    seconds = {name: timings.best(name) for name in runs}
     # Two products forward and five backward over half of the square; recomputation not counted.
     flop = 2 * 2 * batch * HEADS * length**2 * DIM / 2 * (3.5 if backward else 1.0)
     values: dict[str, Any] = {
@@ -55,16 +58,6 @@ def _at_length(settings: Settings, length: int, backward: bool) -> list[Finding]
     }
     text = ", ".join(f"{n} {v['tflops']:.1f} TF ({v['over_sdpa']:.2f})" for n, v in values.items())
     return [Finding(PART, what, "measured", text, values), *findings]
-
-
-def _timed(settings: Settings, run: Run) -> float:
-    import time
-
-    settings.synchronize()
-    start = time.perf_counter()
-    run()
-    settings.synchronize()
-    return time.perf_counter() - start
 
 
 class _Work:
@@ -81,7 +74,7 @@ class _Work:
             HEADS, 1, device=settings.device
         )
         self.bias = table.requires_grad_(backward)
-        self.length, self.backward, self.quick = length, backward, settings.quick
+        self.settings, self.length, self.backward = settings, length, backward
 
     def contenders(self) -> dict[str, Run]:
         runs: dict[str, Run] = {
@@ -90,7 +83,7 @@ class _Work:
         }
         if self.length <= 4096:
             runs["dense"] = lambda: attention(self.q, self.k, self.v, self.bias, engine="naive")
-        if not self.quick:
+        if not self.settings.quick:
             runs["flex"] = self._flex()
         return {name: self._whole(run) for name, run in runs.items()}
 
@@ -108,14 +101,15 @@ class _Work:
         return lambda: compiled(self.q, self.k, self.v, score_mod=add, block_mask=mask)
 
     def _whole(self, forward: Run) -> Run:
-        if not self.backward:
-            return forward
+        """To its end: a GPU is waited for."""
 
         def run() -> Tensor:
             out = forward()
-            out.backward(out.detach())
-            for tensor in (self.q, self.k, self.v, self.bias):
-                tensor.grad = None
+            if self.backward:
+                out.backward(out.detach())
+                for tensor in (self.q, self.k, self.v, self.bias):
+                    tensor.grad = None
+            self.settings.synchronize()
             return out
 
         return run

@@ -1,4 +1,4 @@
-"""Parts 5 and 6, training: fifty steps against the CPU's losses, kill and resume, several GPUs."""
+"""Parts 6 and 7, training: fifty steps against the CPU's losses, kill and resume, several GPUs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.checkpoints.safe_files import load_file
 from megatron.data import IndexedDatasetWriter
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
@@ -40,8 +41,19 @@ def check(settings: Settings, scratch: Path) -> list[Finding]:
     return [
         guarded(PART, "fifty steps against the CPU", partial(_against_cpu, runs)),
         guarded(PART, "kill and resume", partial(_kill_and_resume, runs)),
+        guarded(PART, "async_save", partial(_background_save, runs)),
         *_several(runs),
     ]
+
+
+def write_licence_corpus(directory: Path) -> Path:
+    """The licence as bytes, a document a paragraph: text that every checkout has, unchanged."""
+    prefix = directory / "licence_text_document"
+    with IndexedDatasetWriter(prefix) as writer:
+        for paragraph in (REPOSITORY / "LICENSE").read_bytes().split(b"\n\n"):
+            if paragraph.strip():
+                writer.add_document(np.frombuffer(paragraph + b"\n\n", np.uint8).astype(np.uint16))
+    return prefix
 
 
 class _Runs:
@@ -50,11 +62,7 @@ class _Runs:
     def __init__(self, settings: Settings, scratch: Path) -> None:
         self.settings, self.scratch = settings, scratch
         self.steps = 4 if settings.quick else 50
-        self.data = scratch / "licence_text_document"
-        with IndexedDatasetWriter(self.data) as writer:
-            for paragraph in (REPOSITORY / "LICENSE").read_bytes().split(b"\n\n"):
-                text = np.frombuffer(paragraph + b"\n\n", np.uint8).astype(np.uint16)
-                writer.add_document(text)
+        self.data = write_licence_corpus(scratch)
 
     def config(self, name: str, changes: Mapping[str, Any]) -> Path:
         base = NeoXArgs.from_files([str(REPOSITORY / "configs" / "small_bf16.yml")]).to_dict()
@@ -152,6 +160,21 @@ def _kill_and_resume(runs: _Runs) -> Finding:
     resumed = runs.run("killed", {"load": str(runs.scratch / "killed")}, runs.here)
     same = _losses(resumed) == _losses(runs.metrics("here"))
     return Finding(PART, "kill and resume", verdict(same), "losses bit for bit")
+
+
+def _background_save(runs: _Runs) -> Finding:
+    """Copies through pinned memory while the next steps run: losses and last files are the same."""
+    found = _losses(runs.run("background", {"async_save": True}, runs.here))
+    folders = [runs.scratch / name / f"global_step{runs.steps}" for name in ("here", "background")]
+    files = sorted(path.name for path in folders[0].glob("*model_states.pt"))
+    states = [[load_file(folder / name)["module"] for name in files] for folder in folders]
+    pairs = [
+        (one[name], other.get(name))
+        for one, other in zip(*states, strict=True)
+        for name in one or {}
+    ]
+    same = found == _losses(runs.metrics("here")) and all(torch.equal(*pair) for pair in pairs)
+    return Finding(PART, "async_save", verdict(same), f"losses and {len(pairs)} weights to the bit")
 
 
 def _several(runs: _Runs) -> list[Finding]:
