@@ -42,17 +42,18 @@ Shards = list[dict[str, Tensor]]
 
 
 def cast_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Weights in another precision; kernel parameters stay fp32."""
+    """Weights in another precision; a head's few numbers stay fp32."""
     if dtype is None:
         return dict(weights)
     return {
-        name: tensor.float() if _is_kernel(name) else tensor.to(dtype)
+        name: tensor.float() if _stays_fp32(name) else tensor.to(dtype)
         for name, tensor in weights.items()
     }
 
 
-def _is_kernel(name: str) -> bool:
-    return split_name(name)[1].startswith(("embedding.", "positions."))
+def _stays_fp32(name: str) -> bool:
+    own = ("embedding.", "positions.", "attention.sinks", "attention.softmax_scale")
+    return split_name(name)[1].startswith(own)
 
 
 def write_native(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.engines import attention
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.model.score_terms import gate_sums, keys_seen, sharpened
+from megatron.model.score_terms import gate_sums, keys_seen, log_gates, sharpened
 from megatron.mpu import (
     SERIAL,
     ColumnParallelLinear,
@@ -151,7 +151,8 @@ class SelfAttention(nn.Module):
         sink = None if self.sinks is None else at_least_fp32(self.sinks)
         if self.forget_gate is None:
             return None, sink
-        sums = gate_sums(self.forget_gate(x_BLh), None if cache is None else cache.gate_sum)
+        gates = log_gates(self.forget_gate(x_BLh))
+        sums = gate_sums(gates, None if cache is None else cache.gate_sum)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:
             sink = (sink[:, None] - sums).to(dtype)

@@ -18,26 +18,26 @@ from torch import Tensor
 
 from .position_base import at_least_fp32
 
-__all__ = ["gate_sums", "keys_seen", "sharpened", "softmax_scale_start", "widest"]
+__all__ = ["gate_sums", "keys_seen", "log_gates", "sharpened", "softmax_scale_start"]
 
 
-def widest(device: torch.device) -> torch.dtype:
-    """What sums of a whole sequence's gates are kept in."""
-    return torch.float32 if device.type == "mps" else torch.float64
+def log_gates(logits_BLH: Tensor) -> Tensor:
+    """log f [B, H, L] of the gates f = sigmoid(logits), in fp32."""
+    return F.logsigmoid(at_least_fp32(logits_BLH)).transpose(1, 2)
 
 
 def gate_sums(
-    logits_BLH: Tensor, before_BH: Tensor | None = None, starts_BL: Tensor | None = None
+    gates_BHL: Tensor, before_BH: Tensor | None = None, starts_BL: Tensor | None = None
 ) -> Tensor:
-    """c [B, H, L]: the sum of log f up to each token, its own included, f = sigmoid(logits).
+    """c [B, H, L]: the sum of log f up to each token, its own included.
 
     A score decays by every gate after its key (Forgetting Transformer): c_m - c_n. `before` is
     the sum of earlier tokens, in a cache. With `starts`, the first token of each token's document,
     sums begin anew there, so that no document's numbers depend on those before it.
     """
-    log_gates = F.logsigmoid(at_least_fp32(logits_BLH)).transpose(1, 2)
     # Sums reach 10^4, where fp32 has three decimals left; differences of them are what counts.
-    sums = log_gates.to(widest(log_gates.device)).cumsum(-1)
+    wide = torch.float32 if gates_BHL.device.type == "mps" else torch.float64
+    sums = gates_BHL.to(wide).cumsum(-1)
     if before_BH is not None:
         sums = sums + before_BH[..., None]
     if starts_BL is not None:

@@ -87,19 +87,19 @@ class ModelArgs(Group):
         description="Forgetting Transformer: each head has a gate in (0, 1), a linear map of the "
         "layer's input, and a score decays by the gates of all tokens after its key. With any "
         "pos_emb, none included.",
-        json_schema_extra=about(hf=None, ours=True),
+        json_schema_extra=about(ours=True),
     )
     attention_sinks: bool = Field(
         False,
         description="A learned logit per head in the denominator of the softmax, so that a head "
         "may attend to nothing.",
-        json_schema_extra=about(hf=None, ours=True),
+        json_schema_extra=about(ours=True),
     )
     scalable_softmax: bool = Field(
         False,
         description="Scalable softmax (SSMax): queries times s log n for the n keys they see, s "
         "learned per head, so that attention stays sharp over more keys than in training.",
-        json_schema_extra=about(hf=None, ours=True),
+        json_schema_extra=about(ours=True),
     )
     intermediate_size: PositiveInt | None = Field(
         None,

@@ -20,13 +20,16 @@ from tests.training.runs import finish, losses, run, run_config, start_run
 
 HALF = 3
 BF16 = precision("bf16")
-# Every other way to cut a parameter (T5's table, a gated block, grouped heads, a head of its own
-# cut by columns), and norms of a single number.
+# Every other way to cut a parameter (T5's table, a gated block, grouped heads, gates, numbers per
+# head, an output layer of its own cut by columns), and norms of a single number.
 ODD = {
     "pos_emb": "rpe",
     "norm": "scalenorm",
     "activation": "swiglu",
     "num_kv_heads": 2,
+    "forget_gate": True,
+    "attention_sinks": True,
+    "scalable_softmax": True,
     "intermediate_size": 132,
     "no_weight_tying": True,
     "output_layer_parallelism": "row",

@@ -96,8 +96,18 @@ def test_native_to_hugging_face_and_back(tmp_path: Path, pos_emb: str) -> None:
     assert back.spec == original.spec.replace(seq_length=trained_at)
 
 
-def test_a_kernel_per_layer_survives_hugging_face_and_splitting(tmp_path: Path) -> None:
-    args = small_args(pos_emb="kerple_log", kerple_share="per_layer", kerple_constraint="softplus")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kerple_share": "per_layer", "kerple_constraint": "softplus"},
+        {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
+    ],
+    ids=["kernels of layers", "score terms"],
+)
+def test_what_only_ours_has_survives_hugging_face_and_splitting(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    args = small_args(pos_emb="kerple_log", **changes)
     original = at_rest(random_model(args), args)
     write_hf(original, tmp_path / "hf")
     write_native(read_checkpoint(tmp_path / "hf"), tmp_path / "native", mp=2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.attention import SelfAttention
 from megatron.model.position_base import Tables
-from megatron.model.score_terms import gate_sums, keys_seen, softmax_scale_start
+from megatron.model.score_terms import gate_sums, keys_seen, log_gates, softmax_scale_start
 
 HEADS, WIDTH = 4, 8
 SPEC = ModelSpec(
@@ -133,14 +133,14 @@ def test_sums_of_gates_lose_nothing_over_long_texts() -> None:
     """A running sum in fp32 would be off by several hundredths at the end."""
     logits = torch.randn(1, 20_000, 1, generator=torch.Generator().manual_seed(0))
     exact = torch.nn.functional.logsigmoid(logits.double()).cumsum(1)[..., 0]
-    sums = gate_sums(logits)[:, 0]
+    sums = gate_sums(log_gates(logits))[:, 0]
     assert float(exact[0, -1]) < -1e4
     assert float((sums - exact).abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_gates_continue_where_the_cache_ends(length: int) -> None:
-    logits = torch.randn(2, 8, HEADS, generator=torch.Generator().manual_seed(0))
-    whole = gate_sums(logits)
-    end = gate_sums(logits[:, length:], gate_sums(logits[:, :length])[..., -1])
+    gates = log_gates(torch.randn(2, 8, HEADS, generator=torch.Generator().manual_seed(0)))
+    whole = gate_sums(gates)
+    end = gate_sums(gates[..., length:], gate_sums(gates[..., :length])[..., -1])
     torch.testing.assert_close(end, whole[..., length:])

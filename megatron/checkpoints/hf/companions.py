@@ -108,6 +108,7 @@ TRAVELLING = (
     "positional_embeddings",
     "rotary_and_input_positions",
     "norms_and_activations",
+    "score_terms",
 )
 """Modules of `megatron.model` that every export holds."""
 ON_ANY_MACHINE = ("torch", "numpy", "einops")  # transformers needs torch and numpy itself

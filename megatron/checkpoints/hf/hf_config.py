@@ -18,12 +18,7 @@ from megatron.model.position_names import canonical_name
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
-from megatron.neox_arguments.model_keys import (
-    SCORE_TERMS,
-    ModelArgs,
-    hugging_face_keys,
-    intermediate_size_for,
-)
+from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys, intermediate_size_for
 
 __all__ = ["args_from_hf", "from_hf_names", "hf_config", "is_plain_gpt_neox", "to_hf_names"]
 
@@ -63,8 +58,6 @@ def hf_config(
     own_kernel: bool = False,
 ) -> PretrainedConfig:
     """GPTNeoXConfig where that is the same model, else KerpleNeoXConfig."""
-    if asked := [key for key in SCORE_TERMS if getattr(spec, key)]:
-        raise CheckpointError(f"{', '.join(asked)}: not part of a Hugging Face export yet")
     values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
     values |= {
         "vocab_size": spec.padded_vocab_size,

@@ -26,17 +26,21 @@ from megatron.model.rotary_and_input_positions import (
     rotate,
     sinusoids,
 )
+from megatron.model.score_terms import gate_sums, log_gates, sharpened, softmax_scale_start
 
 from .configuration_kerple import KerpleNeoXConfig
 from .scores_kerple import (
-    LARGEST_SCORES,
     Scores,
     Tables,
     absolute_positions,
     allowed_keys,
     attend,
+    attend_in_blocks,
     cache_capacity,
+    decay,
     fits_at_once,
+    gates_beside,
+    parted_gates,
 )
 
 __all__ = ["KerpleNeoXForCausalLM", "KerpleNeoXModel", "KerpleNeoXPreTrainedModel"]
@@ -72,6 +76,15 @@ class Attention(nn.Module):
         if config.use_qk_layernorm:
             shape = (heads, config.head_dim)
             self.qk_layernorm = nn.LayerNorm(shape, eps=config.norm_eps, bias=config.norm_bias)
+        self.forget_gate = nn.Linear(size, heads) if config.forget_gate else None
+        self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
+        self.softmax_scale: nn.Parameter | None = None
+        if config.scalable_softmax:
+            self.softmax_scale = nn.Parameter(torch.full((heads,), self.scale_start))
+
+    @property
+    def scale_start(self) -> float:
+        return softmax_scale_start(self.config.train_length, self.config.attention_window)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, H, Q, D]; the last two may have fewer heads."""
@@ -86,35 +99,42 @@ class Attention(nn.Module):
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
+    def cached(
+        self, k: Tensor, v: Tensor, gates: Tensor | None, cache: Any, q_index: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and gates of all tokens so far."""
+        where = {"cache_position": q_index}  # for transformers 4; 5 counts by itself
+        if gates is None:
+            return (*cache.update(k, v, self.layer_idx, where), None)
+        both, v = cache.update(gates_beside(k, gates), v, self.layer_idx, where)
+        k, all_gates = parted_gates(both, self.config.head_dim)
+        return k, v, all_gates.index_copy(2, q_index, gates)  # the newest carry gradients
+
     def forward(
         self, x: Tensor, bias: Tensor | None, weight: Tensor | None, cos: Tensor | None,
         sin: Tensor | None, scores: Scores, past_key_values: Any, output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        batch, length, size = x.shape
         q, k, v = self.heads(x)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.softmax_scale is not None:
+            q = sharpened(q, self.softmax_scale, scores.keys_seen())
+        gates = None if self.forget_gate is None else log_gates(self.forget_gate(x))
         if past_key_values is not None:
-            # transformers 4 is told where the keys go, 5 counts by itself
-            k, v = past_key_values.update(k, v, self.layer_idx, {"cache_position": scores.q_index})
+            k, v, gates = self.cached(k, v, gates, past_key_values, scores.q_index)
+        sums = None if gates is None else gate_sums(gates)
         if self.groups > 1:
             k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
         eager = output_attentions or self.config._attn_implementation == "eager"
-        run = partial(
-            attend, dropout=self.config.attention_dropout if self.training else 0.0, eager=eager
-        )
+        dropout = self.config.attention_dropout if self.training else 0.0
+        run = partial(attend, dropout=dropout, eager=eager, sinks=self.sinks)
         if bias is not None:
+            if sums is not None:
+                bias = bias + decay(sums, scores.q_index)
             out, probabilities = run(q, k, v, bias, weight)
         else:
-            rows = max(1, LARGEST_SCORES // (batch * q.shape[1] * scores.keys))
-            blocks = [
-                run(q[:, :, start : start + rows], k, v, *scores.dense(start, start + rows))
-                for start in range(0, length, rows)
-            ]
-            out = torch.cat([block for block, _ in blocks], dim=2)
-            parts = [part for _, part in blocks if part is not None]
-            probabilities = torch.cat(parts, dim=2) if output_attentions and parts else None
-        return self.dense(out.transpose(1, 2).reshape(batch, length, size)), probabilities
+            out, probabilities = attend_in_blocks(run, q, k, v, scores, sums, output_attentions)
+        return self.dense(out.transpose(1, 2).flatten(2)), probabilities
 
 
 class MLP(nn.Module):
@@ -167,7 +187,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["positions"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["positions", "sinks", "softmax_scale"]  # noqa: RUF012
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -187,10 +207,18 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, TableEmbedding):
-            for name, value in module.initial_values().items():
-                parameter = module.get_parameter(name)
-                if not getattr(parameter, "_is_hf_initialized", False):
-                    parameter.data.copy_(value)
+            _start(module, module.initial_values())
+        elif isinstance(module, Attention):
+            starts = {"sinks": 0.0, "softmax_scale": module.scale_start}
+            present = {n: v for n, v in starts.items() if getattr(module, n) is not None}
+            _start(module, {name: torch.tensor(value) for name, value in present.items()})
+
+
+def _start(module: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        parameter = module.get_parameter(name)
+        if not getattr(parameter, "_is_hf_initialized", False):
+            parameter.data.copy_(value)
 
 
 class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
@@ -271,6 +299,11 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         )
 
     @property
+    def _own_scores(self) -> bool:
+        """Whether heads have scores of their own even without tables."""
+        return bool(self.config.forget_gate or self.config.attention_sinks)
+
+    @property
     def _shares_tables(self) -> bool:
         return all(layer.positions is None for layer in self.layers)
 
@@ -298,12 +331,13 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self, x: Tensor, past: int | Tensor, cache: Any, attention_mask: Tensor | None
     ) -> Scores:
         keys = cache_capacity(cache) or int(past) + x.shape[1]
+        heads = self.config.num_attention_heads if self._own_scores else 1
         tables: Tables = (None, None)
         if self.positions is not None:
             tables = self.positions(keys)
         return Scores(
             tables, past, x.shape[1], keys, self.config.attention_window,
-            allowed_keys(attention_mask, keys), x.device,
+            allowed_keys(attention_mask, keys), x.device, heads=heads,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Shape suffixes: B batch, H heads, Q queries, K keys, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ class Scores:
 
     def __init__(
         self, tables: Tables, past: int | Tensor, queries: int, keys: int, window: int | None,
-        allowed: Tensor | None, device: torch.device,
+        allowed: Tensor | None, device: torch.device, heads: int = 1,
     ) -> None:  # fmt: skip
         self.tables, self.window, self.allowed = tables, window, allowed
         self.queries, self.keys = queries, keys
+        self.heads = heads  # how many have scores of their own, whatever the tables
         self.q_index = past + torch.arange(queries, device=device)
         self.k_index = torch.arange(keys, device=device)
 
@@ -37,25 +39,76 @@ class Scores:
     def dense(self, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor | None]:
         """Additive bias [B or 1, H or 1, Q, K] in fp32 and factor [1, H, Q, K] of some queries."""
         distance = self.q_index[start:stop, None] - self.k_index
-        visible = distance >= 0
-        if self.window is not None:
-            visible = visible & (distance < self.window)
-        visible = visible[None, None]
-        if self.allowed is not None:
-            rows = slice(start, stop) if self.allowed.shape[2] > 1 else slice(None)
-            visible = visible & self.allowed[:, :, rows]
+        visible = self._visible(distance, slice(start, stop))
         index = distance.clamp(min=0)
         bias, weight = (None if table is None else table[:, index][None] for table in self.tables)
         lowest = torch.finfo(torch.float32).min  # not -inf: a row of padding sees nothing at all
         zero = torch.zeros((), device=distance.device) if bias is None else bias
         return torch.where(visible, zero, lowest), weight
 
+    def _visible(self, distance: Tensor, queries: slice) -> Tensor:
+        visible = distance >= 0
+        if self.window is not None:
+            visible = visible & (distance < self.window)
+        visible = visible[None, None]
+        if self.allowed is not None:
+            rows = queries if self.allowed.shape[2] > 1 else slice(None)
+            visible = visible & self.allowed[:, :, rows]
+        return visible
+
+    def keys_seen(self) -> Tensor:
+        """How many keys each query sees, [B or 1, Q]; 1 where there is nothing but padding."""
+        if self.allowed is None:
+            n = self.q_index[None] + 1
+            return n if self.window is None else n.clamp(max=self.window)
+        if self.allowed.shape[2] > 1:
+            distance = self.q_index[:, None] - self.k_index
+            return self._visible(distance, slice(None)).sum(-1)[:, 0].clamp(min=1)
+        so_far = F.pad(self.allowed[:, 0, 0].long().cumsum(-1), (1, 0))
+        n = so_far[:, self.q_index + 1]
+        if self.window is not None:
+            n = n - so_far[:, (self.q_index + 1 - self.window).clamp(min=0)]
+        return n.clamp(min=1)
+
+
+def decay(sums: Tensor, q_index: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    """What forget gates add to the scores of some queries, [B, H, Q, K]: c_m - c_n."""
+    own = sums[:, :, q_index[start:stop]]
+    return (own[..., None] - sums[:, :, None]).float()
+
+
+def gates_beside(k: Tensor, gates: Tensor) -> Tensor:
+    """Keys with gates [B, H, Q] in further columns, so that any cache of keys keeps them too.
+
+    Every key head carries the gates of its query heads, as the bits of fp32 numbers: in 16-bit
+    keys a gate takes two columns.
+    """
+    own = gates.detach().float().unflatten(1, (k.shape[1], -1)).transpose(2, 3).contiguous()
+    narrow = k.dtype.itemsize < own.dtype.itemsize
+    return torch.cat((k, own.view(k.dtype) if narrow else own.to(k.dtype)), -1)
+
+
+def parted_gates(k: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The keys alone, and the gates that were beside them, [B, H, K] in fp32."""
+    keys, beside = k[..., :head_dim], k[..., head_dim:]
+    narrow = k.dtype.itemsize < torch.float32.itemsize
+    own = beside.contiguous().view(torch.float32) if narrow else beside.float()
+    return keys, own.transpose(2, 3).flatten(1, 2)
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, weight: Tensor | None,
-    dropout: float, eager: bool,
+    dropout: float, eager: bool, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention output [B, H, Q, D] and, where they exist, the probabilities."""
+    if sinks is not None:  # a key and a value of zeros whose bias is the sink
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        bias = bias.expand(-1, q.shape[1], -1, -1)
+        column = sinks.float()[:, None, None].expand(*bias.shape[:3], 1)
+        bias = torch.cat((bias, column), -1)
+        weight = None if weight is None else F.pad(weight, (0, 1))
+        out, probabilities = attend(q, k, v, bias, weight, dropout, eager)
+        return out, None if probabilities is None else probabilities[..., :-1]
     scale = q.shape[-1] ** -0.5
     if not eager and weight is None:  # a factor on the scores cannot be written as a mask
         out = F.scaled_dot_product_attention(
@@ -68,9 +121,27 @@ def attend(
     return F.dropout(probabilities, dropout) @ v, probabilities
 
 
+def attend_in_blocks(
+    run: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor,
+    scores: Scores, sums: Tensor | None, keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`run` (attend) for so many queries at a time that their scores are not too many."""
+    rows = max(1, LARGEST_SCORES // (q.shape[0] * q.shape[1] * scores.keys))
+    blocks = []
+    for start in range(0, q.shape[2], rows):
+        bias, weight = scores.dense(start, start + rows)
+        if sums is not None:
+            bias = bias + decay(sums, scores.q_index, start, start + rows)
+        blocks.append(run(q[:, :, start : start + rows], k, v, bias, weight))
+    parts = [part for _, part in blocks if part is not None]
+    probabilities = torch.cat(parts, dim=2) if keep and parts else None
+    return torch.cat([block for block, _ in blocks], dim=2), probabilities
+
+
 def fits_at_once(x: Tensor, scores: Scores) -> bool:
     """Whether to make the score matrix in one piece: small, or needed for gradients."""
-    heads = max((table.shape[0] for table in scores.tables if table is not None), default=1)
+    tables = [table.shape[0] for table in scores.tables if table is not None]
+    heads = max(scores.heads, *tables) if tables else scores.heads
     return torch.is_grad_enabled() or (
         x.shape[0] * heads * scores.queries * scores.keys <= LARGEST_SCORES
     )

@@ -15,7 +15,6 @@ from megatron.checkpoints.hf import (
     KerpleNeoXConfig,
     KerpleNeoXForCausalLM,
     folder,
-    modeling_kerple,
     scores_kerple,
 )
 from megatron.checkpoints.hf.folder import FORMULA_FILES, MODEL_FILES, write_hf
@@ -25,6 +24,7 @@ from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.model_keys import HFKey, hugging_face_keys
 from tests.checkpoints.small_models import at_rest, logits_of, random_model, small_args, tokens
 
+SCORE_TERMS = {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"pos_emb": "kerple_log"},
     "parallel": {"pos_emb": "kerple_power", "gpt_j_residual": True, "no_weight_tying": True},
@@ -47,6 +47,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "grouped": {"pos_emb": "kerple_log", "num_kv_heads": 2},
     "one_key_head": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 1},
+    "forget_gate": {"pos_emb": "none", "forget_gate": True},
+    "sinks": {"pos_emb": "rotary", "attention_sinks": True},
+    "scalable_softmax": {"pos_emb": "alibi", "scalable_softmax": True, "sliding_window_width": 9},
+    "score_terms": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 2, **SCORE_TERMS},
     "qk_norm": {"pos_emb": "rotary", "use_qk_layernorm": True},
     "linear": {"pos_emb": "rotary", "rope_scaling": {"type": "linear", "factor": 4.0}},
     "ntk": {"pos_emb": "rotary", "rope_scaling": {"type": "ntk", "factor": 4.0}},
@@ -99,9 +103,10 @@ def test_every_variant(tmp_path: Path, variant: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_bias_wht", "sinusoidal"])
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_bias_wht", "sinusoidal", "score_terms"])
 def test_generation_with_and_without_cache(tmp_path: Path, pos_emb: str, attention: str) -> None:
-    model, exported = both(tmp_path, pos_emb=pos_emb, attention=attention)
+    changes = VARIANTS.get(pos_emb, {"pos_emb": pos_emb})
+    model, exported = both(tmp_path, **changes, attention=attention)
     prompt = tokens(12)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
     options["attention_mask"] = torch.ones_like(prompt)  # else prompts that hold the pad id differ
@@ -128,10 +133,13 @@ def test_a_cache_of_fixed_size_gives_the_same_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "rotary", "learned", "gauss_wht2"])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", "rotary", "learned", "gauss_wht2", "score_terms"]
+)
 def test_left_padding_changes_nothing(tmp_path: Path, pos_emb: str, attention: str) -> None:
+    changes = VARIANTS.get(pos_emb, {"pos_emb": pos_emb})
     model, exported = both(  # tied norms, so that rotary too is our class and not GPTNeoX
-        tmp_path, pos_emb=pos_emb, gpt_j_residual=True, gpt_j_tied=True, attention=attention
+        tmp_path, **changes, gpt_j_residual=True, gpt_j_tied=True, attention=attention
     )
     inputs = tokens(20)
     padded = torch.cat((torch.full((2, 6), 3), inputs), 1)
@@ -198,6 +206,27 @@ def test_gradients_equal_ours_kernel_included(tmp_path: Path, attention: str) ->
         torch.testing.assert_close(theirs.get_parameter(name).grad, expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gradients_of_gates_sinks_and_scales_equal_ours(tmp_path: Path, attention: str) -> None:
+    model, exported = both(tmp_path, **VARIANTS["score_terms"], attention=attention)
+    inputs = tokens(50)
+    exported(inputs, labels=inputs).loss.backward()
+    model.token_losses(inputs[:, :-1], inputs[:, 1:]).mean().backward()
+    ours, theirs = model.layers[0].attention, exported.gpt_neox.layers[0].attention
+    for name in ("forget_gate.weight", "forget_gate.bias", "sinks", "softmax_scale"):
+        expected = ours.get_parameter(name).grad
+        assert expected is not None and expected.abs().min() > 0
+        torch.testing.assert_close(theirs.get_parameter(name).grad, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_sixteen_bit_keys_carry_gates_bit_for_bit() -> None:
+    gates = -torch.rand(2, 4, 9, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        keys = torch.randn(2, 2, 9, 8).to(dtype)
+        found, beside = scores_kerple.parted_gates(scores_kerple.gates_beside(keys, gates), 8)
+        assert torch.equal(found, keys) and torch.equal(beside, gates)
+
+
 def test_a_training_step_moves_the_kernel_and_survives_saving(tmp_path: Path) -> None:
     _, exported = both(tmp_path / "a", pos_emb="kerple_log")
     optimizer = torch.optim.Adam(exported.parameters(), lr=1e-2)
@@ -225,16 +254,16 @@ def test_bf16_keeps_the_kernel_in_fp32(tmp_path: Path, attention: str) -> None:
     assert error < 0.05 * reference.abs().max()
 
 
+@pytest.mark.parametrize("terms", [{}, SCORE_TERMS], ids=["tables", "score terms"])
 def test_long_inputs_are_scored_in_blocks_with_the_same_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terms: dict[str, Any]
 ) -> None:
-    model, exported = both(tmp_path, pos_emb="kerple_bias_wht", sliding_window_width=90)
+    model, exported = both(tmp_path, pos_emb="kerple_bias_wht", sliding_window_width=90, **terms)
     mask = torch.ones(2, 120, dtype=torch.long)
     mask[1, :11] = 0
     with torch.no_grad():
         whole = exported(tokens(120), attention_mask=mask).logits
-    for module in (scores_kerple, modeling_kerple):
-        monkeypatch.setattr(module, "LARGEST_SCORES", 2 * 4 * 120 * 7)
+    monkeypatch.setattr(scores_kerple, "LARGEST_SCORES", 2 * 4 * 120 * 7)
     with torch.no_grad():
         blocks = exported(tokens(120), attention_mask=mask).logits
     torch.testing.assert_close(blocks[0], whole[0])
