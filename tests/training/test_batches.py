@@ -1,0 +1,54 @@
+"""How a batch comes to the device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.training import batches
+from tests.training.cases import tiny_config
+
+
+class Text:
+    """A batch in pinned memory, which a slice of it would not be."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[torch.device, bool]] = []
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+        self.asked.append((device, non_blocking))
+        return torch.arange(10, device=device).view(2, 5)
+
+
+def test_the_whole_text_goes_to_the_device_without_waiting_and_is_cut_there() -> None:
+    device, text = torch.device("meta"), Text()
+    stream = batches._micro_batches([{"text": text}], device, 0, False)  # type: ignore[dict-item]
+    tokens, (labels, mask) = next(stream)
+    assert text.asked == [(device, True)]
+    assert {part.device.type for part in (tokens, labels, mask)} == {"meta"}
+    assert tokens.shape == labels.shape == mask.shape == (2, 4)
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_the_loader_pins_memory_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool
+) -> None:
+    asked: dict[str, Any] = {}
+
+    class Loader(list[Any]):
+        generator: Any = None
+
+    def build(dataset: Any, sampler: Any, **options: Any) -> Loader:
+        asked.update(options)
+        return Loader()
+
+    args = NeoXArgs.from_dict(tiny_config("none"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(batches, "build_data_loader", build)
+    alone: Any = SimpleNamespace(dp_rank=0, dp_size=1)
+    batches._stream([0] * 8, 0, args.batch_plan(1), alone, args, 0, wrap=False)
+    assert asked["pin_memory"] is cuda
