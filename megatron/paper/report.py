@@ -99,6 +99,7 @@ def make_report(
     # The first thing to see is the main table; the claims follow it.
     chapters[1:1] = [_claims_chapter(suite, results), *_contrast_chapters(suite, results)]
     chapters += _theory_chapters(suite, results)
+    chapters.append(Chapter("What differs from the paper", notes=list(suite.differs)))
     page = Page(
         f"KERPLE: the {suite.name} suite",
         suite.about + ".",

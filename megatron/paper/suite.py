@@ -95,6 +95,7 @@ class Suite:
     data: Mapping[str, DataSet]
     data_root: Path
     contrasts: Mapping[str, Contrast] = field(default_factory=dict)
+    differs: tuple[str, ...] = ()
 
     def run_directory(self, root: Path, run: Run) -> Path:
         return root / self.name / run.name
@@ -165,6 +166,7 @@ class _Expansion:
             self._file.data,
             self._data_root,
             self._file.contrasts,
+            tuple(self._file.differs),
         )
 
     def _check(self, runs: Iterable[Run]) -> None:

@@ -199,6 +199,8 @@ class SuiteFile(_Strict):
     method_config: dict[str, dict[str, Any]] = {}
     """Keys that only some methods need, by method."""
     contrasts: dict[str, Contrast] = {}
+    differs: list[str] = []
+    """What is not as in the paper, for the report's page."""
 
     @model_validator(mode="before")
     @classmethod

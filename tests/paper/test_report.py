@@ -49,6 +49,8 @@ def test_page_names_command_machine_and_missing_runs(report: tuple[Suite, Path, 
     assert "tools/reproduce.py run --suite laptop" in page
     assert "cores of" in page
     assert "14 of 18 finished" in page
+    assert "What differs from the paper" in page
+    assert "<code>kerple_lr_scale: 30</code>" in page
     assert "<code>tiny.stdlib.rotary.1237</code>" in page
 
 
