@@ -203,7 +203,7 @@ def training_loss(
     shown = [
         item
         for item in data
-        if any(found.losses for found in results.runs if found.run.data == item.name)
+        if any(found.losses for name in methods for found in results.of(item.name, name))
     ]
     if not shown:
         return None

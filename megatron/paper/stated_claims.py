@@ -42,7 +42,11 @@ _Block = dict[str, dict[str, _Value]]
 # Sentences of a page, each with the evidence behind it.
 
 _EVIDENCE = re.compile(r"<!--\s*holds:(.*?)-->", re.S)
-_NOT_PROSE = re.compile(r"^```.*?^```|^\|.*?$|^!\[.*?$|^#.*?$|<!--(?!\s*holds:).*?-->", re.S | re.M)
+_NOT_PROSE = re.compile(
+    r"^```.*?^```|<!-- table: .*?<!-- end of table -->|^\|.*?$|^!\[.*?$|^#.*?$"
+    r"|<!--(?!\s*holds:).*?-->",
+    re.S | re.M,
+)
 _METHOD = re.compile(
     r"\b(log|power|ALiBi|T5|rotary|sinusoidal|NoPE|KERPLE|Gaussian|kernels?|forget gate|sinks?"
     r"|SSMax|bias\+wht|3-para-log)\b|\bkerple_|\brpe\b",

@@ -257,6 +257,12 @@ def _check_names(path: Path, suite: SuiteFile) -> None:
                     raise ReproduceError(
                         f"{path}: section {name}: {kind}: {item!r} is not defined (have {options})"
                     )
+    for name in suite.contrasts:
+        if name in suite.sections:
+            raise ReproduceError(
+                f"{path}: contrasts: {name}: a section has this name, and their tables would "
+                "be written over each other; choose another"
+            )
     methods = {method for section in suite.sections.values() for method in section.methods}
     sources = {data.source for data in suite.data.values() if data.source}
     for item in [*suite.models, *suite.data, *suite.sections, *methods, *sources]:

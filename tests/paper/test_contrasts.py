@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import PositionEntry
 from megatron.paper.contrasts import beyond_window, contrast_table, difference, perplexities
 from megatron.paper.pages import to_markdown
 from megatron.paper.run_files import done_steps, step_names
 from megatron.paper.run_results import Positions, ResultSet, RunResults, read_run
 from megatron.paper.suite import EvalStep, Run, load_suite
-from megatron.paper.suite_file import Contrast, Pair
+from megatron.paper.suite_file import SUITE_DIRECTORY, Contrast, Pair
 from tests.paper.synthetic import write_run
 
 
@@ -118,3 +119,11 @@ def test_a_variant_needs_results_of_its_own(tmp_path: Path) -> None:
     assert results.variants["bf16_tables"]["valid", 128] == 77.0
     assert results.perplexity["valid", 128] != 77.0
     assert not results.unused
+
+
+def test_a_question_may_not_have_a_sections_name(tmp_path: Path) -> None:
+    text = (SUITE_DIRECTORY / "study.yml").read_text(encoding="utf-8")
+    path = tmp_path / "mine.yml"
+    path.write_text(text.replace("\n  kernel_decay:", "\n  decay:"))
+    with pytest.raises(ReproduceError, match="contrasts: decay: a section has this name"):
+        load_suite(str(path))
