@@ -34,6 +34,10 @@ class Resumed:
         return self.consumed_samples + (step - self.step) * batch_size
 
 
+DEEPSPEED_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""What DeepSpeed takes from a checkpoint unseen."""
+
+
 def resume(
     engine: Any,
     store: CheckpointStore,
@@ -50,6 +54,8 @@ def resume(
     if not options.no_load_rng:
         continue_streams(store.path(step), args.runtime.seed + step, parallel)
     try:
+        if any(type(getattr(engine, name, 0)) is not int for name in DEEPSPEED_COUNTERS):
+            raise TypeError
         return Resumed(int(progress["iteration"]), int(progress["consumed_samples"]))
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(

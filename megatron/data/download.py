@@ -152,7 +152,7 @@ def _continue(url: str, target: Path, progress: bool) -> bool:
 def _read_note(path: Path, url: str) -> dict[str, Any] | None:
     try:
         note = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return note if isinstance(note, dict) and note.get("url") == url else None
 

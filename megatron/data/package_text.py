@@ -82,7 +82,7 @@ def package_record(directory: Path) -> list[dict[str, Any]]:
     """What `collect_packages` noted in this directory; empty if it did not collect."""
     try:
         content = json.loads((directory / RECORD).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return []
     return list(content.get("packages", []))
 

@@ -295,6 +295,6 @@ def _is_checkpoint_folder(folder: Path) -> bool:
 def _is_hf_folder(folder: Path) -> bool:
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "model_type" in content

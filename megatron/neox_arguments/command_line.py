@@ -90,7 +90,10 @@ def add_allow_kernel_argument(parser: argparse.ArgumentParser) -> None:
     """For every command that opens checkpoints; what is named is allowed as it is parsed."""
 
     def allowed(name: str) -> str:
-        allow_kernel(name)
+        try:
+            allow_kernel(name)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
         return name
 
     parser.add_argument(

@@ -190,9 +190,24 @@ def start_heartbeat(timeout_minutes: float) -> Heartbeat | None:
 
 
 def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
-    """Whether `error` came from a lost peer; if so, it has been named."""
-    if heartbeat is None or not _is_communication_error(error):
+    """Whether `error` came from a lost peer; if so, it has been named.
+
+    Without a heartbeat the job had not come together yet, and nobody can say who is missing.
+    """
+    if not _is_communication_error(error):
         return False
+    if heartbeat is None and os.environ.get("WORLD_SIZE", "1") == "1":
+        return False  # no peers
+    if heartbeat is None:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        print(
+            f"error (rank {os.environ.get('RANK', '0')}): the job's processes did not all come "
+            f"together ({reason.rstrip('.')}). See what the others said, and start the job again; "
+            "distributed_timeout_minutes is how long they wait for each other.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True
     dead = heartbeat.find_dead()
     if dead is not None:
         _say(heartbeat.rank, dead)

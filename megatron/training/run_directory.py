@@ -194,7 +194,8 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
         if not start.continues:
             raise
         raise CheckpointError(
-            f"{error} overwrite: true would move the run in {start.resume_from} aside."
+            f"{str(error).rstrip('.')}. overwrite: true would move the run in "
+            f"{start.resume_from} aside."
         ) from error
 
 

@@ -33,6 +33,7 @@ import yaml
 from megatron.checkpoints.safe_files import load_file
 from megatron.checkpoints.store import CheckpointStore
 from megatron.commands import run
+from megatron.errors import CheckpointError
 from megatron.launcher.environment import free_port
 from megatron.training.liveness import EXIT_PEER_LOST
 from tests.processes import rank_environment
@@ -132,6 +133,7 @@ def soak(name: str, kills: int, generator: random.Random, root: Path, data: str)
 
     def config(save: Path, **changes: Any) -> dict[str, Any]:
         settings = {**place, "train_iters": LONGEST, "checkpoint_factor": 1, **changes}
+        settings["distributed_timeout_minutes"] = 1  # for a rank whose peer died before it came
         return run_config(data, save, **settings)
 
     whole, broken = root / "whole", root / "broken"
@@ -244,7 +246,10 @@ def main() -> int:
         for number, (name, kills) in enumerate(zip(names, shares, strict=True)):
             begun = time.monotonic()
             generator = random.Random(f"{options.seed}:{name}")
-            outcome = soak(name, kills, generator, Path(scratch, str(number)), data)
+            try:
+                outcome = soak(name, kills, generator, Path(scratch, str(number)), data)
+            except (AssertionError, TimeoutError, CheckpointError) as error:
+                outcome = Outcome(differences=[str(error)])
             found = outcome.differences
             bad, all_kills = bad or bool(found), all_kills + outcome.kills
             verdict = f"DIFFERS in {', '.join(found)}" if found else "equal to the bit"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from megatron.training.liveness import DEAD, FAREWELL, Heartbeat
+import pytest
+import torch.distributed as dist
+
+from megatron.training.liveness import DEAD, FAREWELL, Heartbeat, explain
 
 
 class CountingStore:
@@ -73,3 +76,19 @@ def test_junk_in_the_store_is_ignored() -> None:
     store.values["kerple/heartbeat/1"] = b"\xff\xfe"
     assert ranks[0].turn(silence=-1.0) is None
     assert DEAD not in store.values
+
+
+def test_a_job_that_never_came_together_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    late = dist.DistStoreError("Timed out after 61 seconds waiting for clients. 1/2 joined.\nmore")
+    assert explain(None, late)
+    line = capsys.readouterr().err
+    assert line.startswith("error (rank 3): ")
+    assert "1/2 joined)" in line and "distributed_timeout_minutes" in line
+    assert line.count("\n") == 1
+    assert not explain(None, RuntimeError("a mistake of ours"))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not explain(None, late)

@@ -317,6 +317,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     """An optional file: what cannot be read is left out of the card."""
     try:
         content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
