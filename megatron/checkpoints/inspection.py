@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.checkpoints.reading import Checkpoint, Layout
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.sharding import FIRST_LAYER, split_name
+from megatron.errors import CheckpointError
 from megatron.model.kernel_theory import effective_length
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
 from megatron.model.position_names import build_positional_embedding
@@ -109,7 +110,13 @@ def _report(
         for name, tensor in checkpoint.weights.items()
         if name.startswith(prefix)
     }
-    module.load_state_dict(state)
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{checkpoint.layout.directory}: its kernel does not fit its config ({reason})"
+        ) from error
     with torch.no_grad():
         bias = module(longest + 1).bias
     lengths = effective_length(bias, longest) if bias is not None else []

@@ -12,6 +12,7 @@ runs/<suite>/<run>/
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -107,13 +108,18 @@ def read_state(directory: Path) -> RunState:
     content = read_json(directory / "state.json") or {}
     process, code = content.get("process"), content.get("exit_code")
     return RunState(
-        str(content.get("state", State.PENDING)),
-        str(content.get("step", "")),
+        _word(content.get("state")) or State.PENDING,
+        _word(content.get("step", "")),
         code if isinstance(code, int) else None,
         finite(content.get("seconds")) or 0.0,
         process if isinstance(process, int) else None,
-        str(content.get("host", "")),
+        _word(content.get("host", "")),
     )
+
+
+def _word(value: object) -> str:
+    """A name from a file that anything may have been written to; it is printed and looked for."""
+    return value if isinstance(value, str) and re.fullmatch(r"[\w:-][\w.:-]*", value) else ""
 
 
 def write_state(directory: Path, state: RunState) -> None:

@@ -9,6 +9,7 @@ calls this package back with its index; the list of runs is a file written at su
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -279,7 +280,8 @@ def submitted_jobs(suite_directory: Path) -> dict[str, tuple[str, list[str]]]:
     return {
         name: (str(entry["job"]), [str(run) for run in entry["runs"]])
         for name, entry in content.items()
-        if isinstance(entry, dict) and "job" in entry and isinstance(entry.get("runs"), list)
+        if isinstance(entry, dict) and isinstance(entry.get("runs"), list)
+        if re.fullmatch(r"[0-9]{1,20}", str(entry.get("job")))  # squeue gets it as an argument
     }
 
 

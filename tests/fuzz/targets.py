@@ -210,8 +210,8 @@ def suite_run(folder: Path) -> Target:
     read_only = ("history.jsonl", "jobs.json")
 
     def read(path: Path) -> None:
-        status_text(whole, root)
-        logs_text(whole, root, whole.runs[0].name, 5)
+        status_text(whole, root).encode()
+        logs_text(whole, root, whole.runs[0].name, 5).encode()
         read_history(root / whole.name)
         collect_results(whole, root)
         done_steps(directory, whole.runs[0])

@@ -215,6 +215,10 @@ def test_a_note_of_jobs_that_cannot_be_read_is_as_good_as_none(tmp_path: Path) -
     for content in ("[]", "{", '{"train": 7}', '{"train": {"job": "7"}}', "[" * 100_000):
         note.write_text(content)
         assert submitted_jobs(tmp_path) == {}
+    note.write_text(
+        '{"train": {"job": "7 --user=x", "runs": []}, "b": {"job": "\\ud800", "runs": []}}'
+    )
+    assert submitted_jobs(tmp_path) == {}
     note.write_text('{"train": {"job": 7, "runs": ["a"]}, "other": []}')
     assert submitted_jobs(tmp_path) == {"train": ("7", ["a"])}
 
