@@ -20,6 +20,7 @@ from megatron.checkpoints.sharding import (
     Sharding,
     canonical_shard,
     merge_shards,
+    read_zero3_shards,
     share_positions,
     split_name,
     strip_prefix,
@@ -321,8 +322,6 @@ def _read_shards(layout: Layout) -> list[dict[str, Tensor]]:
     if layout.is_universal:
         return [read_weights(layout.directory)]
     if layout.is_zero3:
-        from megatron.checkpoints.zero3 import read_zero3_shards
-
         return read_zero3_shards(layout)
     if layout.layer_files:
         return [_read_layers(layout, rank) for rank in range(layout.mp_size)]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from megatron.atomic_files import write_text
-from megatron.checkpoints.random_states import rng_file, rng_state
-from megatron.checkpoints.rank_layout import write_layout
+from megatron.checkpoints.resuming import rng_file, rng_state, write_layout
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
 from megatron.checkpoints.saved_config import RESOLVED
 from megatron.checkpoints.store import CheckpointStore, Sums, checksum, tag_of

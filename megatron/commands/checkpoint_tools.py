@@ -313,7 +313,7 @@ def _plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     from megatron.machine import settle_accelerator
 
     settle_accelerator()
-    from megatron.checkpoints.rank_layout import read_layout
+    from megatron.checkpoints.resuming import read_layout
     from megatron.checkpoints.store import CheckpointStore
     from megatron.checkpoints.universal import is_universal
 

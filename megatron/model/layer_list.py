@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
-from megatron.model.mlp import MLP
 from megatron.model.norms_and_activations import build_norm
 from megatron.model.position_base import (
     InputEmbedding,
@@ -34,7 +33,7 @@ from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.model.score_terms import softmax_scale_start
 from megatron.model.spec import ModelSpec
-from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
+from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu import (
     SERIAL,
     ColumnParallelLinear,

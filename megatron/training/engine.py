@@ -21,9 +21,13 @@ from megatron.mpu import ParallelState
 from megatron.mpu.job import current_device
 from megatron.mpu.parallel_layers import after_drawing
 from megatron.training.gradients import own_whole_step
-from megatron.training.kernel_rate import scale_kernel_steps
-from megatron.training.optimizer import build_optimizer, parameter_groups
-from megatron.training.schedule import Schedule, Scheduler
+from megatron.training.optimizer import (
+    Schedule,
+    Scheduler,
+    build_optimizer,
+    parameter_groups,
+    scale_kernel_steps,
+)
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

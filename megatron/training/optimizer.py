@@ -1,13 +1,19 @@
-"""Which parameters are decayed, and the optimizers by name."""
+"""The optimizers by name: who is decayed, the rate over a run, the kernel's own rate and decay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from megatron.checkpoints.optimizer_view import Group, groups_of
 
 from megatron.mpu.parallel_layers import whole_shape
 
@@ -95,3 +101,185 @@ def _apex_adam() -> type[torch.optim.Optimizer] | None:
         return None
     fused: type[torch.optim.Optimizer] = FusedAdam
     return fused
+
+
+# The learning rate over a run: GPT-NeoX's rule, the official KERPLE fork's, and our first one.
+#
+# `step` is the number of optimizer steps already taken, so the first step has the rate of step 0.
+# GPT-NeoX's and the fork's warmup need not be a whole number of steps (1% of 150 steps is 1.5).
+
+HALVING = 0.693
+"""The exponential decay halves the rate: both code bases write ln 2 with three digits."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a function of the steps taken."""
+
+    peak: float
+    minimum: float
+    warmup_steps: float
+    decay_steps: int
+    style: str
+    rule: str = "neox"
+
+    def __call__(self, step: int) -> float:
+        """The rate of the step that follows `step` steps."""
+        return RULES[self.rule](self, step)
+
+    def rises_again(self, last_step: int) -> bool:
+        """Whether the rate grows after the decay: GPT-NeoX's cosine does, past its end."""
+        return self.rule == "neox" and self.style == "cosine" and last_step > self.decay_steps + 1
+
+
+def neox_rate(schedule: Schedule, step: int) -> float:
+    """GPT-NeoX: the decay begins after warmup and ends at decay_steps."""
+    peak, warmup = schedule.peak, schedule.warmup_steps
+    if warmup > 0 and step <= warmup:
+        return peak * max(1, step) / warmup
+    done, end = step - warmup, (schedule.decay_steps - warmup) or 1
+    if schedule.style == "cosine":
+        half = (peak - schedule.minimum) / 2.0
+        rate = schedule.minimum + half * (math.cos(math.pi * done / end) + 1)
+    else:
+        rate = _monotone(schedule.style, peak, done, end)
+    return max(rate, schedule.minimum)
+
+
+def kerple_rate(schedule: Schedule, step: int) -> float:
+    """The official fork: the first step has rate 0, and the decay stops warmup steps before 0."""
+    peak, warmup, end = schedule.peak, schedule.warmup_steps, schedule.decay_steps
+    counted = min(step, end - warmup)
+    if warmup > 0 and step <= warmup:
+        return peak * counted / warmup
+    done = counted - warmup
+    if schedule.style == "cosine":
+        rate = peak / 2.0 * (math.cos(math.pi * done / end) + 1)
+    else:
+        rate = _monotone(schedule.style, peak, done, end)
+    return max(rate, schedule.minimum)
+
+
+def _monotone(style: str, peak: float, done: float, end: float) -> float:
+    if style == "linear":
+        return peak * (end - done) / end
+    if style == "exponential":
+        return peak * math.exp(-HALVING * done / end)
+    return peak  # constant
+
+
+def earlier_rate(schedule: Schedule, step: int) -> float:
+    """This library before it had `lr_decay_rule`: every style ends at the minimum."""
+    warmup = int(schedule.warmup_steps)
+    if step < warmup:
+        return schedule.peak * (step + 1) / warmup
+    if step >= schedule.decay_steps and schedule.style != "constant":
+        return schedule.minimum
+    done = (step - warmup) / max(schedule.decay_steps - warmup, 1)
+    left = EARLIER_DECAYS[schedule.style](done)
+    return schedule.minimum + left * (schedule.peak - schedule.minimum)
+
+
+EARLIER_DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "exponential": lambda done: math.exp(-5.0 * done),
+}
+
+RULES: dict[str, Callable[[Schedule, int], float]] = {
+    "neox": neox_rate,
+    "kerple": kerple_rate,
+    "earlier": earlier_rate,
+}
+"""`lr_decay_rule` -> the rate."""
+
+
+class Scheduler:
+    """Sets the rate of every parameter group; DeepSpeed steps it and saves its state."""
+
+    def __init__(
+        self, optimizer: Optimizer, schedule: Schedule, *, keep_saved: bool = False
+    ) -> None:
+        """`keep_saved`: a loaded state brings its own schedule, not only the step."""
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.keep_saved = keep_saved
+        self.steps = 0
+        self._apply()
+
+    def step(self, *_: Any, **__: Any) -> None:
+        """Count one optimizer step and set the rate of the next."""
+        self.steps += 1
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        return [self.schedule(self.steps)]
+
+    get_last_lr = get_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "schedule": asdict(self.schedule)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = int(state["steps"])
+        if self.keep_saved and "schedule" in state:
+            self.schedule = replace(self.schedule, **state["schedule"])
+        self._apply()
+
+    def _apply(self) -> None:
+        rate = self.schedule(self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+
+# `kerple_lr_scale` and `kerple_weight_decay`: the kernel's own learning rate and decay.
+#
+# Not a parameter group of their own: ZeRO needs the same groups on every pipeline stage, and only
+# the first has a kernel; and a checkpoint's groups could then not change. Instead the kernel's few
+# numbers are corrected after the optimizer's step, wherever DeepSpeed keeps them: an optimizer that
+# moved x by u at rate r has it moved by scale * (u - r * decay * x).
+
+Span = tuple[int, int]
+
+
+def kernel_spans(group: Group) -> list[Span]:
+    """Where the kernel's elements lie in this rank's part of the flat fp32 numbers."""
+    rank, size = 0, 1
+    if group.process_group is not None:
+        rank, size = dist.get_rank(group.process_group), dist.get_world_size(group.process_group)
+    return [
+        (start, stop)
+        for parameter, start, stop in group.own_spans(rank, size)
+        if getattr(parameter, "is_kernel_parameter", False) and stop > start
+    ]
+
+
+def scale_kernel_steps(engine: Any, *, scale: float, decay: float) -> None:
+    """Make every step of the engine's optimizer move kernels by their own rate and decay."""
+    if scale == 1.0 and decay == 0.0:
+        return
+    spans = {id(group.master): kernel_spans(group) for group in groups_of(engine)}
+    optimizer: Any = engine.basic_optimizer
+    apply: Callable[..., Any] = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        # ZeRO hands over one group at a time, so what is stepped is known only now.
+        before = [
+            (piece, piece.clone(), float(group["lr"]))
+            for group in optimizer.param_groups
+            for master in group["params"]
+            for piece in _pieces(master, spans.get(id(master), []))
+        ]
+        result = apply(*args, **kwargs)
+        with torch.no_grad():
+            for piece, old, rate in before:
+                piece.copy_(old + scale * (piece - old - rate * decay * old))
+        return result
+
+    optimizer.step = step
+
+
+def _pieces(master: Tensor, spans: list[Span]) -> list[Tensor]:
+    flat = master.detach().view(-1)
+    return [flat[start:stop] for start, stop in spans]

@@ -30,16 +30,20 @@ from megatron.training.control_hooks import (
     WatchDivergence,
 )
 from megatron.training.engine import build_engine, build_module, build_schedule, weights_dtype
-from megatron.training.kernel_hooks import ProjectKernels, RecordKernels
-from megatron.training.metrics import Sinks, build_sinks
-from megatron.training.progress_hooks import CloseSinks, RecordMetrics, ShowProgress
+from megatron.training.metrics import FINISHED, Manifest, Sinks, build_sinks
+from megatron.training.progress_hooks import (
+    CloseSinks,
+    ProjectKernels,
+    RecordKernels,
+    RecordMetrics,
+    ShowProgress,
+)
 from megatron.training.run_directory import (
     Start,
     command_to_continue,
     plan_start,
     run_directory,
 )
-from megatron.training.run_manifest import FINISHED, Manifest
 from megatron.training.stepper import build_stepper
 from megatron.training.trainer import Hook, StepReport, Trainer
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.checkpoints.rank_layout import LAYOUT, read_layout
 from megatron.checkpoints.reading import find_layout
+from megatron.checkpoints.resuming import LAYOUT, read_layout
 from megatron.checkpoints.saved_config import (
     RESOLVED,
     as_it_began,
@@ -28,7 +28,7 @@ from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkp
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
 from megatron.terminal import shown_command
-from megatron.training.run_manifest import check_data, finished_at
+from megatron.training.metrics import check_data, finished_at
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import megatron
-from megatron.checkpoints.rank_layout import LAYOUT
+from megatron.checkpoints.resuming import LAYOUT
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
-from megatron.training.schedule import Schedule
+from megatron.training.optimizer import Schedule
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config
 

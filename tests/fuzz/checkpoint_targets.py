@@ -14,12 +14,12 @@ from torch import Tensor
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.inspection import kernel_of
-from megatron.checkpoints.rank_layout import LAYOUT, read_layout
 from megatron.checkpoints.reading import TOKENIZER
+from megatron.checkpoints.resuming import LAYOUT, read_layout
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, write_checksums
 from megatron.checkpoints.universal import parameter_folders, read_progress, read_states
 from megatron.checkpoints.writing import write_native, write_neox
-from megatron.training.run_manifest import finished_at
+from megatron.training.metrics import finished_at
 from tests.checkpoints.small_models import at_rest, random_model, small_args
 from tests.conftest import FIXTURES
 from tests.fuzz.target import Target

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.training.kernel_rate import scale_kernel_steps
-from megatron.training.optimizer import build_optimizer, parameter_groups
+from megatron.training.optimizer import build_optimizer, parameter_groups, scale_kernel_steps
 from tests.training.cases import ADAM, layout, precision, run_cases, tiny_config, write_data
 
 SCALE, DECAY, STEPS = 3.0, 0.4, 4

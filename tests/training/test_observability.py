@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.metrics import JsonLines, flatten
+from megatron.training.metrics import JsonLines, _sha256, flatten
 from megatron.training.progress_hooks import peak_flops
-from megatron.training.run_manifest import _sha256
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config
 

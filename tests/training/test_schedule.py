@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.schedule import RULES, Schedule, Scheduler
+from megatron.training.optimizer import RULES, Schedule, Scheduler
 
 STYLES = ("constant", "linear", "cosine", "exponential")
 

@@ -32,8 +32,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.checkpoints import safe_files
-from megatron.checkpoints.random_states import rng_state
-from megatron.checkpoints.resuming import Resumed, resume
+from megatron.checkpoints.resuming import Resumed, resume, rng_state
 from megatron.checkpoints.saving import BackgroundSave, save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
@@ -44,7 +43,7 @@ from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.batches import build_streams
 from megatron.training.engine import build_engine, build_module
-from megatron.training.kernel_hooks import all_heads, gathered, kernel_modules
+from megatron.training.progress_hooks import all_heads, gathered, kernel_modules
 from megatron.training.resharding import write_universal
 from megatron.training.run import find_vocabulary
 from megatron.training.stepper import build_stepper
