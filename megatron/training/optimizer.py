@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.checkpoints.optimizer_view import Group, groups_of
-
 from megatron.mpu.parallel_layers import whole_shape
 
 DECAYED, PLAIN = "decayed", "plain"
