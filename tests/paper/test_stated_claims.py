@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.paper.pages import fill_tables
 from megatron.paper.stated_claims import check_page, sentences
 from tests.conftest import REPOSITORY
 
 RESULTS = REPOSITORY / "docs" / "results"
-PAGES = [RESULTS / "laptop" / "README.md"]
+PAGES = sorted(RESULTS.glob("*/README.md"))
 HEAD = "table,block,group,column,row,mean,std,seeds,bold,dagger,p_value,note\n"
 CELLS = """main,Code,,KERPLE-log,128,5.0,0.1,3,0,0,,
 main,Code,,KERPLE-log,4096,4.5,0.1,3,0,0,,
@@ -25,6 +26,13 @@ tests,,,4096,log against T5,-1.0,,2,0,0,0.4,
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_every_sentence_about_who_wins_holds(page: Path) -> None:
     assert check_page(page, RESULTS) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_tables_in_pages_are_the_reports(page: Path) -> None:
+    tables = {path.stem: path.read_text() for path in (page.parent / "tables").glob("*.md")}
+    text = page.read_text()
+    assert fill_tables(text, tables) == text
 
 
 def check(tmp_path: Path, text: str) -> list[str]:
