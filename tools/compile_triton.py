@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from megatron.engines.triton_compat import Launch
+    from megatron.engines.triton_runtime import Launch
 
 # What one block may use, in bytes (CUDA C++ programming guide, "maximum amount of shared memory
 # per thread block": 163 KB for 8.0, 227 KB for 9.0).
@@ -115,10 +115,11 @@ class Report:
 
     @property
     def tile(self) -> str:
+        if (constants := self.options.get("C")) is not None:
+            return f"{constants.BLOCK_M}x{constants.BLOCK_N}"
         o = self.options
         rows = o.get("BLOCK_M") or o.get("ROWS") or 1
-        columns = o.get("BLOCK_N") or o.get("DISTANCES") or o.get("BLOCK") or "-"
-        return f"{rows}x{columns}"
+        return f"{rows}x{o.get('DISTANCES') or o.get('BLOCK') or '-'}"
 
     def row(self) -> tuple[str, ...]:
         c, o = self.configuration, self.options
@@ -173,6 +174,7 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
     """The engine's own launch records for a small problem of this configuration."""
     import torch
 
+    from megatron.engines.call import Call
     from megatron.engines.triton_attention import padded_head_dim
     from megatron.engines.triton_launch import Wanted, backward_launches, forward_launches
     from megatron.engines.triton_problem import build_problem
@@ -186,14 +188,14 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
     tables = TABLES[configuration.tables]
     extras = EXTRAS[configuration.extras]
     bias, weight = (torch.zeros(heads, length) if has else None for has in tables[:2])
-    problem = build_problem(
+    call = Call(
         q, k, v, bias, weight,
         key_bias=torch.zeros(1, heads, length) if "key_bias" in extras else None,
         first_key=torch.zeros(1, length, dtype=torch.int32) if "first_key" in extras else None,
         sink=torch.zeros(heads) if "sink" in extras else None,
-        visible=None, window=length, scale=0.125,
+        scale=0.125,
     )  # fmt: skip
-    problem = replace(problem, arch=configuration.arch)
+    problem = replace(build_problem(call, visible=None), arch=configuration.arch)
     forward, out, lse = forward_launches(problem)
     wanted = Wanted(
         bias=tables.learned_bias, weight=tables.learned_weight, key_bias="key_bias" in extras
@@ -207,19 +209,20 @@ def softmax_launches(configuration: Configuration) -> list[Launch]:
     import torch
 
     from megatron.engines import triton_softmax
+    from megatron.engines.reference import Placing
 
     heads, rows, length = 2, 32, 4096
     dtype = getattr(torch, DTYPES[configuration.dtype])
     scores, grad = (torch.zeros(1, heads, rows, length, dtype=dtype),) * 2
     tables = TABLES[configuration.tables]
     bias, weight = (torch.zeros(heads, length) if has else None for has in tables[:2])
-    settings = (0.125, length, length - rows)
-    forward, probs = triton_softmax.forward_launch(scores, bias, weight, *settings)
-    backward, _, delta = triton_softmax.backward_launch(probs, grad, weight, *settings)
+    placing = Placing(0.125, None, length - rows)
+    forward, probs = triton_softmax.forward_launch(scores, bias, weight, placing)
+    backward, _, delta = triton_softmax.backward_launch(probs, grad, weight, placing)
     launches = [forward, backward]
     if tables.learned_bias or tables.learned_weight:
         kept = scores if tables.learned_weight else None
-        table_settings = (kept, delta, tables.learned_bias, *settings)
+        table_settings = (delta, kept, tables.learned_bias, placing)
         launches.append(triton_softmax.table_launch(probs, grad, *table_settings)[0])
     return launches
 
@@ -229,8 +232,10 @@ LAUNCHES = {"attention": attention_launches, "softmax": softmax_launches}
 
 def kernel_name(launch: Launch) -> str:
     name = launch.kernel.fn.__name__.removesuffix("_kernel").removeprefix("attention_")
-    steep = name == "band" and launch.options["IN_LOOP"] and not launch.options["HAS_WEIGHT"]
-    return "steep band" if steep else name
+    if name != "band":
+        return name
+    terms = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))["terms"]
+    return "steep band" if launch.options["IN_LOOP"] and terms.weight is None else name
 
 
 def reports_of(configuration: Configuration, kernels: str = "attention") -> list[Report]:
@@ -319,7 +324,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    from megatron.engines.triton_compat import interpreted, unavailable
+    from megatron.engines.triton_runtime import interpreted, unavailable
 
     if (reason := unavailable()) is not None:
         print(reason, file=sys.stderr)

@@ -66,8 +66,8 @@ class Entry:
     @property
     def flop(self) -> int:
         """Of the products of one tile."""
-        o = self.report.options
-        return int(2 * o["BLOCK_M"] * o["BLOCK_N"] * o["BLOCK_D"] * PRODUCTS[self.kernel])
+        c = self.report.options["C"]
+        return int(2 * c.BLOCK_M * c.BLOCK_N * c.BLOCK_D * PRODUCTS[self.kernel])
 
     @property
     def ideal(self) -> float:

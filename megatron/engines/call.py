@@ -19,14 +19,17 @@ __all__ = [
     "OPERANDS",
     "Call",
     "Gradients",
+    "Made",
     "check_first_key",
+    "checked",
     "checked_call",
     "key_origin",
+    "scale_of",
     "sink_rows",
 ]
 
-# The tensors of a call, in the order in which engines pass them to autograd.
-OPERANDS = ("q", "k", "v", "bias", "weight", "key_bias", "sink")
+# The tensors of a call: its first fields, in the order in which engines pass them to autograd.
+OPERANDS = ("q", "k", "v", "bias", "weight", "key_bias", "first_key", "sink")
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,13 @@ class Call:
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None
-    weight: Tensor | None
-    window: int | None  # None where it would hide nothing
-    scale: float
+    bias: Tensor | None = None
+    weight: Tensor | None = None
     key_bias: Tensor | None = None
     first_key: Tensor | None = None
     sink: Tensor | None = None
+    window: int | None = None  # None where it would hide nothing
+    scale: float = 1.0
     dropout: float = 0.0
     pruning: bool = True
     generator: torch.Generator | None = None
@@ -71,24 +74,53 @@ class Call:
     def in_fp32(self) -> Call:
         """The same call with fp32 tensors outside of autograd."""
         tensors = zip(OPERANDS, self.operands(), strict=True)
-        in_fp32: dict[str, Any] = {n: x.detach().float() for n, x in tensors if x is not None}
+        in_fp32: dict[str, Any] = {
+            name: x.detach().float()
+            for name, x in tensors
+            if x is not None and x.is_floating_point()
+        }
         return replace(self, **in_fp32, was_bf16=self.q.dtype == torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a call, in fp32, those of its terms as wide as they can be.
+    """The gradients of a call's operands, in fp32, those of its terms as wide as they can be.
 
     Tables: the distances 0 .. Lk-1. key_bias: [B, H, Lk]. sink: [B, H, Lq].
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
     bias: Tensor | None = None
     weight: Tensor | None = None
     key_bias: Tensor | None = None
+    first_key: None = None  # it has none
     sink: Tensor | None = None
+
+    def fitted(self, call: Call) -> list[Tensor | None]:
+        """In the order, dtypes and shapes of the call's operands."""
+        found = (getattr(self, name) for name in OPERANDS)
+        return [_fitted(grad, x) for grad, x in zip(found, call.operands(), strict=True)]
+
+
+def _fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
+    """An operand may be longer than its gradient (a table), or broadcast."""
+    if grad is None or operand is None:
+        return None
+    if operand.dim() == 2:
+        grad = torch.nn.functional.pad(grad, (0, operand.shape[1] - grad.shape[1]))
+    elif operand.dim() == 1:
+        grad = grad.sum((0, 2))
+    return grad.sum_to_size(operand.shape).to(operand.dtype)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an engine's forward made: the output and its rows' logsumexp, in the engine's terms."""
+
+    out: Tensor
+    lse: Tensor
 
 
 def key_origin(key_bias: Tensor, q_len: int) -> Tensor:
@@ -116,53 +148,36 @@ def sink_rows(call: Call) -> Tensor | None:
     return rows.expand(batch, heads, q_len)
 
 
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """1/sqrt(D) unless given (a q without D is refused by the check)."""
+    if scale is not None:
+        return float(scale)
+    return 1.0 / math.sqrt(q.shape[-1]) if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+
+
 def checked_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    *,
-    key_bias: Tensor | None = None,
-    first_key: Tensor | None = None,
-    sink: Tensor | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-    pruning: bool = True,
-    generator: torch.Generator | None = None,
+    q: Tensor, *others: Tensor | None, scale: float | None = None, **options: Any
 ) -> Call:
-    """The call, if its arguments fit together; `EngineError` with the fix otherwise."""
-    _check_qkv(q, k, v)
-    for name, table in (("bias", bias), ("weight", weight)):
+    """The call of `attention`'s arguments, checked."""
+    call = Call(q, *others, **options)  # type: ignore[arg-type]
+    return checked(replace(call, scale=scale_of(q, scale)))
+
+
+def checked(call: Call) -> Call:
+    """The call, if its parts fit together; `EngineError` with the fix otherwise."""
+    _check_qkv(call.q, call.k, call.v)
+    for name, table in (("bias", call.bias), ("weight", call.weight)):
         if table is not None:
-            _check_table(name, table, q, k.shape[2])
-    _check_terms(q, k.shape[2], key_bias, first_key, sink)
-    if window is not None and window < 1:
-        raise EngineError(f"window={window}: must be at least 1, so that a query sees itself")
-    if not 0.0 <= dropout < 1.0:
-        raise EngineError(f"dropout={dropout}: must be at least 0 and below 1")
-    if window is not None and window >= k.shape[2]:
-        window = None
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    if not math.isfinite(scale):
-        raise EngineError(f"scale={scale}: must be a finite number")
-    return Call(
-        q,
-        k,
-        v,
-        bias,
-        weight,
-        window,
-        float(scale),
-        key_bias,
-        first_key,
-        sink,
-        dropout,
-        pruning,
-        generator,
-    )
+            _check_table(name, table, call.q, call.k_len)
+    _check_terms(call)
+    if call.window is not None and call.window < 1:
+        raise EngineError(f"window={call.window}: must be at least 1, so that a query sees itself")
+    if not 0.0 <= call.dropout < 1.0:
+        raise EngineError(f"dropout={call.dropout}: must be at least 0 and below 1")
+    if not math.isfinite(call.scale):
+        raise EngineError(f"scale={call.scale}: must be a finite number")
+    hides_nothing = call.window is not None and call.window >= call.k_len
+    return replace(call, window=None) if hides_nothing else call
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -202,9 +217,9 @@ def _check_table(name: str, table: Tensor, q: Tensor, k_len: int) -> None:
     _check_floating(name, table, q)
 
 
-def _check_terms(
-    q: Tensor, k_len: int, key_bias: Tensor | None, first_key: Tensor | None, sink: Tensor | None
-) -> None:
+def _check_terms(call: Call) -> None:
+    q, k_len = call.q, call.k_len
+    key_bias, first_key, sink = call.key_bias, call.first_key, call.sink
     batch, heads, q_len, _ = q.shape
     if key_bias is not None:
         _check_floating("key_bias", key_bias, q)

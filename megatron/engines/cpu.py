@@ -1,19 +1,23 @@
 """The CPU engine: O(length) memory in forward and backward, fp32 inside, exact pruning by decay.
 
-Runs the compiled C++ implementation where there is a compiler, the PyTorch one elsewhere.
+Runs the compiled C++ implementation where there is a compiler, the PyTorch one elsewhere. Under
+`torch.compile` a call is one node of the graph, a torch operator. Operators take tensors and
+numbers only and always return tensors: a gradient that nobody needs is empty. Eager calls go
+another way, which costs less for each call.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.engines.call import OPERANDS, Call, Gradients, check_first_key, checked_call
+from megatron.engines.call import OPERANDS, Call, Gradients, Made, check_first_key, checked_call
 from megatron.engines.cpp_build import load_library
 from megatron.engines.cpu_compiled import CompiledBackend
 from megatron.engines.cpu_torch import TorchBackend
@@ -25,46 +29,37 @@ __all__ = ["tiled_attention", "tiled_forward_with_count"]
 class Backend(Protocol):
     """What C++ and PyTorch have in common; calls come in fp32.
 
-    `lse` is the logsumexp of each row, in a form that only the same backend understands.
+    The logsumexp of the rows is in a form that only the same backend understands.
     """
 
-    def forward(
-        self, call: Call, bounds: DecayBounds | None
-    ) -> tuple[Tensor, Tensor, TileCount]: ...
+    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Made, TileCount]: ...
 
     def backward(
-        self,
-        call: Call,
-        bounds: DecayBounds | None,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        wanted: frozenset[str],
+        self, call: Call, bounds: DecayBounds | None, made: Made, grad: Tensor, wanted: set[str]
     ) -> Gradients: ...
 
 
 def tiled_attention(call: Call) -> Tensor:
     if torch.compiler.is_compiling():
-        from megatron.engines.cpu_compile import compiled_attention
-
-        return compiled_attention(call)
+        out, _ = _forward_operator(*call.operands(), call.window, call.scale, call.pruning)
+        return out
     check_first_key(call)
     return _Tiled.apply(call, *call.operands())
 
 
-def tiled_forward_with_count(*tensors: Tensor | None, **options: Any) -> tuple[Tensor, TileCount]:
+def tiled_forward_with_count(*tensors: Tensor, **options: Any) -> tuple[Tensor, TileCount]:
     """`attention` without gradients, and how many tiles the pruning left to visit."""
-    call = checked_call(*tensors, **options)  # type: ignore[arg-type]
+    call = checked_call(*tensors, **options)
     check_first_key(call)
-    out, _, count = current_backend().forward(call.in_fp32(), bounds_of(call))
-    return out.to(call.q.dtype), count
+    made, count = _current_backend().forward(call.in_fp32(), _bounds_of(call))
+    return made.out.to(call.q.dtype), count
 
 
-def bounds_of(call: Call) -> DecayBounds | None:
+def _bounds_of(call: Call) -> DecayBounds | None:
     return decay_bounds(call) if call.pruning else None
 
 
-def current_backend() -> Backend:
+def _current_backend() -> Backend:
     library = load_library()
     return _torch_backend() if library is None else _compiled_backend(library)
 
@@ -79,26 +74,19 @@ def _torch_backend() -> Backend:
     return TorchBackend()
 
 
-def run_forward(call: Call, bounds: DecayBounds | None, backend: Backend) -> tuple[Tensor, Tensor]:
+def _forward(call: Call, bounds: DecayBounds | None, backend: Backend) -> Made:
     """The output in the call's dtype, and the logsumexp of its rows."""
-    out, lse, _ = backend.forward(call.in_fp32(), bounds)
-    return out.to(call.q.dtype), lse
+    made, _ = backend.forward(call.in_fp32(), bounds)
+    return Made(made.out.to(call.q.dtype), made.lse)
 
 
-def run_backward(
-    call: Call,
-    bounds: DecayBounds | None,
-    backend: Backend,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    needed: Sequence[bool],
+def _backward(
+    call: Call, bounds: DecayBounds | None, backend: Backend, made: Made, grad: Tensor, needed: Any
 ) -> list[Tensor | None]:
-    """The gradients of the call's operands that are needed, in their dtypes and shapes."""
-    wanted = frozenset(name for name, needs in zip(OPERANDS, needed, strict=True) if needs)
-    grads = backend.backward(call.in_fp32(), bounds, out.float(), lse, grad_out.float(), wanted)
-    found = (getattr(grads, name) for name in OPERANDS)
-    return [_fitted(g, x) for g, x in zip(found, call.operands(), strict=True)]
+    """The gradients of the operands that are needed, in their dtypes and shapes."""
+    wanted = {name for name, needs in zip(OPERANDS, needed, strict=True) if needs}
+    made = Made(made.out.float(), made.lse)
+    return backend.backward(call.in_fp32(), bounds, made, grad.float(), wanted).fitted(call)
 
 
 class _Tiled(torch.autograd.Function):
@@ -106,27 +94,107 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
-        bounds, backend = bounds_of(call), current_backend()
-        out, lse = run_forward(call, bounds, backend)
-        ctx.save_for_backward(*tensors, call.first_key, out, lse)
-        ctx.window, ctx.scale, ctx.bounds, ctx.backend = call.window, call.scale, bounds, backend
-        return out
+        ctx.bounds, ctx.backend = _bounds_of(call), _current_backend()
+        made = _forward(call, ctx.bounds, ctx.backend)
+        ctx.save_for_backward(*tensors, made.out, made.lse)
+        ctx.settings = (call.window, call.scale)
+        return made.out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, weight, key_bias, sink, first_key, out, lse = ctx.saved_tensors
-        call = Call(q, k, v, bias, weight, ctx.window, ctx.scale, key_bias, first_key, sink)
-        needed = ctx.needs_input_grad[1:]
-        return None, *run_backward(call, ctx.bounds, ctx.backend, out, lse, grad_out, needed)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        call, needed = Call(*tensors, *ctx.settings), ctx.needs_input_grad[1:]
+        return None, *_backward(call, ctx.bounds, ctx.backend, Made(out, lse), grad, needed)
 
 
-def _fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
-    """A gradient in the operand's dtype and shape: which may be longer (a table), or broadcast."""
-    if grad is None or operand is None:
-        return None
-    if operand.dim() == 2:
-        grad = torch.nn.functional.pad(grad, (0, operand.shape[1] - grad.shape[1]))
-    elif operand.dim() == 1:
-        grad = grad.sum((0, 2))
-    return grad.sum_to_size(operand.shape).to(operand.dtype)
+# The same as operators, for torch.compile.
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? weight, Tensor? key_bias,"
+    " Tensor? first_key, Tensor? sink"
+)
+_MADE = "Tensor out, Tensor lse"
+_SETTINGS = "SymInt? window, float scale, bool pruning"
+
+
+@torch.library.custom_op(
+    "kerple::tiled_attention",
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
+)
+def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = _call_of(arguments)
+    check_first_key(call)
+    made = _forward(call, _bounds_of(call), _current_backend())
+    return _laid_out(made.out), made.lse
+
+
+def _call_of(arguments: Sequence[Any]) -> Call:
+    """From the operands and the settings of an operator."""
+    *operands, window, scale, pruning = arguments
+    return replace(Call(*operands), window=window, scale=scale, pruning=pruning)
+
+
+@_forward_operator.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _rows_apart(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "kerple::tiled_attention_backward",
+    mutates_args=(),
+    schema=f"({_MADE}, Tensor grad, bool[] needed, {_TENSORS}, {_SETTINGS}) -> Tensor[]",
+)
+def _backward_operator(
+    out: Tensor, lse: Tensor, grad: Tensor, needed: Sequence[bool], *arguments: Any
+) -> list[Tensor]:
+    call = _call_of(arguments)
+    made = Made(out, lse)
+    grads = _backward(call, _bounds_of(call), _current_backend(), made, grad, needed)
+    return [
+        out.new_empty(0) if grad is None or not needs else _settled(grad)
+        for grad, needs in zip(grads, needed, strict=True)
+    ]
+
+
+@_backward_operator.register_fake
+def _(out: Tensor, _lse: Any, _grad: Any, needed: Sequence[bool], *others: Any) -> list[Tensor]:
+    return [
+        out.new_empty(0)
+        if x is None or not needs
+        else (_rows_apart(x) if x.dim() == 4 else x.new_empty(x.shape))
+        for x, needs in zip(others[: len(OPERANDS)], needed, strict=True)
+    ]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[: len(OPERANDS)])
+    ctx.settings = inputs[len(OPERANDS) :]
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    out, lse, *operands = ctx.saved_tensors
+    needed = [bool(needs) for needs in ctx.needs_input_grad[: len(OPERANDS)]]
+    grads = _backward_operator(out, lse, grad, needed, *operands, *ctx.settings)
+    wanted = [grad if needs else None for grad, needs in zip(grads, needed, strict=True)]
+    return *wanted, *(None for _ in ctx.settings)
+
+
+_forward_operator.register_autograd(_differentiate, setup_context=_save)
+
+
+def _rows_apart(x: Tensor) -> Tensor:
+    """New memory for [B, H, L, D] laid out as [B, L, H, D]: what both backends promise here."""
+    batch, heads, length, dim = x.shape
+    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    _, heads, length, dim = x.shape
+    expected = (length * heads * dim, dim, heads * dim, 1)
+    return x if x.stride() == expected else _rows_apart(x).copy_(x)
+
+
+def _settled(grad: Tensor) -> Tensor:
+    return _laid_out(grad) if grad.dim() == 4 else grad.contiguous()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, Gradients, key_origin, sink_rows
+from megatron.engines.call import Call, Gradients, Made, key_origin, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount
 
 __all__ = ["CompiledBackend"]
@@ -64,7 +64,7 @@ class CompiledBackend:
         self._bf16 = bool(library.attention_has_bf16())
         assert library.attention_problem_size() == ctypes.sizeof(_Problem)
 
-    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
+    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Made, TileCount]:
         batch, heads, q_len, dim = call.q.shape
         job = _Job(call, bounds, self._vector, self._bf16, batch * heads)
         out = _rows_apart(batch, heads, q_len, job.dim)
@@ -73,29 +73,23 @@ class CompiledBackend:
         job.set_pointer("lse", lse)
         self._library.attention_forward(ctypes.byref(job.problem))
         tiles = TileCount(job.problem.tiles, job.problem.tiles_visited)
-        return out[..., :dim], lse, tiles
+        return Made(out[..., :dim], lse), tiles
 
     def backward(
-        self,
-        call: Call,
-        bounds: DecayBounds | None,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        wanted: frozenset[str],
+        self, call: Call, bounds: DecayBounds | None, made: Made, grad: Tensor, wanted: set[str]
     ) -> Gradients:
         batch, heads, q_len, dim = call.q.shape
         kv_heads = call.k.shape[1]
         job = _Job(call, bounds, self._vector, self._bf16, batch * kv_heads)
         parts = job.problem.parts
-        job.set_rows("out", out)
-        job.set_rows("grad_out", grad_out)
-        job.set_pointer("lse", lse)
+        job.set_rows("out", made.out)
+        job.set_rows("grad_out", grad)
+        job.set_pointer("lse", made.lse)
         grad_q = _rows_apart(parts * batch, heads, q_len, job.dim)
         grad_k = _rows_apart(batch, kv_heads, call.k_len, job.dim)
         grad_v = _rows_apart(batch, kv_heads, call.k_len, job.dim)
-        for name, grad in (("grad_q", grad_q), ("grad_k", grad_k), ("grad_v", grad_v)):
-            job.set_rows(name, grad)
+        for name, rows in (("grad_q", grad_q), ("grad_k", grad_k), ("grad_v", grad_v)):
+            job.set_rows(name, rows)
         grad_bias = job.set_table_gradient("grad_bias") if "bias" in wanted else None
         grad_weight = job.set_table_gradient("grad_weight") if "weight" in wanted else None
         grad_key_bias = job.set_gradient("key_bias", call.k_len) if "key_bias" in wanted else None
@@ -110,7 +104,7 @@ class CompiledBackend:
             _by_distance(grad_bias, call.k_len),
             _by_distance(grad_weight, call.k_len),
             grad_key_bias,
-            grad_sink,
+            sink=grad_sink,
         )
 
 

@@ -1,7 +1,7 @@
 """Tiled attention in plain PyTorch, for machines without a C++ compiler.
 
 Blocks of queries against all keys before them. The bias of a block is a view of the reversed table
-(see `distance`), whose rows run from the last query to the first: q, out and grad_out are flipped
+(see reference.py), whose rows run from the last query to the first: q, out and grad_out are flipped
 once for that. Forward: torch's own CPU flash operator takes the view as its mask. Backward: five
 matrix products a block, in buffers that are used again, a few heads at a time so that a block's
 scores stay in cache.
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, Gradients, key_origin, sink_rows
-from megatron.engines.distance import flipped_view, reversed_table
+from megatron.engines.call import Call, Gradients, Made, key_origin, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount, head_windows
+from megatron.engines.reference import flipped_view, reversed_table
 
 __all__ = ["TorchBackend"]
 
@@ -81,7 +81,7 @@ def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[_Group]:
 class TorchBackend:
     """Tiled attention out of torch operations only."""
 
-    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
+    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Made, TileCount]:
         batch, heads = call.q.shape[:2]
         terms = _Terms(call, _FORWARD_ROWS)
         out = torch.empty_like(call.q)
@@ -99,23 +99,17 @@ class TorchBackend:
                 lse[b, group.heads] = part_lse.flip(1)
                 visited += len(group.heads) * _count_tiles(call, b, group.window)
         total = sum(heads * _count_tiles(call, b, call.reach) for b in range(batch))
-        return out, lse, TileCount(total, visited)
+        return Made(out, lse), TileCount(total, visited)
 
     def backward(
-        self,
-        call: Call,
-        bounds: DecayBounds | None,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        wanted: frozenset[str],
+        self, call: Call, bounds: DecayBounds | None, made: Made, grad: Tensor, wanted: set[str]
     ) -> Gradients:
         terms = _Terms(call, _ROWS)
         sums = _Sums(call, terms, wanted)
         for group in _groups(call, bounds, _HEADS):
             for b in range(call.q.shape[0]):
                 part = _Heads(call, terms, b, group.heads)
-                rows = [x[b, group.heads].flip(1) for x in (out, grad_out, lse)]
+                rows = [x[b, group.heads].flip(1) for x in (made.out, grad, made.lse)]
                 blocks = _blocks(call, b, group.window, _ROWS)
                 walk = _Backward(part, blocks, *rows)
                 for block in blocks:
@@ -230,7 +224,7 @@ class _Backward:
             return None
         return (self.part.sink - self.lse[..., 0]).exp() * self.negative_delta[..., 0]
 
-    def step(self, block: _Block, wanted: frozenset[str]) -> None:
+    def step(self, block: _Block, wanted: set[str]) -> None:
         rows, cols = block.shape
         heads = len(self.q)
         q, grad_out = self.part.q[:, block.queries], self.grad_out[:, block.queries]
@@ -282,7 +276,7 @@ class _Backward:
 class _Sums:
     """The gradients of the whole call, out of those of its heads and sequences."""
 
-    def __init__(self, call: Call, terms: _Terms, wanted: frozenset[str]) -> None:
+    def __init__(self, call: Call, terms: _Terms, wanted: set[str]) -> None:
         self._call = call
         self.q = torch.empty_like(call.q)
         self.k, self.v = torch.zeros_like(call.k), torch.zeros_like(call.v)
@@ -311,4 +305,4 @@ class _Sums:
             None if table is None else table[:, : self._call.k_len].flip(-1)
             for table in (self.bias, self.weight)
         )
-        return Gradients(self.q, self.k, self.v, bias, weight, self.key_bias, self.sink)
+        return Gradients(self.q, self.k, self.v, bias, weight, self.key_bias, sink=self.sink)

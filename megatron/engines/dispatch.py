@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, checked_call
+from megatron.engines.call import Call, checked, checked_call, scale_of
 from megatron.errors import EngineError
 
 __all__ = ["ENGINES", "attention", "choose_engine", "explain_engine"]
@@ -58,24 +58,19 @@ def attention(
     length and dropout. `pruning` lets an engine leave out keys whose bias has provably decayed
     below rounding. `generator` seeds the dropout.
     """
-    call = checked_call(
-        q,
-        k,
-        v,
-        bias,
-        weight,
-        key_bias=key_bias,
-        first_key=first_key,
-        sink=sink,
-        window=window,
-        scale=scale,
-        dropout=dropout,
-        pruning=pruning,
-        generator=generator,
+    scale = scale_of(q, scale)
+    call = Call(
+        q, k, v, bias, weight, key_bias, first_key, sink, window, scale, dropout, pruning, generator
     )
+    return _run(checked(call), engine)
+
+
+def _run(call: Call, engine: str) -> Tensor:
     chosen = choose_engine(call, engine)
     if chosen == "triton":
-        return _run_triton(call)
+        from megatron.engines.triton_attention import triton_attention
+
+        return triton_attention(call)
     if chosen == "tiled":
         from megatron.engines.cpu import tiled_attention
 
@@ -83,25 +78,6 @@ def attention(
     from megatron.engines.reference import naive_attention
 
     return naive_attention(call)
-
-
-def _run_triton(call: Call) -> Tensor:
-    from megatron.engines.triton_attention import triton_attention
-    from megatron.engines.triton_pruning import visible_distances
-
-    tensors = (call.q, call.k, call.v, call.bias, call.weight)
-    visible = None
-    if call.pruning:
-        visible = visible_distances(*tensors, call.key_bias, window=call.window, scale=call.scale)
-    return triton_attention(
-        *tensors,
-        key_bias=call.key_bias,
-        first_key=call.first_key,
-        sink=call.sink,
-        window=call.window,
-        scale=call.scale,
-        visible=visible,
-    )
 
 
 def choose_engine(call: Call, engine: str = "auto") -> str:
@@ -175,14 +151,4 @@ def why_not_triton(call: Call) -> str | None:
         from megatron.engines.triton_attention import can_run
     except ImportError as error:
         return f"triton cannot be imported ({error}); install it, or use engine 'naive'"
-    return can_run(
-        call.q,
-        call.k,
-        call.v,
-        call.bias,
-        call.weight,
-        call.dropout,
-        call.key_bias,
-        call.first_key,
-        call.sink,
-    )
+    return can_run(call)

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from megatron.engines.call import Call
 
-__all__ = ["DecayBounds", "TileCount", "decay_bounds", "head_windows"]
+__all__ = ["EPSILON_LOG2", "MIN_KEYS", "DecayBounds", "TileCount", "decay_bounds", "head_windows"]
 
-_EPSILON_LOG2 = 24.0
-_MIN_KEYS = 256  # shorter than this, hardly a block could be left out
+EPSILON_LOG2 = 24.0
+MIN_KEYS = 256  # shorter than this, hardly a block could be left out
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class DecayBounds:
 def decay_bounds(call: Call) -> DecayBounds | None:
     """Bounds for pruning, or None where no head's bias falls far enough for it to help."""
     k_len = call.k_len
-    if (call.bias is None and call.key_bias is None) or k_len < _MIN_KEYS:
+    if (call.bias is None and call.key_bias is None) or k_len < MIN_KEYS:
         return None
-    margin_log2 = math.log2(k_len) + _EPSILON_LOG2
+    margin_log2 = math.log2(k_len) + EPSILON_LOG2
     bias = torch.zeros_like(call.k[0, 0, :, 0], dtype=torch.float32).expand(call.q.shape[1], -1)
     if call.bias is not None:
         bias = call.bias.detach()[:, :k_len].float()

@@ -6,17 +6,32 @@ O(Lq * Lk) memory. The others are tested against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.engines.call import Call, check_first_key, key_origin
-from megatron.engines.distance import dense_matrix, sum_by_distance
 
-__all__ = ["fused_softmax", "naive_attention"]
+__all__ = [
+    "Placing",
+    "dense_matrix",
+    "flipped_view",
+    "fused_softmax",
+    "naive_attention",
+    "reversed_table",
+    "sum_by_distance",
+]
+
+
+class Placing(NamedTuple):
+    """How scores become logits: their scale, and which keys a query may see."""
+
+    scale: float
+    window: int | None
+    q_offset: int  # position of the first query
 
 
 def naive_attention(call: Call) -> Tensor:
@@ -35,8 +50,7 @@ def naive_attention(call: Call) -> Tensor:
     )
     probs = fused_softmax(
         scores.view(batch, heads, q_len, -1),
-        call.bias,
-        call.weight,
+        *(call.bias, call.weight),
         key_bias=call.key_bias,
         first_key=call.first_key,
         sink=call.sink,
@@ -89,14 +103,13 @@ def fused_softmax(
                 f"{name} table has {table.shape[-1]} distances, the scores need"
                 f" {q_offset + q_len}: compute the table for that length"
             )
+    placing = Placing(scale, window, q_offset)
     plain = key_bias is None and first_key is None and sink is None
     triton_softmax = _triton_softmax(scores, bias, weight) if scores.is_cuda and plain else None
     if triton_softmax is not None:
-        probs = triton_softmax(scores, bias, weight, scale=scale, window=window, q_offset=q_offset)
+        probs = triton_softmax(scores, bias, weight, placing)
     else:
-        probs = _FusedSoftmax.apply(
-            scores, bias, weight, key_bias, sink, first_key, scale, window, q_offset
-        )
+        probs = _FusedSoftmax.apply(placing, scores, bias, weight, key_bias, first_key, sink)
     return _dropout(probs, dropout, generator) if dropout > 0.0 else probs
 
 
@@ -154,38 +167,41 @@ def _softmax_with_sink(logits: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return logits.sub_(lse).exp_(), (sink - lse).exp()
 
 
+def _logits(
+    placing: Placing,
+    scores: Tensor,
+    tables: Sequence[Tensor | None],
+    key_bias: Tensor | None,
+    first_key: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The logits, and the key origin of each row, [.., Lq, 1], where there is a key bias."""
+    q_len = scores.shape[-2]
+    visible = placing.q_offset + q_len  # later keys are in every query's future
+    dtype = _compute_dtype(scores.dtype)
+    logits = scores.to(dtype) * placing.scale
+    seen = logits[..., :visible]
+    bias, weight = tables
+    if weight is not None:
+        seen.mul_(dense_matrix(weight.to(dtype), q_len, visible, 0.0))
+    if bias is not None:
+        seen.add_(dense_matrix(bias.to(dtype), q_len, visible, 0.0))
+    origin: Tensor | None = None
+    if key_bias is not None:
+        keys = key_bias[..., :visible].to(dtype)
+        origin = key_origin(keys, q_len)[..., None]
+        seen.add_(keys[:, :, None] - origin)
+    _hide_invisible(logits, placing.window, placing.q_offset, first_key)
+    return logits, origin
+
+
 class _FusedSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        bias: Tensor | None,
-        weight: Tensor | None,
-        key_bias: Tensor | None,
-        sink: Tensor | None,
-        first_key: Tensor | None,
-        scale: float,
-        window: int | None,
-        q_offset: int,
-    ) -> Tensor:
-        q_len = scores.shape[-2]
-        visible = q_offset + q_len  # later keys are in every query's future
-        dtype = _compute_dtype(scores.dtype)
-        logits = scores.to(dtype) * scale
-        seen = logits[..., :visible]
-        if weight is not None:
-            seen.mul_(dense_matrix(weight.to(dtype), q_len, visible, 0.0))
-        if bias is not None:
-            seen.add_(dense_matrix(bias.to(dtype), q_len, visible, 0.0))
-        origin: Tensor | None = None
-        if key_bias is not None:
-            keys = key_bias[..., :visible].to(dtype)
-            origin = key_origin(keys, q_len)[..., None]
-            seen.add_(keys[:, :, None] - origin)
-        _hide_invisible(logits, window, q_offset, first_key)
+    def forward(ctx: Any, placing: Placing, scores: Tensor, *terms: Tensor | None) -> Tensor:
+        bias, weight, key_bias, first_key, sink = terms
+        logits, origin = _logits(placing, scores, (bias, weight), key_bias, first_key)
         sink_probs = None
         if sink is not None:
-            rows = sink.to(dtype)[..., None]
+            rows = sink.to(logits.dtype)[..., None]
             rows = rows[:, None] if sink.dim() == 1 else rows
             probs, sink_probs = _softmax_with_sink(
                 logits, rows if origin is None else rows - origin
@@ -195,10 +211,10 @@ class _FusedSoftmax(torch.autograd.Function):
             if key_bias is not None:  # a row of -inf alone
                 probs.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
         probs = probs.to(scores.dtype)
-        needs_scores = weight is not None and ctx.needs_input_grad[2]
+        needs_scores = weight is not None and ctx.needs_input_grad[3]
         saved_scores = scores if needs_scores else None
         ctx.save_for_backward(probs, weight, saved_scores, bias, key_bias, sink, sink_probs)
-        ctx.scale, ctx.visible = scale, visible
+        ctx.placing = placing
         return probs
 
     @staticmethod
@@ -206,32 +222,34 @@ class _FusedSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad_probs: Tensor) -> tuple[Tensor | None, ...]:
         probs_saved, weight, scores, bias, key_bias, sink, sink_probs = ctx.saved_tensors
         dtype = _compute_dtype(probs_saved.dtype)
-        q_len, visible = probs_saved.shape[-2], ctx.visible
+        q_len, scale = probs_saved.shape[-2], ctx.placing.scale
+        visible = ctx.placing.q_offset + q_len
         probs = probs_saved[..., :visible].to(dtype)
         grad_logits = grad_probs[..., :visible].to(dtype) * probs
         expected = grad_logits.sum(-1, keepdim=True)
         grad_logits.sub_(probs * expected)
         del probs
+        _, needs_scores, needs_bias, _, needs_key_bias, _, needs_sink = ctx.needs_input_grad
         grad_bias = grad_weight = grad_scores = grad_key_bias = grad_sink = None
-        if bias is not None and ctx.needs_input_grad[1]:
+        if bias is not None and needs_bias:
             grad_bias = _table_gradient(grad_logits.sum(0), bias)
-        if key_bias is not None and ctx.needs_input_grad[3]:
+        if key_bias is not None and needs_key_bias:
             grad_key_bias = torch.zeros_like(key_bias)
             by_key = grad_logits.sum(-2)
             grad_key_bias[..., :visible] = by_key.sum_to_size(grad_key_bias[..., :visible].shape)
-        if sink is not None and ctx.needs_input_grad[4]:
+        if sink is not None and needs_sink:
             grad_rows = (-sink_probs * expected)[..., 0]
             grad_rows = grad_rows.sum((0, 2)) if sink.dim() == 1 else grad_rows
             grad_sink = grad_rows.to(sink.dtype)
         if scores is not None:
             product = (grad_logits * scores[..., :visible]).sum(0)
-            grad_weight = _table_gradient(product.mul_(ctx.scale), weight)
-        if ctx.needs_input_grad[0]:
+            grad_weight = _table_gradient(product.mul_(scale), weight)
+        if needs_scores:
             if weight is not None:
                 grad_logits.mul_(dense_matrix(weight.to(dtype), q_len, visible, 0.0))
             grad_scores = torch.zeros_like(probs_saved)
-            grad_scores[..., :visible] = grad_logits.mul_(ctx.scale)
-        return grad_scores, grad_bias, grad_weight, grad_key_bias, grad_sink, *[None] * 4
+            grad_scores[..., :visible] = grad_logits.mul_(scale)
+        return None, grad_scores, grad_bias, grad_weight, grad_key_bias, None, grad_sink
 
 
 def _table_gradient(grad_matrix: Tensor, table: Tensor) -> Tensor:
@@ -240,3 +258,64 @@ def _table_gradient(grad_matrix: Tensor, table: Tensor) -> Tensor:
     grad = torch.zeros_like(table)
     grad[:, : by_distance.shape[1]] = by_distance
     return grad
+
+
+# Tables over distance seen as matrices over (query, key), and the way back.
+#
+# A table holds one number per head and distance. The matrix of a block of `rows` queries and
+# `cols` keys, whose last query stands `last` positions after the block's first key, has
+# `distance(i, j) = last - (rows - 1 - i) - j`: constant along diagonals, so no matrix needs
+# storing. Reversed, and padded with a fill value for the future, the table itself is the matrix,
+# read through overlapping strides, last query first:
+#
+#     reversed table      t3 t2 t1 t0 ..        (.. is the fill: keys in the future)
+#     last query, row 0   t3 t2 t1 t0
+#     query before, row 1    t2 t1 t0 ..
+#
+# Hence "flipped" in the names below: row 0 belongs to the block's last query.
+
+
+def reversed_table(table: Tensor, length: int, padding: int, fill: float) -> Tensor:
+    """`[heads, length + padding]`: distances length-1 .. 0, then `padding` times `fill`."""
+    out = table.new_full((table.shape[0], length + padding), fill)
+    out[:, :length] = table[:, :length].flip(-1)
+    return out
+
+
+def flipped_view(reversed_: Tensor, start: int, rows: int, cols: int) -> Tensor:
+    """`[heads, rows, cols]` whose entry (r, c) is `reversed_[:, start + r + c]`; not a copy."""
+    stride_head, stride = reversed_.stride()
+    return reversed_[:, start:].as_strided(
+        (reversed_.shape[0], rows, cols), (stride_head, stride, stride)
+    )
+
+
+def dense_matrix(table: Tensor, q_len: int, k_len: int, fill: float) -> Tensor:
+    """`[heads, q_len, k_len]` with `table[:, distance]`, and `fill` where the key is in the future.
+
+    The queries are the last `q_len` of the `k_len` positions.
+    """
+    padded = reversed_table(table, k_len, q_len - 1, fill)
+    return flipped_view(padded, 0, q_len, k_len).flip(-2)
+
+
+def sum_flipped_diagonals(matrix: Tensor) -> Tensor:
+    """Adjoint of `flipped_view`: `[heads, rows, cols]` to sums over r + c, `[heads, rows+cols-1]`.
+
+    Each row is padded by `rows` zeros and the whole read again one element narrower, which moves
+    row r by r places: diagonals become columns.
+    """
+    heads, rows, cols = matrix.shape
+    padded = torch.nn.functional.pad(matrix, (0, rows))
+    width = rows + cols - 1
+    flat = padded.reshape(heads, rows * (rows + cols))
+    return flat[:, : rows * width].view(heads, rows, width).sum(1)
+
+
+def sum_by_distance(matrix: Tensor) -> Tensor:
+    """Adjoint of `dense_matrix`: `[heads, q_len, k_len]` to `[heads, k_len]` over distances 0...
+
+    Entries in the future are left out.
+    """
+    k_len = matrix.shape[-1]
+    return sum_flipped_diagonals(matrix.flip(-2))[:, :k_len].flip(-1)

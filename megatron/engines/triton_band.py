@@ -23,9 +23,19 @@ weight table. Each band belongs to one of the two launches; the other one does n
 
 from __future__ import annotations
 
-from megatron.engines.triton_compat import constant, jit, tl
-from megatron.engines.triton_forward import LOG2E, load_rows, sliced_product
-from megatron.engines.triton_tables import LOWEST, NOTHING, row_offsets
+from megatron.engines.triton_forward import (
+    NUMBERS,
+    HeadTerms,
+    Sizes,
+    head_of_program,
+    head_terms,
+    line_of,
+    load_along,
+    tile_product,
+    tile_scores,
+)
+from megatron.engines.triton_problem import LOWEST, NOTHING, row_offsets
+from megatron.engines.triton_runtime import constant, jit, tl
 
 __all__ = ["MAX_RANGE", "attention_band_kernel"]
 
@@ -51,168 +61,121 @@ def store_diagonals(target, tile, mine, ROWS: tl.constexpr, COLUMNS: tl.constexp
     tl.store(target + ROWS + place, tl.sum(far, 1), mask=mask)
 
 
-@jit(
-    do_not_specialize=[
-        "heads", "group", "q_length", "k_length", "window", "table_start", "exponent_scale",
-        "key_bias_stride_b", "key_bias_stride_h", "zero",
-    ]
-)  # fmt: skip
-def attention_band_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    grad_ptr,
-    bias_ptr,  # reversed copies, as in the forward; or None
-    weight_ptr,
-    key_bias_ptr,
-    own_ptr,
-    first_key_ptr,
-    visible_ptr,
-    lse_ptr,
-    delta_ptr,
-    dbias_ptr,  # [batch * heads, bands, 2, BLOCK_M] fp32; or None
-    dweight_ptr,
-    q_stride_b, q_stride_h, q_stride_l,
-    k_stride_b, k_stride_h, k_stride_l,
-    v_stride_b, v_stride_h, v_stride_l,
-    grad_stride_b, grad_stride_h, grad_stride_l,
-    lse_stride,
-    copy_stride,
-    key_bias_stride_b, key_bias_stride_h,
-    heads,
-    group,
-    q_length,
-    k_length,
-    window,
-    table_start,
-    exponent_scale,
-    zero,  # 0, which the compiler must not know: a load at zero * step stays in the walk
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SLICE_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_KEY_BIAS: tl.constexpr,
-    HAS_FIRST_KEY: tl.constexpr,
-    BIAS_GRAD: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr,
-    IN_LOOP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+@jit()
+def band_reference(bias_row, base, table_start, IN_LOOP: tl.constexpr, C: tl.constexpr):
+    """The middle of the band's entries; 1 if their range leaves the band to this launch, else 0."""
+    offsets = tl.arange(0, 2 * C.BLOCK_M)
+    nearest = table_start - (base - C.BLOCK_N + 1)
+    used = offsets < C.BLOCK_M + C.BLOCK_N - 1
+    values = tl.load(bias_row + nearest - offsets, mask=used, other=NOTHING)
+    highest = tl.max(values, 0)
+    lowest = tl.min(tl.where(values > LOWEST, values, highest), 0)
+    steep = tl.where(highest - lowest > MAX_RANGE, 1, 0)
+    return 0.5 * (highest + lowest), steep if IN_LOOP else 1 - steep
+
+
+@jit()
+def without_bias(terms):
+    """The terms of a walk that the bias has left."""
+    return HeadTerms(None, terms.weight, terms.key_bias, terms.own, terms.first_key, terms.reach)
+
+
+@jit()
+def band_scores(product, terms, m_start, n_start, zero, tile, sizes, C: tl.constexpr):
+    """x of the tile that begins at this query and key."""
+    rows = m_start + tl.arange(0, C.BLOCK_M)
+    keys = n_start + tl.arange(0, C.BLOCK_N)
+    own = load_along(terms.own, rows, 1)
+    key_bias = load_along(terms.key_bias, keys, 0)
+    first_key = load_along(terms.first_key, rows, 1)
+    x, _ = tile_scores(
+        product, terms, m_start * zero, tile, rows[:, None], keys[None, :],
+        (own, key_bias, first_key), sizes, C,
+    )  # fmt: skip
+    return x
+
+
+@jit()
+def store_sums(
+    dbias_ptr, dweight_ptr, bias_sum, weight_sum, bias_row, tile,
+    base, window, reference, mine, IN_LOOP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The diagonals of one band of one head of one sequence."""
-    # near bands have the most tiles, and they come first
-    offset = k_length - q_length
-    shift = (BLOCK_N - offset % BLOCK_N) % BLOCK_N  # makes blocks of keys begin at multiples
-    base = (tl.program_id(0) - (BLOCK_M // BLOCK_N - 1)) * BLOCK_N - shift
-    batch_head = tl.program_id(1)
-    batch = (batch_head // heads).to(tl.int64)
-    head = (batch_head % heads).to(tl.int64)
-    key_head = head // group
-    q_base = q_ptr + batch * q_stride_b + head * q_stride_h
-    k_base = k_ptr + batch * k_stride_b + key_head * k_stride_h
-    v_base = v_ptr + batch * v_stride_b + key_head * v_stride_h
-    grad_base = grad_ptr + batch * grad_stride_b + head * grad_stride_h
-    lse_row = lse_ptr + batch_head.to(tl.int64) * lse_stride
-    delta_row = delta_ptr + batch_head.to(tl.int64) * lse_stride
-    reach = tl.minimum(window, tl.load(visible_ptr + head))
-    offsets_m = tl.arange(0, BLOCK_M)
-    offsets_n = tl.arange(0, BLOCK_N)
-    bias_row = bias_ptr
-    weight_row = weight_ptr
-    tile = row_offsets(table_start - base - offsets_m, copy_stride)[:, None] + offsets_n[None, :]
-    if HAS_BIAS:
-        bias_row += head * 4 * copy_stride
-    if HAS_WEIGHT:
-        weight_row += head * 4 * copy_stride
-
-    # the highest and lowest entry of the band decide which of the two launches takes it
-    reference = 0.0
-    mine = 1
-    if HAS_BIAS and not HAS_WEIGHT:
-        offsets = tl.arange(0, 2 * BLOCK_M)
-        nearest = table_start - (base - BLOCK_N + 1)
-        used = offsets < BLOCK_M + BLOCK_N - 1
-        values = tl.load(bias_row + nearest - offsets, mask=used, other=NOTHING)
-        highest = tl.max(values, 0)
-        lowest = tl.min(tl.where(values > LOWEST, values, highest), 0)
-        steep = tl.where(highest - lowest > MAX_RANGE, 1, 0)
-        mine = steep if IN_LOOP else 1 - steep
-        reference = 0.5 * (highest + lowest)
-    # the first query block that reaches back to a block of keys
-    first = tl.cdiv(tl.maximum(base - offset, 0), BLOCK_M) * BLOCK_M
-    last = tl.where(base - BLOCK_N + 1 < reach, q_length, first)
-    end = first + (last - first) * mine
-
-    key_bias_row = key_bias_ptr
-    own_row = own_ptr
-    if HAS_KEY_BIAS:
-        key_bias_row += batch * key_bias_stride_b + head * key_bias_stride_h
-        own_row += batch * key_bias_stride_b + head * key_bias_stride_h + offset
-    bias_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    weight_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for m_start in tl.range(first, end, BLOCK_M, num_stages=STAGES):
-        m_start = tl.multiple_of(m_start, BLOCK_M)
-        rows = m_start + offsets_m
-        n_start = tl.multiple_of(offset + m_start - base, BLOCK_N)
-        if SLICE_D == BLOCK_D:
-            q = load_rows(q_base, m_start, q_length, q_stride_l, BLOCK_M, HEAD_DIM, BLOCK_D)
-            k = load_rows(k_base, n_start, k_length, k_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
-            product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        else:
-            product = sliced_product(
-                q_base, m_start, q_length, q_stride_l, k_base, n_start, k_length, k_stride_l,
-                BLOCK_M, BLOCK_N, HEAD_DIM, SLICE_D, PRECISION,
-            )  # fmt: skip
-        if HAS_WEIGHT:
-            x = product * tl.load(weight_row + m_start * zero + tile, cache_modifier=".ca")
-        else:
-            x = product * exponent_scale
-        if HAS_BIAS and IN_LOOP:
-            x += tl.load(bias_row + m_start * zero + tile, cache_modifier=".ca")
-        if HAS_KEY_BIAS:
-            keys = n_start + offsets_n
-            key_bias = tl.load(key_bias_row + keys, mask=keys < k_length, other=0.0)
-            own = tl.load(own_row + rows, mask=rows < q_length, other=0.0)
-            x += (key_bias[None, :] - own[:, None]) * LOG2E
-        if HAS_FIRST_KEY:
-            keys = n_start + offsets_n
-            first_key_row = first_key_ptr + batch * q_length
-            first_key = tl.load(first_key_row + rows, mask=rows < q_length, other=0)
-            x = tl.where(keys[None, :] >= first_key[:, None], x, NOTHING)
-        lse = tl.load(lse_row + rows)
-        if not IN_LOOP:
-            lse -= reference
-        p = tl.math.exp2(x - lse[:, None])
-        if SLICE_D == BLOCK_D:
-            grad = load_rows(
-                grad_base, m_start, q_length, grad_stride_l, BLOCK_M, HEAD_DIM, BLOCK_D
-            )
-            v = load_rows(v_base, n_start, k_length, v_stride_l, BLOCK_N, HEAD_DIM, BLOCK_D)
-            dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        else:
-            dp = sliced_product(
-                grad_base, m_start, q_length, grad_stride_l, v_base, n_start, k_length, v_stride_l,
-                BLOCK_M, BLOCK_N, HEAD_DIM, SLICE_D, PRECISION,
-            )  # fmt: skip
-        ds = p * (dp - tl.load(delta_row + rows)[:, None])
-        if BIAS_GRAD:
-            bias_sum += ds
-        if WEIGHT_GRAD:
-            weight_sum += ds * product
-
-    distance = base + offsets_m[:, None] - offsets_n[None, :]
+    """The sums of the walk as the program's lines of the two tables' bands."""
+    distance = base + tl.arange(0, C.BLOCK_M)[:, None] - tl.arange(0, C.BLOCK_N)[None, :]
     valid = (distance >= 0) & (distance < window)
-    line = batch_head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    if BIAS_GRAD:
+    line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    if dbias_ptr is not None:
         if not IN_LOOP:
             bias = tl.load(bias_row + tile)
             bias_sum *= tl.math.exp2(bias - reference)
             valid = valid & (bias > LOWEST)
         sums = tl.where(valid, bias_sum, 0.0)
-        store_diagonals(dbias_ptr + line * 2 * BLOCK_M, sums, mine, BLOCK_M, BLOCK_N)
-    if WEIGHT_GRAD:
+        store_diagonals(dbias_ptr + line * 2 * C.BLOCK_M, sums, mine, C.BLOCK_M, C.BLOCK_N)
+    if dweight_ptr is not None:
         sums = tl.where(valid, weight_sum, 0.0)
-        store_diagonals(dweight_ptr + line * 2 * BLOCK_M, sums, mine, BLOCK_M, BLOCK_N)
+        store_diagonals(dweight_ptr + line * 2 * C.BLOCK_M, sums, mine, C.BLOCK_M, C.BLOCK_N)
+
+
+@jit(do_not_specialize=[*NUMBERS, "zero"])
+def attention_band_kernel(
+    q, k, v, grad,  # Rows
+    terms,  # with reversed tables, as in the forward
+    lse_ptr, delta_ptr,
+    dbias_ptr, dweight_ptr,  # [batch * heads, bands, 2, BLOCK_M] fp32; or None
+    heads, group, q_length, k_length, window, table_start, exponent_scale,
+    zero,  # 0, which the compiler must not know: a load at zero * step stays in the walk
+    IN_LOOP: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The diagonals of one band of one head of one sequence."""
+    sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
+    # near bands have the most tiles, and they come first
+    offset = k_length - q_length
+    shift = (C.BLOCK_N - offset % C.BLOCK_N) % C.BLOCK_N  # makes key blocks begin at multiples
+    base = (tl.program_id(0) - (C.BLOCK_M // C.BLOCK_N - 1)) * C.BLOCK_N - shift
+    batch, head = head_of_program(heads)
+    q_line = line_of(q, batch, head, q_length)
+    k_line = line_of(k, batch, head // group, k_length)
+    v_line = line_of(v, batch, head // group, k_length)
+    grad_line = line_of(grad, batch, head, q_length)
+    line = (batch * heads + head) * terms.row_stride
+    whole = head_terms(terms, batch, head, sizes)
+    walked = whole if IN_LOOP else without_bias(whole)
+    offsets_m = tl.arange(0, C.BLOCK_M)
+    offsets_n = tl.arange(0, C.BLOCK_N)
+    entries = row_offsets(table_start - base - offsets_m, terms.copy_stride)
+    tile = entries[:, None] + offsets_n[None, :]
+
+    # the highest and lowest entry of the band decide which of the two launches takes it
+    reference = 0.0
+    mine = 1
+    if terms.bias is not None and terms.weight is None:
+        reference, mine = band_reference(whole.bias, base, table_start, IN_LOOP, C)
+    # the first query block that reaches back to a block of keys
+    first = tl.cdiv(tl.maximum(base - offset, 0), C.BLOCK_M) * C.BLOCK_M
+    last = tl.where(base - C.BLOCK_N + 1 < whole.reach, q_length, first)
+    end = first + (last - first) * mine
+
+    bias_sum = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+    weight_sum = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+    for m_start in tl.range(first, end, C.BLOCK_M, num_stages=C.STAGES):
+        m_start = tl.multiple_of(m_start, C.BLOCK_M)
+        n_start = tl.multiple_of(offset + m_start - base, C.BLOCK_N)
+        product = tile_product(q_line, m_start, k_line, n_start, C)
+        x = band_scores(product, walked, m_start, n_start, zero, tile, sizes, C)
+        places = line + (m_start + offsets_m)
+        lse = tl.load(lse_ptr + places)
+        if not IN_LOOP:
+            lse -= reference
+        p = tl.math.exp2(x - lse[:, None])
+        dp = tile_product(grad_line, m_start, v_line, n_start, C)
+        ds = p * (dp - tl.load(delta_ptr + places)[:, None])
+        if dbias_ptr is not None:
+            bias_sum += ds
+        if dweight_ptr is not None:
+            weight_sum += ds * product
+
+    store_sums(
+        dbias_ptr, dweight_ptr, bias_sum, weight_sum, whole.bias, tile,
+        base, window, reference, mine, IN_LOOP, C,
+    )  # fmt: skip

@@ -19,11 +19,10 @@ from megatron.engines.triton_backward import (
     attention_dq_kernel,
 )
 from megatron.engines.triton_band import attention_band_kernel
-from megatron.engines.triton_compat import Launch, cdiv
-from megatron.engines.triton_forward import attention_forward_kernel
-from megatron.engines.triton_problem import LOG2E, Problem, strides
-from megatron.engines.triton_tables import NO_SCORE, TableCopies, layout, table_copies
-from megatron.engines.triton_tiles import ROW_MULTIPLE, Tiles, steep_warps, tiles_of
+from megatron.engines.triton_forward import Constants, attention_forward_kernel
+from megatron.engines.triton_problem import LOG2E, Problem, Terms, rows_of, table_layout, terms_of
+from megatron.engines.triton_runtime import Launch, cdiv
+from megatron.engines.triton_tiles import Tiles, steep_warps, tiles_of
 
 __all__ = ["BackwardResult", "Wanted", "backward_launches", "forward_launches", "table_gradient"]
 
@@ -60,99 +59,50 @@ def _tiles(kernel: str, problem: Problem) -> Tiles:
     return tiles_of(kernel, problem.block_d, problem.q.dtype, weighted, problem.arch)
 
 
-def _copies(
-    problem: Problem, reverse: bool
-) -> tuple[list[Launch], TableCopies | None, TableCopies | None]:
-    """The tables in base 2, one way round, and the launches that make them."""
-    length = problem.k.shape[2]
-    used = min(length, problem.window)
-    made: list[tuple[Launch, TableCopies] | None] = []
-    for table, fill, factor in (
-        (problem.bias, NO_SCORE, LOG2E),
-        (problem.weight, 0.0, problem.scale * LOG2E),
-    ):
-        made.append(
-            None
-            if table is None
-            else table_copies(table, used, length, reverse=reverse, fill=fill, factor=factor)
-        )
-    bias, weight = ((None if pair is None else pair[1]) for pair in made)
-    return [pair[0] for pair in made if pair is not None], bias, weight
-
-
-def _tensor(copies: TableCopies | None) -> Tensor | None:
-    return None if copies is None else copies.copies
-
-
-def _shared_operands(
-    problem: Problem, bias: TableCopies | None, weight: TableCopies | None
-) -> tuple[Any, ...]:
-    """The tensors that all kernels take after q, k, v (and the gradient of the output)."""
-    return _tensor(bias), _tensor(weight), problem.key_bias, problem.own, problem.first_key
-
-
 def _sizes(problem: Problem, reverse: bool) -> tuple[Any, ...]:
-    """The numbers that all kernels take last."""
+    """The numbers that all kernels take last (triton_forward.NUMBERS)."""
     q_length, k_length = problem.q.shape[2], problem.k.shape[2]
     return (
         problem.q.shape[1], problem.group, q_length, k_length, problem.window,
-        layout(k_length, reverse)[0], problem.scale * LOG2E,
+        table_layout(k_length, reverse)[0], problem.scale * LOG2E,
     )  # fmt: skip
 
 
-def _slice(problem: Problem, tiles: Tiles) -> dict[str, int]:
-    return {"SLICE_D": tiles.slice_d or problem.block_d}
-
-
-def _options(problem: Problem, tiles: Tiles) -> dict[str, Any]:
-    has_bias = problem.bias is not None
+def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, Any]:
+    """`masked`: the kernel masks scores itself, unless a bias table holds the edges."""
+    causal = masked and problem.bias is None
+    constants = Constants(
+        HEAD_DIM=problem.head_dim,
+        BLOCK_D=problem.block_d,
+        SLICE_D=tiles.slice_d or problem.block_d,
+        BLOCK_M=tiles.queries,
+        BLOCK_N=tiles.keys,
+        CAUSAL=causal,
+        WINDOW=causal and problem.window < problem.k.shape[2],
+        PRECISION=_FP32_PRODUCTS,
+        STAGES=tiles.stages,
+    )
     return {
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": problem.block_d,
-        "BLOCK_M": tiles.queries,
-        "BLOCK_N": tiles.keys,
-        "HAS_BIAS": has_bias,
-        "HAS_WEIGHT": problem.weight is not None,
-        "HAS_KEY_BIAS": problem.key_bias is not None,
-        "HAS_FIRST_KEY": problem.first_key is not None,
-        # a bias table holds the window's edge itself
-        "HAS_WINDOW": problem.window < problem.k.shape[2] and not has_bias,
-        "PRECISION": _FP32_PRODUCTS,
-        "STAGES": tiles.stages,
+        "C": constants,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         "enable_fp_fusion": True,
     }
 
 
-def _key_bias_strides(problem: Problem) -> tuple[int, ...]:
-    return (0, 0) if problem.key_bias is None else strides(problem.key_bias, 2)
-
-
-def padded_rows(q_length: int) -> int:
-    return cdiv(q_length, ROW_MULTIPLE) * ROW_MULTIPLE
-
-
 def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
     """The forward's launches, and the tensors they fill: out [B, H, Lq, D] and lse."""
-    q, k, v = problem.q, problem.k, problem.v
+    q = problem.q
     batch, heads, q_length, head_dim = q.shape
     tiles = _tiles("forward", problem)
     # [B, L, H, D] in memory: merging the heads afterwards is then a view
     out = q.new_empty(batch, q_length, heads, head_dim).transpose(1, 2)
-    rows = padded_rows(q_length)
-    lse = q.new_empty(batch * heads, rows, dtype=torch.float32)
-    launches, bias, weight = _copies(problem, reverse=True)
-    sink = problem.sink
-    arguments = (
-        q, k, v, *_shared_operands(problem, bias, weight), sink, problem.visible, out, lse,
-        *strides(q), *strides(k), *strides(v), *strides(out),
-        rows, layout(k.shape[2], True)[1], *_key_bias_strides(problem),
-        *((0, 0, 0) if sink is None else strides(sink)),
-        *_sizes(problem, reverse=True),
-    )  # fmt: skip
-    options = _options(problem, tiles) | _slice(problem, tiles) | {"HAS_SINK": sink is not None}
+    lse = q.new_empty(batch * heads, problem.padded_rows, dtype=torch.float32)
+    launches, terms = terms_of(problem, reverse=True)
+    rows = (rows_of(x) for x in (q, problem.k, problem.v, out))
+    arguments = (*rows, terms, problem.sink, lse, *_sizes(problem, reverse=True))
     grid = (cdiv(q_length, tiles.queries), batch * heads)
+    options = _options(problem, tiles)
     launches.append(Launch(attention_forward_kernel, grid, arguments, options))
     return launches, out, lse
 
@@ -162,9 +112,8 @@ def _delta_launch(
 ) -> Launch:
     batch, heads, q_length, head_dim = out.shape
     rows = 2048 // problem.block_d
-    arguments = (
-        out, grad, delta, lse, *strides(out), *strides(grad), delta.stride(0), heads, q_length
-    )  # fmt: skip
+    strides = (delta.stride(0), heads, q_length)
+    arguments = (rows_of(out), rows_of(grad), delta, lse, *strides)
     options = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": problem.block_d,
@@ -172,9 +121,8 @@ def _delta_launch(
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    return Launch(
-        attention_delta_kernel, (delta.shape[1] // rows, batch * heads), arguments, options
-    )
+    grid = (delta.shape[1] // rows, batch * heads)
+    return Launch(attention_delta_kernel, grid, arguments, options)
 
 
 def _query_ends(problem: Problem, keys: int) -> Tensor | None:
@@ -184,6 +132,7 @@ def _query_ends(problem: Problem, keys: int) -> Tensor | None:
     k_length = problem.k.shape[2]
     last = torch.arange(keys - 1, cdiv(k_length, keys) * keys, keys, device=problem.q.device)
     last = last.to(torch.int32).expand(problem.first_key.shape[0], -1).contiguous()
+    # the rows that fill up the end begin beyond every key
     return torch.searchsorted(problem.first_key, last, right=True, out_int32=True)
 
 
@@ -193,36 +142,29 @@ def _product_factor(problem: Problem) -> float:
 
 
 def _dkdv_launch(
-    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, tables: tuple[Any, Any]
+    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, terms: Terms
 ) -> Launch:
-    q, k, v = problem.q, problem.k, problem.v
+    k = problem.k
     tiles = _tiles("dkdv", problem)
-    assert result.dk is not None
+    assert result.dk is not None and result.dv is not None
+    rows = (rows_of(x) for x in (problem.q, k, problem.v, grad, result.dk, result.dv))
     arguments = (
-        q, k, v, grad, *_shared_operands(problem, *tables), _query_ends(problem, tiles.keys),
-        problem.visible, lse, result.delta, result.dk, result.dv, result.dkey_bias,
-        *strides(q), *strides(k), *strides(v), *strides(grad), *strides(result.dk),
-        lse.stride(0), layout(k.shape[2], False)[1], *_key_bias_strides(problem),
+        *rows, terms, _query_ends(problem, tiles.keys), lse, result.delta, result.dkey_bias,
         *_sizes(problem, reverse=False), _product_factor(problem),
     )  # fmt: skip
-    options = _options(problem, tiles) | {"KEY_BIAS_GRAD": result.dkey_bias is not None}
     grid = (cdiv(k.shape[2], tiles.keys), k.shape[0] * k.shape[1])
-    return Launch(attention_dkdv_kernel, grid, arguments, options)
+    return Launch(attention_dkdv_kernel, grid, arguments, _options(problem, tiles))
 
 
 def _dq_launch(
-    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, tables: tuple[Any, Any]
+    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, terms: Terms
 ) -> Launch:
-    q, k, v = problem.q, problem.k, problem.v
+    q = problem.q
     tiles = _tiles("dq", problem)
     assert result.dq is not None
-    arguments = (
-        q, k, v, grad, *_shared_operands(problem, *tables), problem.visible, lse, result.delta,
-        result.dq,
-        *strides(q), *strides(k), *strides(v), *strides(grad), *strides(result.dq),
-        lse.stride(0), layout(k.shape[2], True)[1], *_key_bias_strides(problem),
-        *_sizes(problem, reverse=True), _product_factor(problem),
-    )  # fmt: skip
+    rows = (rows_of(x) for x in (q, problem.k, problem.v, grad, result.dq))
+    sizes = _sizes(problem, reverse=True)
+    arguments = (*rows, terms, lse, result.delta, *sizes, _product_factor(problem))
     grid = (cdiv(q.shape[2], tiles.queries), q.shape[0] * q.shape[1])
     return Launch(attention_dq_kernel, grid, arguments, _options(problem, tiles))
 
@@ -239,24 +181,17 @@ def band_count(reach: int, offset: int, tiles: Tiles) -> int:
 
 
 def _band_launches(
-    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, tables: tuple[Any, Any]
+    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, terms: Terms
 ) -> list[Launch]:
     """One launch with a weight table; without, one for gentle bands and one for steep ones."""
-    q, k, v = problem.q, problem.k, problem.v
+    q, k = problem.q, problem.k
     tiles = _tiles("band", problem)
+    rows = (rows_of(x) for x in (q, k, problem.v, grad))
     arguments = (
-        q, k, v, grad, *_shared_operands(problem, *tables), problem.visible, lse, result.delta,
-        result.dbias_bands, result.dweight_bands,
-        *strides(q), *strides(k), *strides(v), *strides(grad),
-        lse.stride(0), layout(k.shape[2], True)[1], *_key_bias_strides(problem),
+        *rows, terms, lse, result.delta, result.dbias_bands, result.dweight_bands,
         *_sizes(problem, reverse=True), 0,
     )  # fmt: skip
-    options = _options(problem, tiles) | _slice(problem, tiles)
-    del options["HAS_WINDOW"]
-    options |= {
-        "BIAS_GRAD": result.dbias_bands is not None,
-        "WEIGHT_GRAD": result.dweight_bands is not None,
-    }
+    options = _options(problem, tiles, masked=False)
     bands = band_count(min(problem.window, k.shape[2]), problem.offset, tiles)
     grid = (bands, q.shape[0] * q.shape[1])
     if problem.weight is not None:
@@ -301,25 +236,24 @@ def backward_launches(
     result = _results(problem, lse, wanted)
     launches = [_delta_launch(problem, out, grad, result.delta, lse)]
     if wanted.keys:
-        made, *tables = _copies(problem, reverse=False)
-        launches += [*made, _dkdv_launch(problem, grad, lse, result, (tables[0], tables[1]))]
+        made, terms = terms_of(problem, reverse=False)
+        launches += [*made, _dkdv_launch(problem, grad, lse, result, terms)]
     has_bands = result.dbias_bands is not None or result.dweight_bands is not None
     if wanted.q or has_bands:
-        made, *tables = _copies(problem, reverse=True)
+        made, terms = terms_of(problem, reverse=True)
         launches += made
-        reverse = (tables[0], tables[1])
         if wanted.q:
-            launches.append(_dq_launch(problem, grad, lse, result, reverse))
+            launches.append(_dq_launch(problem, grad, lse, result, terms))
         if has_bands:
-            launches += _band_launches(problem, grad, lse, result, reverse)
+            launches += _band_launches(problem, grad, lse, result, terms)
     return launches, result
 
 
-def table_gradient(problem: Problem, bands: Tensor, table: Tensor, factor: float = 1.0) -> Tensor:
-    """The gradient of a table from its bands' diagonals, in a fixed order; 0 where nobody looks.
+def table_gradient(problem: Problem, bands: Tensor, factor: float = 1.0) -> Tensor:
+    """The gradient of a table, [H, Lk], from its bands' diagonals; 0 where nobody looks.
 
     Square R of band j (the first band is 1 - squares) has in its first row the distances from
-    (j + R) * columns - shift on, in its second row those before.
+    (j + R) * columns - shift on, in its second row those before. Summed in a fixed order.
     """
     shares = bands.sum(0)  # over sequences
     heads, count, _, squares, columns = shares.shape
@@ -329,6 +263,6 @@ def table_gradient(problem: Problem, bands: Tensor, table: Tensor, factor: float
         total[:, square : square + count] += shares[:, :, 1, square]
     start = squares * columns + band_shift(problem.offset, columns)
     used = min(problem.window, problem.k.shape[2])
-    grad = torch.zeros_like(table)
+    grad = shares.new_zeros(heads, problem.k.shape[2])
     grad[:, :used] = total.flatten(1)[:, start : start + used] * factor
     return grad

@@ -1,24 +1,92 @@
 """An attention call as the Triton kernels want it: layouts, dtypes, and what rows and keys share.
 
 Everything here is tensors of O(length): nothing of the size of the scores.
+
+Tables over distance are handed over as four shifted copies, padded, in base 2. A tile of scores
+needs, for every row, a run of neighbouring table entries, and the run moves by one from row to
+row. cp.async copies 16 bytes from addresses that are multiples of 16, so a run that begins anywhere
+must exist at such an address: copy r holds the table moved by r entries, and a row reads from the
+copy in which its run is aligned.
+
+    copy 0   b0 b1 b2 b3 | b4 b5 b6 b7 | ...       a run from b5 on is read from copy 1,
+    copy 1   b1 b2 b3 b4 | b5 b6 b7 b8 | ...       where it begins a group of four
+    copy 2   b2 b3 b4 b5 | b6 b7 b8 b9 | ...
+    copy 3   b3 b4 b5 b6 | b7 b8 b9 .. | ...
+
+Rows of queries (forward, dQ, bands) meet falling distances, and read the table reversed; rows of
+keys (dK and dV) read it as it is.
 """
+
+# Triton reads the kernels' signatures; their run-time arguments have no Python types.
+# mypy: disable-error-code="no-untyped-def, name-defined"
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.engines.triton_compat import next_power_of_2
-from megatron.engines.triton_tables import NO_SCORE
+from megatron.engines.call import Call, key_origin, sink_rows
+from megatron.engines.triton_runtime import Launch, cdiv, constant, jit, next_power_of_2, tl
+from megatron.engines.triton_tiles import ROW_MULTIPLE
 
-__all__ = ["LOG2E", "Problem", "aligned", "build_problem", "strides"]
+__all__ = [
+    "ALIGNMENT",
+    "LOG2E",
+    "LOWEST",
+    "NOTHING",
+    "Problem",
+    "Rows",
+    "Terms",
+    "aligned",
+    "build_problem",
+    "rows_of",
+    "table_layout",
+    "terms_of",
+]
 
 LOG2E = math.log2(math.e)
 # rows are loaded 16 elements at a time, from addresses that are multiples of 16 bytes
 ALIGNMENT = 16
+COPIES = 4  # floats in 16 bytes
+# entries on both sides of the distances in use: more than the rows and columns of any tile
+PAD = 512
+# a score that does not count, and the least maximum of a row: exp2(NOTHING - LOWEST) is 0
+NO_SCORE = -1e30
+NOTHING = constant(NO_SCORE)
+LOWEST = constant(-1e28)
+_BLOCK = 1024
+
+
+class Rows(NamedTuple):
+    """A tensor [B, H, L, D] in a kernel: where it is, and the strides of its first axes."""
+
+    ptr: Any
+    batch: int
+    head: int
+    row: int
+
+
+class Terms(NamedTuple):
+    """What makes scores out of products, in a kernel; None for what a call does not have.
+
+    Rows and keys are padded, so that inner loops load them unmasked. All strides are multiples of
+    16: they never make Triton compile another variant.
+    """
+
+    bias: Any  # [H, 4, copy_stride]: shifted copies of bias * log2(e)
+    weight: Any  # the same of weight * scale * log2(e)
+    key_bias: Any  # [B * H, key_stride] fp32
+    own: Any  # [B * H, row_stride] fp32: what a query subtracts from its key biases
+    first_key: Any  # [B, row_stride] int32
+    visible: Any  # [H] int32: distances worth visiting
+    copy_stride: int
+    key_stride: int
+    row_stride: int  # of lse and delta as well
 
 
 @dataclass(frozen=True)
@@ -30,11 +98,11 @@ class Problem:
     v: Tensor
     bias: Tensor | None  # [H, >= Lk]
     weight: Tensor | None
-    key_bias: Tensor | None  # [B or 1, H or 1, Lk] fp32
-    own: Tensor | None  # the same shape, finite: what a query at that position subtracts
-    first_key: Tensor | None  # [B, Lq] int32
-    sink: Tensor | None  # [B or 1, H, Lq or 1] fp32, base 2, relative to `own`
-    visible: Tensor  # [H] int32: distances worth visiting per head
+    key_bias: Tensor | None  # [B, H, padded Lk] fp32
+    own: Tensor | None  # [B, H, padded Lq] fp32, finite
+    first_key: Tensor | None  # [B, padded Lq] int32
+    sink: Tensor | None  # [B, H, padded Lq] fp32, base 2, relative to `own`
+    visible: Tensor  # [H] int32
     window: int
     scale: float
     arch: int = 80  # compute capability, times ten
@@ -57,35 +125,55 @@ class Problem:
         """Position of the first query."""
         return int(self.k.shape[2] - self.q.shape[2])
 
+    @property
+    def padded_rows(self) -> int:
+        return padded(self.q.shape[2])
 
-def build_problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    key_bias: Tensor | None,
-    first_key: Tensor | None,
-    sink: Tensor | None,
-    visible: Tensor | None,
-    window: int,
-    scale: float,
-) -> Problem:
-    """Lay out a call; tensors that already fit are not copied."""
-    q, k, v = aligned(q), aligned(k), aligned(v)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.q, self.k, self.v, self.bias, self.weight, self.key_bias, self.own,
+            self.first_key, self.sink, self.visible,
+        )  # fmt: skip
+
+
+def padded(length: int) -> int:
+    return cdiv(length, ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _padded(x: Tensor, fill: float = 0.0) -> Tensor:
+    return F.pad(x, (0, padded(x.shape[-1]) - x.shape[-1]), value=fill).contiguous()
+
+
+def _in_fp32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().float()
+
+
+def build_problem(call: Call, visible: Tensor | None) -> Problem:
+    """Lay out a call; q, k and v are not copied if they already fit.
+
+    `visible` (int32 [H]) is a promise that keys at distance visible[h] or more contribute nothing
+    that survives rounding: tiles wholly beyond it are not visited.
+    """
+    q, k, v = (aligned(x.detach()) for x in (call.q, call.k, call.v))
     if visible is None:  # one more load in the kernels is cheaper than kernels of two kinds
-        visible = torch.full((q.shape[1],), window, dtype=torch.int32, device=q.device)
+        visible = torch.full((q.shape[1],), call.reach, dtype=torch.int32, device=q.device)
     visible = visible.to(device=q.device, dtype=torch.int32).contiguous()
-    if first_key is not None:
-        first_key = first_key.to(torch.int32).contiguous()
-        visible = visible.minimum(_longest_reach(first_key, k.shape[2]))
-    own = None
-    if key_bias is not None:
-        key_bias = key_bias.detach().float().contiguous()
-        own = own_references(key_bias)
-    sinks = None if sink is None else _relative_sinks(sink, own, q.shape[2])
+    first_key = None
+    if call.first_key is not None:
+        first_key = call.first_key.to(torch.int32)
+        visible = visible.minimum(_longest_reach(first_key, call.k_len))
+        first_key = _padded(first_key, fill=2**31 - 1)
+    key_bias = own = sink = None
+    call = replace(call, key_bias=_in_fp32(call.key_bias), sink=_in_fp32(call.sink))
+    if call.key_bias is not None:
+        own = _padded(key_origin(call.key_bias, call.q_len).expand(q.shape[:3]))
+        # bands have tiles that stick out at the end by a tile's rows and columns
+        key_bias = _padded(F.pad(call.key_bias, (0, 2 * ROW_MULTIPLE)).expand(*q.shape[:2], -1))
+    if (rows := sink_rows(call)) is not None:
+        sink = _padded((rows * LOG2E).clamp(min=NO_SCORE), fill=NO_SCORE)
+    bias, weight = (None if x is None else x.detach() for x in (call.bias, call.weight))
     return Problem(
-        q, k, v, bias, weight, key_bias, own, first_key, sinks, visible, window, scale,
+        q, k, v, bias, weight, key_bias, own, first_key, sink, visible, call.reach, call.scale,
         architecture(q.device),
     )  # fmt: skip
 
@@ -96,25 +184,6 @@ def architecture(device: torch.device) -> int:
         return 80
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def own_references(key_bias: Tensor) -> Tensor:
-    """For each position the bias of its own key; of the last finite one before it, if any, at pads.
-
-    Subtracting it from a row changes no probability, and keeps differences of large sums exact.
-    """
-    places = torch.arange(key_bias.shape[-1], device=key_bias.device)
-    last = torch.where(key_bias.isfinite(), places, -1).cummax(-1).values
-    return torch.where(last < 0, 0.0, key_bias.gather(-1, last.clamp(min=0)))
-
-
-def _relative_sinks(sink: Tensor, own: Tensor | None, q_length: int) -> Tensor:
-    sink = sink.detach().float()
-    if sink.dim() == 1:
-        sink = sink[None, :, None]
-    if own is not None:
-        sink = sink - own[..., own.shape[-1] - q_length :]
-    return (sink * LOG2E).clamp(min=NO_SCORE).contiguous()
 
 
 def _longest_reach(first_key: Tensor, k_length: int) -> Tensor:
@@ -135,6 +204,78 @@ def aligned(x: Tensor) -> Tensor:
     return x if good and small and x.data_ptr() % ALIGNMENT == 0 else x.contiguous().clone()
 
 
-def strides(x: Tensor, axes: int = 3) -> tuple[int, ...]:
-    """Strides of the first axes; 0 for an axis of one, which broadcasts and hinders nothing."""
-    return tuple(x.stride(i) if x.shape[i] > 1 else 0 for i in range(axes))
+def rows_of(x: Tensor) -> Rows:
+    """With strides of 0 for an axis of one, which broadcasts and hinders nothing."""
+    return Rows(x, *(x.stride(i) if x.shape[i] > 1 else 0 for i in range(3)))
+
+
+# Tables over distance.
+
+
+@jit()
+def row_offsets(start, copy_stride):
+    """Where entry `start[i]` of a table is, in the copy in which its address is aligned."""
+    return (start & 3) * copy_stride + (start >> 2) * 4
+
+
+@jit(do_not_specialize=["used", "start", "factor"])
+def table_copies_kernel(
+    table_ptr,
+    out_ptr,  # [heads, 4, copy_stride]
+    table_stride, copy_stride, used, start, factor,
+    REVERSED: tl.constexpr, FILL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One stretch of one copy of one head's table, multiplied by `factor`."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    copy = tl.program_id(1)
+    head = tl.program_id(2).to(tl.int64)
+    distance = start - (entry + copy) if REVERSED else entry + copy - start
+    mask = (distance >= 0) & (distance < used)
+    value = tl.load(table_ptr + head * table_stride + distance, mask=mask, other=0.0)
+    value = value.to(tl.float32) * factor
+    # a distance that the table forbids with -inf is a finite NOTHING; NaN stays what it is
+    value = tl.where(mask, tl.where(value < NOTHING, NOTHING, value), FILL)
+    line = (head * tl.num_programs(1) + copy) * copy_stride
+    tl.store(out_ptr + line + entry, value, mask=entry < copy_stride)
+
+
+def table_layout(k_length: int, reverse: bool) -> tuple[int, int]:
+    """(the entry of copy 0 that is distance 0, copy_stride) for keys of this length."""
+    length = cdiv(k_length, 16) * 16
+    return (length + PAD if reverse else PAD), length + 2 * PAD
+
+
+def _table_copies(
+    table: Tensor, problem: Problem, *, reverse: bool, fill: float, factor: float
+) -> Launch:
+    """The launch that fills the copies (its second argument) of `table * factor`."""
+    start, stride = table_layout(problem.k.shape[2], reverse)
+    table = table if table.stride(1) == 1 else table.contiguous()
+    heads = table.shape[0]
+    copies = torch.empty(heads, COPIES, stride, dtype=torch.float32, device=table.device)
+    used = min(problem.k.shape[2], problem.window)
+    arguments = (table, copies, table.stride(0), stride, used, start, factor)
+    options = {"REVERSED": reverse, "FILL": fill, "BLOCK": _BLOCK, "num_warps": 4}
+    options["enable_fp_fusion"] = True
+    return Launch(table_copies_kernel, (cdiv(stride, _BLOCK), COPIES, heads), arguments, options)
+
+
+def terms_of(problem: Problem, reverse: bool) -> tuple[list[Launch], Terms]:
+    """The terms with their tables one way round, and the launches that make the copies."""
+    launches = [
+        None
+        if table is None
+        else _table_copies(table, problem, reverse=reverse, fill=fill, factor=factor)
+        for table, fill, factor in (
+            (problem.bias, NO_SCORE, LOG2E),
+            (problem.weight, 0.0, problem.scale * LOG2E),
+        )
+    ]
+    bias, weight = (None if launch is None else launch.arguments[1] for launch in launches)
+    terms = Terms(
+        bias, weight, problem.key_bias, problem.own, problem.first_key, problem.visible,
+        copy_stride=table_layout(problem.k.shape[2], reverse)[1],
+        key_stride=0 if problem.key_bias is None else problem.key_bias.shape[2],
+        row_stride=problem.padded_rows,
+    )  # fmt: skip
+    return [launch for launch in launches if launch is not None], terms

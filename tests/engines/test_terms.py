@@ -136,8 +136,9 @@ def test_any_combination_of_sizes_and_terms(engine: Engine, data: st.DataObject)
     expected = draw.output_and_gradients(reference_attention)
     actual = draw.output_and_gradients(engine)
     for name, value in expected.items():
+        # a table's gradient may be all rounding: a sum over hundreds of rows that ought to be 0
         torch.testing.assert_close(
-            actual[name].double(), value.double(), rtol=1e-4, atol=3e-5, msg=name
+            actual[name].double(), value.double(), rtol=1e-4, atol=1e-4, msg=name
         )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.engines.triton_attention import can_run, triton_attention
-from megatron.engines.triton_compat import interpreted, unavailable
+from megatron.engines import attention
+from megatron.engines.call import checked_call
+from megatron.engines.triton_attention import can_run
+from megatron.engines.triton_runtime import interpreted, unavailable
 from megatron.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +49,9 @@ import sys
 sys.modules["triton"] = None  # import triton now fails
 import torch
 from megatron.engines import triton_attention, triton_softmax
+from megatron.engines.call import Call
 x = torch.zeros(1, 1, 4, 32)
-print(triton_attention.can_run(x, x, x))
+print(triton_attention.can_run(Call(x, x, x)))
 print(triton_softmax.can_run_softmax(x))
 """
     result = python(["-c", program])
@@ -59,6 +62,6 @@ print(triton_softmax.can_run_softmax(x))
 @pytest.mark.skipif(unavailable() is not None or interpreted(), reason="Triton is not installed")
 def test_cpu_tensors_are_refused_with_the_fix() -> None:
     x = torch.zeros(1, 1, 4, 32)
-    assert "use engine 'auto'" in (can_run(x, x, x) or "")
-    with pytest.raises(EngineError, match="NVIDIA GPUs, the tensors are on cpu"):
-        triton_attention(x, x, x, scale=1.0)
+    assert "use engine 'auto'" in (can_run(checked_call(x, x, x)) or "")
+    with pytest.raises(EngineError, match="it runs on GPU, the tensors are on cpu"):
+        attention(x, x, x, engine="triton")

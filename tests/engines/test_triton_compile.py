@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.engines import triton_launch
-from megatron.engines.triton_compat import interpreted, unavailable
+from megatron.engines.triton_runtime import interpreted, unavailable
 from megatron.engines.triton_tiles import Tiles
 from tools import compile_triton, sass, triton_ledger
 from tools.compile_triton import Configuration, Report

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron.engines import triton_attention as engine
-from megatron.engines.triton_compat import Launch, unavailable
+from megatron.engines.call import checked_call
+from megatron.engines.triton_problem import Rows
+from megatron.engines.triton_runtime import Launch, unavailable
 from megatron.engines.triton_tiles import ROW_MULTIPLE, tiles_of
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason="Triton is not installed")
@@ -36,8 +38,7 @@ class Rehearsal:
         return [launch for launch in self.launches if _name(launch) == name]
 
     def argument(self, kernel: str, name: str) -> Any:
-        launch = self.of(kernel)[0]
-        return dict(zip(_parameters(launch), launch.arguments, strict=False))[name]
+        return _arguments(self.of(kernel)[0])[name]
 
 
 def _name(launch: Launch) -> str:
@@ -46,6 +47,22 @@ def _name(launch: Launch) -> str:
 
 def _parameters(launch: Launch) -> list[str]:
     return list(inspect.signature(launch.kernel.fn).parameters)
+
+
+def _arguments(launch: Launch) -> dict[str, Any]:
+    return dict(zip(_parameters(launch), launch.arguments, strict=False))
+
+
+def _tensors(launch: Launch) -> list[Tensor]:
+    """Also those inside of the tuples that kernels take."""
+    flat = [x if isinstance(x, tuple) else (x,) for x in launch.arguments]
+    return [x for group in flat for x in group if isinstance(x, Tensor)]
+
+
+def attend(*tensors: Tensor, **options: Any) -> Tensor:
+    call = checked_call(*tensors, **options)
+    assert engine.can_run(call) is None
+    return engine.pruned_attention(call, None)
 
 
 @pytest.fixture
@@ -94,7 +111,7 @@ def rehearse(
     others = {name: x for name, x in inputs.items() if name not in "qkv"}
     if "first_key" in operands:
         others["first_key"] = empty(batch, q_length, kind=torch.int64)
-    out = engine.triton_attention(
+    out = attend(
         *(inputs[name].transpose(1, 2) for name in "qkv"), scale=0.1, window=window, **others
     )
     out.sum().backward()
@@ -119,10 +136,10 @@ def test_every_launch_is_whole_and_every_gradient_has_its_place(
 ) -> None:
     rehearsal = rehearse(recorded, **settings)
     for launch in rehearsal.launches:
-        given = {**dict(zip(_parameters(launch), launch.arguments, strict=False)), **launch.options}
+        given = {**_arguments(launch), **launch.options}
         options = {"num_warps", "num_stages", "enable_fp_fusion"}
         assert given.keys() - options == set(_parameters(launch)), _name(launch)
-        assert all(x.device.type == "meta" for x in launch.arguments if isinstance(x, Tensor))
+        assert all(x.device.type == "meta" for x in _tensors(launch))
         assert all(1 <= n <= limit for n, limit in zip(launch.grid, MAX_GRID, strict=False))
     for name, x in rehearsal.inputs.items():
         assert x.grad is not None, name
@@ -135,18 +152,20 @@ def test_addresses_are_aligned_and_offsets_inside_a_tile_fit_32_bits(
     recorded: list[Launch], settings: dict[str, Any]
 ) -> None:
     for launch in rehearse(recorded, **settings).launches:
-        named = dict(zip(_parameters(launch), launch.arguments, strict=False))
+        named = _arguments(launch)
+        constants = launch.options.get("C")
+        tile = max(constants.BLOCK_M, constants.BLOCK_N) if constants is not None else 64
         for name, value in named.items():
-            if name in ("copy_stride", "lse_stride") or name.endswith(("_stride_l", "_stride_h")):
-                if name.startswith(("key_bias", "sink")):
-                    continue
+            if isinstance(value, Rows):
+                assert all(step % 16 == 0 for step in value[1:]), (_name(launch), name, value)
+                assert tile * value.row < 2**31
+            if name in ("copy_stride", "row_stride"):
                 assert value % 16 == 0, (_name(launch), name, value)
-        if "copy_stride" in named:
-            assert 4 * named["copy_stride"] < 2**31
-        rows = max(launch.options.get("BLOCK_M", 0), launch.options.get("BLOCK_N", 0))
-        for name in ("q_stride_l", "k_stride_l", "v_stride_l", "grad_stride_l"):
-            assert rows * named.get(name, 0) < 2**31
-        assert ROW_MULTIPLE % launch.options.get("BLOCK_M", 1) == 0
+        if (terms := named.get("terms")) is not None:
+            assert all(step % 16 == 0 for step in terms[-3:]), terms
+            assert 4 * terms.copy_stride < 2**31
+        if constants is not None:
+            assert ROW_MULTIPLE % constants.BLOCK_M == ROW_MULTIPLE % constants.BLOCK_N == 0
 
 
 @pytest.mark.parametrize("length", [8192, 32768, 1 << 20])
@@ -165,8 +184,7 @@ def test_memory_is_linear_without_a_workspace_of_the_size_of_dq(
     recorded: list[Launch], length: int
 ) -> None:
     rehearsal = rehearse(recorded, length=length, heads=16, head_dim=128, operands=ALL)
-    arguments = [x for launch in rehearsal.launches for x in launch.arguments]
-    kept = {id(x): x for x in arguments if isinstance(x, Tensor)}
+    kept = {id(x): x for launch in rehearsal.launches for x in _tensors(launch)}
     # beside q, k, v, the output and their gradients: all of it together is smaller than q
     others = [x for x in kept.values() if x.dtype != torch.bfloat16]
     q = rehearsal.inputs["q"]
@@ -178,9 +196,9 @@ def test_memory_is_linear_without_a_workspace_of_the_size_of_dq(
 def test_grouped_heads_are_read_in_place(recorded: list[Launch]) -> None:
     rehearsal = rehearse(recorded, heads=8, key_heads=2, length=1024)
     for kernel in ("forward", "dkdv", "dq", "band"):
-        assert rehearsal.argument(kernel, "k_ptr").shape[1] == 2
+        assert rehearsal.argument(kernel, "k").ptr.shape[1] == 2
         assert rehearsal.argument(kernel, "group") == 4
-    assert rehearsal.argument("dkdv", "dk_ptr").shape == (1, 2, 1024, 64)
+    assert rehearsal.argument("dkdv", "dk").ptr.shape == (1, 2, 1024, 64)
     blocks = 1024 // tiles_of("dkdv", 64, torch.bfloat16, weighted=False).keys
     assert rehearsal.of("dkdv")[0].grid == (blocks, 2)
 
@@ -188,15 +206,8 @@ def test_grouped_heads_are_read_in_place(recorded: list[Launch]) -> None:
 def test_nothing_is_launched_for_what_is_not_learned(recorded: list[Launch]) -> None:
     x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     table = torch.empty(2, 64, device="meta")
-    engine.triton_attention(x, x.detach(), x.detach(), table, scale=0.1).sum().backward()
+    attend(x, x.detach(), x.detach(), table, scale=0.1).sum().backward()
     names = [_name(launch) for launch in recorded]
     assert "attention_band_kernel" not in names
     assert "attention_dkdv_kernel" not in names
     assert names.count("attention_dq_kernel") == 1
-
-
-def test_a_table_on_another_device_is_refused(recorded: list[Launch]) -> None:
-    x = torch.empty(1, 2, 64, 64, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(ValueError, match=r"one device, got \['cpu', 'meta'\]"):
-        engine.triton_attention(x, x, x, torch.zeros(2, 64), scale=0.1)
-    assert recorded == []

@@ -9,13 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.engines import triton_pruning
 from megatron.engines.call import checked_call
-from megatron.engines.pruning import decay_bounds, head_windows
-from megatron.engines.triton_attention import triton_attention
-from megatron.engines.triton_compat import Launch, interpreted
+from megatron.engines.pruning import MIN_KEYS, decay_bounds, head_windows
 from megatron.engines.triton_pruning import can_decay, visible_distances
-from tests.engines.triton_cases import Case, Inputs, assert_same, inputs_of, outputs_and_gradients
+from megatron.engines.triton_runtime import Launch, interpreted
+from tests.engines.triton_cases import (
+    Case,
+    Inputs,
+    assert_same,
+    inputs_of,
+    outputs_and_gradients,
+    run_triton,
+)
 
 assert interpreted(), "set TRITON_INTERPRET=1"
 # scores of the future may overflow before they are masked
@@ -34,8 +39,7 @@ def steep(case: Case) -> Inputs:
 
 
 def counts_of(inputs: Inputs, **settings: float) -> Tensor | None:
-    names = ("q", "k", "v", "bias", "weight", "key_bias")
-    return visible_distances(*(inputs[name] for name in names), scale=0.2, **settings)
+    return visible_distances(checked_call(**inputs, scale=0.2, **settings))
 
 
 @pytest.mark.parametrize(
@@ -54,14 +58,14 @@ def test_what_is_pruned_changes_nothing(case: Case) -> None:
     assert visible.dtype == torch.int32
     assert 1 <= visible[0] < LENGTH
     assert visible[1] == LENGTH
-    plain = outputs_and_gradients(triton_attention, inputs, scale=0.2)
-    pruned = outputs_and_gradients(triton_attention, inputs, scale=0.2, visible=visible)
+    plain = outputs_and_gradients(run_triton, inputs, scale=0.2)
+    pruned = outputs_and_gradients(run_triton, inputs, scale=0.2, visible=visible)
     assert_same(pruned, plain, 1e-6 if case.dtype == torch.float32 else 1e-3)
 
 
 def test_the_bound_is_at_least_as_tight_as_that_of_the_other_engines() -> None:
     inputs = steep(replace(STEEP, weight=True))
-    call = checked_call(*(inputs[name] for name in ("q", "k", "v", "bias", "weight")), scale=0.2)
+    call = checked_call(**inputs, scale=0.2)
     found, bounds = counts_of(inputs), decay_bounds(call)
     assert found is not None
     assert bounds is not None
@@ -129,5 +133,5 @@ def test_a_table_that_changed_is_looked_at_again() -> None:
 
 def test_nothing_is_pruned_without_a_bias_or_below_some_length() -> None:
     inputs = steep(STEEP)
-    assert counts_of(inputs, window=triton_pruning._MIN_KEYS - 1) is None
+    assert counts_of(inputs, window=MIN_KEYS - 1) is None
     assert counts_of({**inputs, "bias": None}) is None

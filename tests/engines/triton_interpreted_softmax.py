@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.engines import triton_softmax
-from megatron.engines.triton_compat import interpreted
+from megatron.engines.reference import Placing
+from megatron.engines.triton_runtime import interpreted
 from megatron.engines.triton_softmax import can_run_softmax, triton_fused_softmax
 from tests.engines.triton_cases import assert_same, in_double, outputs_and_gradients
 
 assert interpreted(), "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def run_softmax(
+    scores: Tensor, bias: Tensor | None, weight: Tensor | None = None, **placing: Any
+) -> Tensor:
+    return triton_fused_softmax(scores, bias, weight, Placing(**placing))
 
 
 def distances(q_length: int, k_length: int, q_offset: int) -> Tensor:
@@ -62,7 +70,7 @@ def test_fused_softmax_matches_the_dense_formula(
         "weight": weight.requires_grad_() if tables in ("weight", "both") else None,
     }
     settings = {"scale": 0.5, "window": window, "q_offset": q_offset}
-    found = outputs_and_gradients(triton_fused_softmax, inputs, **settings)
+    found = outputs_and_gradients(run_softmax, inputs, **settings)
     expected = outputs_and_gradients(reference_softmax, in_double(inputs), **settings)
     assert found["out"].dtype == dtype
     assert_same(found, expected, 2e-5 if dtype == torch.float32 else 4e-3)
@@ -73,14 +81,14 @@ def test_fused_softmax_beyond_one_block_of_keys(monkeypatch: pytest.MonkeyPatch)
     inputs = {"scores": torch.randn(1, 2, 4, 70, requires_grad=True), "bias": -torch.rand(2, 70)}
     inputs["bias"].requires_grad_()
     settings = {"scale": 0.5, "window": 40, "q_offset": 66}
-    found = outputs_and_gradients(triton_fused_softmax, inputs, **settings)
+    found = outputs_and_gradients(run_softmax, inputs, **settings)
     expected = outputs_and_gradients(
         lambda scores, bias, **rest: reference_softmax(scores, bias, None, **rest),
         in_double(inputs),
         **settings,
     )
     assert_same(found, expected, 2e-5)
-    again = outputs_and_gradients(triton_fused_softmax, inputs, **settings)
+    again = outputs_and_gradients(run_softmax, inputs, **settings)
     assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 

@@ -69,13 +69,30 @@ void load_keys(const Problem& p, BackwardScratch& s, int64_t kv, int64_t c0, int
   pack_panels(p, p.v, kv, c0, count, s.value_panels.data);
 }
 
-// Zeros in the parts of a row of tiles that are not visited.
-void clear_outside(float* block, int64_t r, Span span) {
+// Zeros in the parts of some rows that are not visited.
+void clear_outside(float* block, int64_t first, int64_t rows, Span span) {
   const int64_t end = span.begin < span.end ? ceil_div(span.end, VL) * VL : span.begin;
-  for (int64_t m = r; m < r + M; ++m) {
+  for (int64_t m = first; m < first + rows; ++m) {
     std::fill(block + m * LD, block + m * LD + span.begin, 0.0f);
     std::fill(block + m * LD + end, block + m * LD + C, 0.0f);
   }
+}
+
+// Rows of a tile as pairs of queries: row 2i and row 2i + 1 as row i.
+template <int N>
+ALWAYS_INLINE void store_pairs_down(const vf (&acc)[M][N], float* out, int64_t r, int64_t c) {
+  each<M / 2, N>([&](int m, int v) {
+    store_pairs_of(out + (r / 2 + m) * LD + c + v * VL, acc[2 * m][v], acc[2 * m + 1][v]);
+  });
+}
+
+// The same as pairs of keys; an odd vector at the end has zeros beside it.
+template <int N>
+ALWAYS_INLINE void store_pairs_across(const vf (&acc)[M][N], float* out, int64_t r, int64_t c) {
+  each<M, (N + 1) / 2>([&](int m, int v) {
+    const vf high = 2 * v + 1 < N ? acc[m][2 * v + 1 < N ? 2 * v + 1 : 0] : vf{};
+    store_pairs(out + (r + m) * (C / 2) + c / 2 + v * VL, acc[m][2 * v], high);
+  });
 }
 
 // probs = exp2(score - logsumexp); product = the unweighted scores, if there are weights.
@@ -112,8 +129,10 @@ void recompute_probs(const Problem& p, BackwardScratch& s, const Terms& t, const
     }
     if constexpr (hidden.value) hide_earlier<N>(p, t, b, r, c, acc);
     each<M, N>([&](int m, int v) {
-      store(probs + (r + m) * LD + c + v * VL, exp2v(acc[m][v]));
+      acc[m][v] = exp2v(acc[m][v]);
+      store(probs + (r + m) * LD + c + v * VL, acc[m][v]);
     });
+    if (p.bf16) store_pairs_down<N>(acc, s.probs_down.data, r, c);
   });
 }
 
@@ -146,7 +165,12 @@ void score_grads(const Problem& p, BackwardScratch& s, const Terms& t, const Blo
         grad *= load(t.weight + d);
       }
       store(grads + at, grad);
+      acc[m][v] = grad;
     });
+    if (p.bf16) {
+      store_pairs_down<N>(acc, s.grads_down.data, r, c);
+      store_pairs_across<N>(acc, s.grads_across.data, r, c);
+    }
   });
 }
 
@@ -155,11 +179,16 @@ void clear_block_outside(const Problem& p, BackwardScratch& s, const Terms& t, c
   for (int64_t r = 0; r < b.rows; r += M) {
     const Span span = span_of(p, t, b, r);
     if (span.begin == 0 && span.end == C) continue;
-    clear_outside(s.probs.data, r, span);
-    clear_outside(s.grads.data, r, span);
+    clear_outside(s.grads.data, r, M, span);
+    if (p.bf16) {
+      clear_outside(s.probs_down.data, r / 2, M / 2, span);
+      clear_outside(s.grads_down.data, r / 2, M / 2, span);
+    } else {
+      clear_outside(s.probs.data, r, M, span);
+    }
     if (WEIGHTED) {
-      clear_outside(s.plain.data, r, span);
-      clear_outside(s.product.data, r, span);
+      clear_outside(s.plain.data, r, M, span);
+      clear_outside(s.product.data, r, M, span);
     }
   }
 }
@@ -207,11 +236,6 @@ void backward_block(const Problem& p, BackwardScratch& s, const Terms& t, const 
   clear_block_outside<WEIGHTED>(p, s, t, b);
   const int64_t row = b.q0 * p.dim, pair = b.q0 / 2 * p.dim;
   if (p.bf16) {
-    const int64_t rows = ceil_div(b.rows, M) * M;
-    to_pairs_down(probs, rows, C, LD, s.probs_down.data);
-    to_pairs_down(grads, rows, C, LD, s.grads_down.data);
-    for (int64_t r = 0; r < rows; ++r)
-      to_pairs_across(grads + r * LD, C, s.grads_across.data + r * (C / 2));
     multiply_transposed(p, t, b, s.probs_down.data, s.grad_out_pairs.data + pair, s.grad_v.data);
     multiply_transposed(p, t, b, s.grads_down.data, s.q_pairs.data + pair, s.grad_k.data);
     multiply_block(p, t, b, s.grads_across.data, s.keys.data, s.grad_q.data + row);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <type_traits>
 
@@ -65,19 +66,30 @@ inline float dot(const float* a, const float* b, long n) {
   return sum(total);
 }
 
-// 2^x to 1 ulp for x <= 100; 0 below 2^-100, which no float32 sum of ours can see.
-ALWAYS_INLINE vf exp2v(vf x) {
-  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const vf clamped = larger(splat(-100.0f), x);  // this way round, NaN stays NaN
-  const vf shifted = clamped + magic;
-  const vf f = clamped - (shifted - magic);
+// 2^f to 1 ulp for |f| <= 0.5.
+ALWAYS_INLINE vf exp2_fraction(vf f) {
   vf y = splat(0.00015345811f);
   y = y * f + splat(0.0013399931f);
   y = y * f + splat(0.0096184891f);
   y = y * f + splat(0.055503286f);
   y = y * f + splat(0.24022646f);
   y = y * f + splat(0.69314718f);
-  y = y * f + splat(1.0f);
+  return y * f + splat(1.0f);
+}
+
+// 2^x to 1 ulp for x <= 100; 0 below 2^-100, which no float32 sum of ours can see. NaN stays NaN.
+#if defined(__AVX512F__)
+ALWAYS_INLINE vf exp2v(vf x) {
+  const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-100.0f), _CMP_NLT_UQ);
+  return (vf)_mm512_maskz_scalef_ps(seen, (__m512)exp2_fraction(x - (vf)whole), whole);
+}
+#else
+ALWAYS_INLINE vf exp2v(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const vf clamped = larger(splat(-100.0f), x);  // this way round, NaN stays NaN
+  const vf shifted = clamped + magic;
+  vf y = exp2_fraction(clamped - (shifted - magic));
   vi bits, exponent;
   std::memcpy(&bits, &y, sizeof y);
   std::memcpy(&exponent, &shifted, sizeof y);
@@ -85,6 +97,7 @@ ALWAYS_INLINE vf exp2v(vf x) {
   std::memcpy(&y, &bits, sizeof y);
   return x < splat(-100.0f) ? vf{} : y;
 }
+#endif
 
 // While it lives, this thread treats denormals as zero: steep weights and probabilities reach
 // them, no result can show them, and on x86 each would cost a hundred cycles.
@@ -112,6 +125,7 @@ template <int N>
 ALWAYS_INLINE void multiply(vf (&acc)[M][N], const float* left,
                                                     long left_row, long left_k,
                                                     const float* right, long right_row, long k) {
+  if (k < 1) __builtin_unreachable();  // else the sums pass through memory on their way out
   for (long i = 0; i < k; ++i) {
     vf b[N];
 #pragma GCC unroll 8
@@ -134,6 +148,7 @@ constexpr bool HAS_BF16 = true;
 template <int N>
 ALWAYS_INLINE void multiply_pairs(vf (&acc)[M][N], const float* left, long left_row, long left_k,
                                   const float* right, long right_row, long k) {
+  if (k < 1) __builtin_unreachable();
   for (long i = 0; i < k; ++i) {
     __m512bh b[N];
 #pragma GCC unroll 8
@@ -163,16 +178,21 @@ inline void to_pairs_across(const float* in, long count, float* out) {
   }
 }
 
+// Number i of `low` and number i of `high` as pair i.
+ALWAYS_INLINE void store_pairs_of(float* out, vf low, vf high) {
+  alignas(64) static const uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                 21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_load_si512(order), both));
+}
+
 // Rows 2i and 2i + 1 of [rows, columns] as row i of pairs; may be done in place.
 inline void to_pairs_down(const float* in, long rows, long columns, long row, float* out) {
   for (long i = 0; i < rows; i += 2)
     for (long c = 0; c < columns; c += VL) {
-      const __m512i low = _mm512_cvtepu16_epi32(
-          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(in + i * row + c)));
-      const __m512i high = _mm512_cvtepu16_epi32(
-          (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(in + (i + 1) * row + c)));
-      _mm512_storeu_si512(out + i / 2 * row + c,
-                          _mm512_or_si512(_mm512_slli_epi32(high, 16), low));
+      const vf low = load(in + i * row + c), high = load(in + (i + 1) * row + c);
+      store_pairs_of(out + i / 2 * row + c, low, high);
     }
 }
 #else
@@ -181,6 +201,7 @@ constexpr bool HAS_BF16 = false;
 template <int N>
 ALWAYS_INLINE void multiply_pairs(vf (&)[M][N], const float*, long, long, const float*, long, long) {}
 inline void store_pairs(float*, vf, vf) {}
+inline void store_pairs_of(float*, vf, vf) {}
 inline void to_pairs_across(const float*, long, float*) {}
 inline void to_pairs_down(const float*, long, long, long, float*) {}
 #endif

@@ -1,17 +1,26 @@
-"""Triton where it is installed, and harmless stand-ins where it is not.
+"""Triton where it is installed, harmless stand-ins where it is not, and its cache on a cluster.
 
 The kernel modules import `jit` and `tl` from here, so that they can be imported (and
 read by tools that walk the package) on a machine without Triton. Nothing can be launched there:
 `unavailable()` says why.
+
+Triton keeps what it compiles below the home directory. On a cluster that is often one network file
+system for all nodes, and hundreds of ranks that compile the same kernels into it at once crash or
+wait. In a job of several ranks `use_node_local_cache` moves the cache to the node's own disk before
+the first launch; from then on the first launch of each kernel takes its turn behind a lock on that
+disk: the first rank of the node compiles, the others wait for it and load what it made.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engines.triton_cache import compile_turn, use_node_local_cache
-
 __all__ = [
     "Launch",
     "cdiv",
+    "compile_turn",
     "constant",
     "device_of",
     "interpreted",
@@ -33,6 +41,7 @@ __all__ = [
     "tl",
     "triton",
     "unavailable",
+    "use_node_local_cache",
 ]
 
 triton: Any = None
@@ -67,6 +76,47 @@ def unavailable() -> str | None:
     if not hasattr(triton, "knobs"):
         return f"Triton {triton.__version__} is too old; pip install 'triton>=3.4'"
     return None
+
+
+# The cache of compiled kernels.
+
+_VARIABLE = "TRITON_CACHE_DIR"
+_folder: Path | None = None
+_launched: set[Hashable] = set()
+
+
+def use_node_local_cache() -> Path:
+    """Set TRITON_CACHE_DIR to a private directory on this node, unless it is set; return it."""
+    global _folder
+    chosen = os.environ.get(_VARIABLE)
+    folder = Path(chosen) if chosen else _private_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ[_VARIABLE] = str(folder)
+    _folder = folder
+    return folder
+
+
+def _private_folder() -> Path:
+    base = Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    folder = base / f"kerple-triton-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        # code is loaded from here: not from a directory that somebody else can write to
+        return Path(tempfile.mkdtemp(prefix="kerple-triton-", dir=base))
+    return folder
+
+
+@contextlib.contextmanager
+def compile_turn(kernel: Hashable) -> Iterator[None]:
+    """Around a launch: the first one of a kernel waits until no other process compiles here."""
+    if _folder is None or kernel in _launched:
+        yield
+        return
+    with (_folder / "compiling.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, also if the process dies
+        yield
+    _launched.add(kernel)
 
 
 @functools.cache

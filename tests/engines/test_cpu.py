@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron import attention
+from megatron.engines import cpu
+from megatron.engines.call import OPERANDS
 from tests.engines.test_terms import Draw
 
 
@@ -35,11 +37,9 @@ def test_bf16_and_only_some_gradients() -> None:
 
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake tensors (shapes and strides) and autograd, by torch's own checker."""
-    from megatron.engines.cpu_compile import _forward
-
     x = Draw(heads=4, q_len=40, k_len=50).arguments
-    tensors = [x.get(name) for name in ("q", "k", "v", "bias", "weight", "key_bias", "sink")]
-    torch.library.opcheck(_forward, (*tensors, x["first_key"], 33, 0.25, True))
+    tensors = [x.get(name) for name in OPERANDS]
+    torch.library.opcheck(cpu._forward_operator, (*tensors, 33, 0.25, True))
 
 
 class Block(nn.Module):

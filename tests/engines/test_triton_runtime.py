@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.engines import triton_cache, triton_compat
-from megatron.engines.triton_cache import compile_turn, use_node_local_cache
+from megatron.engines import triton_runtime
+from megatron.engines.triton_runtime import compile_turn, use_node_local_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path))
-    monkeypatch.setattr(triton_cache, "_folder", None)
-    monkeypatch.setattr(triton_cache, "_launched", set())
+    monkeypatch.setattr(triton_runtime, "_folder", None)
+    monkeypatch.setattr(triton_runtime, "_launched", set())
 
 
 def test_the_cache_is_the_nodes_own_and_private(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_code_is_not_loaded_from_a_directory_that_others_can_write(tmp_path: Pat
 RANK = """
 import sys, time
 from pathlib import Path
-from megatron.engines.triton_cache import compile_turn, use_node_local_cache
+from megatron.engines.triton_runtime import compile_turn, use_node_local_cache
 folder = use_node_local_cache()
 for launch in range(3):
     with compile_turn("kernel"):
@@ -96,7 +96,7 @@ class _NoLauncher:
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(active=_NoLauncher())
     stand_in = SimpleNamespace(runtime=SimpleNamespace(driver=driver))
-    monkeypatch.setattr(triton_compat, "triton", stand_in)
+    monkeypatch.setattr(triton_runtime, "triton", stand_in)
     monkeypatch.delenv("CC", raising=False)
 
 
@@ -105,7 +105,7 @@ def test_a_node_without_a_compiler_is_told_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    reason = triton_compat.launcher_problem.__wrapped__()
+    reason = triton_runtime.launcher_problem.__wrapped__()
     assert reason == (
         "Triton cannot build its launcher (Failed to find C compiler. Please specify via CC);"
         " this node has no C compiler: load gcc or clang on every node, or set CC"
@@ -115,12 +115,12 @@ def test_a_node_without_a_compiler_is_told_before_the_first_step(
 @pytest.mark.usefixtures("_no_launcher")
 def test_missing_headers_are_told_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "/usr/bin/cc")
-    monkeypatch.setattr(triton_compat.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    reason = triton_compat.launcher_problem.__wrapped__()
+    monkeypatch.setattr(triton_runtime.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    reason = triton_runtime.launcher_problem.__wrapped__()
     assert f"{tmp_path}/Python.h is missing: install Python's headers" in (reason or "")
 
 
 def test_an_old_triton_is_told_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_compat, "triton", SimpleNamespace(__version__="3.2.0"))
-    assert triton_compat.unavailable() == "Triton 3.2.0 is too old; pip install 'triton>=3.4'"
-    assert not triton_compat.interpreted()
+    monkeypatch.setattr(triton_runtime, "triton", SimpleNamespace(__version__="3.2.0"))
+    assert triton_runtime.unavailable() == "Triton 3.2.0 is too old; pip install 'triton>=3.4'"
+    assert not triton_runtime.interpreted()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.engines.distance import dense_matrix, sum_by_distance
+from megatron.engines.reference import dense_matrix, sum_by_distance
 
 sizes = st.tuples(st.integers(1, 20), st.integers(0, 20))
 
