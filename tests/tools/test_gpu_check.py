@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.engines.triton_compat import unavailable
+from megatron.engines.triton_runtime import unavailable
 from megatron.engines.triton_tiles import KERNELS, ROW_MULTIPLE, Tiles, tiles_of
 from megatron.errors import EngineError
 from tests.conftest import REPOSITORY

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron import attention
 from megatron.engines import triton_attention, triton_launch
+from megatron.engines.call import checked_call
 from megatron.engines.triton_tiles import ROW_MULTIPLE, Tiles
 from tools.benchmarks.timing import interleave
 
@@ -65,7 +66,7 @@ Run = Callable[[], list[Tensor]]
 def check(settings: Settings) -> list[Finding]:
     """One finding for each entry of the table that has rivals."""
     probe = torch.zeros(1, 1, 32, 32, device=settings.device)
-    reason = triton_attention.can_run(probe, probe, probe)
+    reason = triton_attention.can_run(checked_call(probe, probe, probe))
     if reason is not None:
         return [Finding(PART, "short list", "not run", reason)]
     places = QUICK_LIST if settings.quick else SHORT_LIST
