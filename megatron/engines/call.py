@@ -7,6 +7,7 @@ same `Call` and may rely on what is checked here.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,7 +50,6 @@ class Call:
     dropout: float = 0.0
     pruning: bool = True
     generator: torch.Generator | None = None
-    was_bf16: bool = False  # fp32 tensors that hold bf16 numbers: their products may be bf16's
 
     @property
     def heads_per_key_head(self) -> int:
@@ -71,15 +71,15 @@ class Call:
     def operands(self) -> tuple[Tensor | None, ...]:
         return tuple(getattr(self, name) for name in OPERANDS)
 
-    def in_fp32(self) -> Call:
-        """The same call with fp32 tensors outside of autograd."""
+    def in_fp32(self, besides: Sequence[str] = ()) -> Call:
+        """The same call with tensors outside of autograd, in fp32 but for some."""
         tensors = zip(OPERANDS, self.operands(), strict=True)
+        outside = {name: x.detach() for name, x in tensors if x is not None}
         in_fp32: dict[str, Any] = {
-            name: x.detach().float()
-            for name, x in tensors
-            if x is not None and x.is_floating_point()
+            name: x if name in besides or not x.is_floating_point() else x.float()
+            for name, x in outside.items()
         }
-        return replace(self, **in_fp32, was_bf16=self.q.dtype == torch.bfloat16)
+        return replace(self, **in_fp32)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ __all__ = ["tiled_attention", "tiled_forward_with_count"]
 
 
 class Backend(Protocol):
-    """What C++ and PyTorch have in common; calls come in fp32.
+    """What C++ and PyTorch have in common; results are fp32.
 
     The logsumexp of the rows is in a form that only the same backend understands.
     """
@@ -51,7 +51,7 @@ def tiled_forward_with_count(*tensors: Tensor, **options: Any) -> tuple[Tensor, 
     """`attention` without gradients, and how many tiles the pruning left to visit."""
     call = checked_call(*tensors, **options)
     check_first_key(call)
-    made, count = _current_backend().forward(call.in_fp32(), _bounds_of(call))
+    made, count = _current_backend().forward(call, _bounds_of(call))
     return made.out.to(call.q.dtype), count
 
 
@@ -76,7 +76,7 @@ def _torch_backend() -> Backend:
 
 def _forward(call: Call, bounds: DecayBounds | None, backend: Backend) -> Made:
     """The output in the call's dtype, and the logsumexp of its rows."""
-    made, _ = backend.forward(call.in_fp32(), bounds)
+    made, _ = backend.forward(call, bounds)
     return Made(made.out.to(call.q.dtype), made.lse)
 
 
@@ -85,8 +85,7 @@ def _backward(
 ) -> list[Tensor | None]:
     """The gradients of the operands that are needed, in their dtypes and shapes."""
     wanted = {name for name, needs in zip(OPERANDS, needed, strict=True) if needs}
-    made = Made(made.out.float(), made.lse)
-    return backend.backward(call.in_fp32(), bounds, made, grad.float(), wanted).fitted(call)
+    return backend.backward(call, bounds, made, grad, wanted).fitted(call)
 
 
 class _Tiled(torch.autograd.Function):

@@ -64,11 +64,17 @@ class CompiledBackend:
         self._bf16 = bool(library.attention_has_bf16())
         assert library.attention_problem_size() == ctypes.sizeof(_Problem)
 
+    def _readable(self, call: Call) -> Call:
+        """In fp32; q, k and v in bf16 where that is what they are and the CPU multiplies it."""
+        keeps = self._bf16 and call.q.dtype == torch.bfloat16
+        return call.in_fp32(besides=("q", "k", "v") if keeps else ())
+
     def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Made, TileCount]:
+        call = self._readable(call)
         batch, heads, q_len, dim = call.q.shape
-        job = _Job(call, bounds, self._vector, self._bf16, batch * heads)
+        job = _Job(call, bounds, self._vector, batch * heads)
         out = _rows_apart(batch, heads, q_len, job.dim)
-        lse = call.q.new_empty(batch, heads, q_len)
+        lse = torch.empty(batch, heads, q_len)
         job.set_rows("out", out)
         job.set_pointer("lse", lse)
         self._library.attention_forward(ctypes.byref(job.problem))
@@ -78,12 +84,13 @@ class CompiledBackend:
     def backward(
         self, call: Call, bounds: DecayBounds | None, made: Made, grad: Tensor, wanted: set[str]
     ) -> Gradients:
+        call = self._readable(call)
         batch, heads, q_len, dim = call.q.shape
         kv_heads = call.k.shape[1]
-        job = _Job(call, bounds, self._vector, self._bf16, batch * kv_heads)
+        job = _Job(call, bounds, self._vector, batch * kv_heads)
         parts = job.problem.parts
-        job.set_rows("out", made.out)
-        job.set_rows("grad_out", grad)
+        job.set_rows("out", made.out.to(call.q.dtype))
+        job.set_rows("grad_out", grad.to(call.q.dtype))
         job.set_pointer("lse", made.lse)
         grad_q = _rows_apart(parts * batch, heads, q_len, job.dim)
         grad_k = _rows_apart(batch, kv_heads, call.k_len, job.dim)
@@ -111,9 +118,7 @@ class CompiledBackend:
 class _Job:
     """A call as C++ sees it: the struct, and the tensors whose memory it points to."""
 
-    def __init__(
-        self, call: Call, bounds: DecayBounds | None, vector: int, bf16: bool, pairs: int
-    ) -> None:
+    def __init__(self, call: Call, bounds: DecayBounds | None, vector: int, pairs: int) -> None:
         batch, heads, q_len, dim = call.q.shape
         k_len = call.k_len
         self.dim = -(-dim // vector) * vector
@@ -123,7 +128,7 @@ class _Job:
         problem.q_len, problem.k_len = q_len, k_len
         problem.dim = self.dim
         problem.window = call.reach
-        problem.bf16 = call.was_bf16 and bf16
+        problem.bf16 = call.q.dtype == torch.bfloat16
         problem.threads = torch.get_num_threads()
         problem.parts = _parts(problem.threads, pairs, call.heads_per_key_head > 1)
         problem.scale = call.scale * _LOG2E

@@ -82,6 +82,7 @@ class TorchBackend:
     """Tiled attention out of torch operations only."""
 
     def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Made, TileCount]:
+        call = call.in_fp32()
         batch, heads = call.q.shape[:2]
         terms = _Terms(call, _FORWARD_ROWS)
         out = torch.empty_like(call.q)
@@ -104,12 +105,13 @@ class TorchBackend:
     def backward(
         self, call: Call, bounds: DecayBounds | None, made: Made, grad: Tensor, wanted: set[str]
     ) -> Gradients:
+        call, lines = call.in_fp32(), (made.out.float(), grad.float(), made.lse)
         terms = _Terms(call, _ROWS)
         sums = _Sums(call, terms, wanted)
         for group in _groups(call, bounds, _HEADS):
             for b in range(call.q.shape[0]):
                 part = _Heads(call, terms, b, group.heads)
-                rows = [x[b, group.heads].flip(1) for x in (made.out, grad, made.lse)]
+                rows = [x[b, group.heads].flip(1) for x in lines]
                 blocks = _blocks(call, b, group.window, _ROWS)
                 walk = _Backward(part, blocks, *rows)
                 for block in blocks:

@@ -133,13 +133,16 @@ def test_the_tiles_of_half_precision_in_exact_arithmetic(
 
 
 @pytest.mark.parametrize("pruning", [False, True])
-def test_the_attention_function_gives_the_numbers_of_the_naive_engine(pruning: bool) -> None:
-    case = Case(40, 300, 32, weight=True, key_heads=1, key_bias="gate", documents=70, sink="row")
-    inputs = steep(case)
-    found, expected = (
-        outputs_and_gradients(attention, inputs, window=290, engine=name, pruning=pruning)
-        for name in ("triton", "naive")
+def test_the_attention_function_with_every_operand_at_once(pruning: bool) -> None:
+    """Tables, gates of 1e4, documents, sinks, grouped heads, window, cached keys, uneven sizes."""
+    case = Case(
+        41, 303, 32, weight=True, batch=2, key_heads=1, key_bias="gate", documents=71, sink="row"
     )
+    inputs = steep(case)
+    settings = {"window": 293, "scale": 0.21}
+    found = outputs_and_gradients(attention, inputs, engine="triton", pruning=pruning, **settings)
+    expected = outputs_and_gradients(dense_attention, in_double(inputs), **settings)
+    assert found.keys() == {"out", "dq", "dk", "dv", "dbias", "dweight", "dkey_bias", "dsink"}
     assert_same(found, expected, 2e-5)
 
 

@@ -36,7 +36,8 @@ void load_pair(const Problem& p, BackwardScratch& s, int64_t bh) {
   std::memset(s.grad_q.data, 0, s.q_rows * p.dim * sizeof(float));
   for (int64_t i = 0; i < p.q_len; ++i) {
     s.lse.data[i] = p.lse[bh * p.q_len + i];
-    s.delta.data[i] = dot(row_of(p.out, bh, p.heads, i), s.grad_out.data + i * p.dim, p.dim);
+    const Input out(p, p.out, bh, p.heads, i);
+    s.delta.data[i] = dot(out, Packed{s.grad_out.data + i * p.dim}, p.dim);
   }
   // The rows that fill up the last block have probabilities of 0.
   const int64_t missing = s.q_rows - p.q_len;
@@ -255,7 +256,7 @@ void backward_block(const Problem& p, BackwardScratch& s, const Terms& t, const 
 void write_rows(const Problem& p, const Rows& t, int64_t pair, int64_t heads, int64_t first,
                 int64_t count, float scale, bool add, const float* in) {
   for (int64_t i = 0; i < count; ++i) {
-    float* out = row_of_mut(t, pair, heads, first + i);
+    float* out = row_of(t, pair, heads, first + i);
     const float* row = in + i * p.dim;
     if (add)
       for (int64_t d = 0; d < p.dim; ++d) out[d] += row[d] * scale;

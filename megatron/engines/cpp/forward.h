@@ -105,7 +105,7 @@ void start_rows(const Problem& p, ForwardScratch& s, const Terms& t, int64_t q0,
 // A row that saw nothing gives 0, and 0 for a logsumexp: its probabilities are then 0, too.
 void finish_rows(const Problem& p, const ForwardScratch& s, int64_t bh, int64_t q0, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
-    float* out = row_of_mut(p.out, bh, p.heads, q0 + r);
+    float* out = row_of(p.out, bh, p.heads, q0 + r);
     const bool empty = s.sum[r] == 0.0f;
     const float inverse = empty ? 0.0f : 1.0f / s.sum[r];
     for (int64_t d = 0; d < p.dim; ++d) out[d] = s.out.data[r * p.dim + d] * inverse;

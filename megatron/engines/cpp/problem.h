@@ -24,14 +24,14 @@ static_assert(R % M == 0 && C % M == 0 && C % PANEL == 0 && CHUNK % M == 0, "blo
 extern "C" {
 
 struct Rows {  // a [batch, heads, length, head_dim] tensor; the last stride is 1
-  float* data;
+  float* data;  // of bf16 numbers in q, k, v, out and grad_out, if the problem is bf16
   int64_t batch, head, row;  // strides
 };
 
 struct Problem {
   int64_t batch, heads, kv_heads, q_len, k_len, dim;  // dim is a multiple of VL
   int64_t window;                           // keys a query sees at most (k_len: all)
-  int64_t bf16;            // products of bf16 pairs, for inputs that were bf16
+  int64_t bf16;            // inputs are bf16, and products of their pairs
   int64_t threads, parts;  // parts: how many tasks share a pair (forward: batch and head,
                            // backward: batch and key head)
   float scale;             // times log2(e)
@@ -79,11 +79,34 @@ struct ScoreBlock {  // R rows of C scores, with VL zeros before, between and af
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-const float* row_of(const Rows& t, int64_t bh, int64_t heads, int64_t i) {
-  return t.data + bh / heads * t.batch + bh % heads * t.head + i * t.row;
+int64_t offset_of(const Rows& t, int64_t bh, int64_t heads, int64_t i) {
+  return bh / heads * t.batch + bh % heads * t.head + i * t.row;
 }
-float* row_of_mut(const Rows& t, int64_t bh, int64_t heads, int64_t i) {
-  return const_cast<float*>(row_of(t, bh, heads, i));
+float* row_of(const Rows& t, int64_t bh, int64_t heads, int64_t i) {
+  return t.data + offset_of(t, bh, heads, i);
+}
+
+// A row of an input, which may be bf16.
+struct Input {
+  const float* row;
+  const uint16_t* half;  // or null
+  Input(const Problem& p, const Rows& t, int64_t bh, int64_t heads, int64_t i)
+      : row(row_of(t, bh, heads, i)),
+        half(p.bf16 ? reinterpret_cast<const uint16_t*>(t.data) + offset_of(t, bh, heads, i)
+                    : nullptr) {}
+  vf at(int64_t d) const { return half ? widened(half + d) : load(row + d); }
+};
+
+struct Packed {  // a row of floats
+  const float* row;
+  vf at(int64_t d) const { return load(row + d); }
+};
+
+template <class A, class B>
+float dot(const A& a, const B& b, int64_t n) {
+  vf total = {};
+  for (int64_t d = 0; d < n; d += VL) total += a.at(d) * b.at(d);
+  return sum(total);
 }
 
 // The (batch, key head) pair that a (batch, head) pair attends to.
@@ -92,22 +115,28 @@ int64_t kv_of(const Problem& p, int64_t bh) { return bh / (p.heads / p.kv_heads)
 void pack_rows(const Problem& p, const Rows& t, int64_t pair, int64_t heads, int64_t first,
                int64_t count, float scale, float* out) {
   for (int64_t i = 0; i < count; ++i) {
-    const float* in = row_of(t, pair, heads, first + i);
-    for (int64_t d = 0; d < p.dim; ++d) out[i * p.dim + d] = in[d] * scale;
+    const Input in(p, t, pair, heads, first + i);
+    for (int64_t d = 0; d < p.dim; d += VL) store(out + i * p.dim + d, in.at(d) * splat(scale));
   }
 }
 
-// Keys [first, first + count) as panels [PANEL keys across, dim down]; missing keys are zero.
+// Keys [first, first + count) as panels [PANEL keys across, dim down]; missing keys are zero. In
+// bf16 a panel has dim / 2 pairs down, which are the words of a key's row.
 void pack_panels(const Problem& p, const Rows& t, int64_t kv, int64_t first, int64_t count,
                  float* out) {
+  const int64_t words = p.bf16 ? p.dim / 2 : p.dim;
   for (int64_t c = 0; c < count; c += PANEL) {
     float* panel = out + c * p.dim;
     for (int64_t j = 0; j < PANEL; ++j) {
-      const bool there = c + j < count;
-      const float* in = there ? row_of(t, kv, p.kv_heads, first + c + j) : nullptr;
-      for (int64_t d = 0; d < p.dim; ++d) panel[d * PANEL + j] = there ? in[d] : 0.0f;
+      if (c + j >= count) {
+        for (int64_t d = 0; d < words; ++d) panel[d * PANEL + j] = 0.0f;
+        continue;
+      }
+      const Input in(p, t, kv, p.kv_heads, first + c + j);
+      const char* row = in.half ? reinterpret_cast<const char*>(in.half)
+                                : reinterpret_cast<const char*>(in.row);
+      for (int64_t d = 0; d < words; ++d) std::memcpy(panel + d * PANEL + j, row + 4 * d, 4);
     }
-    if (p.bf16) to_pairs_down(panel, p.dim, PANEL, PANEL, panel);
   }
 }
 

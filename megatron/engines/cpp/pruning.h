@@ -34,12 +34,15 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
   // A NaN, once met, stays: nothing is pruned against it.
   static float larger_or_nan(float so_far, float x) { return x > so_far || x != x ? x : so_far; }
 
-  static float norm(const float* x, int64_t n) { return std::sqrt(dot(x, x, n)); }
+  static float norm(const Input& x, int64_t n) { return std::sqrt(dot(x, x, n)); }
+
+  Input key(int64_t j) const { return Input(p, p.k, kv, p.kv_heads, j); }
+  Input value(int64_t j) const { return Input(p, p.v, kv, p.kv_heads, j); }
 
   void measure_keys() {
     for (int64_t j = 0; j < p.k_len; ++j) {
-      const float k = norm(row_of(p.k, kv, p.kv_heads, j), p.dim);
-      const float v = norm(row_of(p.v, kv, p.kv_heads, j), p.dim);
+      const float k = norm(key(j), p.dim);
+      const float v = norm(value(j), p.dim);
       k_norm[j / C] = larger_or_nan(k_norm[j / C], k);
       v_norm[j / C] = larger_or_nan(v_norm[j / C], v);
       if (t.key_bias)
@@ -52,15 +55,15 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
     const float own_weight = t.weight ? t.weight[p.k_len - 1] : 1.0f;
     for (int64_t i = 0; i < p.q_len; ++i) {
       const int64_t pos = i + p.k_len - p.q_len, b = i / R;
-      const float* q = row_of(p.q, bh, p.heads, i);
-      const float raw = dot(q, row_of(p.k, kv, p.kv_heads, pos), p.dim) * p.scale;
-      const float key = t.key_bias ? t.key_bias[pos] * LOG2E : 0.0f;
-      const float score = (t.weight ? raw * own_weight : raw) + own_bias + key;
-      const float value = norm(row_of(p.v, kv, p.kv_heads, pos), p.dim);
+      const Input q(p, p.q, bh, p.heads, i);
+      const float raw = dot(q, key(pos), p.dim) * p.scale;
+      const float own_key = t.key_bias ? t.key_bias[pos] * LOG2E : 0.0f;
+      const float score = (t.weight ? raw * own_weight : raw) + own_bias + own_key;
+      const float own = norm(value(pos), p.dim);
       const float size = norm(q, p.dim) * std::fabs(p.scale);
       q_norm[b] = larger_or_nan(q_norm[b], size);
       own_score[b] = -larger_or_nan(-own_score[b], -score);
-      own_value[b] = -larger_or_nan(-own_value[b], -value);
+      own_value[b] = -larger_or_nan(-own_value[b], -own);
     }
   }
 

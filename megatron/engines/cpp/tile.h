@@ -60,12 +60,6 @@ inline vi lanes_before(int n) {  // true in the first n lanes
   return lane < n;
 }
 
-inline float dot(const float* a, const float* b, long n) {
-  vf total = {};
-  for (long i = 0; i < n; i += VL) total += load(a + i) * load(b + i);
-  return sum(total);
-}
-
 // 2^f to 1 ulp for |f| <= 0.5.
 ALWAYS_INLINE vf exp2_fraction(vf f) {
   vf y = splat(0.00015345811f);
@@ -165,6 +159,12 @@ ALWAYS_INLINE void multiply_pairs(vf (&acc)[M][N], const float* left, long left_
   }
 }
 
+// VL numbers of a row of bf16.
+ALWAYS_INLINE vf widened(const uint16_t* p) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
 // 2 * VL numbers as VL pairs of neighbours.
 ALWAYS_INLINE void store_pairs(float* out, vf low, vf high) {
   _mm512_storeu_ps(out, (__m512)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
@@ -200,6 +200,7 @@ constexpr bool HAS_BF16 = false;
 
 template <int N>
 ALWAYS_INLINE void multiply_pairs(vf (&)[M][N], const float*, long, long, const float*, long, long) {}
+inline vf widened(const uint16_t*) { return vf{}; }
 inline void store_pairs(float*, vf, vf) {}
 inline void store_pairs_of(float*, vf, vf) {}
 inline void to_pairs_across(const float*, long, float*) {}
