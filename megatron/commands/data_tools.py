@@ -64,6 +64,12 @@ def _prepare_parser() -> argparse.ArgumentParser:
         "-v", "--vocab-file", type=Path, help="the tokenizer's vocabulary, or its folder"
     )
     parser.add_argument("-m", "--merge-file", type=Path, help="the merges of GPT2BPETokenizer")
+    _add_text(parser)
+    _add_switches(parser)
+    return parser
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         type=Path,
@@ -90,8 +96,6 @@ def _prepare_parser() -> argparse.ArgumentParser:
         help="only JSON lines with this value, e.g. meta.pile_set_name=Github for a part of the "
         "Pile; repeated, all must hold",
     )
-    _add_switches(parser)
-    return parser
 
 
 def _add_switches(parser: argparse.ArgumentParser) -> None:
