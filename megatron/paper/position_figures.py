@@ -157,6 +157,7 @@ def _line(name: str, window: int | None, found: Mapping[int, PositionEntry]) -> 
 
 def _panel(axes: Axes, lines: Sequence[_Line], length: int, train_length: int | None) -> None:
     labels = []
+    most = max(len(line.seeds) for line in lines)
     for line in lines:
         style = line_style(line.name)
         dashes = (0, (4, 2)) if line.window else "-"
@@ -165,7 +166,7 @@ def _panel(axes: Axes, lines: Sequence[_Line], length: int, train_length: int | 
         axes.plot(line.middles, _ppl(losses), color=style.color, linewidth=0.7, alpha=0.35)
         axes.plot(line.middles, _ppl(fine), color=style.color, linestyle=dashes, label=line.label)
         if len(line.losses) > 1:
-            # The seeds' texts are the same, so their spread, not the texts', is the error.
+            # Each seed has its own texts, so that this is the spread of both.
             error = line.losses.std(axis=0, ddof=1) / math.sqrt(len(line.losses))
             wide = smoothed(error) if len(losses) == BINS else error
             axes.fill_between(
@@ -176,7 +177,8 @@ def _panel(axes: Axes, lines: Sequence[_Line], length: int, train_length: int | 
                 alpha=0.15,
                 linewidth=0,
             )
-        labels.append(look.EndLabel(line.label, style.color, float(_ppl(fine)[-1])))
+        fewer = f" ({len(line.seeds)} of {most} seeds)" if len(line.seeds) < most else ""
+        labels.append(look.EndLabel(line.label + fewer, style.color, float(_ppl(fine)[-1])))
     axes.set_xlim(0, length)
     axes.set_ylim(*_frame(lines))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
