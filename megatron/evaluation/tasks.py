@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import windowed
@@ -52,9 +51,6 @@ class Context:
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    def on_device(self, tokens: Tensor) -> Tensor:
-        return tokens.to(self.model.device)
 
 
 class EvaluationTask(ABC):

@@ -59,11 +59,6 @@ class ParallelState:
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
-    @property
-    def is_first_replica(self) -> bool:
-        """True on the ranks that together hold exactly one copy of the model."""
-        return self.dp_rank == 0
-
 
 def initialize_parallel(pipe_parallel_size: int, model_parallel_size: int) -> ParallelState:
     """Lay the grid over the initialised process group, tensor-parallel ranks adjacent."""

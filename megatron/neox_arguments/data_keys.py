@@ -62,12 +62,6 @@ class DataArgs(Group):
         None, description="Directory of sample-index caches; null puts them beside the data."
     )
 
-    def split_shares(self) -> tuple[float, float, float]:
-        """The three numbers of `split`."""
-        parts = [float(part) for part in self.split.replace("/", ",").split(",")]
-        padded = [*parts, 0.0, 0.0][:3]
-        return padded[0], padded[1], padded[2]
-
 
 class TokenizerArgs(Group):
     """Tokenizer and vocabulary."""
