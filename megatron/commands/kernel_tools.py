@@ -287,9 +287,9 @@ def _plot_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64, help="of a method (64)")
     add_allow_kernel_argument(parser)
     options = parser.parse_args(argv)
-    for name in ("length", "heads", "head_dim"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: must be at least 1")
+    for name, most in (("length", 1 << 24), ("heads", 1024), ("head_dim", 4096)):
+        if getattr(options, name) is not None and not 1 <= getattr(options, name) <= most:
+            parser.error(f"--{name.replace('_', '-')}: must be from 1 to {most}")
     return options
 
 

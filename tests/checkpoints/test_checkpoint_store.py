@@ -181,7 +181,9 @@ def test_latest_that_names_nothing_is_an_error_with_the_ways_out(
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", "{}", '{"a": 1}', '{"a": [[], {}]}', '{"../x": [1, "a"]}']
+    "content",
+    ["", "{", "[" * 100_000, "[]", "{}", '{"a": 1}', '{"a": [[], {}]}', '{"../x": [1, "a"]}'],
+    ids=["empty", "cut", "deep", "list", "none", "number", "lists", "outside"],
 )
 def test_checksums_that_say_nothing_are_damage(tmp_path: Path, content: str) -> None:
     store = CheckpointStore(tmp_path)
