@@ -10,6 +10,7 @@ from megatron.model import GPTModel, ModelSpec, loss
 from megatron.model.loss import head_losses
 from megatron.model.pipeline import PipelineLoss
 from megatron.mpu import SERIAL
+from tools.benchmarks.peak_memory import _step
 
 SPEC = ModelSpec(
     padded_vocab_size=96,
@@ -69,3 +70,21 @@ def test_a_pipelines_loss_applies_its_head_in_pieces(monkeypatch: pytest.MonkeyP
     pieces = last_stage(hidden, (labels, mask))
     torch.testing.assert_close(pieces, whole)
     torch.testing.assert_close(gradients(pieces, head), expected)
+
+
+def test_a_training_step_never_holds_the_logits_of_all_tokens() -> None:
+    """Counted on device meta; at once there are the logits, their gradient and more."""
+    spec = {
+        "padded_vocab_size": 8192,
+        "num_layers": 1,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    logits = 64 * 64 * 8192 * 4
+    at_once, in_pieces = (
+        _step(spec, (64, 64), chunk, torch.get_num_threads(), "meta")["peak"]
+        for chunk in (None, 256)
+    )
+    assert at_once > 2 * logits
+    assert in_pieces < logits / 2

@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead: peak memory of one step, the loss in pieces and of all tokens at once",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "meta"),
+        default="cpu",
+        help="of --loss-memory: run the step, or count its live tensors without computing",
+    )
     parser.add_argument("--recompute", action="store_true", help="with checkpoint_activations")
 
 
@@ -91,7 +97,7 @@ def compare_loss_memory(args: argparse.Namespace) -> int:
     spec["checkpoint_activations"] = args.recompute
     ways: dict[str, int | None] = {"all at once": None, "in pieces": DEFAULT_LOSS_CHUNK}
     found = {
-        name: measure_step(spec, args.batch, args.length, chunk, args.threads)
+        name: measure_step(spec, (args.batch, args.length), chunk, args.threads, args.device)
         for name, chunk in ways.items()
     }
     rows = [["the loss", "peak, GiB", "seconds", "value"]]
@@ -100,8 +106,8 @@ def compare_loss_memory(args: argparse.Namespace) -> int:
         for name, one in found.items()
     ]
     print(
-        f"one step of {args.batch} x {args.length:,} tokens, {spec['pos_emb']}, fp32, "
-        f"checkpoint_activations {args.recompute}, {args.threads} threads; GPU: not measured\n"
+        f"one step of {args.batch} x {args.length:,} tokens on {args.device}, {spec['pos_emb']}, "
+        f"fp32, checkpoint_activations {args.recompute}, {args.threads} threads; GPU: not measured\n"
     )
     print(render_table(rows))
     if args.json:
