@@ -107,7 +107,7 @@ def compare_loss_memory(args: argparse.Namespace) -> int:
     ]
     print(
         f"one step of {args.batch} x {args.length:,} tokens on {args.device}, {spec['pos_emb']}, "
-        f"fp32, checkpoint_activations {args.recompute}, {args.threads} threads; GPU: not measured\n"
+        f"fp32, checkpoint_activations {args.recompute}, {args.threads} threads; no GPU here\n"
     )
     print(render_table(rows))
     if args.json:
