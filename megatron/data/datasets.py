@@ -28,6 +28,7 @@ __all__ = [
     "DataSettings",
     "blending_order",
     "build_datasets",
+    "check_documents_end",
     "check_tokenizers",
     "normalised_weights",
     "sample_counts",
@@ -63,6 +64,24 @@ def check_tokenizers(data: DataSettings, tokenizer: Tokenizer) -> None:
     paths = [path for name in SPLIT_NAMES for path in _paths(data, name)]
     for path in [data.data_path] if data.data_path else paths:
         check_tokenizer(path, tokenizer)
+
+
+_LOOKED_AT = 100
+
+
+def check_documents_end(dataset: Any, eod: int) -> None:
+    """Refuse data whose documents do not end with the token that tells them apart."""
+    for part in getattr(dataset, "datasets", [dataset]):
+        tokens: IndexedDataset | None = getattr(part, "tokens", None)
+        if tokens is None:
+            continue
+        documents = [i for i in range(min(_LOOKED_AT, len(tokens))) if tokens.sizes[i] > 0]
+        if documents and not any(tokens.get(i, tokens.sizes[i] - 1)[0] == eod for i in documents):
+            raise DataError(
+                f"{tokens.prefix}: none of its first {len(documents)} documents ends with the "
+                f"end-of-document token {eod}, by which reset_attention_mask and "
+                "reset_position_ids tell documents apart. Prepare the data with --append-eod."
+            )
 
 
 def build_datasets(

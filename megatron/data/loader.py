@@ -17,6 +17,7 @@ __all__ = [
     "ResumableBatchSampler",
     "build_data_loader",
     "collate",
+    "document_starts",
     "get_labels_and_mask",
 ]
 
@@ -156,3 +157,10 @@ def get_labels_and_mask(
     if eod_mask_loss:
         loss_mask[tokens == eod] = 0.0
     return tokens, labels, loss_mask
+
+
+def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:
+    """Where each token's document begins, [B, L]: after the last end of a document before it."""
+    begins = torch.zeros_like(tokens)
+    begins[:, 1:] = tokens[:, :-1] == eod
+    return (begins * torch.arange(tokens.shape[1], device=tokens.device)).cummax(-1).values

@@ -61,6 +61,8 @@ class SelfAttention(nn.Module):
         engine: str = "auto",
         pruning: bool = True,
         rotary: RotaryEmbedding | None = None,
+        documents_apart: bool = False,
+        positions_restart: bool = False,
         tp: TensorParallel = SERIAL,
     ) -> None:
         super().__init__()
@@ -75,6 +77,7 @@ class SelfAttention(nn.Module):
         self.engine, self.pruning = engine, pruning
         self.tp = tp
         self.rotary = rotary
+        self.documents_apart, self.positions_restart = documents_apart, positions_restart
         self.qk_layernorm = qk_norm
         self.query_key_value = ColumnParallelLinear(
             hidden_size,
@@ -110,17 +113,35 @@ class SelfAttention(nn.Module):
             tp=tp,
         )
 
-    def forward(self, x_BLh: Tensor, tables: Tables, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BLh: Tensor,
+        tables: Tables,
+        cache: LayerCache | None = None,
+        starts_BL: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of every token; `starts` tells where its document begins."""
         if self.forget_gate is not None:
             x_BLh = copy_to_group(x_BLh, self.tp)
         offset = cache.length if cache is not None else 0
         q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
         if self.rotary is not None:
-            q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset)
+            positions = self._positions(starts_BL)
+            q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, positions)
+        first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
-            n = keys_seen(q_BHLD.shape[2], offset=offset, window=self.window, device=q_BHLD.device)
-            q_BHLD = sharpened(q_BHLD, self.softmax_scale, n)
-        key_bias, sink = self._gates_and_sinks(x_BLh, cache)
+            q_BHLD = sharpened(
+                q_BHLD,
+                self.softmax_scale,
+                keys_seen(
+                    q_BHLD.shape[2],
+                    offset=offset,
+                    window=self.window,
+                    starts_BL=first_key,
+                    device=q_BHLD.device,
+                ),
+            )
+        key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
         dropout = self.dropout if self.training else 0.0
@@ -131,6 +152,7 @@ class SelfAttention(nn.Module):
             tables.bias,
             tables.weight,
             key_bias=key_bias,
+            first_key=first_key,
             sink=sink,
             window=self.window,
             dropout=dropout,
@@ -140,8 +162,14 @@ class SelfAttention(nn.Module):
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
+    def _positions(self, starts_BL: Tensor | None) -> Tensor | None:
+        """Each token's place in its document, where positions restart."""
+        if starts_BL is None or not self.positions_restart:
+            return None
+        return torch.arange(starts_BL.shape[1], device=starts_BL.device) - starts_BL
+
     def _gates_and_sinks(
-        self, x_BLh: Tensor, cache: LayerCache | None
+        self, x_BLh: Tensor, cache: LayerCache | None, starts_BL: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
 
@@ -152,7 +180,7 @@ class SelfAttention(nn.Module):
         if self.forget_gate is None:
             return None, sink
         gates = log_gates(self.forget_gate(x_BLh))
-        sums = gate_sums(gates, None if cache is None else cache.gate_sum)
+        sums = gate_sums(gates, None if cache is None else cache.gate_sum, starts_BL)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:
             sink = (sink[:, None] - sums).to(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,6 +18,9 @@ from megatron.mpu import (
 )
 from megatron.mpu.collectives import copy_to_group, gather_from_group
 
+State = Tensor | tuple[Tensor, ...]
+"""What travels between layers, see transformer.py."""
+
 
 class Embedding(nn.Module):
     """Token embeddings, plus positions for the embeddings that change the input."""
@@ -26,17 +30,31 @@ class Embedding(nn.Module):
         word_embeddings: VocabParallelEmbedding,
         position_embeddings: InputEmbedding | None = None,
         dropout: float = 0.0,
+        *,
+        positions_restart: bool = False,
     ) -> None:
         super().__init__()
         self.word_embeddings = word_embeddings
         self.position_embeddings = position_embeddings
         self.dropout = dropout
+        self.positions_restart = positions_restart
 
-    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
+    def forward(self, inputs: State, offset: int = 0) -> State:
+        """Hidden states of tokens; where documents start (see transformer.py) is handed on."""
+        tokens, starts = (inputs, None) if isinstance(inputs, Tensor) else inputs
         x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            x = self.position_embeddings(x, offset)
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+            x = self._with_positions(self.position_embeddings, x, offset, starts)
+        if self.dropout:
+            x = F.dropout(x, self.dropout, self.training)
+        return x if starts is None else (x, starts)
+
+    def _with_positions(
+        self, embedding: InputEmbedding, x: Tensor, offset: int, starts: Tensor | None
+    ) -> Tensor:
+        if starts is None or not self.positions_restart:
+            return embedding(x, offset)
+        return embedding(x, offset, torch.arange(x.shape[1], device=x.device) - starts)
 
 
 class FinalNorm(nn.Module):

@@ -59,35 +59,38 @@ class GPTModel(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
-        self, tokens_BL: Tensor, labels_BL: Tensor | None = None, *, cache: Cache | None = None
+        self, inputs: State, labels_BL: Tensor | None = None, *, cache: Cache | None = None
     ) -> Tensor:
-        """Logits of the next token, [B, L, V]; with labels, their losses [B, L]."""
+        """Logits of the next token, [B, L, V]; with labels, their losses [B, L].
+
+        Inputs are tokens [B, L], or with them where the document of each begins, [B, L].
+        """
         if labels_BL is not None:
             chunk: int | None = DEFAULT_LOSS_CHUNK
             if torch.is_grad_enabled():
                 chunk = loss_chunk(labels_BL.numel(), self.spec.padded_vocab_size)
-            return self.token_losses(tokens_BL, labels_BL, chunk)
-        logits = self.head(self.hidden_states(tokens_BL, cache))
+            return self.token_losses(inputs, labels_BL, chunk)
+        logits = self.head(self.hidden_states(inputs, cache))
         return full_logits(logits, self.head.vocab_tp)
 
-    def hidden_states(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
+    def hidden_states(self, inputs: State, cache: Cache | None = None) -> Tensor:
         """What the head sees."""
         offset = cache.length if cache is not None else 0
-        state: State = self.embedding(tokens_BL, offset)
+        state: State = self.embedding(inputs, offset)
         owner = self.sequential[1]
         if isinstance(owner, PositionTables):
-            state = owner(cast(Tensor, state), offset)
+            state = owner(state, offset)
         state = self._run_layers(state, cache)
         return self.sequential[-2](drop_tables(state))
 
     def token_losses(
-        self, tokens_BL: Tensor, labels_BL: Tensor, chunk: int | None = DEFAULT_LOSS_CHUNK
+        self, inputs: State, labels_BL: Tensor, chunk: int | None = DEFAULT_LOSS_CHUNK
     ) -> Tensor:
         """The loss of each label, fp32 [B, L].
 
         Logits exist for `chunk` tokens at a time only (see loss.py); None takes all at once.
         """
-        hidden = self.hidden_states(tokens_BL)
+        hidden = self.hidden_states(inputs)
         return head_losses(self.head, hidden, labels_BL, self.head.vocab_tp, chunk)
 
     def new_cache(self) -> Cache:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from megatron.model.norms_and_activations import build_norm
 from megatron.model.position_base import (
     InputEmbedding,
     PositionalEmbedding,
+    PositionalEmbeddingError,
     PositionOptions,
     TableEmbedding,
 )
@@ -114,7 +116,14 @@ class LayerFactory:
             tp=self.tp,
         )
         positions = self._positions(InputEmbedding)
-        return Embedding(words, positions, spec.hidden_dropout)
+        if positions is not None and spec.reset_position_ids:
+            _check_restarts(positions, spec.pos_emb)
+        return Embedding(
+            words,
+            positions,
+            spec.hidden_dropout,
+            positions_restart=spec.reset_position_ids,
+        )
 
     def position_tables(self) -> PositionTables:
         tables = self._positions(TableEmbedding)
@@ -208,6 +217,8 @@ class LayerFactory:
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
             rotary=self._positions(RotaryEmbedding),
+            documents_apart=spec.reset_attention_mask,
+            positions_restart=spec.reset_position_ids,
             tp=self.tp,
         )
 
@@ -236,6 +247,15 @@ class LayerFactory:
             output_init=self._init(spec.output_layer_init_method),
             generators=generators,
             tp=self.tp,
+        )
+
+
+def _check_restarts(embedding: InputEmbedding, pos_emb: str) -> None:
+    """A method of the user's own may not know positions that begin anew."""
+    if "positions" not in signature(embedding.forward).parameters:
+        raise PositionalEmbeddingError(
+            f"reset_position_ids = true with pos_emb = {pos_emb}: its forward takes no "
+            "`positions`. Give it that argument ([batch, length] or None), or remove the key."
         )
 
 

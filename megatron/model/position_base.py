@@ -161,11 +161,14 @@ class PositionalEmbedding(nn.Module):
 
 
 class InputEmbedding(PositionalEmbedding):
-    """Adds something to the token embeddings x_BLH; position `offset` is the first of them."""
+    """Adds something to the token embeddings x_BLH; position `offset` is the first of them.
+
+    With `reset_position_ids`, `positions` [B, L] tells each token's own position.
+    """
 
     kind = "input"
 
-    def forward(self, x_BLH: Tensor, offset: int = 0) -> Tensor:
+    def forward(self, x_BLH: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         raise NotImplementedError
 
 

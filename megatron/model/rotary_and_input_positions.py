@@ -161,14 +161,24 @@ class RotaryEmbedding(PositionalEmbedding):
         self._cos_LR = self._sin_LR = torch.empty(0, self.rotary_dim)
 
     def forward(
-        self, q_BHLD: Tensor, k_BHLD: Tensor, q_offset: int = 0, k_offset: int = 0
+        self,
+        q_BHLD: Tensor,
+        k_BHLD: Tensor,
+        q_offset: int = 0,
+        k_offset: int = 0,
+        positions_BL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return self._rotate(q_BHLD, q_offset), self._rotate(k_BHLD, k_offset)
+        """q and k turned; their tokens' own positions, where given, instead of the offsets'."""
+        turned_q = self._rotate(q_BHLD, q_offset, positions_BL)
+        return turned_q, self._rotate(k_BHLD, k_offset, positions_BL)
 
-    def _rotate(self, x_BHLD: Tensor, offset: int) -> Tensor:
+    def _rotate(self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None) -> Tensor:
         end = offset + x_BHLD.shape[-2]
         self._grow_tables(end, x_BHLD.device)
-        return rotate(x_BHLD, self._cos_LR[offset:end], self._sin_LR[offset:end])
+        if positions_BL is None:
+            return rotate(x_BHLD, self._cos_LR[offset:end], self._sin_LR[offset:end])
+        own = positions_BL[:, None]
+        return rotate(x_BHLD, self._cos_LR[own], self._sin_LR[own])
 
     def _grow_tables(self, length: int, device: torch.device) -> None:
         if self._cos_LR.shape[0] >= length and self._cos_LR.device == device:
@@ -198,7 +208,7 @@ class LearnedEmbedding(InputEmbedding):
         values = torch.randn(shape, generator=options.generator("position_embeddings"))
         self.weight = nn.Parameter(values * options.init_method_std)
 
-    def forward(self, x_BLH: Tensor, offset: int = 0) -> Tensor:
+    def forward(self, x_BLH: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         end, table_length = offset + x_BLH.shape[1], self.weight.shape[0]
         if end > table_length:
             raise PositionalEmbeddingError(
@@ -207,7 +217,8 @@ class LearnedEmbedding(InputEmbedding):
                 "sequence, train with a larger max_position_embeddings, or use a positional "
                 "embedding that extrapolates, such as kerple_log."
             )
-        return x_BLH + self.weight[offset:end].to(x_BLH.dtype)
+        rows = self.weight[offset:end] if positions is None else self.weight[positions]
+        return x_BLH + rows.to(x_BLH.dtype)
 
 
 @register("sinusoidal")
@@ -222,10 +233,11 @@ class SinusoidalEmbedding(InputEmbedding):
             )
         self._table_LH = torch.empty(0, options.hidden_size)
 
-    def forward(self, x_BLH: Tensor, offset: int = 0) -> Tensor:
+    def forward(self, x_BLH: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         end = offset + x_BLH.shape[1]
         if self._table_LH.shape[0] < end or self._table_LH.device != x_BLH.device:
             with torch.inference_mode(False):
-                positions = torch.arange(room_for(end), device=x_BLH.device)
-                self._table_LH = sinusoids(positions, self.options.hidden_size)
-        return x_BLH + self._table_LH[offset:end].to(x_BLH.dtype)
+                everywhere = torch.arange(room_for(end), device=x_BLH.device)
+                self._table_LH = sinusoids(everywhere, self.options.hidden_size)
+        rows = self._table_LH[offset:end] if positions is None else self._table_LH[positions]
+        return x_BLH + rows.to(x_BLH.dtype)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from megatron.errors import ConfigError
+from megatron.neox_arguments.data_keys import DataArgs
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.optimization_keys import OptimizationArgs
 from megatron.neox_arguments.run_keys import RuntimeArgs
@@ -31,6 +32,8 @@ class ModelSpec(ModelArgs):
     seed: int = _declared(RuntimeArgs, "seed")
     checkpoint_activations: bool = _declared(OptimizationArgs, "checkpoint_activations")
     checkpoint_num_layers: int = _declared(OptimizationArgs, "checkpoint_num_layers")
+    reset_attention_mask: bool = _declared(DataArgs, "reset_attention_mask")
+    reset_position_ids: bool = _declared(DataArgs, "reset_position_ids")
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -47,6 +50,8 @@ class ModelSpec(ModelArgs):
             seed=args.runtime.seed,
             checkpoint_activations=args.optimization.checkpoint_activations,
             checkpoint_num_layers=args.optimization.checkpoint_num_layers,
+            reset_attention_mask=args.data.reset_attention_mask,
+            reset_position_ids=args.data.reset_position_ids,
         )
 
     def replace(self, **changes: Any) -> ModelSpec:

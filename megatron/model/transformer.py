@@ -1,8 +1,9 @@
 """One transformer layer, and what travels between layers.
 
-Between layers goes either the hidden states alone or a tuple `(hidden, *tables)`: the tables over
-distance are computed once, by the layer that owns the kernel, and travel beside the hidden states,
-so that gradients come back to the owner through any pipeline.
+Between layers goes either the hidden states alone or a tuple `(hidden, [starts], *tables)`: the
+tables over distance are computed once, by the layer that owns the kernel, and travel beside the
+hidden states, so that gradients come back to the owner through any pipeline. `starts`, the only
+integers among them, say where the document of each token begins, if documents are told apart.
 """
 
 from __future__ import annotations
@@ -14,26 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.attention import LayerCache, SelfAttention
+from megatron.model.embedding import State
 from megatron.model.norms_and_activations import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
 from megatron.mpu import SERIAL, ColumnParallelLinear, InitMethod, RowParallelLinear, TensorParallel
 
-State = Tensor | tuple[Tensor, ...]
 
-
-def pack(hidden: Tensor, tables: Tables) -> State:
+def pack(hidden: Tensor, starts: Tensor | None, tables: Tables) -> State:
     """What a layer hands to the next."""
-    present = tuple(table for table in (tables.bias, tables.weight) if table is not None)
+    beside = (starts, tables.bias, tables.weight)
+    present = tuple(tensor for tensor in beside if tensor is not None)
     return (hidden, *present) if present else hidden
 
 
-def unpack(state: State, table_names: tuple[str, ...]) -> tuple[Tensor, Tables]:
-    """The hidden states and the tables, by the names under which they were packed."""
+def unpack(state: State, table_names: tuple[str, ...]) -> tuple[Tensor, Tensor | None, Tables]:
+    """Hidden states, starts of documents, and tables by the names under which they were packed."""
     if isinstance(state, Tensor):
-        return state, Tables(None, None)
+        return state, None, Tables(None, None)
     hidden, *tables = state
+    starts = None
+    if tables and not tables[0].is_floating_point():
+        starts, *tables = tables
     named = dict(zip(table_names, tables, strict=True))
-    return hidden, Tables(named.get("bias"), named.get("weight"))
+    return hidden, starts, Tables(named.get("bias"), named.get("weight"))
 
 
 def drop_tables(state: State) -> Tensor:
@@ -49,11 +53,12 @@ class PositionTables(nn.Module):
         self.embedding = embedding
         self.pipelined = pipelined
 
-    def forward(self, hidden: Tensor, offset: int = 0) -> State:
+    def forward(self, state: State, offset: int = 0) -> State:
+        hidden, starts, _ = unpack(state, ())
         tables = self.embedding(offset + hidden.shape[1])
         if self.pipelined:
             tables = Tables(_sendable(tables.bias), _sendable(tables.weight))
-        return pack(hidden, tables)
+        return pack(hidden, starts, tables)
 
 
 def _sendable(table: Tensor | None) -> Tensor | None:
@@ -93,8 +98,8 @@ class TransformerLayer(nn.Module):
         self.parallel_residual = parallel_residual
 
     def forward(self, state: State, cache: LayerCache | None = None) -> State:
-        hidden, tables = unpack(state, self.table_names)
-        hidden = self._residual(hidden, self._tables(hidden, tables, cache), cache)
+        hidden, starts, tables = unpack(state, self.table_names)
+        hidden = self._residual(hidden, self._tables(hidden, tables, cache), cache, starts)
         return (hidden, *state[1:]) if isinstance(state, tuple) else hidden
 
     def _tables(self, hidden: Tensor, tables: Tables, cache: LayerCache | None) -> Tables:
@@ -103,9 +108,11 @@ class TransformerLayer(nn.Module):
         seen = cache.length if cache is not None else 0
         return self.positions(seen + hidden.shape[1])
 
-    def _residual(self, x: Tensor, tables: Tables, cache: LayerCache | None) -> Tensor:
+    def _residual(
+        self, x: Tensor, tables: Tables, cache: LayerCache | None, starts: Tensor | None
+    ) -> Tensor:
         normed = self.input_layernorm(x)
-        attended = self._dropout(self.attention(normed, tables, cache))
+        attended = self._dropout(self.attention(normed, tables, cache, starts))
         if self.parallel_residual:
             if self.post_attention_layernorm is not None:
                 normed = self.post_attention_layernorm(x)

@@ -52,7 +52,20 @@ class DataArgs(Group):
         description="Shares of train, valid and test documents in data_path, e.g. 949,50,1.",
     )
     num_workers: NonNegativeInt = Field(2, description="Data-loading processes per rank.")
-    eod_mask_loss: bool = Field(False, description="Do not train on end-of-document tokens.")
+    eod_mask_loss: bool = Field(
+        False,
+        description="No loss at end-of-document tokens: the next document cannot be foreseen.",
+    )
+    reset_attention_mask: bool = Field(
+        False,
+        description="Documents packed into one sequence do not see each other, and what would "
+        "predict the next one's first token has no loss (as with eod_mask_loss). A document ends "
+        "with its end-of-document token.",
+    )
+    reset_position_ids: bool = Field(
+        False,
+        description="Absolute and rotary positions begin anew with every document of a sequence.",
+    )
     data_seed: NonNegativeInt | None = Field(
         None,
         description="Seed of the sample order; null means `seed`. Set it to compare training "
@@ -61,6 +74,11 @@ class DataArgs(Group):
     data_cache_dir: str | None = Field(
         None, description="Directory of sample-index caches; null puts them beside the data."
     )
+
+    @property
+    def tells_documents_apart(self) -> bool:
+        """Whether the model is told where the documents of a sequence begin."""
+        return self.reset_attention_mask or self.reset_position_ids
 
 
 class TokenizerArgs(Group):

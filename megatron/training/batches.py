@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoints.resuming import Resumed
-from megatron.data.datasets import build_datasets, sample_counts
-from megatron.data.loader import ResumableBatchSampler, build_data_loader, get_labels_and_mask
+from megatron.data.datasets import build_datasets, check_documents_end, sample_counts
+from megatron.data.loader import (
+    ResumableBatchSampler,
+    build_data_loader,
+    document_starts,
+    get_labels_and_mask,
+)
 from megatron.errors import DataError
 from megatron.mpu import ParallelState
 from megatron.mpu.job import current_device
@@ -18,6 +23,7 @@ from megatron.training.stepper import MicroBatch
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import BatchPlan, NeoXArgs
+    from megatron.neox_arguments.data_keys import DataArgs
 
 Streams = tuple[
     Iterator[MicroBatch] | None, Iterator[MicroBatch] | None, Iterator[MicroBatch] | None
@@ -44,6 +50,8 @@ def build_streams(
         vocab_size=vocab_size,
     )
     _check_enough(datasets[0], args.model.seq_length)
+    if args.data.tells_documents_apart:
+        check_documents_end(datasets[0], eod)
     iterations = args.optimization.train_iters or 0
     if iterations and dist.get_rank() == 0:
         print(_amount(datasets[0], iterations * plan.train_batch_size * args.model.seq_length))
@@ -130,14 +138,18 @@ def _stream(
     # Else every start would draw a seed from the stream that dropout uses, and a resumed run
     # would not continue it.
     loader.generator = torch.Generator().manual_seed(args.runtime.seed)
-    return _micro_batches(loader, current_device(), eod, args.data.eod_mask_loss)
+    return _micro_batches(loader, current_device(), eod, args.data)
 
 
 def _micro_batches(
-    loader: Iterable[dict[str, torch.Tensor]], device: torch.device, eod: int, eod_mask_loss: bool
+    loader: Iterable[dict[str, torch.Tensor]], device: torch.device, eod: int, data: DataArgs
 ) -> Iterator[MicroBatch]:
     """The whole text goes to the device from pinned memory, while it works; it is cut there."""
+    masks_ends = data.eod_mask_loss or data.reset_attention_mask
     for batch in loader:
         text = batch["text"].to(device, non_blocking=True)
-        tokens, labels, mask = get_labels_and_mask(text, eod, eod_mask_loss)
-        yield tokens, (labels, mask)
+        tokens, labels, mask = get_labels_and_mask(text, eod, masks_ends)
+        if data.tells_documents_apart:
+            yield (tokens, document_starts(tokens, eod)), (labels, mask)
+        else:
+            yield tokens, (labels, mask)

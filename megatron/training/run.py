@@ -65,7 +65,7 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
     options = args.tokenizer
     eod = 0
     size = options.vocab_size
-    if size is None or args.data.eod_mask_loss:
+    if size is None or args.data.eod_mask_loss or args.data.tells_documents_apart:
         tokenizer = build_tokenizer(
             options.tokenizer_type, vocab_file=options.vocab_file, merge_file=options.merge_file
         )

@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron.model.loss import masked_mean
 from megatron.mpu import ParallelState
 
-MicroBatch = tuple[Tensor, tuple[Tensor, Tensor]]  # tokens, (labels, loss mask)
+Inputs = Tensor | tuple[Tensor, Tensor]  # tokens, or (tokens, where their documents start)
+MicroBatch = tuple[Inputs, tuple[Tensor, Tensor]]  # inputs, (labels, loss mask)
 
 
 Flags = Callable[[], Mapping[str, bool]]
@@ -72,8 +73,8 @@ class PlainStepper:
         return self._mean_over_replicas(total / max(micro_batches, 1))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
-        tokens, (labels, mask) = batch
-        return masked_mean(self.engine(tokens, labels), mask)
+        inputs, (labels, mask) = batch
+        return masked_mean(self.engine(inputs, labels), mask)
 
     def _mean_over_replicas(self, value: Tensor) -> Tensor:
         if self.parallel.dp_size > 1:

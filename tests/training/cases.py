@@ -16,13 +16,18 @@ VOCABULARY = 64
 WORKER = str(REPOSITORY / "tests" / "training" / "worker.py")
 
 
-def write_data(directory: Path, *, documents: int = 60, seed: int = 0) -> str:
+def write_data(
+    directory: Path, *, documents: int = 60, seed: int = 0, length: int = 50, end: int | None = None
+) -> str:
     """A small corpus with something to learn: each token tends to follow its predecessor."""
     generator = np.random.default_rng(seed)
     with IndexedDatasetWriter(directory / "tiny_text_document") as writer:
         for _ in range(documents):
-            jumps = generator.choice([1, 2, 7], size=50, p=[0.7, 0.2, 0.1])
-            writer.add_document((np.cumsum(jumps) % VOCABULARY).astype(np.uint16))
+            jumps = generator.choice([1, 2, 7], size=length, p=[0.7, 0.2, 0.1])
+            document = (np.cumsum(jumps) % VOCABULARY).astype(np.uint16)
+            if end is not None:
+                document[-1] = end
+            writer.add_document(document)
     return str(directory / "tiny_text_document")
 
 
