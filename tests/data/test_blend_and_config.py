@@ -16,6 +16,7 @@ from megatron.data.datasets import (
     BlendedDataset,
     blending_order,
     build_datasets,
+    check_documents_end,
     normalised_weights,
     sample_counts,
     samples_per_dataset,
@@ -38,6 +39,16 @@ def settings_of(**changes: Any) -> Any:
 def build(data: Any, num_samples: tuple[int, int, int] = (60, 12, 6), **changes: Any) -> Any:
     options = {"seq_length": 8, "seq_length_val": 16, "seed": 1, **changes}
     return build_datasets(data, num_samples=num_samples, **options)
+
+
+def test_documents_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+    paths = [corpus(tmp_path, 7), corpus(tmp_path, 9)]
+    single, _, _ = build(settings_of(data_path=paths[0]))
+    blend, _, _ = build(settings_of(train_data_paths=paths))
+    check_documents_end(single, eod=7)
+    for dataset, eod in ((single, 3), (blend, 7)):
+        with pytest.raises(DataError, match=rf"corpus\d: none of its first 20 .* token {eod}, by"):
+            check_documents_end(dataset, eod)
 
 
 @settings(max_examples=30, deadline=None)
