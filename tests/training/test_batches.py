@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.data_keys import DataArgs
 from megatron.training import batches
 from tests.training.cases import tiny_config
 
@@ -26,11 +27,32 @@ class Text:
 
 def test_the_whole_text_goes_to_the_device_without_waiting_and_is_cut_there() -> None:
     device, text = torch.device("meta"), Text()
-    stream = batches._micro_batches([{"text": text}], device, 0, False)  # type: ignore[dict-item]
+    stream = batches._micro_batches([{"text": text}], device, 0, DataArgs())  # type: ignore[dict-item]
     tokens, (labels, mask) = next(stream)
+    assert isinstance(tokens, torch.Tensor)
     assert text.asked == [(device, True)]
     assert {part.device.type for part in (tokens, labels, mask)} == {"meta"}
     assert tokens.shape == labels.shape == mask.shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "mask"),
+    [
+        ({"eod_mask_loss": True}, [1, 0, 1, 1]),
+        ({"reset_attention_mask": True}, [1, 0, 1, 1]),
+        ({"reset_position_ids": True}, [1, 1, 1, 1]),
+    ],
+)
+def test_what_each_key_about_documents_means(keys: dict[str, bool], mask: list[int]) -> None:
+    text = {"text": torch.tensor([[5, 0, 7, 8, 9]])}
+    data = DataArgs(**keys)
+    inputs, (_, found) = next(batches._micro_batches([text], torch.device("cpu"), 0, data))
+    assert found.tolist() == [mask]
+    if not data.tells_documents_apart:
+        assert isinstance(inputs, torch.Tensor)
+        return
+    tokens, starts = inputs
+    assert tokens.tolist() == [[5, 0, 7, 8]] and starts.tolist() == [[0, 0, 2, 2]]
 
 
 @pytest.mark.parametrize("cuda", [False, True])
