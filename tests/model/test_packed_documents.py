@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.data.loader import document_starts, get_labels_and_mask
 from megatron.errors import PositionalEmbeddingError
 from megatron.model import GPTModel, ModelSpec
+from megatron.model.layer_list import Layer, LayerFactory
 from megatron.model.loss import head_losses
 from megatron.model.position_base import InputEmbedding, register
 
@@ -95,6 +96,19 @@ def test_nothing_of_a_document_reaches_the_next() -> None:
     before = sum(LENGTHS[0][:2])
     assert float(gradient[0, :before].abs().max()) < 1e-12
     assert float(gradient[0, before:].abs().min(dim=-1).values.max()) > 1e-6
+
+
+@pytest.mark.parametrize("variant", ["kerple_log", "two tables of each layer", "rotary", "learned"])
+def test_a_pipeline_hands_on_where_documents_start(variant: str) -> None:
+    """The list of layers as its stages run it, one after the other."""
+    spec = SPEC.replace(**VARIANTS[variant], no_weight_tying=True)
+    tokens = torch.stack([torch.cat(row) for row in documents()])
+    inputs = (tokens, document_starts(tokens, EOD))
+    state: Any = inputs
+    with torch.no_grad():
+        for layer in LayerFactory(spec, pipelined=True).layers():
+            state = layer.make()(state) if isinstance(layer, Layer) else layer(state)
+        torch.testing.assert_close(state, GPTModel(spec).hidden_states(inputs))
 
 
 def test_documents_start_after_an_end() -> None:
