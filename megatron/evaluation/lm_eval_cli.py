@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import EvaluationError
+from megatron.errors import EvaluationError, KerpleError
 from megatron.evaluation.results_schema import number, text_table
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask
 from megatron.terminal import require, run_command
@@ -163,7 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if argv is not None:
         sys.argv = ["lm_eval", *argv]
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except KerpleError:
+        raise
+    except ValueError as error:  # what lm-eval says of wrong arguments
+        raise EvaluationError(f"lm_eval: {error}") from error
     return 0
 
 
