@@ -54,13 +54,17 @@ def read_run(directory: Path) -> RunMetrics:
         try:
             record = json.loads(line)
             step = int(record["step"])
+            numbers = {
+                name: float(value)
+                for name, value in record.items()
+                if isinstance(value, int | float) and name != "step"
+            }
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number == len(lines):
                 break  # a run that is going on may be in the middle of its last line
             raise DataError(f"{path}, line {number}: not a record of metrics") from error
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                run.values.setdefault(name, []).append((step, float(value)))
+        for name, value in numbers.items():
+            run.values.setdefault(name, []).append((step, value))
         if isinstance(record.get("kernel"), dict):
             run.kernels.append((step, record["kernel"]))
     if not run.values:
@@ -71,7 +75,7 @@ def read_run(directory: Path) -> RunMetrics:
 def _config(directory: Path) -> Mapping[str, Any]:
     try:
         content = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
