@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -43,6 +44,7 @@ BIAS_KERNELS = (
     "sandwich",
 )
 WEIGHT_KERNELS = ("gauss_wht1", "gauss_wht2", "kerple_bias_wht")
+BF16_SIZES = ((2048, 12), (4096, 4), (8192, 2), (16_384, 1))  # length and heads
 LONG = 16_384
 LONGEST = 65_536
 
@@ -80,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="terms and bf16: count this process's CPU time, for a busy machine (--threads 1)",
+    )
     parser.add_argument("--no-flex", action="store_true", help="leave FlexAttention out")
     parser.add_argument("--json", type=Path, help="also write everything measured to this file")
 
@@ -113,6 +120,10 @@ def describe(args: argparse.Namespace) -> str:
         f"{args.threads} threads, {platform.machine()} {capability}, torch {torch.__version__},"
         f" fp32, {HEADS} heads of {DIM}, tiled: {backend}; GPU: not measured"
     )
+
+
+def _clock(args: argparse.Namespace) -> Callable[[], float]:
+    return time.process_time if args.cpu_time else time.perf_counter
 
 
 def _ms(timings: Timings, name: str, base: str = "(c)") -> str:
@@ -168,7 +179,7 @@ def measure_terms(args: argparse.Namespace, report: Report) -> None:
     inputs = Inputs(1, HEADS, length, DIM, train=True)
     at_most = {"key_bias": 1.05, "sink": 1.05, "packed": 0.3, "grouped": 1.0}
     contenders = {name: with_terms(inputs, name) for name in ("plain", *at_most)}
-    timings = interleave(contenders, args.repeats)
+    timings = interleave(contenders, args.repeats, clock=_clock(args))
     report.keep(f"terms {length}", timings)
     says = {
         "plain": "log bias alone",
@@ -185,6 +196,24 @@ def measure_terms(args: argparse.Namespace, report: Report) -> None:
         if name in at_most:
             report.target(f"{text} at {length}: over plain", fastest, at_most[name])
     report.add(f"Forward+backward at {length}, batch 1, with the log bias and", rows)
+
+
+def measure_bf16(args: argparse.Namespace, report: Report) -> None:
+    """bf16 inputs against fp32 ones; at most 0.6 where the CPU multiplies bf16."""
+    rows = [["length", "heads", "fp32 ms", "bf16 ms (times fp32)", "fastest round (times fp32)"]]
+    for length, heads in BF16_SIZES[: 1 if args.quick else None]:
+        contenders = {}
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            inputs = Inputs(1, heads, length, DIM, train=True, dtype=dtype)
+            contenders[name] = tiled(inputs, "kerple_log")
+        timings = interleave(contenders, args.repeats, clock=_clock(args))
+        report.keep(f"bf16 {length}", timings)
+        fastest = timings.best("bf16") / timings.best("fp32")
+        row = f"{timings.best('bf16') * 1e3:.1f} ({fastest:.2f})"
+        milliseconds = f"{timings.median('fp32') * 1e3:.1f}"
+        rows.append([str(length), str(heads), milliseconds, _ms(timings, "bf16", "fp32"), row])
+        report.target(f"bf16 at {length}: over fp32", fastest, 0.6)
+    report.add("Forward+backward, batch 1, log bias, in bf16", rows)
 
 
 def measure_forward_pass(args: argparse.Namespace, report: Report) -> None:
@@ -251,6 +280,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Report], Any]] = {
     "training": measure_training,
     "kernels": measure_kernels,
     "terms": measure_terms,
+    "bf16": measure_bf16,
     "forward": measure_forward_pass,
     "long": measure_long,
     "longest": measure_longest,

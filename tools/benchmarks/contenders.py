@@ -34,11 +34,21 @@ Contender = Callable[[], Tensor]
 class Inputs:
     """Random q, k, v of one size, [batch, heads, length, head_dim], and an output gradient."""
 
-    def __init__(self, batch: int, heads: int, length: int, dim: int, *, train: bool) -> None:
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        length: int,
+        dim: int,
+        *,
+        train: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         torch.manual_seed(0)
         shape = (batch, heads, length, dim)
-        self.q, self.k, self.v = (torch.randn(shape, requires_grad=train) for _ in range(3))
-        self.grad = torch.randn(shape) if train else None
+        q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+        self.q, self.k, self.v = (x.requires_grad_(train) for x in (q, k, v))
+        self.grad = torch.randn(shape).to(dtype) if train else None
         self.heads, self.length, self.dim = heads, length, dim
 
     def kernel(self, name: str, seed: int = 1234) -> PositionalEmbedding:
