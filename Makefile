@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv and is quick when nothing changed.
 #
-#   make demo        train four models, evaluate them to 32x their training length, write a page
+#   make demo        train five models, evaluate them to 32x their training length, write a page
 #   make test        the tests
 #   make test-full   the tests, with the slow ones
 #   make test-slow   the slow ones alone; TESTS="tests/training" for a part

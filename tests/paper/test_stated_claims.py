@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from megatron.paper.stated_claims import check_page, sentences
 from tests.conftest import REPOSITORY
 
 RESULTS = REPOSITORY / "docs" / "results"
-PAGES = sorted(RESULTS.glob("*/README.md"))
+PAGES = [REPOSITORY / "README.md", *sorted(RESULTS.glob("*/README.md"))]
 HEAD = "table,block,group,column,row,mean,std,seeds,bold,dagger,p_value,note\n"
 CELLS = """main,Code,,KERPLE-log,128,5.0,0.1,3,0,0,,
 main,Code,,KERPLE-log,4096,4.5,0.1,3,0,0,,
@@ -28,11 +30,32 @@ def test_every_sentence_about_who_wins_holds(page: Path) -> None:
     assert check_page(page, RESULTS) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.parent.name)
 def test_tables_in_pages_are_the_reports(page: Path) -> None:
     tables = {path.stem: path.read_text() for path in (page.parent / "tables").glob("*.md")}
     text = page.read_text()
     assert fill_tables(text, tables) == text
+
+
+def test_the_readmes_table_is_the_demos() -> None:
+    """Cell by cell, as far as it is printed; the best of each row in bold."""
+    with (RESULTS / "demo" / "tables" / "main.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["mean"]]
+    cells = {(row["row"], row["column"]): float(row["mean"]) for row in rows}
+    text = (REPOSITORY / "README.md").read_text()
+    head, _, *lines = re.findall(r"^\|(.*)\|$", text[text.index("| perplexity at") :], re.M)
+    methods = [name.strip() for name in head.split("|")][1:]
+    shown = 0
+    for line in lines[: len({row for row, _ in cells})]:
+        length, *values = (part.strip() for part in line.split("|"))
+        found = [cells[length.split()[0], name] for name in methods]
+        for value, number in zip(values, found, strict=True):
+            plain = value.strip("*")
+            decimals = len(plain.partition(".")[2])
+            assert f"{number:.{decimals}f}" == plain
+            assert value.startswith("**") == (number == min(found))
+            shown += 1
+    assert shown == len(cells)
 
 
 def check(tmp_path: Path, text: str) -> list[str]:
