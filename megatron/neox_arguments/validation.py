@@ -27,7 +27,6 @@ def check(args: NeoXArgs) -> None:
     _check_schedule(args)
     _check_checkpoints(args)
     _check_split(args)
-    _check_documents(args)
     _check_blends(args)
     _check_evaluation(args)
     _check_launcher(args)
@@ -50,22 +49,6 @@ def _check_not_implemented(args: NeoXArgs) -> None:
     for key, reason in NOT_IMPLEMENTED.items():
         if flat.get(key):
             raise ConfigError(f"{key} = true is not implemented here: {reason}. Remove it.")
-
-
-def _check_documents(args: NeoXArgs) -> None:
-    """Where documents start has been tested on whole models only."""
-    layout = {
-        "model_parallel_size": args.parallel.model_parallel_size > 1,
-        "pipe_parallel_size": args.parallel.pipe_parallel_size >= 1,
-        "zero_optimization": args.optimization.zero_stage >= 1,
-    }
-    if args.data.tells_documents_apart and any(layout.values()):
-        keys = [k for k in ("reset_attention_mask", "reset_position_ids") if getattr(args.data, k)]
-        split = ", ".join(key for key, used in layout.items() if used)
-        raise ConfigError(
-            f"{' and '.join(keys)} = true with {split}: packed documents are not tested in such a "
-            "layout yet. Use model_parallel_size 1, pipe_parallel_size 0 and ZeRO stage 0."
-        )
 
 
 def _divisors_near(number: int, wanted: int) -> int:

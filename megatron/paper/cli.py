@@ -240,9 +240,9 @@ def _legend(table: Table, color: bool) -> str:
     cells = [entry.cell for entry in table.entries]
     marks = []
     mark = "bold" if color else "*"
-    if any(cell.bold and not cell.printed for cell in cells):
+    if any(cell.bold and not cell.words for cell in cells):
         marks.append(f"{mark}: best in its row.")
-    if any(cell.bold and cell.printed for cell in cells):
+    if any(cell.bold and cell.words for cell in cells):
         marks.append(f"{mark}: p < 0.05.")
     if any(cell.dagger for cell in cells):
         marks.append("†: KERPLE-log is significantly better.")

@@ -183,5 +183,5 @@ def difference_cell(value: Difference) -> Cell:
         seeds=value.seeds,
         bold=value.settled,
         p_value=value.p_value,
-        printed=text,
+        words=text,
     )

@@ -63,12 +63,12 @@ def _cell(tables: Sequence[Tensor], points: int) -> Cell:
     if broken:
         worst = min(float(cpd_margin(table, points)) for table in broken)
         text = f"not CPD ({len(broken)} of {len(tables)}), eigenvalue {worst:.2g}"
-        return Cell(worst, seeds=len(tables), printed=text.replace("-", "−"))
+        return Cell(worst, seeds=len(tables), words=text.replace("-", "−"))
     shifts = [shift for table in tables if (shift := _shift(table, points)) is not None]
     none = len(tables) - len(shifts)
     text = f"CPD, c {max(shifts):.3g}" if shifts else "CPD"
     text += f" ({none} not strictly: none)" if none else ""
-    return Cell(max(shifts, default=0.0), seeds=len(tables), printed=text)
+    return Cell(max(shifts, default=0.0), seeds=len(tables), words=text)
 
 
 def _shift(table: Tensor, points: int) -> float | None:

@@ -238,14 +238,14 @@ def latex_row(label: str, entries: tuple[Entry, ...]) -> str:
 
 def _latex_cell(entry: Entry) -> str:
     plus_minus = r" $\pmb{\pm}$ " if entry.cell.bold else r" $\pm$ "
-    text = entry.text(plus_minus, missing="--")
+    text = _latex_escape(entry.cell.words) or entry.text(plus_minus, missing="--")
     if entry.cell.bold:
         text = rf"\textbf{{{text}}}"
     return text + (r"$^\dagger$" if entry.cell.dagger else "")
 
 
 _LATEX = {"%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "±": r"$\pm$", "†": r"$^\dagger$"}
-_LATEX |= {"×": r"$\times$", "—": "---", "–": "--", "α": r"$\alpha$"}
+_LATEX |= {"×": r"$\times$", "—": "---", "–": "--", "−": "$-$", "α": r"$\alpha$"}
 
 
 def _latex_escape(text: str) -> str:

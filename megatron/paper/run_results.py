@@ -283,7 +283,9 @@ class Cell:
     note: str = ""
     p_value: float | None = None
     printed: str = ""
-    """How it is printed, where that is not mean and deviation: the paper's own digits, a test."""
+    """A published number in the paper's own digits."""
+    words: str = ""
+    """What is shown in place of mean and deviation: a difference with its test, a verdict."""
 
     @property
     def present(self) -> bool:
@@ -378,6 +380,8 @@ def cell_text(
     cell: Cell, rounding: Rounding, reference: int, plus_minus: str = " ± ", missing: str = MISSING
 ) -> str:
     """The number as printed, without bold face and dagger."""
+    if cell.words:
+        return cell.words
     if cell.mean is None:
         return cell.note or missing
     for_mean, for_std = _decimals(cell, rounding, reference)

@@ -54,8 +54,6 @@ class Entry:
     published: Cell | None = None
 
     def text(self, plus_minus: str = " ± ", missing: str = "—") -> str:
-        if self.cell.printed:
-            return self.cell.printed
         return cell_text(self.cell, self.rounding, self.decimals, plus_minus, missing)
 
     def published_text(self) -> str:

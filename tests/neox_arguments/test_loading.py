@@ -159,12 +159,6 @@ def test_precision_conflicts_are_errors(values: dict[str, object]) -> None:
         ({"use_qk_layernorm": True, "norm": "rmsnorm"}, ["use_qk_layernorm", "rmsnorm"]),
         ({"use_qk_layernorm": True, "model_parallel_size": 2}, ["use_qk_layernorm", "= 2"]),
         ({"use_qk_layernorm": True, "num_kv_heads": 2}, ["use_qk_layernorm", "num_kv_heads"]),
-        ({"reset_attention_mask": True, "model_parallel_size": 2}, ["attention_mask", "ZeRO"]),
-        ({"reset_position_ids": True, "pipe_parallel_size": 1}, ["reset_position_ids", "pipe_"]),
-        (
-            {"reset_attention_mask": True, "zero_optimization": {"stage": 1}},
-            ["reset_attention_mask", "zero_optimization"],
-        ),
         ({"sparsity_config": {"block": 16}}, ["sparsity_config", "not implemented"]),
         ({"soft_prompt_tuning": {"enabled": True}}, ["soft_prompt_tuning", "not implemented"]),
         ({"lr": 0.1}, ["lr", "optimizer.params.lr"]),

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.paper.pages import to_csv, to_html, to_latex, to_markdown, to_text
+from megatron.paper.pages import latex_row, to_csv, to_html, to_latex, to_markdown, to_text
 from megatron.paper.run_results import Cell, cell_text, decimals_for
 from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, TableSpec
-from megatron.paper.tables import lay_out, measured_cells, published_source
+from megatron.paper.tables import Entry, lay_out, measured_cells, published_source
 
 SPEC = TableSpec(
     key="main",
@@ -114,6 +114,13 @@ def test_latex_has_balanced_rows_and_no_bare_special_characters() -> None:
     assert "†" not in text
     assert r"\textbf{4.02 $\pmb{\pm}$ 0.10}" in text
     assert r"4.51 $\pm$ 0.11$^\dagger$" in text
+
+
+def test_words_in_place_of_a_number_are_latex_too() -> None:
+    """A bare % would hide the rest of the row."""
+    words = Entry(Cell(-1.5, words="−1.50% (3; p 0.01)"), Rounding.MAGNITUDE, 2)
+    assert words.text() == "−1.50% (3; p 0.01)"
+    assert latex_row("code", (words,)) == r"code & $-$1.50\% (3; p 0.01)\\"
 
 
 def test_terminal_table_is_aligned() -> None:

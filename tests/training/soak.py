@@ -201,7 +201,7 @@ def _differences(whole: Path, broken: Path, steps: int) -> list[str]:
     if not files or files != sorted(path.name for path in theirs.glob("*.pt")):
         found.append("files")
     for name in files:
-        if not _same(load_file(ours / name), load_file(theirs / name)):
+        if not same(load_file(ours / name), load_file(theirs / name)):
             found.append(name)
     return found
 
@@ -211,15 +211,16 @@ def _numbers(save: Path) -> list[dict[str, Any]]:
     return [{key: line[key] for key in line if key not in TIMES} for line in lines]
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two loaded files hold the same bits."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if hasattr(a, "__dict__") and not callable(a):
-        return type(a) is type(b) and _same(vars(a), vars(b))
+        return type(a) is type(b) and same(vars(a), vars(b))
     return bool((a == b).all()) if hasattr(a == b, "all") else bool(a == b)
 
 

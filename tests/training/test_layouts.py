@@ -40,9 +40,17 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "per_layer": {"kerple_share": "per_layer"},
     "row_head": {"output_layer_parallelism": "row"},
     "score_terms": {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
+    "packed": {
+        "pos_emb": "kerple_log",
+        "forget_gate": True,
+        "reset_attention_mask": True,
+        "reset_position_ids": True,
+        "tokenizer_type": "CharLevelTokenizer",  # whose documents end with 0
+    },
 }
 FULL = ("kerple_log", "rpe")
 SOME = ("mp2", "pp2")
+MORE = {"score_terms": (*SOME, "dp2_zero3"), "packed": (*SOME, "dp2_zero3", "pp2_zero1")}
 PRECISIONS = ("fp32", "bf16")
 # Relative. bf16 keeps 8 bits: sums in another order differ in the last of them.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
@@ -58,7 +66,8 @@ def _table() -> list[tuple[str, str, str, int]]:
         for name in PRECISIONS if position in FULL else PRECISIONS[:1]:
             if position in FULL:
                 rows += [(position, name, one, 1) for one in ONE]
-            rows += [(position, name, two, 2) for two in (TWO if position in FULL else SOME)]
+            some = MORE.get(position, SOME)
+            rows += [(position, name, two, 2) for two in (TWO if position in FULL else some)]
     return rows
 
 
@@ -68,12 +77,14 @@ TABLE = _table()
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("layouts")
-    data = write_data(directory)
+    plain = write_data(directory)
+    packed = write_data(directory / "packed", documents=400, length=7, end=0)
     cases: dict[int, dict[str, Any]] = {1: {}, 2: {}}
     references = {(position, name, "one", 1) for position, name, _, _ in TABLE}
     for position, name, arrangement, processes in [*sorted(references), *TABLE]:
         place = {"one": layout(), **ONE, **TWO}[arrangement]
         key = f"{position}-{name}-{arrangement}"
+        data = packed if position == "packed" else plain
         cases[processes][key] = {
             "config": tiny_config(data, **POSITIONS[position], **precision(name), **place),
             "steps": STEPS,
