@@ -225,7 +225,8 @@ def _write_report(suite: Suite, root: Path, out: Path | None) -> None:
 
     files = make_report(suite, root, out, _command_line())
     color = sys.stdout.isatty()
-    shown = [table for table in files.tables if not table.key.endswith("_test")]
+    on_the_page_only = ("_test", "cpd")
+    shown = [table for table in files.tables if not table.key.endswith(on_the_page_only)]
     for table in shown:
         if any(entry.cell.present for entry in table.entries):
             print(f"\n{to_text(table, color=color)}{_legend(table, color)}")

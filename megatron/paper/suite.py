@@ -140,7 +140,25 @@ def load_suite(
     file = read_suite_file(base)
     expansion = _Expansion(Path(base).stem, file, Path(runs_root), Path(data_root), sets or {})
     suite = expansion.suite()
-    return _select(suite, chosen) if chosen else suite
+    selected = _select(suite, chosen) if chosen else suite
+    _check_configs(selected)
+    return selected
+
+
+def _check_configs(suite: Suite) -> None:
+    """What train.py would refuse is refused before anything starts, once for all seeds."""
+    checked: set[tuple[str, str, str]] = set()
+    for run in suite.runs:
+        kind = (run.model, run.data, run.method)
+        if kind in checked:
+            continue
+        checked.add(kind)
+        for key in _COUNTS:
+            _count(run.config, key, f"suite {suite.name}: run {run.name}")
+        try:
+            NeoXArgs.from_dict(dict(run.config))
+        except ConfigError as error:
+            raise ReproduceError(f"suite {suite.name}: run {run.name}: {error}") from error
 
 
 class _Expansion:
@@ -156,7 +174,6 @@ class _Expansion:
             for run in self._section_runs(name, section):
                 runs[run.name] = _merge(runs[run.name], run) if run.name in runs else run
         complete = tuple(self._with_lengths(run) for run in runs.values())
-        self._check(complete)
         return Suite(
             self._name,
             self._file.about,
@@ -168,21 +185,6 @@ class _Expansion:
             self._file.contrasts,
             tuple(self._file.differs),
         )
-
-    def _check(self, runs: Iterable[Run]) -> None:
-        """What train.py would refuse is refused before anything starts, once for all seeds."""
-        checked: set[tuple[str, str, str]] = set()
-        for run in runs:
-            kind = (run.model, run.data, run.method)
-            if kind in checked:
-                continue
-            checked.add(kind)
-            for key in _COUNTS:
-                _count(run.config, key, f"suite {self._name}: run {run.name}")
-            try:
-                NeoXArgs.from_dict(dict(run.config))
-            except ConfigError as error:
-                raise ReproduceError(f"suite {self._name}: run {run.name}: {error}") from error
 
     def _model(self, name: str) -> tuple[dict[str, Any], int]:
         chain: list[Model] = []

@@ -91,6 +91,14 @@ def test_only_selects_sections_methods_data_and_runs() -> None:
     assert [run.name for run in load_suite("paper/long").runs] == names("long")
 
 
+def test_what_only_leaves_out_is_not_checked() -> None:
+    """The 1.3B runs are fp16 by a block of their own, none of the small ones' business."""
+    fp32 = {"precision": "fp32"}
+    assert load_suite("paper", ["small.*"], sets=fp32).runs
+    with pytest.raises(ReproduceError, match=r"large.*fp16.enabled"):
+        load_suite("paper", sets=fp32)
+
+
 def test_only_narrows_the_tables_too() -> None:
     (section,) = load_suite("paper", ["main", "github", "kerple_log", "rpe"]).sections
     assert section.table is not None

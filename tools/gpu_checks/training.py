@@ -166,15 +166,20 @@ def _background_save(runs: _Runs) -> Finding:
     """Copies through pinned memory while the next steps run: losses and last files are the same."""
     found = _losses(runs.run("background", {"async_save": True}, runs.here))
     folders = [runs.scratch / name / f"global_step{runs.steps}" for name in ("here", "background")]
-    files = sorted(path.name for path in folders[0].glob("*model_states.pt"))
-    states = [[load_file(folder / name)["module"] for name in files] for folder in folders]
-    pairs = [
-        (one[name], other.get(name))
-        for one, other in zip(*states, strict=True)
-        for name in one or {}
-    ]
-    same = found == _losses(runs.metrics("here")) and all(torch.equal(*pair) for pair in pairs)
-    return Finding(PART, "async_save", verdict(same), f"losses and {len(pairs)} weights to the bit")
+    one, other = (_weights(folder) for folder in folders)
+    equal = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    same = found == _losses(runs.metrics("here")) and bool(one) and equal
+    return Finding(PART, "async_save", verdict(same), f"losses and {len(one)} weights to the bit")
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a checkpoint, whole or layer by layer."""
+    found = {}
+    for path in sorted(folder.glob("*model_states.pt")):
+        content = load_file(path)
+        weights = content.get("module", content) or {}
+        found |= {f"{path.name} {name}": value for name, value in weights.items()}
+    return found
 
 
 def _several(runs: _Runs) -> list[Finding]:
