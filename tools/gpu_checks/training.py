@@ -174,7 +174,7 @@ def _background_save(runs: _Runs) -> Finding:
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint, whole or layer by layer."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*model_states.pt")):
         content = load_file(path)
         weights = content.get("module", content) or {}
