@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
 
 from megatron.neox_arguments.catalogue import label_of, line_style
-from megatron.paper.run_results import ResultSet, summarize
+from megatron.paper.run_results import ResultSet, RunResults, summarize
 from megatron.paper.style import (
     EndLabel,
     direct_labels,
@@ -200,11 +200,12 @@ def training_loss(
     results: ResultSet, data: Sequence[DataSet], methods: Sequence[str]
 ) -> Figure | None:
     """Training loss against step (first seed of each method)."""
-    shown = [
-        item
-        for item in data
-        if any(found.losses for name in methods for found in results.of(item.name, name))
-    ]
+
+    def curves(data_name: str, method: str) -> list[RunResults]:
+        """Runs with a line to draw: one point shows nothing."""
+        return [run for run in results.of(data_name, method) if len(run.losses) > 1]
+
+    shown = [item for item in data if any(curves(item.name, name) for name in methods)]
     if not shown:
         return None
     with figure_style():
@@ -212,7 +213,7 @@ def training_loss(
         grid = figure.subplots(1, len(shown), squeeze=False)
         for axes, item in zip(grid[0], shown, strict=True):
             for name in methods:
-                runs = [run for run in results.of(item.name, name) if run.losses]
+                runs = curves(item.name, name)
                 if runs:
                     steps, losses = zip(*runs[0].losses, strict=True)
                     style = line_style(name)
