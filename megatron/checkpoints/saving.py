@@ -71,7 +71,7 @@ def _doing(store: CheckpointStore, step: int) -> str:
 
 
 def _prune(store: CheckpointStore, keep: int | None) -> None:
-    if dist.get_rank() == 0:  # only now that the newer one is complete, and proven
+    if _is_main():  # only now that the newer one is complete, and proven
         store.prune(keep)
     dist.barrier()
 
@@ -90,8 +90,12 @@ def publish(
     `prove`: read everything back before it counts, because an older one will be deleted for it.
     """
     with _leaving_nothing(store, step):
-        together(lambda: store.prepare(step) if _is_main() else None, doing, advice)
+        _prepare(store, step, doing, advice)
         _complete(store, step, write, doing, advice, prove=prove)
+
+
+def _prepare(store: CheckpointStore, step: int, doing: str, advice: str) -> None:
+    together(lambda: store.prepare(step) if _is_main() else None, doing, advice)
 
 
 def _complete(
@@ -155,7 +159,7 @@ class BackgroundSave:
 
         doing = _doing(store, step)
         with _leaving_nothing(store, step):
-            together(lambda: store.prepare(step) if _is_main() else None, doing, ADVICE)
+            _prepare(store, step, doing, ADVICE)
             together(take, doing, ADVICE)
         self._thread.start()
 

@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
+from megatron.model.embedding import places_in_documents
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.model.score_terms import gate_sums, keys_seen, log_gates, sharpened
@@ -126,8 +127,8 @@ class SelfAttention(nn.Module):
         offset = cache.length if cache is not None else 0
         q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
         if self.rotary is not None:
-            positions = self._positions(starts_BL)
-            q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, positions)
+            places = places_in_documents(starts_BL) if self.positions_restart else None
+            q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
         first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
             q_BHLD = sharpened(
@@ -161,12 +162,6 @@ class SelfAttention(nn.Module):
             generator=_dropout_generator(x_BLh.device, self.tp) if dropout else None,
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
-
-    def _positions(self, starts_BL: Tensor | None) -> Tensor | None:
-        """Each token's place in its document, where positions restart."""
-        if starts_BL is None or not self.positions_restart:
-            return None
-        return torch.arange(starts_BL.shape[1], device=starts_BL.device) - starts_BL
 
     def _gates_and_sinks(
         self, x_BLh: Tensor, cache: LayerCache | None, starts_BL: Tensor | None

@@ -44,17 +44,20 @@ class Embedding(nn.Module):
         tokens, starts = (inputs, None) if isinstance(inputs, Tensor) else inputs
         x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            x = self._with_positions(self.position_embeddings, x, offset, starts)
+            places = places_in_documents(starts) if self.positions_restart else None
+            # a method of the user's own need not know `positions`
+            own = () if places is None else (places,)
+            x = self.position_embeddings(x, offset, *own)
         if self.dropout:
             x = F.dropout(x, self.dropout, self.training)
         return x if starts is None else (x, starts)
 
-    def _with_positions(
-        self, embedding: InputEmbedding, x: Tensor, offset: int, starts: Tensor | None
-    ) -> Tensor:
-        if starts is None or not self.positions_restart:
-            return embedding(x, offset)
-        return embedding(x, offset, torch.arange(x.shape[1], device=x.device) - starts)
+
+def places_in_documents(starts_BL: Tensor | None) -> Tensor | None:
+    """Each token's place in its document, if it is known where documents start."""
+    if starts_BL is None:
+        return None
+    return torch.arange(starts_BL.shape[1], device=starts_BL.device) - starts_BL
 
 
 class FinalNorm(nn.Module):
