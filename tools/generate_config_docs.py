@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from megatron.neox_arguments import GROUPS
 from megatron.neox_arguments.catalogue import METHODS, Method
-from megatron.neox_arguments.foreign_keys import ALIASES, UNIMPLEMENTED
+from megatron.neox_arguments.normalize import ALIASES, UNIMPLEMENTED
 from megatron.neox_arguments.validation import NOT_IMPLEMENTED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "neox_arguments.md"

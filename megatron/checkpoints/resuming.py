@@ -20,7 +20,6 @@ from megatron.checkpoints.universal_engine import load_universal, load_zero3_wei
 from megatron.errors import CheckpointError, KerpleError
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds
-from megatron.neox_arguments.deepspeed_config import accumulation_dtype, zero_stage_in_effect
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -93,7 +92,7 @@ def _load(
             engine, directory, args, parallel.tp, optimizer=optimizer, schedule=schedule
         )
     check_layout(directory, args)
-    if zero_stage_in_effect(args) == 3 and not optimizer:
+    if args.optimization.zero_stage_in_effect == 3 and not optimizer:
         return load_zero3_weights(engine, directory, args, parallel.tp, schedule=schedule)
     try:
         _, progress = engine.load_checkpoint(
@@ -189,14 +188,14 @@ LAYOUT = "layout.json"
 def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
     """What must be equal for DeepSpeed's own files to fit."""
     plan = args.batch_plan(world_size)
-    zero = zero_stage_in_effect(args)
+    zero = args.optimization.zero_stage_in_effect
     return {
         "pipe_parallel_size": args.parallel.pipe_parallel_size,
         "model_parallel_size": args.parallel.model_parallel_size,
         "zero_stage": zero,
         "precision": args.optimization.precision or "fp32",
         # DeepSpeed keeps bf16's fp32 sums in an optimizer, and files, of another kind.
-        "grad_accum_dtype": accumulation_dtype(args) if zero == 1 else None,
+        "grad_accum_dtype": args.optimization.accumulation_dtype if zero == 1 else None,
         # Without ZeRO every replica holds everything, and their number is free.
         "data_parallel_size": plan.data_parallel_size if zero else None,
         "world_size": world_size,

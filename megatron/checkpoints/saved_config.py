@@ -12,13 +12,12 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import canonical_method
-from megatron.neox_arguments.foreign_keys import changes_the_model
 from megatron.neox_arguments.model_keys import (
     GATED_ACTIVATIONS,
     KEYS_OF_OURS,
     intermediate_size_for,
 )
-from megatron.neox_arguments.normalize import canonical_key
+from megatron.neox_arguments.normalize import canonical_key, changes_the_model
 from megatron.neox_arguments.values import facts_of
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 

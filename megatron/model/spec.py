@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.data_keys import DataArgs
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.optimization_keys import OptimizationArgs
-from megatron.neox_arguments.run_keys import RuntimeArgs
+from megatron.neox_arguments.run_keys import DataArgs, RuntimeArgs
 from megatron.neox_arguments.validation import describe_validation_error
 from megatron.neox_arguments.values import Group, PositiveInt
 

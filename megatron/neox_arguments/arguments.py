@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
+from megatron.atomic_files import fingerprint
 from megatron.errors import ConfigError
 from megatron.neox_arguments import validation
-from megatron.neox_arguments.data_keys import (
-    DataArgs,
-    EvaluationArgs,
-    GenerationArgs,
-    TokenizerArgs,
-)
 from megatron.neox_arguments.deepspeed_config import build_deepspeed_config, unknown_zero_keys
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.normalize import normalize, resolve_precision
 from megatron.neox_arguments.optimization_keys import BatchPlan, OptimizationArgs, plan_batch
 from megatron.neox_arguments.run_keys import (
     CheckpointArgs,
+    DataArgs,
+    EvaluationArgs,
+    GenerationArgs,
     LauncherArgs,
     LoggingArgs,
     ParallelArgs,
     RuntimeArgs,
+    TokenizerArgs,
 )
 from megatron.neox_arguments.validation import describe_validation_error
 from megatron.neox_arguments.values import Group, copy_plain
@@ -155,8 +152,7 @@ class NeoXArgs(Group):
         values = {
             key: value for key, value in self.to_dict().items() if OWNER[key] not in _NOT_IN_HASH
         }
-        text = json.dumps(values, sort_keys=True)
-        return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+        return fingerprint(values)
 
     def batch_plan(self, world_size: int) -> BatchPlan:
         """Batch sizes for this many processes."""

@@ -10,7 +10,6 @@ from megatron.errors import ConfigError
 from megatron.machine import count_gpus, memory_bytes
 from megatron.neox_arguments.arguments import GROUPS, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of, method
-from megatron.neox_arguments.deepspeed_config import accumulation_dtype
 from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
 from megatron.neox_arguments.optimization_keys import data_parallel_size
 from megatron.neox_arguments.yaml_files import dump_yaml
@@ -177,23 +176,18 @@ def _layer_parameters(model: ModelArgs) -> int:
     return attention + mlp + norms * _norm_parameters(model)
 
 
-def padded_vocabulary(args: NeoXArgs, vocab_size: int) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank gets a round share."""
-    multiple = args.model.make_vocab_size_divisible_by * args.parallel.model_parallel_size
-    return -(-vocab_size // multiple) * multiple
-
-
-def count_parameters(args: NeoXArgs, vocab_size: int | None = None) -> ParameterCount:
+def count_parameters(args: NeoXArgs) -> ParameterCount:
     """Parameters of the model a config describes, without building it."""
     model = args.model
     assumptions = []
-    size = vocab_size or args.tokenizer.vocab_size
+    size = args.tokenizer.vocab_size
     if size is None:
         kind = args.tokenizer.tokenizer_type
         size = KNOWN_VOCABULARIES.get(kind, ASSUMED_VOCABULARY)
         if kind not in KNOWN_VOCABULARIES:
             assumptions.append(f"vocabulary of {size} assumed ({kind} is not opened here)")
-    padded = padded_vocabulary(args, size)
+    multiple = model.make_vocab_size_divisible_by * args.parallel.model_parallel_size
+    padded = -(-size // multiple) * multiple  # a round share for every tensor-parallel rank
     position = method(model.pos_emb)
     if position is None:
         assumptions.append(f"parameters of pos_emb {model.pos_emb} not counted")
@@ -228,10 +222,11 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     """Bytes that training takes on one process."""
     share = -(-count_parameters(args).total // args.parallel.processes_per_replica)
     copies = data_parallel_size(args.parallel, world_size)
-    stage = args.optimization.zero_stage
-    half = args.optimization.precision != "fp32"
+    optimization = args.optimization
+    stage, half = optimization.zero_stage, optimization.precision != "fp32"
     # bf16's gradients are added up in fp32 beside them.
-    sums = 4 if args.optimization.precision == "bf16" and accumulation_dtype(args) == "fp32" else 0
+    beside = optimization.precision == "bf16" and optimization.accumulation_dtype == "fp32"
+    sums = 4 if beside else 0
     # 16-bit training keeps an fp32 copy beside Adam's two moments.
     states = share * (12 if half else 8)
     return MemoryEstimate(

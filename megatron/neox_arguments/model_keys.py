@@ -2,8 +2,8 @@
 
 A key is declared here once. The model's builders (`ModelSpec`), the positional embeddings
 (`PositionOptions`) and the Hugging Face config of an export (`KerpleNeoXConfig`) are derived from
-these fields, so that a new key is one field here and the code that reads it. `about(...)` says
-where a key is called otherwise, or does not go.
+these fields, so that a new key is one field here and the code that reads it. Further words
+of `key(...)` say where it is called otherwise, or does not go.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from megatron.neox_arguments.values import (
-    NO_EFFECT,
     Fraction,
     Group,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    about,
+    accepted,
     facts_of,
+    key,
 )
 
 Activation = Literal[
@@ -44,290 +44,199 @@ GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu")
 class RopeScaling(Group):
     """How rotary angles are stretched beyond the training length."""
 
-    type: Literal["linear", "ntk", "yarn"] = Field(
-        description="linear (position interpolation), ntk (a larger base) or yarn."
+    type: Literal["linear", "ntk", "yarn"] = key(
+        ..., "linear (position interpolation), ntk (a larger base) or yarn."
     )
-    factor: PositiveFloat = Field(
-        description="Evaluation length divided by training length, e.g. 4.0."
-    )
-    original_max_position: PositiveInt | None = Field(
-        None, description="Length the model was trained at; null means max_position_embeddings."
+    factor: PositiveFloat = key(..., "Evaluation length divided by training length, e.g. 4.0.")
+    original_max_position: PositiveInt | None = key(
+        None, "Length the model was trained at; null means max_position_embeddings."
     )
 
 
 class ModelArgs(Group):
     """Sizes, norms, positions, attention, initialisation and dropout."""
 
-    num_layers: PositiveInt = Field(
-        description="Number of transformer layers.",
-        json_schema_extra=about(hf="num_hidden_layers", hf_default=12),
+    num_layers: PositiveInt = key(
+        ..., "Number of transformer layers.", hf="num_hidden_layers", hf_default=12
     )
-    hidden_size: PositiveInt = Field(
-        description="Width of the residual stream; a multiple of num_attention_heads.",
-        json_schema_extra=about(hf_default=768),
+    hidden_size: PositiveInt = key(
+        ..., "Width of the residual stream; a multiple of num_attention_heads.", hf_default=768
     )
-    num_attention_heads: PositiveInt = Field(
-        description="Number of attention heads.",
-        json_schema_extra=about(hf_default=12),
-    )
-    num_kv_heads: PositiveInt | None = Field(
+    num_attention_heads: PositiveInt = key(..., "Number of attention heads.", hf_default=12)
+    num_kv_heads: PositiveInt | None = key(
         None,
-        description="Grouped-query attention: heads of keys and values, a divisor of "
+        "Grouped-query attention: heads of keys and values, a divisor of "
         "num_attention_heads; each serves as many query heads in a row. null: one for each.",
-        json_schema_extra=about(hf="num_key_value_heads"),
+        hf="num_key_value_heads",
     )
-    use_qk_layernorm: bool = Field(
+    use_qk_layernorm: bool = key(
         False,
-        description="Layernorm of queries and keys before they meet, over all heads of a token at "
+        "Layernorm of queries and keys before they meet, over all heads of a token at "
         "once and with one weight for both, as GPT-NeoX. Needs norm: layernorm, "
         "model_parallel_size 1 and no num_kv_heads.",
     )
-    forget_gate: bool = Field(
+    forget_gate: bool = key(
         False,
-        description="Forgetting Transformer: each head has a gate in (0, 1), a linear map of the "
+        "Forgetting Transformer: each head has a gate in (0, 1), a linear map of the "
         "layer's input, and a score decays by the gates of all tokens after its key. With any "
         "pos_emb, none included.",
-        json_schema_extra=about(ours=True),
+        ours=True,
     )
-    attention_sinks: bool = Field(
+    attention_sinks: bool = key(
         False,
-        description="A learned logit per head in the denominator of the softmax, so that a head "
+        "A learned logit per head in the denominator of the softmax, so that a head "
         "may attend to nothing.",
-        json_schema_extra=about(ours=True),
+        ours=True,
     )
-    scalable_softmax: bool = Field(
+    scalable_softmax: bool = key(
         False,
-        description="Scalable softmax (SSMax): queries times s log n for the n keys they see, s "
+        "Scalable softmax (SSMax): queries times s log n for the n keys they see, s "
         "learned per head, so that attention stays sharp over more keys than in training.",
-        json_schema_extra=about(ours=True),
+        ours=True,
     )
-    intermediate_size: PositiveInt | None = Field(
+    intermediate_size: PositiveInt | None = key(
         None,
-        description="Width of the MLP; null means 4 x hidden_size. A gated activation (swiglu, "
+        "Width of the MLP; null means 4 x hidden_size. A gated activation (swiglu, "
         "geglu, reglu) is a third as wide, as in GPT-NeoX: two thirds of this are the outputs of "
         "the first projection, and half of them gate the others.",
-        json_schema_extra=about(hf_default=3072),
+        hf_default=3072,
     )
-    mlp_multiple_of: PositiveInt = Field(
+    mlp_multiple_of: PositiveInt = key(
         1,
-        description="Round the width of the MLP (after the thirds of gated ones) up to a multiple "
-        "of this.",
-        json_schema_extra=about(hf=None),
+        "Round the width of the MLP (after the thirds of gated ones) up to a multiple of this.",
+        hf=None,
     )
-    seq_length: PositiveInt = Field(
-        2048,
-        description="Training sequence length in tokens.",
-        json_schema_extra=about(hf="train_length", hf_default=512),
+    seq_length: PositiveInt = key(
+        2048, "Training sequence length in tokens.", hf="train_length", hf_default=512
     )
-    seq_length_val: PositiveInt | None = Field(
+    seq_length_val: PositiveInt | None = key(
         None,
-        description="Sequence length of the validation and test data; null means seq_length. "
+        "Sequence length of the validation and test data; null means seq_length. "
         "May be longer than anything seen in training.",
-        json_schema_extra=about(hf=None),
+        hf=None,
     )
-    max_position_embeddings: PositiveInt | None = Field(
+    max_position_embeddings: PositiveInt | None = key(
         None,
-        description="Rows of the learned position table; null means seq_length. Only `learned` "
+        "Rows of the learned position table; null means seq_length. Only `learned` "
         "is limited by it: every other pos_emb may be evaluated at any length.",
-        json_schema_extra=about(hf_default=512),
+        hf_default=512,
     )
-    norm: Literal["layernorm", "rmsnorm", "scalenorm"] = Field(
-        "layernorm", description="Normalisation layer."
-    )
-    layernorm_epsilon: PositiveFloat = Field(
-        1.0e-5,
-        description="Epsilon of layernorm.",
-        json_schema_extra=about(hf=None),
-    )
-    rms_norm_epsilon: PositiveFloat = Field(
-        1.0e-8,
-        description="Epsilon of rmsnorm.",
-        json_schema_extra=about(hf=None),
-    )
-    scalenorm_epsilon: PositiveFloat = Field(
-        1.0e-8,
-        description="Epsilon of scalenorm.",
-        json_schema_extra=about(hf=None),
-    )
-    pos_emb: str = Field(
+    norm: Literal["layernorm", "rmsnorm", "scalenorm"] = key("layernorm", "Normalisation layer.")
+    layernorm_epsilon: PositiveFloat = key(1.0e-5, "Epsilon of layernorm.", hf=None)
+    rms_norm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of rmsnorm.", hf=None)
+    scalenorm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of scalenorm.", hf=None)
+    pos_emb: str = key(
         "learned",
-        description="Positional embedding: a registered name (learned, sinusoidal, rotary, rpe, "
+        "Positional embedding: a registered name (learned, sinusoidal, rotary, rpe, "
         "alibi, none, kerple_log, kerple_power, ...), one of the official KERPLE fork's names "
         "(kerple_power_ap_, ...), or `module:ClassName` of your own.",
-        json_schema_extra=about(hf_default="kerple_log"),
+        hf_default="kerple_log",
     )
-    rpe_num_buckets: PositiveInt = Field(32, description="T5 bias: number of distance buckets.")
-    rpe_max_distance: PositiveInt = Field(
-        128, description="T5 bias: distances from here on share the last bucket."
+    rpe_num_buckets: PositiveInt = key(32, "T5 bias: number of distance buckets.")
+    rpe_max_distance: PositiveInt = key(
+        128, "T5 bias: distances from here on share the last bucket."
     )
-    rotary_pct: Fraction = Field(1.0, description="Fraction of each head that is rotated.")
-    rotary_emb_base: PositiveFloat = Field(
-        10000,
-        description="Base of the rotary frequencies.",
-        json_schema_extra=about(hf="rotary_base", hf_default=10000.0),
+    rotary_pct: Fraction = key(1.0, "Fraction of each head that is rotated.")
+    rotary_emb_base: PositiveFloat = key(
+        10000, "Base of the rotary frequencies.", hf="rotary_base", hf_default=10000.0
     )
-    rope_scaling: RopeScaling | None = Field(
+    rope_scaling: RopeScaling | None = key(
         None,
-        description="Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, "
-        "original_max_position: 2048}.",
-        json_schema_extra=about(hf="rotary_scaling", ours=True),
+        "Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, original_max_position: 2048}.",
+        hf="rotary_scaling",
+        ours=True,
     )
-    kerple_constraint: Literal["ste", "project", "softplus"] = Field(
+    kerple_constraint: Literal["ste", "project", "softplus"] = key(
         "ste",
-        description="How kernel parameters stay in their range: a straight-through clamp (what "
+        "How kernel parameters stay in their range: a straight-through clamp (what "
         "the official code amounts to), a projection after each step, or softplus.",
-        json_schema_extra=about(ours=True),
+        ours=True,
     )
-    kerple_bias_scale: Literal["post", "pre"] = Field(
+    kerple_bias_scale: Literal["post", "pre"] = key(
         "post",
-        description="Add the bias after q.k/sqrt(d) (post, as the official code) or divide it by "
+        "Add the bias after q.k/sqrt(d) (post, as the official code) or divide it by "
         "sqrt(d) too (pre, as Eq. 1 of the paper).",
-        json_schema_extra=about(ours=True),
+        ours=True,
     )
-    kerple_share: Literal["all", "per_layer"] = Field(
-        "all",
-        description="One kernel for all layers, or one per layer.",
-        json_schema_extra=about(ours=True),
+    kerple_share: Literal["all", "per_layer"] = key(
+        "all", "One kernel for all layers, or one per layer.", ours=True
     )
-    kerple_legacy_bf16: bool = Field(
+    kerple_legacy_bf16: bool = key(
         False,
-        description="Compute distances and bias in bf16 as the official code does (coarse beyond "
+        "Compute distances and bias in bf16 as the official code does (coarse beyond "
         "256 tokens); for reproducing its numbers only.",
-        json_schema_extra=about(ours=True),
+        ours=True,
     )
-    attention_config: list[Any] | None = Field(
+    attention_config: list[Any] | None = key(
         None,
-        description='Attention type per layer, e.g. [[["global"], 12]]. Only `global` (or `flash`, '
+        'Attention type per layer, e.g. [[["global"], 12]]. Only `global` (or `flash`, '
         "the same attention) is implemented; use sliding_window_width for a window.",
-        json_schema_extra=about(hf=None),
+        hf=None,
     )
-    sliding_window_width: NonNegativeInt | None = Field(
+    sliding_window_width: NonNegativeInt | None = key(
         None,
-        description="Attend to the query and to this many tokens before it, as GPT-NeoX; null: "
-        "to all.",
-        json_schema_extra=about(hf="attention_window"),
+        "Attend to the query and to this many tokens before it, as GPT-NeoX; null: to all.",
+        hf="attention_window",
     )
-    attention_engine: Literal["auto", "naive", "tiled", "triton"] = Field(
-        "auto",
-        description="Attention implementation; auto takes the fastest that fits.",
-        json_schema_extra=about(hf=None, ours=True),
+    attention_engine: Literal["auto", "naive", "tiled", "triton"] = key(
+        "auto", "Attention implementation; auto takes the fastest that fits.", hf=None, ours=True
     )
-    attention_pruning: bool = Field(
-        True,
-        description="Let engines skip blocks that cannot change the result.",
-        json_schema_extra=about(hf=None, ours=True),
+    attention_pruning: bool = key(
+        True, "Let engines skip blocks that cannot change the result.", hf=None, ours=True
     )
-    activation: Activation = Field(
-        "gelu",
-        description="Activation of the MLP.",
-        json_schema_extra=about(hf="hidden_act"),
-    )
-    gpt_j_residual: bool = Field(
+    activation: Activation = key("gelu", "Activation of the MLP.", hf="hidden_act")
+    gpt_j_residual: bool = key(
         False,
-        description="Attention and MLP in parallel: x + attn(ln1(x)) + mlp(ln2(x)).",
-        json_schema_extra=about(hf="use_parallel_residual"),
+        "Attention and MLP in parallel: x + attn(ln1(x)) + mlp(ln2(x)).",
+        hf="use_parallel_residual",
     )
-    gpt_j_tied: bool = Field(
-        False,
-        description="With gpt_j_residual: one norm feeds both branches.",
-        json_schema_extra=about(hf="share_parallel_norm"),
+    gpt_j_tied: bool = key(
+        False, "With gpt_j_residual: one norm feeds both branches.", hf="share_parallel_norm"
     )
-    no_weight_tying: bool = Field(
-        False,
-        description="Give the head its own matrix instead of the embedding's.",
-        json_schema_extra=about(hf=None),
+    no_weight_tying: bool = key(
+        False, "Give the head its own matrix instead of the embedding's.", hf=None
     )
-    output_layer_parallelism: Literal["column", "row"] = Field(
+    output_layer_parallelism: Literal["column", "row"] = key(
         "column",
-        description="Split the head over the vocabulary (column) or over the hidden size (row, "
+        "Split the head over the vocabulary (column) or over the hidden size (row, "
         "the official KERPLE fork's default).",
-        json_schema_extra=about(hf=None),
+        hf=None,
     )
-    make_vocab_size_divisible_by: PositiveInt = Field(
-        128,
-        description="Pad the vocabulary to a multiple of this times model_parallel_size.",
-        json_schema_extra=about(hf=None),
+    make_vocab_size_divisible_by: PositiveInt = key(
+        128, "Pad the vocabulary to a multiple of this times model_parallel_size.", hf=None
     )
-    use_bias_in_norms: bool = Field(
-        True,
-        description="Bias in norms.",
-        json_schema_extra=about(hf="norm_bias"),
+    use_bias_in_norms: bool = key(True, "Bias in norms.", hf="norm_bias")
+    use_bias_in_attn_linear: bool = key(True, "Bias in attention projections.", hf="attention_bias")
+    use_bias_in_mlp: bool = key(True, "Bias in MLP projections.", hf="mlp_bias")
+    init_method: InitMethod = key("normal", "Initialisation of weights.", hf=None)
+    output_layer_init_method: InitMethod = key(
+        "scaled_normal", "Initialisation of the projections back to the residual.", hf=None
     )
-    use_bias_in_attn_linear: bool = Field(
-        True,
-        description="Bias in attention projections.",
-        json_schema_extra=about(hf="attention_bias"),
+    init_method_std: NonNegativeFloat = key(
+        0.02, "Standard deviation of normal initialisations.", hf="initializer_range"
     )
-    use_bias_in_mlp: bool = Field(
-        True,
-        description="Bias in MLP projections.",
-        json_schema_extra=about(hf="mlp_bias"),
-    )
-    init_method: InitMethod = Field(
-        "normal",
-        description="Initialisation of weights.",
-        json_schema_extra=about(hf=None),
-    )
-    output_layer_init_method: InitMethod = Field(
-        "scaled_normal",
-        description="Initialisation of the projections back to the residual.",
-        json_schema_extra=about(hf=None),
-    )
-    init_method_std: NonNegativeFloat = Field(
-        0.02,
-        description="Standard deviation of normal initialisations.",
-        json_schema_extra=about(hf="initializer_range"),
-    )
-    attention_dropout: Fraction = Field(0.0, description="Dropout of attention weights.")
-    hidden_dropout: Fraction = Field(0.0, description="Dropout of both residual branches.")
-    apply_query_key_layer_scaling: bool = Field(
+    attention_dropout: Fraction = key(0.0, "Dropout of attention weights.")
+    hidden_dropout: Fraction = key(0.0, "Dropout of both residual branches.")
+    apply_query_key_layer_scaling: bool = accepted("it only guards fp16 softmax, and ours is fp32.")
+    attention_softmax_in_fp32: bool = accepted("our softmax is always fp32 inside.")
+    use_cpu_initialization: bool = accepted("initial weights never depend on the device.")
+    scaled_upper_triang_masked_softmax_fusion: bool = key(
         False,
-        description="Accepted for old files: it only guards fp16 softmax, and ours is fp32.",
-        json_schema_extra=NO_EFFECT,
-    )
-    attention_softmax_in_fp32: bool = Field(
-        False,
-        description="Accepted for old files: our softmax is always fp32 inside.",
-        json_schema_extra=NO_EFFECT,
-    )
-    use_cpu_initialization: bool = Field(
-        False,
-        description="Accepted for old files: initial weights never depend on the device.",
-        json_schema_extra=NO_EFFECT,
-    )
-    scaled_upper_triang_masked_softmax_fusion: bool = Field(
-        False,
-        description="Train through dense scores and the fused softmax that ALiBi and KERPLE share "
+        "Train through dense scores and the fused softmax that ALiBi and KERPLE share "
         "(`attention_engine: naive`), unless attention_config asks for `flash` or attention_engine "
         "names an engine. Evaluation and generation take the fastest engine: the same numbers.",
-        json_schema_extra=about(hf=None),
+        hf=None,
     )
-    scaled_masked_softmax_fusion: bool = Field(
+    scaled_masked_softmax_fusion: bool = accepted("our attention engines are always fused.")
+    bias_gelu_fusion: bool = key(
         False,
-        description="Accepted for old files: our attention engines are always fused.",
-        json_schema_extra=NO_EFFECT,
-    )
-    bias_gelu_fusion: bool = Field(
-        False,
-        description="Use the tanh approximation of GELU, which is what GPT-NeoX's fused kernel "
+        "Use the tanh approximation of GELU, which is what GPT-NeoX's fused kernel "
         "computes. Nothing is faster for it here.",
-        json_schema_extra=about(hf=None),
+        hf=None,
     )
-    bias_dropout_fusion: bool = Field(
-        False,
-        description="Accepted for old files: there is no separate fused kernel to choose.",
-        json_schema_extra=NO_EFFECT,
-    )
-    rope_fusion: bool = Field(
-        False,
-        description="Accepted for old files: there is no separate fused kernel to choose.",
-        json_schema_extra=NO_EFFECT,
-    )
-    layernorm_fusion: bool = Field(
-        False,
-        description="Accepted for old files: a fused norm is used whenever one is installed.",
-        json_schema_extra=NO_EFFECT,
-    )
+    bias_dropout_fusion: bool = accepted("there is no separate fused kernel to choose.")
+    rope_fusion: bool = accepted("there is no separate fused kernel to choose.")
+    layernorm_fusion: bool = accepted("a fused norm is used whenever one is installed.")
 
     @model_validator(mode="before")
     @classmethod
@@ -411,19 +320,18 @@ class HFKey:
 
 def hugging_face_keys() -> tuple[HFKey, ...]:
     """Every model key that a Hugging Face config carries, in the order of declaration."""
-    keys = []
-    for key, field in ModelArgs.model_fields.items():
-        facts = facts_of(field)
-        name = facts.get("hf", key)
-        if name is not None:
-            keys.append(HFKey(key, name, facts.get("hf_default", field.default)))
-    return tuple(keys)
+    described = [(own, field, facts_of(field)) for own, field in ModelArgs.model_fields.items()]
+    return tuple(
+        HFKey(own, facts.get("hf", own), facts.get("hf_default", field.default))
+        for own, field, facts in described
+        if facts.get("hf", own) is not None
+    )
 
 
 SCORE_TERMS = ("forget_gate", "attention_sinks", "scalable_softmax")
 """Model keys that give a layer's heads more to learn about their scores."""
 
 KEYS_OF_OURS: frozenset[str] = frozenset(
-    key for key, field in ModelArgs.model_fields.items() if facts_of(field).get("ours")
+    own for own, field in ModelArgs.model_fields.items() if facts_of(field).get("ours")
 )
 """Model keys that neither GPT-NeoX nor the official KERPLE code knows."""

@@ -1,4 +1,9 @@
-"""From what people write to canonical keys: hyphens, old names, old ways to say bf16."""
+"""From what people write to canonical keys: hyphens, old names, old ways to say bf16, other codes'.
+
+GPT-NeoX has keys for features that are absent here. A config that carries such a key at the value
+that switches the feature off means the same here and loads; any other value is refused, because
+ignoring it would train another model than the one the file describes.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,238 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.foreign_keys import ALIASES, ForeignKeys
+
+ALIASES: dict[str, str] = {
+    "save_interval": "checkpoint_factor",
+    "slurm_comment": "comment",
+    "gas": "gradient_accumulation_steps",
+}
+"""Old name -> today's name; the value keeps its meaning."""
+
+
+def _keys(off: str = "", **harmless: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """Keys -> values that leave their feature off; for those in `off`, null and false alone do."""
+    return {**dict.fromkeys(off.split(), ()), **harmless}
+
+
+_FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "mixture of experts": _keys(
+        "moe_token_dropping moe_glu moe_lbl_in_fp32 moe_jitter_eps moe_grouped_gemm use_tutel "
+        "enable_expert_tensor_parallelism",
+        moe_num_experts=(0, 1), moe_top_k=(1,), moe_loss_coeff=(0.1,),
+        moe_train_capacity_factor=(1.0,), moe_eval_capacity_factor=(1.0,),
+        moe_min_capacity=(4,), moe_use_residual=(True,), moe_expert_parallel_size=(1,),
+        moe_type=("megablocks",), moe_expert_interval=(1, 2), moe_aux_loss_coeff=(0, 0.1),
+        moe_router_type=("sinkhorn", "topk"), create_moe_param_group=(True,),
+        expert_interval=(1, 2)
+    ),
+    "mu-parametrisation": _keys(
+        "use_mup coord_check save_base_shapes base_shapes_file",
+        mup_init_scale=(1.0,), mup_attn_temp=(1.0,), mup_output_temp=(1.0,),
+        mup_embedding_mult=(1.0,), mup_rp_embedding_mult=(1.0,), mup_width_scale=(2,)
+    ),
+    "sparse attention": _keys(sparsity_config=({},), sparse_attention=({},)),
+    "Mamba": _keys(
+        "mamba_selective_scan_fusion mamba_causal_conv_fusion mamba_inner_func_fusion "
+        "mamba_use_bias_in_linears",
+        mamba_selective_fp32_params=(True,), mamba_use_bias_in_conv=(True,)
+    ),
+    "RWKV": _keys("dim_att head_size ffn_dim"),
+    "Transformer Engine": _keys(
+        "te_columnparallel te_rowparallel te_layernorm_mlp te_mha te_fp8_mha",
+        te_fp8_format=("hybrid",), te_fp8_wgrad=(True,), te_fp8_amax_history_len=(1,),
+        te_fp8_amax_compute_algo=("most_recent",), te_fp8_margin=(0,)
+    ),
+    "preference training": _keys(
+        "dpo_reference_free reinforce_leave_one_out precompute_model_name",
+        train_impl=("normal",), dataset_impl=("gpt2",), dpo_fp32=(True,), dpo_beta=(0.1,),
+        kto_fp32=(True,), kto_desirable_weight=(1.0,), kto_undesirable_weight=(1.0,),
+        kto_beta=(0.1,), z_loss=(0.0,), fp32_reinforce=(True,), kl_impl=("mse",),
+        kl_div_beta=(0.1,)
+    ) | {
+        f"{sign}_{split}_{kind}": ()
+        for sign in ("pos", "neg") for split in ("train", "valid", "test")
+        for kind in ("data_paths", "label_data_paths")
+    },
+    "label and reward datasets": _keys("label_data_paths") | {
+        f"{split}_{kind}_data_paths": ()
+        for split in ("train", "valid", "test") for kind in ("label", "reward")
+    },
+    "packing other than the default": _keys(
+        "packing", pack_impl=("packed",), allow_chopped=(True,), short_seq_prob=(0.1,)
+    ),
+    "online data and replay": _keys(
+        "is_replay_enabled replay_config serve_model_weights",
+        online_dataserver_ips=("localhost",), online_dataserver_ports=(10000,),
+        weight_server_port=(6000,)
+    ),
+    "encoder-decoder and masked models": _keys(
+        "num_encoder_layers decoder_seq_length loss_on_targets_only",
+        model_arch=("gpt2",), extra_sentinel_tokens=(0,), masked_lm_prob=(0.15,),
+        mean_noise_span_length=(3,)
+    ),
+    "parameter-efficient tuning": _keys("adapter_config", soft_prompt_tuning=({},)),
+    "layer sharing": _keys("num_unique_layers", param_sharing_style=("grouped",)),
+    "gMLP": _keys(gmlp_attn_dim=(64,)),
+    "this MLP or attention variant": _keys(
+        "fp16_lm_cross_entropy",
+        mlp_type=("regular",), expansion_factor=(4,), opt_pos_emb_offset=(0,),
+        rotary_save_freqs_buffer=(True,), rmsnorm_fusion=(True,)
+    ),
+    "sequence and context parallelism": _keys(
+        "sequence_parallel", context_parallel_size=(0, 1), requires_attention_mask=(True,)
+    ),
+    "training by epochs": _keys("train_epochs lr_decay_fraction"),
+    "bitsandbytes optimizers": _keys("use_bnb_optimizer"),
+    "Comet": _keys(
+        "use_comet comet_workspace comet_project comet_experiment_name comet_tags comet_others "
+        "comet_experiment"
+    ),
+    "this kind of logging or profiling": _keys(
+        "log_gradient_noise_scale gradient_noise_scale_cpu_offload memory_profiling "
+        "memory_profiling_path profile peak_theoretical_tflops",
+        gradient_noise_scale_n_batches=(5,), profile_step_start=(10,), profile_step_stop=(12,),
+        tensorboard=({},), wandb=({},), csv_monitor=({},)
+    ),
+    "S3 storage": _keys("s3_path", s3_chunk_size=(104_857_600,)),
+    "data without a shared file system": _keys(use_shared_fs=(True,)),
+    "this DeepSpeed feature": _keys(
+        "sparse_gradients autotuning_run load_universal detect_nvlink_pairs deepscale "
+        "deepscale_config",
+        amp=({},), scheduler=({},), curriculum_learning=({},), curriculum_seqlen=(0,),
+        autotuning=({},), data_efficiency=({},), elasticity=({},), compression_training=({},),
+        checkpoint=({},), deepspeed=(True,), deepspeed_activation_checkpointing=(True,)
+    ),
+    "this old switch": _keys(
+        "lazy_mpu_init adlr_autoresume onnx_safe weighted_document_limit",
+        adlr_autoresume_interval=(1000,)
+    ),
+}  # fmt: skip
+
+SHAPING = (
+    "mixture of experts", "mu-parametrisation", "sparse attention", "Mamba", "RWKV",
+    "Transformer Engine", "encoder-decoder and masked models", "parameter-efficient tuning",
+    "layer sharing", "gMLP", "this MLP or attention variant",
+)  # fmt: skip
+"""Features that make another model; a checkpoint trained with any other one can be loaded."""
+
+IGNORED = frozenset({"use_flashattn_swiglu", "fused_kernels_build_path", "global_num_gpus"})
+"""GPT-NeoX keys that change nothing: the same function fused, a build folder, a derived count."""
+
+UNIMPLEMENTED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    key: (feature, harmless)
+    for feature, keys in _FEATURES.items()
+    for key, harmless in keys.items()
+}
+"""GPT-NeoX key -> (the feature, values that leave it off; null, false and {enabled: false} do)."""
+
+DERIVED: dict[str, str] = {
+    "lr": "optimizer.params.lr",
+    "optimizer_type": "optimizer.type",
+    "zero_stage": "zero_optimization.stage",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "batch_size": "train_micro_batch_size_per_gpu",
+    "clip_grad": "gradient_clipping",
+    "hysteresis": "fp16.hysteresis",
+    "loss_scale": "fp16.loss_scale",
+    "dynamic_loss_scale": "fp16.loss_scale",
+    "loss_scale_window": "fp16.loss_scale_window",
+    "min_scale": "fp16.min_loss_scale",
+    "padded_vocab_size": "make_vocab_size_divisible_by",
+    "save_iters": "extra_save_iters",
+    "is_pipe_parallel": "pipe_parallel_size",
+    "world_size": "num_gpus",
+    "rank": "num_gpus",
+    "local_rank": "num_gpus",
+    "user_script": "the script after deepy.py",
+    "config_files": "the files on the command line",
+    "git_hash": "nothing: it is recorded by itself",
+}
+"""Keys that GPT-NeoX fills in itself -> what to set instead."""
+
+
+_FALSE_ASKS = ("use_shared_fs",)
+
+
+def _is_off(key: str, value: Any, harmless: tuple[Any, ...]) -> bool:
+    if value is None or (value is False and key not in _FALSE_ASKS):
+        return True
+    if isinstance(value, dict) and value.get("enabled") is False:
+        return True
+    # 1 == True in Python, yet `moe_num_experts: true` is not a number of experts.
+    return any(
+        value == option and isinstance(value, bool) == isinstance(option, bool)
+        for option in harmless
+    )
+
+
+def changes_the_model(key: str) -> bool:
+    """Whether a foreign key belongs to a feature that makes another model."""
+    return key in UNIMPLEMENTED and UNIMPLEMENTED[key][0] in SHAPING
+
+
+class ForeignKeys:
+    """The foreign keys of one file: which can be passed over, and what to say of the others."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self._refused: dict[str, list[str]] = {}
+        self._derived: list[str] = []
+
+    def passes_over(self, key: str, value: Any) -> bool:
+        """True for a foreign key, on or off; those that are on are remembered."""
+        if key in IGNORED:
+            return True
+        if key in DERIVED:
+            self._derived.append(
+                f"{self.source}: {key} = {value!r:.80} cannot be set, it is derived. "
+                f"Set {DERIVED[key]} instead."
+            )
+            return True
+        if key not in UNIMPLEMENTED:
+            return False
+        feature, harmless = UNIMPLEMENTED[key]
+        if not _is_off(key, value, harmless):
+            self._refused.setdefault(feature, []).append(f"{key} = {value!r:.80}")
+        return True
+
+    def problems(self) -> list[str]:
+        """One line per feature that is switched on, and one per key that cannot be set."""
+        return [*(self._line(feature) for feature in self._refused), *self._derived]
+
+    def _line(self, feature: str) -> str:
+        found = self._refused[feature]
+        if len(found) > 1:
+            return (
+                f"{self.source}: {', '.join(found)} are GPT-NeoX keys that are not implemented "
+                f"here ({feature}). Remove them."
+            )
+        harmless = UNIMPLEMENTED[found[0].split(" = ")[0]][1]
+        neutral = "null or false"
+        if harmless:
+            neutral = "its default" if harmless[0] is True else repr(harmless[0])
+        return (
+            f"{self.source}: {found[0]} is a GPT-NeoX key that is not implemented here "
+            f"({feature}). Remove it, or leave it at {neutral}."
+        )
+
+
+# One layer (a file, a --set) in canonical keys and values.
 
 NESTED_BLOCKS = frozenset(
-    {
-        "optimizer",
-        "zero_optimization",
-        "fp16",
-        "bf16",
-        "activation_checkpointing",
-        "rope_scaling",
-    }
+    ["optimizer", "zero_optimization", "fp16", "bf16", "activation_checkpointing", "rope_scaling"]
 )
 _PRECISION_NAMES = {
-    "bfloat16": "bf16",
-    "bf16": "bf16",
-    "float16": "fp16",
-    "half": "fp16",
-    "fp16": "fp16",
-    "float32": "fp32",
-    "fp32": "fp32",
-}
+    "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
+    "float32": "fp32", "fp32": "fp32",
+}  # fmt: skip
+_OF_LOSS_SCALING = (
+    "bf16", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis",
+    "min_loss_scale",
+)  # fmt: skip
 
 
 def canonical_key(key: str) -> str:
@@ -82,16 +298,6 @@ def _normalize_value(key: str, value: Any, source: str) -> Any:
     if key == "split" and isinstance(value, list):
         return ",".join(str(share) for share in value)
     return value
-
-
-_OF_LOSS_SCALING = {
-    "bf16",
-    "loss_scale",
-    "loss_scale_window",
-    "initial_scale_power",
-    "hysteresis",
-    "min_loss_scale",
-}
 
 
 def _underscore_keys(value: Any) -> Any:

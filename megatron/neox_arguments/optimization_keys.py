@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
-
 from megatron.errors import ConfigError
 from megatron.neox_arguments.deepspeed_config import (
     ActivationCheckpointingBlock,
@@ -19,11 +17,11 @@ from megatron.neox_arguments.run_keys import ParallelArgs
 from megatron.neox_arguments.values import (
     Fraction,
     Group,
-    Int,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    key,
 )
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -32,121 +30,108 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class OptimizationArgs(Group):
     """Optimiser, learning-rate schedule, batch sizes, precision, memory savings."""
 
-    optimizer: OptimizerBlock = Field(
-        OptimizerBlock(),
-        description="{type: Adam, params: {lr: 0.0006, betas: [0.9, 0.999], eps: 1.0e-8}}.",
+    optimizer: OptimizerBlock = key(
+        OptimizerBlock(), "{type: Adam, params: {lr: 0.0006, betas: [0.9, 0.999], eps: 1.0e-8}}."
     )
-    zero_optimization: ZeroBlock = Field(
-        ZeroBlock(), description="DeepSpeed's ZeRO block, e.g. {stage: 1}."
+    zero_optimization: ZeroBlock = key(ZeroBlock(), "DeepSpeed's ZeRO block, e.g. {stage: 1}.")
+    train_iters: NonNegativeInt | None = key(
+        None, "Optimizer steps; 0 evaluates the loaded checkpoint and stops."
     )
-    train_iters: NonNegativeInt | None = Field(
-        None, description="Optimizer steps; 0 evaluates the loaded checkpoint and stops."
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
+        "linear", "Shape of the learning-rate decay after warmup."
     )
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = Field(
-        "linear", description="Shape of the learning-rate decay after warmup."
-    )
-    lr_decay_rule: Literal["neox", "kerple", "earlier"] = Field(
+    lr_decay_rule: Literal["neox", "kerple", "earlier"] = key(
         "neox",
-        description="Whose formulas: GPT-NeoX's (neox), or the official KERPLE fork's, which made "
+        "Whose formulas: GPT-NeoX's (neox), or the official KERPLE fork's, which made "
         "the paper's numbers (kerple: the first step has rate 0, a cosine ends above 0). A run "
         "that began before this key existed keeps its own (earlier).",
     )
-    lr_decay_iters: PositiveInt | None = Field(
-        None, description="Step at which the decay ends; null means train_iters."
+    lr_decay_iters: PositiveInt | None = key(
+        None, "Step at which the decay ends; null means train_iters."
     )
-    min_lr: NonNegativeFloat = Field(0.0, description="Lowest learning rate after warmup.")
-    warmup: Fraction = Field(
-        0.01, description="Linear warmup as a fraction of lr_decay_iters (0.01 is 1%)."
-    )
-    override_lr_scheduler: bool = Field(
+    min_lr: NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.")
+    warmup: Fraction = key(0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%).")
+    override_lr_scheduler: bool = key(
         False,
-        description="On resume take the schedule of this config from the step reached, also the "
+        "On resume take the schedule of this config from the step reached, also the "
         "lr_decay_rule of a run that began before that key existed.",
     )
-    use_checkpoint_lr_scheduler: bool = Field(
-        False, description="On resume take the checkpoint's schedule, not this config's."
+    use_checkpoint_lr_scheduler: bool = key(
+        False, "On resume take the checkpoint's schedule, not this config's."
     )
-    weight_decay: NonNegativeFloat = Field(
-        0.1, description="Decoupled weight decay; never applied to norms, biases or kernels."
+    weight_decay: NonNegativeFloat = key(
+        0.1, "Decoupled weight decay; never applied to norms, biases or kernels."
     )
-    kerple_lr_scale: NonNegativeFloat = Field(
+    kerple_lr_scale: NonNegativeFloat = key(
         1.0,
-        description="Learning rate of kernel parameters and of T5's table as a multiple of the "
+        "Learning rate of kernel parameters and of T5's table as a multiple of the "
         "model's; 0 keeps them as they are.",
     )
-    kerple_weight_decay: NonNegativeFloat = Field(
+    kerple_weight_decay: NonNegativeFloat = key(
         0.0,
-        description="Decoupled weight decay of kernel parameters and of T5's table. The official "
+        "Decoupled weight decay of kernel parameters and of T5's table. The official "
         "fork decays them by weight_decay, GPT-NeoX T5's table.",
     )
-    gradient_clipping: NonNegativeFloat = Field(
-        1.0, description="Clip the global gradient norm here; 0 turns clipping off."
+    gradient_clipping: NonNegativeFloat = key(
+        1.0, "Clip the global gradient norm here; 0 turns clipping off."
     )
-    train_batch_size: PositiveInt | None = Field(
+    train_batch_size: PositiveInt | None = key(
         None,
-        description="Sequences per optimizer step over all processes: micro-batch x accumulation "
+        "Sequences per optimizer step over all processes: micro-batch x accumulation "
         "x data-parallel size. Give any two, the third follows.",
     )
-    train_micro_batch_size_per_gpu: PositiveInt | None = Field(
-        None, description="Sequences per forward pass of one data-parallel process."
+    train_micro_batch_size_per_gpu: PositiveInt | None = key(
+        None, "Sequences per forward pass of one data-parallel process."
     )
-    gradient_accumulation_steps: PositiveInt | None = Field(
-        None,
-        description="Forward passes per optimizer step; null means 1, or what train_batch_size "
-        "asks for.",
+    gradient_accumulation_steps: PositiveInt | None = key(
+        None, "Forward passes per optimizer step; null means 1, or what train_batch_size asks for."
     )
-    precision: Precision | None = Field(
+    precision: Precision | None = key(
         None,
-        description="fp32, bf16 (or bfloat16) or fp16; null derives it from the fp16 and bf16 "
+        "fp32, bf16 (or bfloat16) or fp16; null derives it from the fp16 and bf16 "
         "blocks, fp32 without them.",
     )
-    fp16: Float16Block | None = Field(
+    fp16: Float16Block | None = key(
+        None, "DeepSpeed's fp16 block with loss scaling. `type: bfloat16` inside means bf16."
+    )
+    bf16: BFloat16Block | None = key(None, "DeepSpeed's bf16 block.")
+    fp32_allreduce: bool = key(False, "Average gradients in fp32.")
+    communication_data_type: Literal["fp32", "fp16", "bf16", "bfp16"] | None = key(
+        None, "Data type of gradient averaging; null follows the precision."
+    )
+    prescale_gradients: bool = key(False, "Divide gradients before they are summed over processes.")
+    gradient_predivide_factor: PositiveFloat = key(
+        1.0, "With prescale_gradients: divide by this first."
+    )
+    data_types: dict[str, Any] | None = key(
         None,
-        description="DeepSpeed's fp16 block with loss scaling. `type: bfloat16` inside means bf16.",
-    )
-    bf16: BFloat16Block | None = Field(None, description="DeepSpeed's bf16 block.")
-    fp32_allreduce: bool = Field(False, description="Average gradients in fp32.")
-    communication_data_type: Literal["fp32", "fp16", "bf16", "bfp16"] | None = Field(
-        None, description="Data type of gradient averaging; null follows the precision."
-    )
-    prescale_gradients: bool = Field(
-        False, description="Divide gradients before they are summed over processes."
-    )
-    gradient_predivide_factor: PositiveFloat = Field(
-        1.0, description="With prescale_gradients: divide by this first."
-    )
-    data_types: dict[str, Any] | None = Field(
-        None,
-        description="DeepSpeed's data_types block. Under bf16 gradients are added up in fp32, as "
+        "DeepSpeed's data_types block. Under bf16 gradients are added up in fp32, as "
         "in GPT-NeoX; {grad_accum_dtype: bf16} takes less memory.",
     )
-    checkpoint_activations: bool = Field(
-        False, description="Recompute layers in the backward pass instead of keeping them."
+    checkpoint_activations: bool = key(
+        False, "Recompute layers in the backward pass instead of keeping them."
     )
-    checkpoint_num_layers: PositiveInt = Field(1, description="Layers per recomputed block.")
-    partition_activations: bool = Field(
-        False, description="Split kept activations over tensor-parallel processes."
+    checkpoint_num_layers: PositiveInt = key(1, "Layers per recomputed block.")
+    partition_activations: bool = key(
+        False, "Split kept activations over tensor-parallel processes."
     )
-    synchronize_each_layer: bool = Field(
-        False, description="Synchronise the device around each recomputed block."
+    synchronize_each_layer: bool = key(
+        False, "Synchronise the device around each recomputed block."
     )
-    contiguous_checkpointing: bool = Field(
-        False, description="Keep activations in one contiguous buffer."
+    contiguous_checkpointing: bool = key(False, "Keep activations in one contiguous buffer.")
+    checkpoint_in_cpu: bool = key(False, "Keep activations in host memory.")
+    profile_backward: bool = key(False, "Time the backward pass of blocks.")
+    activation_checkpointing: ActivationCheckpointingBlock | None = key(
+        None, "DeepSpeed's block; its keys win over the five above."
     )
-    checkpoint_in_cpu: bool = Field(False, description="Keep activations in host memory.")
-    profile_backward: bool = Field(False, description="Time the backward pass of blocks.")
-    activation_checkpointing: ActivationCheckpointingBlock | None = Field(
-        None, description="DeepSpeed's block; its keys win over the five above."
-    )
-    exit_on_divergence: bool = Field(
+    exit_on_divergence: bool = key(
         False,
-        description="End with exit code 76 when the loss stays far above the uniform model's and "
+        "End with exit code 76 when the loss stays far above the uniform model's and "
         "grows; otherwise that is only said.",
     )
-    max_consecutive_nonfinite: Int = Field(
+    max_consecutive_nonfinite: NonNegativeInt = key(
         20,
-        ge=0,
-        description="Stop after this many steps in a row with a loss or gradient that is not "
+        "Stop after this many steps in a row with a loss or gradient that is not "
         "finite; 0 never stops.",
     )
 
@@ -159,6 +144,23 @@ class OptimizationArgs(Group):
     def zero_stage(self) -> int:
         """ZeRO stage, 0 to 3."""
         return self.zero_optimization.stage
+
+    @property
+    def zero_stage_in_effect(self) -> int:
+        """The stage that runs: fp16 and bf16 without ZeRO become stage 1, which computes the same.
+
+        DeepSpeed 0.19 without ZeRO divides fp16 gradients by a loss scale that it never multiplied
+        the loss with, leaves tensor-parallel slices out of bf16's gradient norm, and cannot load
+        what a bf16 pipeline saved.
+        """
+        return max(self.zero_stage, 1 if self.precision in ("fp16", "bf16") else 0)
+
+    @property
+    def accumulation_dtype(self) -> str:
+        """What gradients are added up in: fp32 also under bf16, whose sums lose small parts."""
+        usual = "fp16" if self.precision == "fp16" else "fp32"
+        chosen = str((self.data_types or {}).get("grad_accum_dtype") or usual)
+        return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(chosen, chosen)
 
     @property
     def decay_iters(self) -> int:

@@ -1,4 +1,7 @@
-"""Saving and loading."""
+"""What a run reads, writes and prints: data, tokenizer, evaluation, generation, checkpoints, logs.
+
+And where it runs: the launcher, the layout over processes, the process itself.
+"""
 
 from __future__ import annotations
 
@@ -7,65 +10,241 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megatron.neox_arguments.values import (
-    NO_EFFECT,
+    Flag,
+    Fraction,
     Group,
     Int,
+    NonNegativeFloat,
     NonNegativeInt,
     NonNegativeIntList,
     PositiveFloat,
     PositiveInt,
+    PositiveIntList,
     TextList,
+    WeightList,
+    accepted,
+    key,
 )
+
+
+class DataArgs(Group):
+    """Datasets, blending and splits."""
+
+    data_path: str | None = key(None, "Prefix of one .bin/.idx pair, divided by `split`.")
+    train_data_paths: TextList | None = key(
+        None, "Prefixes of training datasets to blend; instead of data_path."
+    )
+    valid_data_paths: TextList | None = key(None, "Prefixes of validation datasets.")
+    test_data_paths: TextList | None = key(None, "Prefixes of test datasets.")
+    train_data_weights: WeightList | None = key(
+        None, "Share of each training dataset; null means equal shares."
+    )
+    valid_data_weights: WeightList | None = key(None, "Share of each validation dataset.")
+    test_data_weights: WeightList | None = key(None, "Share of each test dataset.")
+    weight_by_num_documents: bool = key(
+        False, "Blend by documents^alpha instead of by given weights."
+    )
+    weighted_sampler_alpha: NonNegativeFloat = key(
+        1.0, "The alpha of weight_by_num_documents; below 1 lifts small datasets."
+    )
+    data_impl: Literal["infer", "mmap"] = key(
+        "infer", "Dataset format; .bin/.idx files are memory-mapped either way."
+    )
+    mmap_warmup: bool = key(False, "Read the files once before training.")
+    split: str = key(
+        "969, 30, 1", "Shares of train, valid and test documents in data_path, e.g. 949,50,1."
+    )
+    num_workers: NonNegativeInt = key(2, "Data-loading processes per rank.")
+    eod_mask_loss: bool = key(
+        False, "No loss at end-of-document tokens: the next document cannot be foreseen."
+    )
+    reset_attention_mask: bool = key(
+        False,
+        "Documents packed into one sequence do not see each other, and what would "
+        "predict the next one's first token has no loss (as with eod_mask_loss). A document ends "
+        "with its end-of-document token.",
+    )
+    reset_position_ids: bool = key(
+        False, "Absolute and rotary positions begin anew with every document of a sequence."
+    )
+    data_seed: NonNegativeInt | None = key(
+        None,
+        "Seed of the sample order; null means `seed`. Set it to compare training "
+        "seeds on the same documents.",
+    )
+    data_cache_dir: str | None = key(
+        None, "Directory of sample-index caches; null puts them beside the data."
+    )
+
+    @property
+    def tells_documents_apart(self) -> bool:
+        """Whether the model is told where the documents of a sequence begin."""
+        return self.reset_attention_mask or self.reset_position_ids
+
+
+class TokenizerArgs(Group):
+    """Tokenizer and vocabulary."""
+
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer",
+        "HFTokenizer",
+        "HFGPT2Tokenizer",
+        "SPMTokenizer",
+        "CharLevelTokenizer",
+        "TiktokenTokenizer",
+    ] = key("GPT2BPETokenizer", "Kind of tokenizer.")
+    vocab_file: str | None = key(None, "Vocabulary or tokenizer file.")
+    merge_file: str | None = key(None, "BPE merges (GPT2BPETokenizer).")
+    vocab_size: PositiveInt | None = key(
+        None, "Use this vocabulary size instead of the tokenizer's."
+    )
+
+
+class EvaluationArgs(Group):
+    """Validation while training; perplexity by length, passkey and lm-eval tasks after it."""
+
+    do_train: Flag | None = key(None, "Train; null means train_iters > 0.")
+    do_valid: Flag | None = key(None, "Use the validation data; null: if any.")
+    do_test: Flag | None = key(None, "Use the test data; null: if any.")
+    eval_interval: PositiveInt = key(1000, "Validate every this many steps.")
+    eval_iters: NonNegativeInt = key(100, "Batches per validation.")
+    eval_tasks: TextList | None = key(
+        None,
+        "What evaluate.py runs: extrapolation, positionwise, sliding, passkey, "
+        "receptive_field, ruler, longppl, recall, or names of lm-eval tasks.",
+    )
+    eval_results_prefix: str = key(
+        "", "Start of result file names; empty means <load>/results/step<N>."
+    )
+    char_level_ppl: bool = key(False, "Report perplexity per character and per word too.")
+    eval_lengths: PositiveIntList | None = key(
+        None, "Sequence lengths to evaluate; null means 1x to 32x seq_length."
+    )
+    eval_protocol: Literal["fixed_sequences", "fixed_tokens"] = key(
+        "fixed_sequences",
+        "Same number of sequences at every length (the official code) or the same "
+        "tokens (as the paper describes).",
+    )
+    eval_num_sequences: PositiveInt = key(
+        16,
+        "Sequences per length (fixed_sequences) or at the longest (fixed_tokens); "
+        "the paper's tables use 320.",
+    )
+    eval_window: PositiveInt | None = key(
+        None, "Limit attention to this window while evaluating; null: no window."
+    )
+    eval_context_length: PositiveInt | None = key(
+        None, "Context of lm-eval tasks; null means seq_length."
+    )
+    eval_stride: PositiveInt | None = key(
+        None, "Sliding-window perplexity: new tokens per window; null: half of each length."
+    )
+    eval_batch_tokens: PositiveInt | None = key(
+        None, "Tokens evaluated at a time; null means 16,384."
+    )
+    eval_limit: PositiveFloat | None = key(
+        None, "lm-eval: documents per task (or the share, below 1); null: all."
+    )
+    eval_include_path: str | None = key(None, "lm-eval: directory of task definitions of your own.")
+    num_fewshot: NonNegativeInt | None = key(
+        None, "lm-eval: examples in the prompt; null: the task's own number."
+    )
+    positionwise_buckets: Literal["log", "linear"] | None = key(
+        None, "Spacing of the buckets of position-wise loss; null means log."
+    )
+    positionwise_bucket_count: PositiveInt | None = key(
+        None, "Number of those buckets; null chooses."
+    )
+    passkey_lengths: PositiveIntList | None = key(
+        None, "Prompt lengths of passkey retrieval; null means eval_lengths."
+    )
+    passkey_depths: PositiveInt = key(10, "Depths the key is hidden at.")
+    passkey_samples: PositiveInt = key(10, "Prompts per length and depth.")
+    passkey_digits: PositiveInt = key(5, "Digits of the key.")
+    ruler_tasks: TextList | None = key(
+        None,
+        "RULER's tasks: niah_single_1, niah_multikey_1, niah_multikey_2, "
+        "niah_multivalue, vt, cwe; null means all.",
+    )
+    ruler_lengths: PositiveIntList | None = key(
+        None, "Prompt lengths of ruler, answers included; null means eval_lengths."
+    )
+    ruler_samples: PositiveInt = key(20, "Prompts per task and length of ruler.")
+    longppl_short_context: PositiveInt | None = key(
+        None, "Tokens of longppl's short context; null means seq_length."
+    )
+    longppl_evaluator: str | None = key(
+        None,
+        "Run or checkpoint that decides which tokens need a long context; null means "
+        "the model itself.",
+    )
+    recall_samples: PositiveInt = key(64, "Sequences per task and length of recall.")
+
+
+class GenerationArgs(Group):
+    """Sampling text."""
+
+    text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = key(
+        None, "unconditional, input-file or interactive."
+    )
+    temperature: NonNegativeFloat = key(0.8, "0 takes the most likely token (GPT-NeoX's default).")
+    top_p: Fraction = key(0.95, "Nucleus sampling; 0 is off (GPT-NeoX's default).")
+    top_k: NonNegativeInt = key(0, "Sample from the k best tokens; 0 is off.")
+    maximum_tokens: PositiveInt = key(64, "Tokens to generate.")
+    prompt_end: str = key("\n", "What ends a prompt in interactive mode.")
+    sample_input_file: str | None = key(None, "Prompts, one a line.")
+    sample_output_file: str = key("samples.txt", "Where samples go.")
+    stop_strings: TextList | None = key(
+        None, "Texts that end a sample when they appear; they are cut off."
+    )
+    num_samples: PositiveInt = key(1, "Samples per prompt.")
+    recompute: bool = key(False, "Do not use the key-value cache.")
+    return_logits: bool = key(False, "Write logits of generated tokens too.")
 
 
 class CheckpointArgs(Group):
     """Where checkpoints go, how often, and what is read back."""
 
-    save: str | None = Field(None, description="Run directory for checkpoints and metrics.")
-    load: str | None = Field(None, description="Run directory to resume or evaluate.")
-    checkpoint_factor: PositiveInt | PositiveFloat | None = Field(
+    save: str | None = key(None, "Run directory for checkpoints and metrics.")
+    load: str | None = key(None, "Run directory to resume or evaluate.")
+    checkpoint_factor: PositiveInt | PositiveFloat | None = key(
         None,
-        description="Save every this many steps (linear), or at step 1 and at the powers of this, "
+        "Save every this many steps (linear), or at step 1 and at the powers of this, "
         "which may be a fraction above 1 (log). `save_interval` is the old name. The last step is "
         "always saved.",
     )
-    checkpoint_scale: Literal["linear", "log"] = Field(
-        "linear", description="Spacing of checkpoints."
+    checkpoint_scale: Literal["linear", "log"] = key("linear", "Spacing of checkpoints.")
+    extra_save_iters: NonNegativeIntList | None = key(
+        None, "More steps to save at; 0 is the model before the first."
     )
-    extra_save_iters: NonNegativeIntList | None = Field(
-        None, description="More steps to save at; 0 is the model before the first."
-    )
-    async_save: bool = Field(
+    async_save: bool = key(
         False,
-        description="Go on training while a checkpoint is written, from a copy in host memory (as "
+        "Go on training while a checkpoint is written, from a copy in host memory (as "
         "much again as its files per rank). It becomes visible once all ranks have written it; a "
         "crash before that leaves the older one. Signals and the end of the run wait for it.",
     )
-    keep_last_n_checkpoints: PositiveInt | None = Field(
-        None, description="Delete older checkpoints; null keeps all."
+    keep_last_n_checkpoints: PositiveInt | None = key(
+        None, "Delete older checkpoints; null keeps all."
     )
-    overwrite: bool = Field(
+    overwrite: bool = key(
         False,
-        description="Start anew in a `save` that holds a run; the old run is moved aside, to "
-        "`save`.replacedN.",
+        "Start anew in a `save` that holds a run; the old run is moved aside, to `save`.replacedN.",
     )
-    allow_changed: TextList | None = Field(
+    allow_changed: TextList | None = key(
         None,
-        description="Keys that a resumed run may set differently from the saved config, such as "
+        "Keys that a resumed run may set differently from the saved config, such as "
         "[train_batch_size]; all others that decide what is computed must be equal.",
     )
-    iteration: NonNegativeInt | None = Field(
-        None, description="Load this step instead of the one named in `latest`."
+    iteration: NonNegativeInt | None = key(
+        None, "Load this step instead of the one named in `latest`."
     )
-    finetune: bool = Field(
-        False, description="Load weights only and start from step 0 with a fresh optimizer."
-    )
-    no_save_optim: bool = Field(False, description="Leave the optimizer out of checkpoints.")
-    no_save_rng: bool = Field(False, description="Leave random states out of checkpoints.")
-    no_load_optim: bool = Field(False, description="Do not load the optimizer.")
-    no_load_rng: bool = Field(False, description="Do not load random states.")
-    checkpoint_validation_with_forward_pass: bool = Field(
-        False, description="Save logits of a probe with each checkpoint and compare on load."
+    finetune: bool = key(False, "Load weights only and start from step 0 with a fresh optimizer.")
+    no_save_optim: bool = key(False, "Leave the optimizer out of checkpoints.")
+    no_save_rng: bool = key(False, "Leave random states out of checkpoints.")
+    no_load_optim: bool = key(False, "Do not load the optimizer.")
+    no_load_rng: bool = key(False, "Do not load random states.")
+    checkpoint_validation_with_forward_pass: bool = key(
+        False, "Save logits of a probe with each checkpoint and compare on load."
     )
 
 
@@ -75,48 +254,35 @@ class CheckpointArgs(Group):
 class LauncherArgs(Group):
     """Hosts, processes and the program that starts them."""
 
-    hostfile: str | None = Field(
+    hostfile: str | None = key(
         None,
-        description="File with one `name slots=N` per line; null, or a file that is not there: "
+        "File with one `name slots=N` per line; null, or a file that is not there: "
         "this machine only. The variable DLTS_HOSTFILE sets it too.",
     )
-    include: str | None = Field(
-        None, description="Hosts and devices to use: worker-0@worker-1:0,2."
+    include: str | None = key(None, "Hosts and devices to use: worker-0@worker-1:0,2.")
+    exclude: str | None = key(None, "Hosts and devices not to use.")
+    num_nodes: Annotated[Int, Field(ge=-1)] = key(
+        -1, "Use the first N hosts of the hostfile; -1 all."
     )
-    exclude: str | None = Field(None, description="Hosts and devices not to use.")
-    num_nodes: Annotated[Int, Field(ge=-1)] = Field(
-        -1, description="Use the first N hosts of the hostfile; -1 all."
+    num_gpus: PositiveInt | None = key(
+        None, "Processes per node; null means every GPU, or one process without GPUs."
     )
-    num_gpus: PositiveInt | None = Field(
-        None,
-        description="Processes per node; null means every GPU, or one process without GPUs.",
+    master_port: Annotated[PositiveInt, Field(le=65535)] = key(
+        29500, "Port of the first rank; if it is not set, a free one is taken on a single node."
     )
-    master_port: Annotated[PositiveInt, Field(le=65535)] = Field(
-        29500,
-        description="Port of the first rank; if it is not set, a free one is taken on a single "
-        "node.",
+    master_addr: str | None = key(None, "Address of the first rank.")
+    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key(
+        "pdsh", "What starts processes on several nodes."
     )
-    master_addr: str | None = Field(None, description="Address of the first rank.")
-    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = Field(
-        "pdsh", description="What starts processes on several nodes."
+    launcher_args: str | None = key(
+        None, "More arguments for the launcher, as one string: --partition=a100."
     )
-    launcher_args: str | None = Field(
-        None, description="More arguments for the launcher, as one string: --partition=a100."
-    )
-    account: str | None = Field(None, description="Slurm account, passed to srun.")
-    comment: str | None = Field(None, description="Slurm comment, passed to srun.")
-    force_multi: bool = Field(False, description="Use the launcher even for one node.")
-    no_ssh_check: bool = Field(False, description="Do not try ssh to the first host.")
-    deepspeed_mpi: bool = Field(
-        False,
-        description="Accepted for old files: MPI's variables are recognised by themselves.",
-        json_schema_extra=NO_EFFECT,
-    )
-    deepspeed_slurm: bool = Field(
-        False,
-        description="Accepted for old files: Slurm's variables are recognised by themselves.",
-        json_schema_extra=NO_EFFECT,
-    )
+    account: str | None = key(None, "Slurm account, passed to srun.")
+    comment: str | None = key(None, "Slurm comment, passed to srun.")
+    force_multi: bool = key(False, "Use the launcher even for one node.")
+    no_ssh_check: bool = key(False, "Do not try ssh to the first host.")
+    deepspeed_mpi: bool = accepted("MPI's variables are recognised by themselves.")
+    deepspeed_slurm: bool = accepted("Slurm's variables are recognised by themselves.")
 
 
 # What is written down while training.
@@ -125,41 +291,31 @@ class LauncherArgs(Group):
 class LoggingArgs(Group):
     """Metrics, TensorBoard, wandb, profiling."""
 
-    log_interval: PositiveInt = Field(100, description="Log metrics every this many steps.")
-    steps_per_print: PositiveInt = Field(
+    log_interval: PositiveInt = key(100, "Log metrics every this many steps.")
+    steps_per_print: PositiveInt = key(
         10,
-        description="Print a line at least this often where there is no terminal for a bar; "
+        "Print a line at least this often where there is no terminal for a bar; "
         "log_interval may be shorter.",
     )
-    wall_clock_breakdown: bool = Field(
-        False, description="Let DeepSpeed time forward, backward and step."
+    wall_clock_breakdown: bool = key(False, "Let DeepSpeed time forward, backward and step.")
+    log_dir: str | None = key(None, "Directory of per-rank text logs.")
+    tensorboard_dir: str | None = key(None, "Write TensorBoard events here.")
+    use_wandb: bool | None = key(None, "Log to wandb (WANDB_MODE=offline works).")
+    wandb_group: str | None = key(None, "wandb group of this run.")
+    wandb_team: str | None = key(None, "wandb team or user.")
+    wandb_project: str = key("neox", "wandb project.")
+    wandb_host: str = key("https://api.wandb.ai", "wandb server.")
+    wandb_run_name: str | None = key(None, "wandb name of this run.")
+    wandb_init_all_ranks: bool = key(False, "One wandb run per rank.")
+    log_grad_norm: bool = accepted("the norm of the whole gradient is always logged.")
+    log_param_norm: bool = key(False, "Log the norm of each parameter.")
+    log_optimizer_states: bool = key(False, "Log the norms of the optimizer's moments.")
+    log_grad_pct_zeros: bool = key(False, "Log the share of zeros in each gradient.")
+    flops_profiler: dict[str, Any] | None = key(
+        None, "DeepSpeed's flops_profiler block, passed on."
     )
-    log_dir: str | None = Field(None, description="Directory of per-rank text logs.")
-    tensorboard_dir: str | None = Field(None, description="Write TensorBoard events here.")
-    use_wandb: bool | None = Field(None, description="Log to wandb (WANDB_MODE=offline works).")
-    wandb_group: str | None = Field(None, description="wandb group of this run.")
-    wandb_team: str | None = Field(None, description="wandb team or user.")
-    wandb_project: str = Field("neox", description="wandb project.")
-    wandb_host: str = Field("https://api.wandb.ai", description="wandb server.")
-    wandb_run_name: str | None = Field(None, description="wandb name of this run.")
-    wandb_init_all_ranks: bool = Field(False, description="One wandb run per rank.")
-    log_grad_norm: bool = Field(
-        False,
-        description="Accepted for old files: the norm of the whole gradient is always logged.",
-        json_schema_extra=NO_EFFECT,
-    )
-    log_param_norm: bool = Field(False, description="Log the norm of each parameter.")
-    log_optimizer_states: bool = Field(
-        False, description="Log the norms of the optimizer's moments."
-    )
-    log_grad_pct_zeros: bool = Field(False, description="Log the share of zeros in each gradient.")
-    flops_profiler: dict[str, Any] | None = Field(
-        None, description="DeepSpeed's flops_profiler block, passed on."
-    )
-    comms_logger: dict[str, Any] | None = Field(
-        None, description="DeepSpeed's comms_logger block, passed on."
-    )
-    dump_state: bool = Field(False, description="Let DeepSpeed print its state at start.")
+    comms_logger: dict[str, Any] | None = key(None, "DeepSpeed's comms_logger block, passed on.")
+    dump_state: bool = key(False, "Let DeepSpeed print its state at start.")
 
 
 # How the model is spread over processes.
@@ -168,18 +324,18 @@ class LoggingArgs(Group):
 class ParallelArgs(Group):
     """Tensor, pipeline and data parallelism."""
 
-    pipe_parallel_size: NonNegativeInt = Field(
+    pipe_parallel_size: NonNegativeInt = key(
         0,
-        description="Pipeline stages; 0 is a plain model without DeepSpeed's pipeline engine, "
+        "Pipeline stages; 0 is a plain model without DeepSpeed's pipeline engine, "
         "1 is that engine with one stage.",
     )
-    model_parallel_size: PositiveInt = Field(1, description="Tensor-parallel processes.")
-    pipe_partition_method: str = Field(
+    model_parallel_size: PositiveInt = key(1, "Tensor-parallel processes.")
+    pipe_partition_method: str = key(
         "type:transformer|mlp",
-        description="How layers are dealt to pipeline stages: uniform, parameters or type:REGEX.",
+        "How layers are dealt to pipeline stages: uniform, parameters or type:REGEX.",
     )
-    distributed_backend: str = Field(
-        "nccl", description="torch.distributed backend on GPUs; on CPUs it is always gloo."
+    distributed_backend: str = key(
+        "nccl", "torch.distributed backend on GPUs; on CPUs it is always gloo."
     )
 
     @property
@@ -194,18 +350,18 @@ class ParallelArgs(Group):
 class RuntimeArgs(Group):
     """Seeds, timeouts, debugging."""
 
-    seed: NonNegativeInt = Field(
-        1234, le=2**32 - 1, description="Seed of weights, dropout and (see data_seed) data."
+    seed: Annotated[NonNegativeInt, Field(le=2**32 - 1)] = key(
+        1234, "Seed of weights, dropout and (see data_seed) data."
     )
-    exit_interval: PositiveInt | None = Field(
-        None, description="Save and stop at the first step divisible by this."
+    exit_interval: PositiveInt | None = key(
+        None, "Save and stop at the first step divisible by this."
     )
-    distributed_timeout_minutes: PositiveFloat = Field(
-        30.0, description="Give up on a silent peer after this long."
+    distributed_timeout_minutes: PositiveFloat = key(
+        30.0, "Give up on a silent peer after this long."
     )
-    detect_anomaly: bool = Field(
-        False, description="torch's anomaly detection: slow, names the operation behind a NaN."
+    detect_anomaly: bool = key(
+        False, "torch's anomaly detection: slow, names the operation behind a NaN."
     )
-    deepspeed_extra_args: dict[str, Any] | None = Field(
-        None, description="More top-level entries for DeepSpeed's config, passed on as they are."
+    deepspeed_extra_args: dict[str, Any] | None = key(
+        None, "More top-level entries for DeepSpeed's config, passed on as they are."
     )

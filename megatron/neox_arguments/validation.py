@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,22 +15,29 @@ from megatron.neox_arguments.model_keys import intermediate_size_for
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
     from megatron.neox_arguments.model_keys import ModelArgs
+    from megatron.neox_arguments.optimization_keys import OptimizationArgs
+    from megatron.neox_arguments.run_keys import (
+        CheckpointArgs,
+        DataArgs,
+        EvaluationArgs,
+        LauncherArgs,
+    )
 
 
 def check(args: NeoXArgs) -> None:
     """Raise ConfigError at the first combination that cannot work."""
-    _check_heads(args)
+    _check_heads(args.model, args.parallel.model_parallel_size)
     check_position_name(args.model.pos_emb)
     _check_positions(args.model)
     _check_attention_config(args.model)
     _check_parallel(args)
-    _check_schedule(args)
-    _check_checkpoints(args)
-    _check_split(args)
-    _check_blends(args)
-    _check_evaluation(args)
-    _check_launcher(args)
-    _check_not_implemented(args)
+    _check_schedule(args.optimization)
+    _check_checkpoints(args.checkpoint)
+    _check_split(args.data.split)
+    _check_blends(args.data)
+    _check_evaluation(args.evaluation, args.model.validation_length)
+    _check_launcher(args.launcher)
+    _check_not_implemented(args.to_dict())
 
 
 NOT_IMPLEMENTED = {
@@ -43,9 +50,8 @@ NOT_IMPLEMENTED = {
 }
 
 
-def _check_not_implemented(args: NeoXArgs) -> None:
+def _check_not_implemented(flat: Mapping[str, Any]) -> None:
     """Keys of GPT-NeoX that mean something only when true."""
-    flat = args.to_dict()
     for key, reason in NOT_IMPLEMENTED.items():
         if flat.get(key):
             raise ConfigError(f"{key} = true is not implemented here: {reason}. Remove it.")
@@ -55,26 +61,24 @@ def _divisors_near(number: int, wanted: int) -> int:
     return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)
 
 
-def _check_heads(args: NeoXArgs) -> None:
-    hidden, heads = args.model.hidden_size, args.model.num_attention_heads
+def _check_heads(model: ModelArgs, mp: int) -> None:
+    hidden, heads = model.hidden_size, model.num_attention_heads
     if hidden % heads:
         up = -(-hidden // heads) * heads
         raise ConfigError(
             f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}. "
             f"Use hidden_size {up}, or another number of heads."
         )
-    mp = args.parallel.model_parallel_size
     if heads % mp:
         raise ConfigError(
             f"model_parallel_size = {mp} does not divide num_attention_heads = {heads}. "
             f"Use model_parallel_size {_divisors_near(heads, mp)} or more heads."
         )
-    _check_grouped_heads(args.model, mp)
-    ffn = args.model.ffn_size
-    if ffn % mp:
+    _check_grouped_heads(model, mp)
+    if model.ffn_size % mp:
         raise ConfigError(
-            f"model_parallel_size = {mp} does not divide the MLP width {ffn}. "
-            f"Use intermediate_size {_wider(args.model, mp)}."
+            f"model_parallel_size = {mp} does not divide the MLP width {model.ffn_size}. "
+            f"Use intermediate_size {_wider(model, mp)}."
         )
 
 
@@ -209,8 +213,7 @@ def _check_parallel(args: NeoXArgs) -> None:
         )
 
 
-def _check_schedule(args: NeoXArgs) -> None:
-    optimization = args.optimization
+def _check_schedule(optimization: OptimizationArgs) -> None:
     if optimization.min_lr > optimization.lr:
         raise ConfigError(
             f"min_lr = {optimization.min_lr} is above optimizer.params.lr = {optimization.lr}. "
@@ -227,24 +230,23 @@ def _check_schedule(args: NeoXArgs) -> None:
         )
 
 
-def _check_checkpoints(args: NeoXArgs) -> None:
-    factor = args.checkpoint.checkpoint_factor
+def _check_checkpoints(checkpoint: CheckpointArgs) -> None:
+    factor = checkpoint.checkpoint_factor
     if factor is None:
         return
-    if args.checkpoint.checkpoint_scale == "log" and factor <= 1:
+    if checkpoint.checkpoint_scale == "log" and factor <= 1:
         raise ConfigError(
             f"checkpoint_factor = {factor} with checkpoint_scale: log: its powers do not grow. "
             "Use 2 to save at steps 1, 2, 4, 8, ..."
         )
-    if args.checkpoint.checkpoint_scale == "linear" and factor != int(factor):
+    if checkpoint.checkpoint_scale == "linear" and factor != int(factor):
         raise ConfigError(
             f"checkpoint_factor = {factor} is no whole number of steps. Use {round(factor) or 1}, "
             "or checkpoint_scale: log."
         )
 
 
-def _check_split(args: NeoXArgs) -> None:
-    split = args.data.split
+def _check_split(split: str) -> None:
     advice = "Write up to three shares for train, valid and test, e.g. 949,50,1."
     parts = split.replace("/", ",").split(",")
     try:
@@ -256,8 +258,7 @@ def _check_split(args: NeoXArgs) -> None:
         raise ConfigError(f"split = {split!r:.80}: shares must be 0 or more, not all 0. {advice}")
 
 
-def _check_blends(args: NeoXArgs) -> None:
-    data = args.data
+def _check_blends(data: DataArgs) -> None:
     if data.data_path and data.train_data_paths:
         raise ConfigError(
             "data_path and train_data_paths are both set. Keep data_path (one dataset, divided "
@@ -277,22 +278,19 @@ def _check_blends(args: NeoXArgs) -> None:
             raise ConfigError(f"{name}_data_weights = {weights!r:.80}: not all may be 0.")
 
 
-def _check_evaluation(args: NeoXArgs) -> None:
-    evaluation = args.evaluation
+def _check_evaluation(evaluation: EvaluationArgs, validation_length: int) -> None:
     if evaluation.eval_lengths == []:
         raise ConfigError("eval_lengths is empty. Give lengths, or leave it out for the default.")
-    context = evaluation.eval_context_length or args.model.validation_length
-    if evaluation.eval_stride is not None and evaluation.eval_stride > context:
-        lengths = evaluation.eval_lengths or [context]
-        if evaluation.eval_stride > max(*lengths, context):
-            raise ConfigError(
-                f"eval_stride = {evaluation.eval_stride} is longer than the evaluated sequences "
-                f"({max(*lengths, context)}): tokens would be skipped. Lower it."
-            )
+    context = evaluation.eval_context_length or validation_length
+    longest = max([context, *(evaluation.eval_lengths or ())])
+    if evaluation.eval_stride is not None and evaluation.eval_stride > longest:
+        raise ConfigError(
+            f"eval_stride = {evaluation.eval_stride} is longer than the evaluated sequences "
+            f"({longest}): tokens would be skipped. Lower it."
+        )
 
 
-def _check_launcher(args: NeoXArgs) -> None:
-    launcher = args.launcher
+def _check_launcher(launcher: LauncherArgs) -> None:
     if launcher.include and launcher.exclude:
         raise ConfigError("include and exclude are both set. Keep one.")
     if (launcher.include or launcher.exclude) and (

@@ -60,25 +60,27 @@ PositiveIntList = Annotated[list[PositiveInt], BeforeValidator(_comma_text_to_li
 TextList = Annotated[list[str], BeforeValidator(_text_to_list)]
 WeightList = Annotated[list[NonNegativeFloat], BeforeValidator(_text_to_list)]
 
-NO_EFFECT: dict[str, Any] = {"effect": "none", "hf": None}
-"""Marks a field that is accepted for old files only; the reference page says so."""
 
-
-def about(**facts: Any) -> dict[str, Any]:
-    """What else is true of a key, beside its type, default and meaning.
+def key(default: Any, meaning: str, **facts: Any) -> Any:
+    """Declares a config key: its default (`...`: it must be given), its meaning, and further facts.
 
     hf          its name in a Hugging Face config of ours (default: the same name; None: not there)
     hf_default  its default there, where that is not the one here
     ours        neither GPT-NeoX nor the official KERPLE code knows it
+    effect      "none": accepted for old files only; the reference page says so
     """
-    unknown = set(facts) - {"hf", "hf_default", "ours"}
-    if unknown:
-        raise TypeError(f"about() knows hf, hf_default and ours, not {', '.join(unknown)}")
-    return facts
+    if unknown := set(facts) - {"hf", "hf_default", "ours", "effect"}:
+        raise TypeError(f"key() knows no fact {', '.join(unknown)}")
+    return Field(default, description=meaning, json_schema_extra=facts or None)
+
+
+def accepted(reason: str) -> Any:
+    """A flag of old files that has no effect, and why it needs none."""
+    return key(False, f"Accepted for old files: {reason}", hf=None, effect="none")
 
 
 def facts_of(field: FieldInfo) -> dict[str, Any]:
-    """What `about` or NO_EFFECT said of a field."""
+    """What `key` said of a field beside its default and meaning."""
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 

@@ -23,7 +23,7 @@ from megatron.training.stepper import MicroBatch
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import BatchPlan, NeoXArgs
-    from megatron.neox_arguments.data_keys import DataArgs
+    from megatron.neox_arguments.run_keys import DataArgs
 
 Streams = tuple[
     Iterator[MicroBatch] | None, Iterator[MicroBatch] | None, Iterator[MicroBatch] | None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.errors import ConfigError
 from megatron.launcher.environment import expand_hostlist
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs, decode_config
-from megatron.neox_arguments.foreign_keys import ALIASES, DERIVED, UNIMPLEMENTED
+from megatron.neox_arguments.normalize import ALIASES, DERIVED, UNIMPLEMENTED
 
 from .samples import TINY
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.data_keys import DataArgs
+from megatron.neox_arguments.run_keys import DataArgs
 from megatron.training import batches
 from tests.training.cases import tiny_config
 
