@@ -299,7 +299,7 @@ SOURCES: dict[str, Source] = {
         ),
         Source(
             "recall",
-            "made up: associative recall and passkeys in noise, 40,000 documents of 128 bytes",
+            "made up: associative recall and passkeys in noise, 60,000 documents of 128 bytes",
             "none needed",
             collect=write_recall_corpus,
             small=True,

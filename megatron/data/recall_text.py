@@ -16,9 +16,10 @@ Three kinds of documents, in symbols that never mix, from easy to hard for a tin
 
       <>{[}#4071]{(<>...?4071
 
-Documents for training ask up to eight times, so that a tiny model learns what to do within minutes;
-those for testing ask once, so that nothing can be copied from an answer nearer by. Noise is drawn
-evenly from eight symbols: nothing but recall can be learned from it.
+Documents for training ask several times, so that a tiny model learns what to do within minutes (half
+of those with keys and values, the hardest kind and therefore every other document, ask once or twice
+as in a test); those for testing ask once, so that nothing can be copied from an answer nearer by.
+Noise is drawn evenly from eight symbols: nothing but recall can be learned from it.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ __all__ = [
 PAIRS = 4
 KEYS, VALUES = ascii_uppercase[:8], ascii_lowercase[:8]
 KEY_DIGITS = 4
-MOST_ASKED = 8  # times that each key comes again, in documents for training
+MOST_ASKED = 6  # times that a digit or a passkey is asked for, in documents for training
+SELDOM, OFTEN = (1, 2), (6, 12)  # times that each key comes again
 MQAR_NOISE, PASSKEY_NOISE, DIGIT_NOISE = ".,:;-_~^", "<>{}[]()", "|/=+*&%$"
 TRAIN_LENGTH = 128
-DOCUMENTS = 40_000
+DOCUMENTS = 60_000
 SEED = 20_230_101
 
 
@@ -121,10 +123,15 @@ def write_recall_corpus(directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     output = directory / "recall.jsonl"
     random = Random(SEED)
-    kinds = list(RECALL_KINDS.values())
     with atomic_writer(output) as handle:
         for number in range(DOCUMENTS):
-            asked = random.randint(1, MOST_ASKED)
-            made = kinds[number % len(kinds)](TRAIN_LENGTH - 1, random, asked)
+            made = _for_training(number, random)
             handle.write((json.dumps({"text": made.text}) + "\n").encode())
     return [output]
+
+
+def _for_training(number: int, random: Random) -> RecallText:
+    if number % 2:
+        return mqar(TRAIN_LENGTH - 1, random, random.randint(*random.choice((SELDOM, OFTEN))))
+    kind = passkey_in_noise if number % 4 else digit_in_noise
+    return kind(TRAIN_LENGTH - 1, random, random.randint(1, MOST_ASKED))
