@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.errors import OutputError
+from megatron.machine import is_running
 
 __all__ = [
     "atomic_writer",
@@ -26,6 +27,7 @@ __all__ = [
     "fingerprint",
     "new_directory",
     "publish",
+    "read_json",
     "remove_leftovers",
     "sync_directory",
     "temporary_name",
@@ -50,21 +52,11 @@ def remove_leftovers(path: Path, *, older_than_seconds: float = 3600.0) -> None:
     pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
     for entry in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         match = pattern.fullmatch(entry.name)
-        if match is None or _is_running(int(match[1])):
+        if match is None or is_running(int(match[1])):
             continue
         with contextlib.suppress(OSError):
             if time.time() - entry.stat().st_mtime > older_than_seconds:
                 entry.unlink()
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -210,6 +202,15 @@ def write_text(path: Path, text: str, *, parents: bool = False) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if it is absent, damaged or something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def fingerprint(value: Any) -> str:

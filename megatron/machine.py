@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["count_gpus", "memory_bytes", "settle_accelerator"]
+__all__ = ["count_gpus", "is_running", "memory_bytes", "settle_accelerator"]
 
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -27,6 +27,17 @@ def count_gpus(environ: Mapping[str, str] | None = None, device_dir: Path = Path
         return len(devices)
     listed = [item for item in visible.split(",") if item.strip() and item.strip() != "-1"]
     return min(len(listed), len(devices))
+
+
+def is_running(process: int) -> bool:
+    """Whether this machine has a process of that number, anybody's."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def settle_accelerator() -> None:

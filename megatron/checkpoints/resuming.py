@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.atomic_files import write_text
-from megatron.checkpoints.safe_files import load_mapping
+from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.store import CheckpointStore, tag_of
 from megatron.checkpoints.universal import is_universal
 from megatron.checkpoints.universal_engine import load_universal, load_zero3_weights
@@ -214,14 +214,11 @@ def write_layout(directory: Path, args: NeoXArgs) -> None:
 def read_layout(directory: Path) -> dict[str, Any]:
     """What was written; an error if it is not there or not readable."""
     path = directory / LAYOUT
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable ({error})") from error
-    world_size = content.get("world_size") if isinstance(content, dict) else None
+    content = read_object(path)
+    world_size = content.get("world_size")
     if type(world_size) is not int or not 1 <= world_size <= 1_000_000:
         raise CheckpointError(f"{path}: does not say how many processes wrote the checkpoint")
-    return dict(content)
+    return content
 
 
 def check_layout(directory: Path, args: NeoXArgs) -> None:

@@ -8,6 +8,7 @@ that promises more bytes than the file has. Then `torch.load(weights_only=True)`
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import pickletools
@@ -27,7 +28,14 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from megatron.checkpoints.store import ChecksummedFile, Sums
 from megatron.errors import CheckpointError
 
-__all__ = ["SafeCheckpointEngine", "host_copy", "load_file", "load_mapping", "synced_save"]
+__all__ = [
+    "SafeCheckpointEngine",
+    "host_copy",
+    "load_file",
+    "load_mapping",
+    "read_object",
+    "synced_save",
+]
 
 MAX_PICKLE_BYTES = 1 << 28
 MAX_MEMBERS = 1_000_000
@@ -93,6 +101,17 @@ def load_mapping(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: holds a {type(content).__name__}, not a mapping of names to tensors"
         )
+    return content
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not readable as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: is not a JSON object")
     return content
 
 

@@ -12,7 +12,6 @@ in a plain model, `tied_modules.embedding.x` for a tied embedding in a pipeline.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from torch import Tensor, nn
 
-from megatron.checkpoints.safe_files import load_file
+from megatron.checkpoints.safe_files import load_file, read_object
 from megatron.checkpoints.sharding import Sharding, split_name, strip_prefix
 from megatron.errors import CheckpointError
 from megatron.mpu.parallel_layers import whole_shape
@@ -141,11 +140,8 @@ def read_progress(directory: Path) -> dict[str, Any]:
 
 
 def _index_of(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not readable ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != 1:
+    content = read_object(file)
+    if content.get("format") != 1:
         raise CheckpointError(f"{file}: is not format 1 of a universal checkpoint's index")
     counts = ("iteration", "consumed_samples", "skipped_steps")
     if not all(type(content.get(key)) is int for key in counts) or "schedule" not in content:

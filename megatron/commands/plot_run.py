@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.atomic_files import check_writable
+from megatron.atomic_files import check_writable, read_json
 from megatron.errors import DataError, KerpleError
 
 if TYPE_CHECKING:
@@ -73,10 +73,7 @@ def read_run(directory: Path) -> RunMetrics:
 
 
 def _config(directory: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
+    content = (read_json(directory / "manifest.json") or {}).get("config")
     return content if isinstance(content, dict) else {}
 
 

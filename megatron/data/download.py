@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import json
 import logging
 import os
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megatron.atomic_files import publish, write_json
+from megatron.atomic_files import publish, read_json, write_json
 from megatron.errors import DownloadError
 
 __all__ = ["DownloadError", "RemoteFile", "download", "file_sha256"]
@@ -89,14 +88,11 @@ def _check_provable(url: str, remote: RemoteFile) -> None:
 
 
 def _is_verified(target: Path, remote: RemoteFile) -> bool:
-    try:
-        note = json.loads(_beside(target, ".ok.json").read_text())
-        size = target.stat().st_size
-    except (OSError, ValueError, RecursionError):
+    note = read_json(_beside(target, ".ok.json"))
+    if note is None or not target.is_file():
         return False
-    if not isinstance(note, dict):
-        return False
-    return bool(note.get("size") == size and remote.sha256 in (None, note.get("sha256")))
+    same_size = note.get("size") == target.stat().st_size
+    return same_size and remote.sha256 in (None, note.get("sha256"))
 
 
 def _beside(target: Path, suffix: str) -> Path:
@@ -131,7 +127,9 @@ def _fetch(url: str, target: Path, progress: bool) -> Path:
 def _continue(url: str, target: Path, progress: bool) -> bool:
     """One request from where the partial file ends; True when the whole file is there."""
     part, note_path = _beside(target, ".part"), _beside(target, ".part.json")
-    note = _read_note(note_path, url)
+    note = read_json(note_path)
+    if note and note.get("url") != url:
+        note = None
     start = part.stat().st_size if part.exists() and note else 0
     if note and note["total"] is not None and start == note["total"]:
         return True
@@ -147,14 +145,6 @@ def _continue(url: str, target: Path, progress: bool) -> bool:
         write_json(note_path, {"url": url, "total": total, "identity": identity})
         _copy(response, part, start, total, progress, target.name)
     return total is None or part.stat().st_size == total
-
-
-def _read_note(path: Path, url: str) -> dict[str, Any] | None:
-    try:
-        note = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return note if isinstance(note, dict) and note.get("url") == url else None
 
 
 def _position(response: Any, wanted: int) -> tuple[int, int | None]:

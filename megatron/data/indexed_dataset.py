@@ -18,7 +18,6 @@ the file and the reason, never as wrong tokens in the middle of a run.
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import struct
 import zlib
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.atomic_files import read_json
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
@@ -201,7 +201,7 @@ def _touch_pages(buffer: mmap.mmap) -> None:
 
 def _recorded_checksums(prefix: Path) -> dict[str, str]:
     """CRC-32 of both files as they were written, if the manifest has them."""
-    manifest = _manifest_content(prefix) or {}
+    manifest = read_json(manifest_path(prefix)) or {}
     for kind, path in (("idx", idx_path(prefix)), ("bin", bin_path(prefix))):
         recorded = manifest.get(f"{kind}_bytes")
         if f"{kind}_crc32" in manifest and path.is_file() and path.stat().st_size != recorded:
@@ -250,7 +250,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     """The manifest if it is there, readable and belongs to the files as they are now."""
-    content = _manifest_content(prefix)
+    content = read_json(manifest_path(prefix))
     try:
         sizes = [path(prefix_of(prefix)).stat().st_size for path in (bin_path, idx_path)]
     except OSError:
@@ -258,14 +258,6 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
     if content is None or [content.get("bin_bytes"), content.get("idx_bytes")] != sizes:
         return None
     return content
-
-
-def _manifest_content(prefix: str | Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(manifest_path(prefix).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Literal, cast
 
 import zstandard
 
-from megatron.atomic_files import atomic_writer, write_json
+from megatron.atomic_files import atomic_writer, read_json, write_json
 from megatron.data.download import file_sha256
 from megatron.errors import DataError, DownloadError
 
@@ -80,11 +80,7 @@ def collect_packages(packages: Sequence[Package], directory: Path) -> list[Path]
 
 def package_record(directory: Path) -> list[dict[str, Any]]:
     """What `collect_packages` noted in this directory; empty if it did not collect."""
-    try:
-        content = json.loads((directory / RECORD).read_text())
-    except (OSError, ValueError, RecursionError):
-        return []
-    return list(content.get("packages", []))
+    return list((read_json(directory / RECORD) or {}).get("packages", []))
 
 
 def _digest(text: str) -> str:

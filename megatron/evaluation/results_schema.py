@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import tabulate
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron.atomic_files import atomic_writer, fingerprint
+from megatron.atomic_files import atomic_writer, fingerprint, read_json
 from megatron.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -182,15 +182,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Complete or not at all; in the order given, and without NaN, which is not JSON."""
     with atomic_writer(path) as handle:
         handle.write((json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
-
-
-def read_json(path: Path) -> Content | None:
-    """The content of a file; None if it is absent or not ours."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 class Cells:

@@ -9,7 +9,6 @@ registered, or be `module:ClassName`: a kernel of your own needs no line.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.atomic_files import read_json
 from megatron.errors import ConfigError
 from megatron.neox_arguments.model_keys import ModelArgs
 
@@ -287,14 +287,8 @@ def _is_checkpoint_folder(folder: Path) -> bool:
     try:
         if folder.name.startswith("global_step") or any((folder / m).is_file() for m in _MARKS):
             return True
-        return any(folder.glob("global_step*")) or _is_hf_folder(folder)
+        return any(folder.glob("global_step*")) or "model_type" in (
+            read_json(folder / "config.json") or {}
+        )
     except OSError:
         return True  # a folder that cannot be looked into is not known to be the user's
-
-
-def _is_hf_folder(folder: Path) -> bool:
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and "model_type" in content

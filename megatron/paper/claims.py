@@ -1,17 +1,24 @@
-"""The paper's claims, each with a stated criterion, checked against our own results."""
+"""The paper's claims, each with a stated criterion, and its theory, checked on our own results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+from torch import Tensor
+
+from megatron.errors import KernelAnalysisError
+from megatron.model.kernel_theory import cpd_margin, is_cpd, smallest_shift
 from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.contrasts import loss_from
-from megatron.paper.run_results import ResultSet, compare_paired, summarize
-from megatron.paper.suite_file import DataSet, Point
+from megatron.paper.kernel_figures import kernel_bias
+from megatron.paper.run_results import Cell, ResultSet, compare_paired, summarize
+from megatron.paper.suite_file import DataSet, Point, Rounding
+from megatron.paper.tables import Block, Column, Entry, Row, Table
 
-__all__ = ["Finding", "Verdict", "check_claims"]
+__all__ = ["Finding", "Verdict", "check_claims", "cpd_table"]
 
 _EXPLODES = 2.0
 """A method explodes if its perplexity at the longest length is this many times that at 1x."""
@@ -211,60 +218,31 @@ class _Claim:
 
 def _claims() -> tuple[_Claim, ...]:
     log, power, alibi, t5 = (label_of(n) for n in ("kerple_log", "kerple_power", "alibi", "rpe"))
-    weight, bias = label_of("gauss_wht2"), label_of("gauss_bias3")
+    weight, bias, log3 = (label_of(n) for n in ("gauss_wht2", "gauss_bias3", "kerple_log3"))
+    worse = f"at least x{_EXPLODES:g}"
     return (
-        _Claim(
-            f"{log} is below {alibi} at every length",
-            ("kerple_log", "alibi"),
-            _below_everywhere("kerple_log", "alibi"),
-        ),
-        _Claim(
-            f"{log} is at least as good as {power}",
-            ("kerple_log", "kerple_power"),
-            _log_not_behind_power,
-        ),
-        _Claim(
-            f"{t5} is best at the training length", ("rpe", "kerple_log"), _t5_best_at_train_length
-        ),
-        _Claim(
-            f"{t5} is worse than {log} from {_BEYOND}x the training length on",
-            ("rpe", "kerple_log"),
-            _t5_worse_far_out,
-        ),
-        *(
-            _Claim(
-                f"{label_of(name)} explodes (at least x{_EXPLODES:g} at the longest length)",
-                (name,),
-                _explodes(name),
-            )
-            for name in ("rotary", "sinusoidal")
-        ),
-        _Claim(
-            f"{label_of('kerple_log3')} has no clear advantage over {log} (within 2%)",
-            ("kerple_log3", "kerple_log"),
-            _no_clear_advantage,
-        ),
-        _Claim(
-            f"Gaussian-like biases fail to extrapolate (at least x{_EXPLODES:g})",
-            ("gauss_bias2", "gauss_bias3"),
-            _explodes("gauss_bias2", "gauss_bias3"),
-        ),
-        _Claim(
-            f"a Gaussian-like weight ({weight}) beats the bias ({bias})",
-            ("gauss_wht2", "gauss_bias3"),
-            _below_everywhere("gauss_wht2", "gauss_bias3"),
-        ),
-        _Claim(
-            f"{log} uses what lies beyond the training length: below its own window",
-            ("kerple_log",),
-            _against_window("kerple_log", below=True),
-        ),
-        _Claim(
-            f"{alibi} lies above {log} in a window",
-            ("alibi", "kerple_log"),
-            _against_window("alibi", below=False),
-        ),
-    )
+        _Claim(f"{log} is below {alibi} at every length",
+               ("kerple_log", "alibi"), _below_everywhere("kerple_log", "alibi")),
+        _Claim(f"{log} is at least as good as {power}",
+               ("kerple_log", "kerple_power"), _log_not_behind_power),
+        _Claim(f"{t5} is best at the training length",
+               ("rpe", "kerple_log"), _t5_best_at_train_length),
+        _Claim(f"{t5} is worse than {log} from {_BEYOND}x the training length on",
+               ("rpe", "kerple_log"), _t5_worse_far_out),
+        *(_Claim(f"{label_of(name)} explodes ({worse} at the longest length)",
+                 (name,), _explodes(name))
+          for name in ("rotary", "sinusoidal")),
+        _Claim(f"{log3} has no clear advantage over {log} (within 2%)",
+               ("kerple_log3", "kerple_log"), _no_clear_advantage),
+        _Claim(f"Gaussian-like biases fail to extrapolate ({worse})",
+               ("gauss_bias2", "gauss_bias3"), _explodes("gauss_bias2", "gauss_bias3")),
+        _Claim(f"a Gaussian-like weight ({weight}) beats the bias ({bias})",
+               ("gauss_wht2", "gauss_bias3"), _below_everywhere("gauss_wht2", "gauss_bias3")),
+        _Claim(f"{log} uses what lies beyond the training length: below its own window",
+               ("kerple_log",), _against_window("kerple_log", below=True)),
+        _Claim(f"{alibi} lies above {log} in a window",
+               ("alibi", "kerple_log"), _against_window("alibi", below=False)),
+    )  # fmt: skip
 
 
 def check_claims(results: ResultSet, split: str, data: tuple[DataSet, ...]) -> list[Finding]:
@@ -278,3 +256,67 @@ def check_claims(results: ResultSet, split: str, data: tuple[DataSet, ...]) -> l
             verdict, evidence = claim.check(_View(results, split, item))
             findings.append(Finding(claim.text, item.title, verdict, evidence))
     return findings
+
+
+# The theory, on the kernels that a suite has trained: a section of its report.
+
+POINTS = (4, 16, 64, 128)
+_TOO_STEEP = 2.1
+_CAPTION = (
+    "Every head of every trained kernel (how many, in brackets) on that many points: is it "
+    "conditionally positive definite (CPD, Corollary 1: no negative eigenvalue on coefficients "
+    "that sum to zero), and the largest c that a head needs for c + kernel to be positive definite "
+    "(Lemma 1). c grows with the number of points, without end where a kernel has no lower bound; "
+    "nothing is computed with it, as softmax cancels it. Last, -d^2.1: an exponent above 2 is not "
+    "CPD (Proposition 1). `tools/check_kernel.py` does the same for any kernel."
+)
+
+
+def cpd_table(key: str, results: ResultSet, methods: Sequence[str], heads: int) -> Table | None:
+    """Rows of the suite's kernels and of the counterexample; None without a trained kernel."""
+    rows = []
+    for name in dict.fromkeys(methods):
+        tables = list(_biases(results, name, heads))
+        if tables:
+            rows.append(_row(f"{label_of(name)} ({len(tables)})", tables))
+    if not rows:
+        return None
+    steep = -torch.arange(max(POINTS), dtype=torch.float64).pow(_TOO_STEEP)
+    rows.append(_row(f"power with exponent {_TOO_STEEP:g}", [steep]))
+    columns = tuple(Column(f"{points} points") for points in POINTS)
+    return Table(key, _CAPTION, (Block("", "", columns, tuple(rows)),))
+
+
+def _biases(results: ResultSet, name: str, heads: int) -> Iterable[Tensor]:
+    """A table per head of every run that logged its kernel."""
+    for item in results.runs:
+        if item.run.method == name and item.kernel:
+            bias = kernel_bias(name, item.kernel, heads, max(POINTS))
+            yield from torch.from_numpy(bias) if bias is not None else ()
+
+
+def _row(label: str, tables: Sequence[Tensor]) -> Row:
+    return Row(
+        label, tuple(Entry(_cell(tables, points), Rounding.MAGNITUDE, 2) for points in POINTS)
+    )
+
+
+def _cell(tables: Sequence[Tensor], points: int) -> Cell:
+    broken = [table for table in tables if not is_cpd(table.float(), points)]
+    if broken:
+        worst = min(float(cpd_margin(table, points)) for table in broken)
+        text = f"not CPD ({len(broken)} of {len(tables)}), eigenvalue {worst:.2g}"
+        return Cell(worst, seeds=len(tables), words=text.replace("-", "−"))
+    shifts = [shift for table in tables if (shift := _shift(table, points)) is not None]
+    none = len(tables) - len(shifts)
+    text = f"CPD, c {max(shifts):.3g}" if shifts else "CPD"
+    text += f" ({none} not strictly: none)" if none else ""
+    return Cell(max(shifts, default=0.0), seeds=len(tables), words=text)
+
+
+def _shift(table: Tensor, points: int) -> float | None:
+    """None where the kernel is CPD but not strictly so, to the rounding of its table."""
+    try:
+        return smallest_shift(table, points, 0.05)
+    except KernelAnalysisError:
+        return None

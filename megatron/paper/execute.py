@@ -26,9 +26,9 @@ from megatron.paper.run_files import (
     RunState,
     State,
     done_steps,
+    is_finished,
     mark_done,
     read_state,
-    step_names,
     write_state,
 )
 from megatron.paper.suite import EvalStep, Run
@@ -170,8 +170,8 @@ def _execute_steps(
         state = _execute_step(children, directory, run, name, command, environment, state)
         if state.state != State.RUNNING:
             return state
-    finished = done_steps(directory, run) == set(step_names(run))
-    state = RunState(State.DONE if finished else State.PENDING, "", 0, state.seconds)
+    end = State.DONE if is_finished(directory, run) else State.PENDING
+    state = RunState(end, "", 0, state.seconds)
     write_state(directory, state)
     return state
 

@@ -1,14 +1,16 @@
-"""Figures about perplexity: against length, and during training."""
+"""Figures of what was measured: perplexity and recall by length, loss and time of training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
 
 from megatron.neox_arguments.catalogue import label_of, line_style
@@ -16,6 +18,7 @@ from megatron.paper.run_results import ResultSet, RunResults, summarize
 from megatron.paper.style import (
     EndLabel,
     direct_labels,
+    figure_legend,
     figure_style,
     finish_axes,
     mark_train_length,
@@ -23,8 +26,15 @@ from megatron.paper.style import (
     plain_log_axis,
 )
 from megatron.paper.suite_file import DataSet, Point
+from megatron.paper.tables import REFERENCE_METHOD, published_seconds_per_step
 
-__all__ = ["RECALL_TITLES", "perplexity_by_length", "recall_by_length", "training_loss"]
+__all__ = [
+    "RECALL_TITLES",
+    "perplexity_by_length",
+    "recall_by_length",
+    "training_loss",
+    "training_speed",
+]
 
 _ZOOM_FROM_RATIO = 4.0
 """Above this spread a second row zooms in on the methods that do not explode."""
@@ -123,16 +133,17 @@ def _length_panel(axes: Axes, curves: list[_Curve], title: str, train_length: in
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    _plain_ticks(axes, sorted({length for curve in curves for length in curve.lengths}))
+    lengths = sorted({length for curve in curves for length in curve.lengths})
+    _length_ticks(axes, lengths)
+    axes.tick_params(axis="x", labelsize=9.5, rotation=0 if len(lengths) <= 6 else 45)
+    plain_log_axis(axes.yaxis)
     mark_train_length(axes, train_length)
     finish_axes(axes, title=title, xlabel="evaluation length (tokens)", ylabel="perplexity")
 
 
-def _plain_ticks(axes: Axes, lengths: Sequence[int]) -> None:
+def _length_ticks(axes: Axes, lengths: Sequence[int]) -> None:
     axes.set_xticks(list(lengths), [str(length) for length in lengths])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.tick_params(axis="x", labelsize=9.5, rotation=0 if len(lengths) <= 6 else 45)
-    plain_log_axis(axes.yaxis)
 
 
 def _zoom(axes: Axes, curves: list[_Curve]) -> None:
@@ -145,11 +156,6 @@ def _zoom(axes: Axes, curves: list[_Curve]) -> None:
     axes.yaxis.set_major_locator(AutoLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_ylim(best - margin, max(tops) + margin)
-
-
-def _outside_legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper")
 
 
 RECALL_TITLES = {
@@ -186,9 +192,7 @@ def recall_by_length(results: ResultSet, data: DataSet, methods: Sequence[str]) 
                 ends.append(EndLabel(label_of(name), style.color, float(means[-1])))
             axes.set_xscale("log", base=2)
             axes.set_ylim(-3, 103)
-            lengths = sorted({length for curve in curves.values() for length in curve})
-            axes.set_xticks(lengths, [str(length) for length in lengths])
-            axes.xaxis.set_minor_locator(NullLocator())
+            _length_ticks(axes, sorted({length for curve in curves.values() for length in curve}))
             mark_train_length(axes, results.train_length(data.name), below=True)
             finish_axes(axes, title=RECALL_TITLES[kind], xlabel="length (tokens)",
                         ylabel="symbols recalled (%)")  # fmt: skip
@@ -226,5 +230,59 @@ def training_loss(
                         linewidth=1.3,
                     )
             finish_axes(axes, title=item.title, xlabel="step", ylabel="training loss (nats/token)")
-        _outside_legend(figure, grid[0][0])
+        figure_legend(figure, grid[0][:1])
     return figure
+
+
+def training_speed(
+    results: ResultSet, data: Sequence[str], methods: Sequence[str], machine: str
+) -> Figure | None:
+    """Time per step relative to log, ours and the paper's A100."""
+    ours = {
+        name: summary.mean
+        for name in methods
+        if (summary := summarize(results.seconds_per_step(data, name).values())).mean
+    }
+    if REFERENCE_METHOD not in ours:
+        return None
+    shown = [name for name in methods if name in ours]
+    paper = published_seconds_per_step()
+    with figure_style():
+        figure = new_figure(1, width=6.5, height=0.55 * len(shown) + 1.6)
+        axes = figure.subplots()
+        own = _bars(axes, shown, ours.__getitem__, 0.2, "#0072B2")
+        published = _bars(axes, shown, lambda name: paper.get(name), -0.2, "#BBBBBB")
+        axes.axvline(1.0, color="#444444", linewidth=1)
+        axes.set_yticks(range(len(shown)), [label_of(name) for name in shown])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
+        finish_axes(axes, title="", xlabel="time per training step, KERPLE-log = 1", ylabel="")
+        handles: list[Line2D] = [own, published]
+        labels = [textwrap.fill(f"ours ({machine})", 60), "paper (A100, 162M)"]
+        figure.legend(handles, labels, loc="outside upper left")
+    return figure
+
+
+def _bars(
+    axes: Axes,
+    names: Sequence[str],
+    seconds: Callable[[str], float | None],
+    shift: float,
+    color: str,
+) -> Line2D:
+    reference = seconds(REFERENCE_METHOD) or 1.0
+    for index, name in enumerate(names):
+        value = seconds(name)
+        if value is None:
+            continue
+        axes.barh(index - shift, value / reference, height=0.36, color=color)
+        axes.text(
+            value / reference + 0.01,
+            index - shift,
+            f"{value:.3f} s",
+            va="center",
+            fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
+    return Line2D([], [], color=color, linewidth=8)

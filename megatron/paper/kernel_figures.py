@@ -1,16 +1,14 @@
-"""Figures about the learned kernels and the training time."""
+"""Figures of the learned kernels: their functions, how far they look, how they got there."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 
 import numpy as np
 import torch
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
@@ -18,10 +16,12 @@ from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads
 from megatron.model.position_base import DistanceKernel, TableEmbedding
 from megatron.model.position_names import build_positional_embedding, position_options
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.published import published_seconds_per_step
-from megatron.paper.run_results import ResultSet, RunResults, summarize
+from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
+    EndLabel,
     data_color,
+    direct_labels,
+    figure_legend,
     figure_style,
     finish_axes,
     mark_train_length,
@@ -29,30 +29,27 @@ from megatron.paper.style import (
     plain_log_axis,
 )
 from megatron.paper.suite_file import DataSet
-from megatron.paper.tables import REFERENCE_METHOD
 
 __all__ = [
     "effective_lengths",
-    "first_kernel",
     "kernel_bias",
     "kernel_functions",
+    "kernels_on_paper_axes",
+    "kernels_over_training",
     "learned_parameters",
-    "shade",
-    "training_speed",
 ]
 
+FloatArray = NDArray[np.float64]
 _PLOTTED = ("kerple_log", "kerple_power", "kerple_log3", "kerple_bias_wht", "alibi")
 _LOWEST_BIAS = -8.0
 _EFFECTIVE_MAX_DISTANCE = 20480
 
 
-def first_kernel(
-    results: ResultSet, data: str, name: str
-) -> tuple[RunResults, Mapping[str, list[float]]] | None:
-    """The first seed whose kernel can be drawn; ALiBi's needs no parameters."""
+def first_kernel(results: ResultSet, data: str, name: str) -> Mapping[str, list[float]] | None:
+    """Of the first seed whose kernel can be drawn; ALiBi's needs no parameters."""
     for run in results.of(data, name):
         if run.kernel or (name == "alibi" and run.last_step):
-            return run, run.kernel
+            return run.kernel
     return None
 
 
@@ -60,46 +57,76 @@ def kernel_functions(
     results: ResultSet, data: Sequence[DataSet], heads: int, max_distance: int
 ) -> Figure | None:
     """Bias against distance, one line per head; rows are data sets, columns are kernels."""
+
+    def draw(axes: Axes, bias: FloatArray) -> None:
+        for line, color in _by_reach(bias):
+            axes.plot(np.arange(1, bias.shape[1]), line[1:], color=color, linewidth=1.5)
+        axes.axhline(EFFECTIVE_BIAS, color="#D55E00", linestyle="--", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.set_ylim(_LOWEST_BIAS, 0.4)
+
+    return _kernel_grid(results, data, _PLOTTED, heads, max_distance, draw, sharey=True)
+
+
+def kernels_on_paper_axes(
+    results: ResultSet, data: Sequence[DataSet], heads: int, max_distance: int
+) -> Figure | None:
+    """Bias against distance on linear axes, uncut: power reaches values that log never does."""
+
+    def draw(axes: Axes, bias: FloatArray) -> None:
+        for line, color in _by_reach(bias):
+            axes.plot(line, color=color, linewidth=1.5)
+        axes.set_xlim(0, bias.shape[1] - 1)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
+
+    names = ("kerple_log", "kerple_power", "alibi")
+    return _kernel_grid(results, data, names, heads, max_distance, draw, sharey=False)
+
+
+def _kernel_grid(
+    results: ResultSet,
+    data: Sequence[DataSet],
+    candidates: Sequence[str],
+    heads: int,
+    max_distance: int,
+    draw: Callable[[Axes, FloatArray], None],
+    *,
+    sharey: bool,
+) -> Figure | None:
+    """A panel for each data set and each kernel that was trained on any of them."""
     found = {
         (item.name, name): kernel
         for item in data
-        for name in _PLOTTED
-        if (kernel := first_kernel(results, item.name, name))
+        for name in candidates
+        if (kernel := first_kernel(results, item.name, name)) is not None
     }
     rows = [item for item in data if any(key[0] == item.name for key in found)]
-    names = [name for name in _PLOTTED if any(key[1] == name for key in found)]
+    names = [name for name in candidates if any(key[1] == name for key in found)]
     if not rows:
         return None
     with figure_style():
         figure = new_figure(len(names), len(rows), width=3.9, height=3.2)
-        grid = figure.subplots(len(rows), len(names), squeeze=False, sharey=True)
-        for row, item in enumerate(rows):
-            for column, name in enumerate(names):
-                title = f"{label_of(name)}: {item.title}"
-                kernel = found.get((item.name, name))
-                values = kernel[1] if kernel else {}
-                bias = kernel_bias(name, values, heads, max_distance + 1) if kernel else None
-                _kernel_panel(grid[row][column], bias, title, results.train_length(item.name))
+        grid = figure.subplots(len(rows), len(names), squeeze=False, sharey=sharey)
+        for (row, item), (column, name) in product(enumerate(rows), enumerate(names)):
+            axes, kernel = grid[row][column], found.get((item.name, name))
+            bias = None if kernel is None else kernel_bias(name, kernel, heads, max_distance + 1)
+            title = f"{label_of(name)}: {item.title}"
+            finish_axes(axes, title=title, xlabel="distance |m − n| (tokens)", ylabel="bias")
+            axes.title.set_fontsize(10.5)
+            if bias is None:
+                axes.text(0.5, 0.5, "—", transform=axes.transAxes, ha="center", fontsize=20)
+                continue
+            draw(axes, bias)
+            mark_train_length(axes, results.train_length(item.name), below=True)
     return figure
 
 
-def _kernel_panel(
-    axes: Axes, bias: np.ndarray | None, title: str, train_length: int | None
-) -> None:
-    finish_axes(axes, title=title, xlabel="distance |m − n| (tokens)", ylabel="bias")
-    axes.title.set_fontsize(10.5)
-    if bias is None:
-        axes.text(0.5, 0.5, "—", transform=axes.transAxes, ha="center", fontsize=20)
-        return
-    distances = np.arange(1, bias.shape[1])
+def _by_reach(bias: FloatArray) -> Iterator[tuple[FloatArray, tuple[float, float, float]]]:
+    """Each head's curve with its colour, the flattest darkest."""
     order = np.argsort(-bias[:, -1])
     for tone, head in zip(np.linspace(0.0, 0.85, len(order)), order, strict=True):
-        axes.plot(distances, bias[head, 1:], color=shade(float(tone)), linewidth=1.5)
-    axes.axhline(EFFECTIVE_BIAS, color="#D55E00", linestyle="--", linewidth=1)
-    mark_train_length(axes, train_length, below=True)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylim(_LOWEST_BIAS, 0.4)
+        yield bias[head], shade(float(tone))
 
 
 def shade(position: float) -> tuple[float, float, float]:
@@ -124,9 +151,9 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
         for axes, name in zip(grid[0], names, strict=True):
             for index, item in enumerate(data):
                 kernel = first_kernel(results, item.name, name)
-                if kernel:
+                if kernel is not None:
                     color, _ = data_color(index)
-                    _effective_line(axes, name, kernel[1], heads, item.title, color, "-")
+                    _effective_line(axes, name, kernel, heads, item.title, color, "-")
             _effective_line(axes, "alibi", {}, heads, "ALiBi (any data)", "#888888", "--")
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -136,17 +163,8 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
                 xlabel="distance d = |m − n| (tokens)",
                 ylabel="heads (effective length ≤ d)",
             )
-        _figure_legend(figure, grid[0])
+        figure_legend(figure, grid[0])
     return figure
-
-
-def _figure_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Beside the panels, never over their curves."""
-    found: dict[str, Artist] = {}
-    for axes in panels:
-        handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    figure.legend(list(found.values()), list(found), loc="outside right upper")
 
 
 def _effective_line(
@@ -205,67 +223,47 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
             axes.set_yscale("log")
             plain_log_axis(axes.xaxis)
             plain_log_axis(axes.yaxis)
-        _figure_legend(figure, grid[0])
+        figure_legend(figure, grid[0])
     return figure
 
 
-def training_speed(
-    results: ResultSet, data: Sequence[str], methods: Sequence[str], machine: str
-) -> Figure | None:
-    """Time per step relative to log, ours and the paper's A100."""
-    ours = {
-        name: summary.mean
-        for name in methods
-        if (summary := summarize(results.seconds_per_step(data, name).values())).mean
-    }
-    if REFERENCE_METHOD not in ours:
+_PATH_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+
+
+def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure | None:
+    """Learned parameters against step, a line per head (first seed): did they leave their draws?"""
+    shown = [
+        (item, name, run)
+        for item in data
+        for name in ("kerple_log", "kerple_power")
+        for run in results.of(item.name, name)[:1]
+        if len(run.kernel_path) > 1
+    ]
+    if not shown:
         return None
-    shown = [name for name in methods if name in ours]
-    paper = published_seconds_per_step()
+    columns = max(len(run.kernel) for _, _, run in shown)
     with figure_style():
-        figure = new_figure(1, width=6.5, height=0.55 * len(shown) + 1.6)
-        axes = figure.subplots()
-        own = _bars(axes, shown, ours.__getitem__, 0.2, "#0072B2")
-        published = _bars(axes, shown, lambda name: paper.get(name), -0.2, "#BBBBBB")
-        axes.axvline(1.0, color="#444444", linewidth=1)
-        axes.set_yticks(range(len(shown)), [label_of(name) for name in shown])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
-        finish_axes(axes, title="", xlabel="time per training step, KERPLE-log = 1", ylabel="")
-        handles: list[Line2D] = [own, published]
-        labels = [textwrap.fill(f"ours ({machine})", 60), "paper (A100, 162M)"]
-        figure.legend(handles, labels, loc="outside upper left")
+        figure = new_figure(columns, len(shown), width=4.4, height=2.9)
+        grid = figure.subplots(len(shown), columns, squeeze=False)
+        for row, (item, name, run) in zip(grid, shown, strict=True):
+            steps = [step for step, _ in run.kernel_path]
+            for axes, parameter, color in zip(row, run.kernel, _PATH_COLORS, strict=False):
+                heads = np.array([values[parameter] for _, values in run.kernel_path]).T
+                for head in heads:
+                    axes.plot(steps, head, color=color, linewidth=1.5)
+                axes.set_xlim(0, steps[-1])
+                title = f"{label_of(name)}: {item.title}"
+                finish_axes(axes, title=title, xlabel="step", ylabel=parameter)
+                axes.title.set_fontsize(10.5)
+                ends = [float(head[-1]) for head in heads]
+                direct_labels(
+                    axes,
+                    [EndLabel(f"head {i + 1}", color, end) for i, end in enumerate(ends)],
+                )
     return figure
-
-
-def _bars(
-    axes: Axes,
-    names: Sequence[str],
-    seconds: Callable[[str], float | None],
-    shift: float,
-    color: str,
-) -> Line2D:
-    reference = seconds(REFERENCE_METHOD) or 1.0
-    for index, name in enumerate(names):
-        value = seconds(name)
-        if value is None:
-            continue
-        axes.barh(index - shift, value / reference, height=0.36, color=color)
-        axes.text(
-            value / reference + 0.01,
-            index - shift,
-            f"{value:.3f} s",
-            va="center",
-            fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-        )
-    return Line2D([], [], color=color, linewidth=8)
 
 
 # Kernel functions of trained models, rebuilt from the parameters in their metrics.
-
-FloatArray = NDArray[np.float64]
 
 
 def kernel_bias(

@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -88,29 +89,27 @@ def _thread_environment(jobs: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
 
 
-class _signals_stop:  # noqa: N801 - reads as a statement
+@contextmanager
+def _signals_stop(children: Children, live: LiveLines) -> Iterator[None]:
     """Ctrl-C and SIGTERM ask the children to save and end; a second Ctrl-C kills them."""
 
-    def __init__(self, children: Children, live: LiveLines) -> None:
-        self._children, self._live = children, live
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._stop)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _stop(self, number: int, _frame: object) -> None:
-        if self._children.stopping:
-            self._live.say("killing the runs; their last checkpoints stay")
-            self._children.stop(signal.SIGKILL)
+    def stop(number: int, _frame: object) -> None:
+        if children.stopping:
+            live.say("killing the runs; their last checkpoints stay")
+            children.stop(signal.SIGKILL)
             return
-        self._live.say("stopping: the runs save and end (once more to kill them)")
-        self._children.stop(signal.SIGTERM)
+        live.say("stopping: the runs save and end (once more to kill them)")
+        children.stop(signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _prepare_all_data(

@@ -16,8 +16,8 @@ from megatron.data.corpora import SOURCES
 from megatron.evaluation.results_schema import text_table
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
-from megatron.paper.published import published_seconds_per_step
 from megatron.paper.suite import Run, Suite
+from megatron.paper.tables import published_seconds_per_step
 
 __all__ = ["Cost", "estimate_cost", "parameter_count", "plan_text"]
 

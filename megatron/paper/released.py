@@ -19,11 +19,10 @@ from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import Result, read_result
 from megatron.neox_arguments.catalogue import canonical_method, label_of
 from megatron.paper.pages import Chapter, Page, page_html, page_markdown, to_csv, to_latex, to_text
-from megatron.paper.published import DATA_TITLES
 from megatron.paper.run_results import Cell, ResultSet, RunResults
 from megatron.paper.suite import Run
 from megatron.paper.suite_file import DataSet, Rounding
-from megatron.paper.tables import Block, Column, Entry, Row, Table
+from megatron.paper.tables import DATA_TITLES, Block, Column, Entry, Row, Table
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

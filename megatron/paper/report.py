@@ -16,20 +16,21 @@ from matplotlib.figure import Figure
 
 from megatron import __version__
 from megatron.atomic_files import write_text
-from megatron.paper.claims import check_claims
+from megatron.paper.claims import check_claims, cpd_table
 from megatron.paper.contrasts import contrast_table
-from megatron.paper.cpd_section import cpd_table
 from megatron.paper.figures import (
     RECALL_TITLES,
     perplexity_by_length,
     recall_by_length,
     training_loss,
+    training_speed,
 )
 from megatron.paper.kernel_figures import (
     effective_lengths,
     kernel_functions,
+    kernels_on_paper_axes,
+    kernels_over_training,
     learned_parameters,
-    training_speed,
 )
 from megatron.paper.pages import (
     Chapter,
@@ -42,10 +43,9 @@ from megatron.paper.pages import (
     to_latex,
     to_markdown,
 )
-from megatron.paper.paper_figures import kernels_on_paper_axes, kernels_over_training
 from megatron.paper.position_figures import positionwise_perplexity
 from megatron.paper.result_fit import RECALL, Fit
-from megatron.paper.run_files import done_steps, read_history, step_names, step_seconds
+from megatron.paper.run_files import is_finished, read_history, step_seconds
 from megatron.paper.run_results import ResultSet, finite, read_run
 from megatron.paper.style import PlotFile, save_figure
 from megatron.paper.suite import Suite
@@ -90,11 +90,7 @@ def make_report(
     """Write report.html, report.md, tables/ and figures/ of whatever is finished."""
     directory = directory or root / suite.name / "report"
     results = collect_results(suite, root)
-    missing = [
-        run.name
-        for run in suite.runs
-        if done_steps(suite.run_directory(root, run), run) != set(step_names(run))
-    ]
+    missing = [r.name for r in suite.runs if not is_finished(suite.run_directory(root, r), r)]
     chapters = [_section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
     chapters[1:1] = [_claims_chapter(suite, results), *_contrast_chapters(suite, results)]
@@ -229,7 +225,7 @@ def _section_chapter(
 def _result_table(spec: TableSpec, results: ResultSet, split: str, *, first: bool) -> Table:
     table = lay_out(
         spec,
-        measured_cells(spec, results.table_values(split)),
+        measured_cells(spec, partial(results.perplexity, split)),
         published_source(spec) if first else None,
     )
     key = spec.key if first else f"{spec.key}_{split}"

@@ -12,15 +12,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from megatron.atomic_files import read_json
 from megatron.data.recall_text import RECALL_KINDS
 from megatron.errors import ConfigError, EvaluationError
-from megatron.evaluation.results_schema import (
-    MODEL_KEYS,
-    Result,
-    read_json,
-    read_result,
-    weights_id,
-)
+from megatron.evaluation.results_schema import MODEL_KEYS, Result, read_result, weights_id
 from megatron.neox_arguments.catalogue import canonical_method
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.suite import EvalStep, Run

@@ -21,17 +21,17 @@ from typing import Any
 
 import yaml
 
-from megatron.atomic_files import write_text
+from megatron.atomic_files import read_json, write_text
 from megatron.errors import ReproduceError
-from megatron.evaluation.results_schema import read_json
 from megatron.paper.result_fit import Fit, check_steps, training_differences
-from megatron.paper.run_results import finite
+from megatron.paper.run_results import finite, json_lines
 from megatron.paper.suite import Run, Suite
 
 __all__ = [
     "RunState",
     "State",
     "done_steps",
+    "is_finished",
     "keep_results",
     "mark_done",
     "move_aside",
@@ -144,6 +144,10 @@ def done_steps(directory: Path, run: Run) -> set[str]:
     return {"train", *(name for name, check in checks.items() if check.fit is Fit.COMPLETE)}
 
 
+def is_finished(directory: Path, run: Run) -> bool:
+    return done_steps(directory, run) == set(step_names(run))
+
+
 def mark_done(directory: Path, step: str, run: Run, seconds: float) -> None:
     """Note that a step ended well: what it depended on, and how long it took."""
     evaluations = {item.name: run.step_hash(item) for item in run.evaluations}
@@ -174,15 +178,7 @@ def read_history(suite_directory: Path) -> list[dict[str, Any]]:
         text = (suite_directory / "history.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    entries = []
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entry, dict):
-            entries.append(entry)
-    return entries
+    return list(json_lines(text.splitlines()))
 
 
 # Keep what finished runs have to show, small enough for a repository: no checkpoints, no caches.
@@ -201,7 +197,7 @@ def keep_results(suite: Suite, root: Path, target: Path) -> list[str]:
     kept = []
     for run in suite.runs:
         source, copy = suite.run_directory(root, run), suite.run_directory(target, run)
-        if done_steps(source, run) != set(step_names(run)):
+        if not is_finished(source, run):
             continue
         copy.mkdir(parents=True, exist_ok=True)
         for name in _FILES:

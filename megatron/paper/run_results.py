@@ -6,11 +6,12 @@ has; what cannot be read or used is named, not skipped silently.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "compare_paired",
     "decimals_for",
     "finite",
+    "json_lines",
     "read_metrics",
     "read_run",
     "reference_decimals",
@@ -145,14 +147,20 @@ def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str
             lines = file.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
         return
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        step = finite(entry.get("step")) if isinstance(entry, dict) else None
+    for entry in json_lines(lines):
+        step = finite(entry.get("step"))
         if step is not None:
             yield {**entry, "step": int(step)}
+
+
+def json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; lines that are none are left out."""
+    for line in lines:
+        entry = None
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+        if isinstance(entry, dict):
+            yield entry
 
 
 def _read_training(path: Path, results: RunResults) -> None:
@@ -206,12 +214,6 @@ class ResultSet:
             if item.run.train_length == point.train_length
             and (split, point.length) in item.perplexity
         }
-
-    def table_values(self, split: str) -> Callable[[str, str, Point], Mapping[int, float]]:
-        def values(data: str, method: str, point: Point) -> Mapping[int, float]:
-            return self.perplexity(split, data, method, point)
-
-        return values
 
     def lengths(self, split: str, data: str, method: str) -> list[int]:
         found = {

@@ -25,9 +25,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import megatron
-from megatron.atomic_files import write_text
+from megatron.atomic_files import read_json, write_text
 from megatron.errors import ConfigError, ReproduceError
-from megatron.evaluation.results_schema import read_json
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.execute import (
     EXIT_REQUEUE,
@@ -37,7 +36,7 @@ from megatron.paper.execute import (
     prepare_data,
     tail,
 )
-from megatron.paper.run_files import RunState, State, done_steps, prepare_run, step_names, trained
+from megatron.paper.run_files import RunState, State, is_finished, prepare_run, trained
 from megatron.paper.suite import Run, Suite
 
 __all__ = ["ClusterOptions", "Job", "build_jobs", "run_task", "submit", "submitted_jobs"]
@@ -62,11 +61,7 @@ def build_jobs(
     suite: Suite, root: Path, options: ClusterOptions, suite_arguments: list[str]
 ) -> list[Job]:
     """All jobs for the unfinished runs of a suite, in the order of submission."""
-    open_runs = [
-        run
-        for run in suite.runs
-        if done_steps(suite.run_directory(root, run), run) != set(step_names(run))
-    ]
+    open_runs = [r for r in suite.runs if not is_finished(suite.run_directory(root, r), r)]
     directory = root / suite.name / "slurm"
     script = _Script(suite, directory, time.strftime("%Y%m%d-%H%M%S"), options, suite_arguments)
     jobs: list[Job] = []

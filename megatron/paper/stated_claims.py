@@ -23,8 +23,8 @@ from pathlib import Path
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.published import published_cells
 from megatron.paper.run_results import ALPHA
+from megatron.paper.tables import published_cells
 
 __all__ = ["check_page", "sentences"]
 

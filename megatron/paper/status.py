@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import socket
 import subprocess
@@ -11,9 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.evaluation.results_schema import text_table
+from megatron.machine import is_running
 from megatron.paper.execute import tail
 from megatron.paper.result_fit import Fit, check_steps, training_differences
-from megatron.paper.run_files import State, done_steps, read_state, step_names, step_seconds
+from megatron.paper.run_files import (
+    State,
+    done_steps,
+    is_finished,
+    read_state,
+    step_names,
+    step_seconds,
+)
 from megatron.paper.run_results import finite, read_metrics
 from megatron.paper.slurm import submitted_jobs
 from megatron.paper.suite import Run, Suite
@@ -66,11 +73,10 @@ def duration(seconds: float) -> str:
 def progress_of(directory: Path, run: Run) -> RunProgress:
     """From the files in the run's directory."""
     state = read_state(directory)
-    done = done_steps(directory, run)
     total = int(run.config["train_iters"])
     step, loss, pace = _last_metrics(directory / "metrics.jsonl")
     name = state.state
-    if done == set(step_names(run)):
+    if is_finished(directory, run):
         name = State.DONE
     elif name == State.DONE:
         name = State.PENDING  # the suite asks for more than was done
@@ -83,15 +89,7 @@ def progress_of(directory: Path, run: Run) -> RunProgress:
 
 def _alive(process: int | None, host: str) -> bool:
     """Only a process on this machine can be checked; others are believed."""
-    if process is None or host != socket.gethostname():
-        return True
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
+    return process is None or host != socket.gethostname() or is_running(process)
 
 
 def _last_metrics(path: Path) -> tuple[int, float | None, float | None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,6 +23,7 @@ __all__ = [
     "PlotFile",
     "data_color",
     "direct_labels",
+    "figure_legend",
     "figure_style",
     "finish_axes",
     "mark_train_length",
@@ -151,6 +153,15 @@ def _spread(heights: Sequence[float]) -> list[float]:
         limit = placed[i + 1] - _LABEL_GAP if i + 1 < len(placed) else placed[i] - overflow
         placed[i] = min(placed[i], limit)
     return placed
+
+
+def figure_legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """One for all panels, beside them and never over their curves."""
+    found: dict[str, Artist] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(found.values()), list(found), loc="outside right upper")
 
 
 def mark_train_length(axes: Axes, train_length: int | None, *, below: bool = False) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.atomic_files import fingerprint
 from megatron.errors import ConfigError, ReproduceError
 from megatron.neox_arguments import NeoXArgs
 from megatron.paper.suite_file import (
@@ -77,12 +76,12 @@ class Run:
             for key, value in self.config.items()
             if not key.startswith("eval_") and key not in _PLACES
         }
-        return _hash(kept)
+        return fingerprint(kept)
 
     def step_hash(self, step: EvalStep) -> str:
         kept = {key: value for key, value in self.config.items() if key.startswith("eval_")}
         changed = [dict(step.settings)] if step.settings else []
-        return _hash([self.train_hash, kept, step.task, step.length, step.window, *changed])
+        return fingerprint([self.train_hash, kept, step.task, step.length, step.window, *changed])
 
 
 @dataclass(frozen=True)
@@ -116,11 +115,6 @@ class Suite:
     def used_data(self) -> list[DataSet]:
         names = dict.fromkeys(run.data for run in self.runs)
         return [self.data[name] for name in names]
-
-
-def _hash(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load_suite(
@@ -190,8 +184,6 @@ class _Expansion:
         chain: list[Model] = []
         following: str | None = name
         while following is not None:
-            if len(chain) > len(self._file.models):
-                raise ReproduceError(f"suite {self._name}: model {name} extends itself")
             chain.append(self._file.models[following])
             following = chain[-1].extends
         config: dict[str, Any] = {}

@@ -7,11 +7,13 @@ with the paper's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import csv
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.published import published_cell, published_seconds_per_step
 from megatron.paper.run_results import (
     Cell,
     cell_text,
@@ -22,6 +24,7 @@ from megatron.paper.run_results import (
 from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, TableSpec
 
 __all__ = [
+    "DATA_TITLES",
     "REFERENCE_METHOD",
     "Block",
     "CellSource",
@@ -31,8 +34,9 @@ __all__ = [
     "Table",
     "lay_out",
     "measured_cells",
+    "published_cells",
+    "published_seconds_per_step",
     "published_source",
-    "published_speed_table",
     "recall_table",
     "speed_table",
 ]
@@ -116,7 +120,8 @@ def published_source(spec: TableSpec) -> CellSource:
         else:
             train_length = spec.published_train_length
             length = round(point.multiple * train_length)
-        return published_cell(spec.published, paper_data, train_length, length, name)
+        key = (spec.published, paper_data, train_length, length, name)
+        return published_cells().get(key)
 
     return source
 
@@ -148,11 +153,9 @@ def _with_means(cells: Iterable[Cell]) -> list[tuple[Cell, float]]:
     return [(cell, cell.mean) for cell in cells if cell.mean is not None]
 
 
-def lay_out(
-    spec: TableSpec, source: CellSource, beside: CellSource | None = None, missing_note: str = ""
-) -> Table:
+def lay_out(spec: TableSpec, source: CellSource, beside: CellSource | None = None) -> Table:
     """Put every cell in its place. `beside` gives the paper's cells to print next to ours."""
-    placed = _Placer(spec, source, beside, missing_note)
+    placed = _Placer(spec, source, beside)
     if spec.layout is Layout.STACKED:
         blocks = tuple(_stacked_block(spec, placed, data) for data in spec.data)
     elif spec.layout is Layout.SIDE_BY_SIDE:
@@ -187,14 +190,11 @@ def _notes(table: Table) -> list[str]:
 class _Placer:
     """Looks each cell up once and knows the decimals of its data set."""
 
-    def __init__(
-        self, spec: TableSpec, source: CellSource, beside: CellSource | None, missing_note: str
-    ) -> None:
+    def __init__(self, spec: TableSpec, source: CellSource, beside: CellSource | None) -> None:
         self._spec = spec
-        self._missing_note = missing_note
         self._ours = self._collect(source)
         self._paper = self._collect(beside) if beside else {}
-        self._decimals = {data.name: self._decimals_of(self._ours, data) for data in spec.data}
+        self._decimals = {data.name: self._decimals_of(data) for data in spec.data}
         # The paper's daggers stand where ours could: not beside a single seed.
         tested = any(cell is not None and cell.p_value is not None for cell in self._ours.values())
         self._daggers = tested or not any(cell and cell.seeds for cell in self._ours.values())
@@ -208,13 +208,9 @@ class _Placer:
             for point in spec.points
         }
 
-    def _decimals_of(
-        self, cells: Mapping[tuple[str, str, Point], Cell | None], data: DataSet
-    ) -> int:
-        own: Iterable[Cell] = (
-            cell for key, cell in cells.items() if key[0] == data.name and cell is not None
-        )
-        return reference_decimals(own)
+    def _decimals_of(self, data: DataSet) -> int:
+        own = (cell for key, cell in self._ours.items() if key[0] == data.name)
+        return reference_decimals(cell for cell in own if cell is not None)
 
     def entry(self, data: DataSet, name: str, point: Point) -> Entry:
         key = (data.name, name, point)
@@ -224,13 +220,8 @@ class _Placer:
         paper = self._paper.get(key)
         if paper is not None and not self._daggers:
             paper = replace(paper, dagger=False)
-        note = "-" if point.length < point.train_length else self._missing_note
-        return Entry(
-            self._ours[key] or Cell(note=note),
-            rounding,
-            self._decimals[data.name],
-            paper,
-        )
+        note = "-" if point.length < point.train_length else ""
+        return Entry(self._ours[key] or Cell(note=note), rounding, self._decimals[data.name], paper)
 
 
 def _stacked_block(spec: TableSpec, placed: _Placer, data: DataSet) -> Block:
@@ -298,22 +289,56 @@ def speed_table(
     """Mean seconds per step over seeds, with the paper's A100 beside."""
     paper = published_seconds_per_step()
     cells = {name: summarize(seconds.get(name, {}).values()) for name in methods}
-    return _speed_table(key, caption, cells, paper)
-
-
-def published_speed_table(key: str, caption: str, methods: Sequence[str]) -> Table:
-    """The paper's own numbers through the same layout."""
-    paper = published_seconds_per_step()
-    return _speed_table(key, caption, {name: Cell(paper.get(name)) for name in methods}, {})
-
-
-def _speed_table(
-    key: str, caption: str, cells: Mapping[str, Cell], paper: Mapping[str, float]
-) -> Table:
     entries = tuple(
         Entry(cell, Rounding.THREE_DECIMALS, 3, Cell(paper[name]) if name in paper else None)
         for name, cell in cells.items()
     )
-    columns = tuple(Column(label_of(name)) for name in cells)
+    columns = tuple(Column(label_of(name)) for name in methods)
     caption = caption if caption.endswith(".") else f"{caption}."
     return Table(key, caption, (Block("", "", columns, (Row("sec/step", entries),)),))
+
+
+# The numbers of the KERPLE paper as data: every perplexity cell and every training time.
+#
+# Means and deviations are kept with the digits the paper prints, and so are its bold faces and
+# daggers: the paper does not publish single seeds, so neither can be computed from the cells.
+
+_PUBLISHED = Path(__file__).resolve().parent / "published"
+DATA_TITLES = {
+    "openwebtext2": "OpenWebText2",
+    "github": "GitHub",
+    "arxiv": "ArXiv",
+    "wikitext103": "WikiText-103",
+}
+"""How the paper spells its data sets."""
+
+CellKey = tuple[str, str, int, int, str]
+"""(table, data, training length, evaluation length, method)"""
+
+
+def _rows(name: str) -> Iterator[dict[str, str]]:
+    with (_PUBLISHED / name).open(newline="", encoding="utf-8") as file:
+        yield from csv.DictReader(file)
+
+
+@lru_cache(maxsize=1)
+def published_cells() -> dict[CellKey, Cell]:
+    """All perplexity cells of the paper, by (table, data, training length, length, method)."""
+    cells: dict[CellKey, Cell] = {}
+    for row in _rows("perplexity.csv"):
+        train_length, length = int(row["train_length"]), int(row["length"])
+        cells[row["table"], row["data"], train_length, length, row["method"]] = Cell(
+            mean=float(row["mean"]) if row["mean"] else None,
+            std=float(row["std"]) if row["std"] else None,
+            bold=row["bold"] == "1",
+            dagger=row["dagger"] == "1",
+            note=row["note"],
+            printed=" ± ".join(part for part in (row["mean"], row["std"]) if part),
+        )
+    return cells
+
+
+@lru_cache(maxsize=1)
+def published_seconds_per_step() -> dict[str, float]:
+    """Seconds per training step of the 162M model on one A100 (length 512, batch 32)."""
+    return {row["method"]: float(row["seconds_per_step"]) for row in _rows("speed.csv")}

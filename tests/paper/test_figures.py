@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.paper.figures import perplexity_by_length, training_loss
+from megatron.paper.figures import perplexity_by_length, training_loss, training_speed
 from megatron.paper.kernel_figures import (
     effective_lengths,
     kernel_bias,
     kernel_functions,
     learned_parameters,
-    training_speed,
 )
 from megatron.paper.position_figures import positionwise_perplexity
 from megatron.paper.report import collect_results

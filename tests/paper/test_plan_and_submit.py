@@ -13,9 +13,9 @@ from megatron.errors import ReproduceError
 from megatron.paper.cli import main
 from megatron.paper.execute import Launcher, train_command
 from megatron.paper.plan import estimate_cost, parameter_count, plan_text
-from megatron.paper.published import published_seconds_per_step
 from megatron.paper.slurm import ClusterOptions, build_jobs, submit, submitted_jobs
 from megatron.paper.suite import load_suite
+from megatron.paper.tables import published_seconds_per_step
 from tests.conftest import REPOSITORY
 from tests.paper.synthetic import write_run
 

@@ -1,4 +1,4 @@
-"""Tables from our own runs: means, best in bold, daggers, missing runs, every output format."""
+"""Tables from our own runs, in every output format; and the paper's own, cell by cell."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ from hypothesis import strategies as st
 
 from megatron.paper.pages import latex_row, to_csv, to_html, to_latex, to_markdown, to_text
 from megatron.paper.run_results import Cell, cell_text, decimals_for
-from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, TableSpec
-from megatron.paper.tables import Entry, lay_out, measured_cells, published_source
+from megatron.paper.suite import load_suite
+from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, Section, TableSpec
+from megatron.paper.tables import (
+    Entry,
+    Table,
+    lay_out,
+    measured_cells,
+    published_cells,
+    published_seconds_per_step,
+    published_source,
+    speed_table,
+)
+from tests.conftest import FIXTURES
 
 SPEC = TableSpec(
     key="main",
@@ -158,3 +169,82 @@ def test_huge_and_diverged_perplexities_stay_readable() -> None:
 def test_printed_mean_is_within_half_a_unit(mean: float) -> None:
     text = cell_text(Cell(mean), Rounding.MAGNITUDE, 1)
     assert abs(float(text) - mean) <= 0.5 * 10 ** -decimals_for(mean) * (1 + 1e-9)
+
+
+# The paper's numbers in the repository are the paper's, and our table code prints its tables.
+
+SECTIONS = {section.name: section for section in load_suite("paper").sections}
+
+
+def paper_rows(name: str) -> list[list[str]]:
+    """Cells of the rows as they stand in the paper's LaTeX source."""
+    text = (FIXTURES / "paper_tables" / f"{name}.tex").read_text(encoding="utf-8")
+    return [normalized_cells(line) for line in text.splitlines() if line.strip()]
+
+
+def normalized_cells(row: str) -> list[str]:
+    row = row.strip().removesuffix(r"\\").replace(r"$\pmb{\pm}$", r"$\pm$")
+    return [re.sub(r"\s+", " ", cell).strip() for cell in row.split("&")]
+
+
+def our_rows(table: Table) -> list[list[str]]:
+    return [
+        normalized_cells(latex_row(row.label, row.entries))
+        for block in table.blocks
+        for row in block.rows
+    ]
+
+
+def published_table(section: Section) -> Table:
+    assert section.table is not None
+    source = published_source(section.table)
+    return lay_out(section.table, lambda *place: source(*place) or Cell(note="-"))
+
+
+@pytest.mark.parametrize("name", ["main", "complicated", "gaussian", "long", "wikitext103"])
+def test_given_the_papers_cells_we_print_the_papers_table(name: str) -> None:
+    assert our_rows(published_table(SECTIONS[name])) == paper_rows(name)
+
+
+def test_the_1_3B_half_of_the_double_table() -> None:
+    """The paper sets it beside the long table, without repeating the length column."""
+    rows = our_rows(published_table(SECTIONS["large"]))
+    assert [row[1:] for row in rows] == paper_rows("large")
+    assert [row[0] for row in rows[:6]] == ["512", "1024", "2048", "4096", "8192", "16384"]
+
+
+@pytest.mark.parametrize(
+    ("section", "fixture"), [("speed", "speed"), ("gaussian", "gaussian_speed")]
+)
+def test_training_times(section: str, fixture: str) -> None:
+    published = {name: {0: seconds} for name, seconds in published_seconds_per_step().items()}
+    table = speed_table("speed", "", SECTIONS[section].methods, published)
+    assert our_rows(table) == paper_rows(fixture)
+
+
+def test_every_cell_of_the_paper_is_used_by_the_paper_suite() -> None:
+    shown = sum(
+        entry.cell.present or entry.cell.note == "OOM"
+        for section in SECTIONS.values()
+        if section.table
+        for entry in published_table(section).entries
+    )
+    assert shown == sum(cell.present or cell.note == "OOM" for cell in published_cells().values())
+
+
+def test_speeds_quoted_in_the_papers_text() -> None:
+    seconds = published_seconds_per_step()
+    assert seconds["rpe"] / seconds["kerple_log"] - 1 == pytest.approx(0.107, abs=0.002)
+    assert 1 - seconds["kerple_log"] / seconds["rpe"] == pytest.approx(0.097, abs=0.001)
+
+
+def test_a_wrong_cell_would_be_noticed() -> None:
+    section = SECTIONS["main"]
+    assert section.table is not None
+    source = published_source(section.table)
+
+    def changed(data: str, name: str, point):  # type: ignore[no-untyped-def]
+        cell = source(data, name, point)
+        return source("github", name, point) if data == "arxiv" else cell
+
+    assert our_rows(lay_out(section.table, changed)) != paper_rows("main")

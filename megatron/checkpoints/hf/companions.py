@@ -13,6 +13,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from megatron.atomic_files import read_json
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.reading import Checkpoint
 from megatron.errors import CheckpointError
@@ -279,7 +280,7 @@ def _evaluation(root: Path, iteration: int) -> str:
     """Perplexity by length, from result files of the same step."""
     tables = []
     for path in sorted((root / "results").glob("*.json")):
-        result = _read_json(path)
+        result = read_json(path) or {}  # what cannot be read is left out of the card
         if result.get("task") == "extrapolation" and result.get("iteration") == iteration:
             tables.append(_extrapolation(result))
     return "## Evaluation\n\n" + "\n".join(tables) if tables else ""
@@ -306,17 +307,8 @@ def _number(value: float | None) -> str:
 
 
 def _manifest(root: Path) -> str:
-    manifest = _read_json(root / "manifest.json")
+    manifest = read_json(root / "manifest.json")
     if not manifest:
         return ""
     text = json.dumps(manifest, indent=2, sort_keys=True)
     return f"## Run\n\nThe manifest of the training run:\n\n```json\n{text}\n```\n"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An optional file: what cannot be read is left out of the card."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

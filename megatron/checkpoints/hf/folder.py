@@ -27,7 +27,7 @@ from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
 from megatron.checkpoints.hf.keys_kerple import written_out
 from megatron.checkpoints.reading import EMBEDDING, TOKENIZER, Checkpoint, Layout
-from megatron.checkpoints.safe_files import load_mapping
+from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import tokenizer_of
 from megatron.checkpoints.store import write_checksums
 from megatron.checkpoints.writing import cast_weights
@@ -164,7 +164,7 @@ def read_hf_checkpoint(layout: Layout) -> Checkpoint:
 def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
     """config.json as transformers reads it, and as ours."""
     file = folder / "config.json"
-    values = read_json_object(file)
+    values = read_object(file)
     cls = _CONFIGS.get(str(values.get("model_type")))
     if cls is None:
         raise CheckpointError(
@@ -181,17 +181,6 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
         raise CheckpointError(
             f"{file}: is not a config of {cls.model_type} ({type(error).__name__}: {reason})"
         ) from error
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object."""
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: is not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: is not a JSON object")
-    return content
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -213,7 +202,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 def _check_index(folder: Path, present: set[str]) -> None:
     for index in folder.glob("*.index.json"):
-        table = read_json_object(index).get("weight_map", {})
+        table = read_object(index).get("weight_map", {})
         named = {str(name) for name in table.values()} if isinstance(table, dict) else set()
         if missing := sorted(named - present):
             raise CheckpointError(f"{folder}: incomplete, missing {', '.join(missing)}")

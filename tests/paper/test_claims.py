@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.paper.cpd_section import cpd_table
+from megatron.paper.claims import cpd_table
 from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.suite import Run
 
