@@ -128,12 +128,12 @@ def test_without_a_network_the_error_says_what_to_do(
 def test_pip_without_an_index_says_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_pip(requirement: str, directory: Path) -> None:
-        raise corpora.DownloadError(f"pip could not download {requirement}: no network")
-
-    monkeypatch.setattr(corpora, "_pip_download", no_pip)
+    nothing = (sys.executable, "-c", "raise SystemExit('no network')", "pip")
+    monkeypatch.setattr(corpora, "PIP_DOWNLOAD", nothing)
     assert prepare(tmp_path, "django_docs") == 2
-    assert "--input PATH django_docs" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "pip could not bring Django==5.2.8: no network" in error
+    assert "--input PATH django_docs" in error
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.sharding import FIRST_LAYER, split_name
 from megatron.errors import CheckpointError
 from megatron.model.kernel_theory import effective_length
-from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
+from megatron.model.position_base import PositionOptions, TableEmbedding
 from megatron.model.position_names import build_positional_embedding
 
 __all__ = ["Difference", "compare", "describe", "kernel_of"]
@@ -120,11 +120,8 @@ def _report(
     with torch.no_grad():
         bias = module(longest + 1).bias
     lengths = effective_length(bias, longest) if bias is not None else []
-    return KernelReport(layer, _values(module), lengths)
-
-
-def _values(module: PositionalEmbedding) -> dict[str, list[float]]:
-    return {name: value.tolist() for name, value in module.kernel_values().items()}
+    values = {name: value.tolist() for name, value in module.kernel_values().items()}
+    return KernelReport(layer, values, lengths)
 
 
 @dataclass(frozen=True)

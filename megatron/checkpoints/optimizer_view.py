@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,6 @@ from megatron.checkpoints.universal import STEP, WEIGHT, States
 from megatron.errors import CheckpointError
 from megatron.mpu import TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
 
 
 def _numel(parameter: nn.Parameter) -> int:
@@ -237,7 +234,7 @@ def joined(name: str, value: Tensor, sharding: Sharding, tp: TensorParallel) -> 
 def place(
     engine: Any,
     whole_states: Callable[[str], States],
-    args: NeoXArgs,
+    sharding: Sharding,
     tp: TensorParallel,
     source: Path,
     *,
@@ -247,7 +244,6 @@ def place(
 
     `padded_vocabulary`: rows that a vocabulary has here, if its padding may differ from the source.
     """
-    sharding = Sharding.of(args.model, neox=False)
     states: dict[nn.Parameter, States] = {}
     for parameter, name in canonical_names(engine.module).items():
         shape = whole_shape(parameter)

@@ -30,7 +30,11 @@ from megatron.checkpoints.universal import PARAMETERS, is_universal, read_weight
 from megatron.errors import CheckpointError
 from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, intermediate_size_for
+from megatron.neox_arguments.model_keys import (
+    GATED_ACTIVATIONS,
+    ModelArgs,
+    intermediate_size_for,
+)
 
 __all__ = ["TOKENIZER", "Checkpoint", "Layout", "find_layout", "open_layout", "read_checkpoint"]
 
@@ -260,8 +264,7 @@ def read_checkpoint(
         )
         for shard in _read_shards(layout)
     ]
-    sharding = _sharding(args, shards, native=native)
-    weights = merge_shards(shards, sharding)
+    weights = merge_shards(shards, _sharding(args.model, shards, native=native))
     if EMBEDDING not in weights:
         raise CheckpointError(f"{layout.directory}: holds no word_embeddings.weight at layer 0")
     if not (native and args.model.kerple_share == "per_layer"):
@@ -289,14 +292,13 @@ def _config_of(
     return args, is_ours(saved)
 
 
-def _sharding(args: NeoXArgs, shards: list[dict[str, Tensor]], *, native: bool) -> Sharding:
+def _sharding(model: ModelArgs, shards: list[dict[str, Tensor]], *, native: bool) -> Sharding:
     """The cuts; the head's is told by its shape, for the two generations' defaults differ."""
-    sharding = Sharding.of(args.model, neox=not native)
-    head = shards[0].get(f"{args.model.num_layers + 4}.final_linear.weight")
+    sharding = Sharding.of(model, neox=not native)
+    head = shards[0].get(f"{model.num_layers + 4}.final_linear.weight")
     if head is None or len(shards) == 1:
         return sharding
-    hidden = args.model.hidden_size
-    columns = {hidden: "column", hidden // len(shards): "row"}
+    columns = {model.hidden_size: "column", model.hidden_size // len(shards): "row"}
     return replace(sharding, head=columns.get(head.shape[-1], sharding.head))
 
 

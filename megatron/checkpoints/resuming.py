@@ -93,7 +93,7 @@ def _load(
         )
     check_layout(directory, args)
     if args.optimization.zero_stage_in_effect == 3 and not optimizer:
-        return load_zero3_weights(engine, directory, args, parallel.tp, schedule=schedule)
+        return load_zero3_weights(engine, directory, args.model, parallel.tp, schedule=schedule)
     try:
         _, progress = engine.load_checkpoint(
             str(store.directory),

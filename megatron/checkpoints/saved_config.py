@@ -18,6 +18,7 @@ from megatron.neox_arguments.model_keys import (
     intermediate_size_for,
 )
 from megatron.neox_arguments.normalize import canonical_key, changes_the_model
+from megatron.neox_arguments.run_keys import TokenizerArgs
 from megatron.neox_arguments.values import facts_of
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
@@ -145,15 +146,14 @@ def as_it_began(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
     return args.replace(**changes) if changes else args
 
 
-def tokenizer_of(args: NeoXArgs, source: Path) -> Any:
+def tokenizer_of(settings: TokenizerArgs, source: Path) -> Any:
     """The tokenizer that a checkpoint's config names; its files may lie beside the checkpoint."""
     from megatron.tokenizer import build_tokenizer
 
-    settings = args.tokenizer
     files = {
         key: _found(value, source)
         for key in ("vocab_file", "merge_file")
-        if (value := getattr(settings, key, None)) is not None
+        if (value := getattr(settings, key)) is not None
     }
     return build_tokenizer(settings.tokenizer_type, **files)
 

@@ -97,11 +97,10 @@ class CheckpointStore:
     def _listing(steps: list[int]) -> str:
         return f"complete checkpoints: {', '.join(map(str, steps)) or 'none'}"
 
-    def prepare(self, step: int) -> Path:
-        """An empty place to write checkpoint `step` to; returns the staging directory."""
+    def prepare(self, step: int) -> None:
+        """An empty place to write checkpoint `step` to."""
         shutil.rmtree(self.staging / tag_of(step), ignore_errors=True)
         (self.staging / tag_of(step)).mkdir(parents=True)
-        return self.staging
 
     def commit(self, step: int, sums: Sums | None = None) -> Path:
         """Turn what was staged into a checkpoint, then move `latest`.
@@ -274,12 +273,10 @@ def _stays_inside(name: str) -> bool:
     return bool(name) and "\0" not in name and not path.is_absolute() and ".." not in path.parts
 
 
-def problems_of(
-    directory: Path, needed: Iterable[Path] | None = None, *, quick: bool = False
-) -> list[str]:
+def problems_of(directory: Path, needed: Iterable[Path] | None = None) -> list[str]:
     """What is wrong with a checkpoint that has checksums; [] also if it has none.
 
-    `needed`: only these files, each of which must be listed. `quick` compares sizes alone.
+    `needed`: only these files, each of which must be listed.
     """
     try:
         sums = read_checksums(directory)
@@ -302,7 +299,7 @@ def problems_of(
             problems.append(f"{name} is missing")
         elif file.stat().st_size != size:
             problems.append(f"{name} has {file.stat().st_size} bytes instead of {size}")
-        elif not quick and checksum(file) != expected:
+        elif checksum(file) != expected:
             problems.append(f"{name} does not match its checksum")
     return problems
 

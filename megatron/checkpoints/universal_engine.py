@@ -46,6 +46,7 @@ from megatron.tokenizer import padded_vocab_size
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.model_keys import ModelArgs
 
 T = TypeVar("T")
 
@@ -142,13 +143,14 @@ def load_universal(
         return states
 
     padded = _padded_vocabulary(progress, args)
-    place(engine, whole_states, args, tp, directory, padded_vocabulary=padded)
+    sharding = Sharding.of(args.model, neox=False)
+    place(engine, whole_states, sharding, tp, directory, padded_vocabulary=padded)
     continue_from(engine, progress, schedule=schedule)
     return progress
 
 
 def load_zero3_weights(
-    engine: Any, directory: Path, args: NeoXArgs, tp: TensorParallel, *, schedule: bool
+    engine: Any, directory: Path, model: ModelArgs, tp: TensorParallel, *, schedule: bool
 ) -> dict[str, Any]:
     """The weights of a checkpoint of ZeRO 3, without its optimizer.
 
@@ -160,7 +162,7 @@ def load_zero3_weights(
     def whole_weight(name: str) -> States:
         return {WEIGHT: _found(name, weights, directory).detach()}
 
-    place(engine, whole_weight, args, tp, directory)
+    place(engine, whole_weight, Sharding.of(model, neox=False), tp, directory)
     progress = progress_in_model_states(directory)
     continue_from(engine, progress, schedule=schedule)
     return progress

@@ -31,9 +31,6 @@ tools/inspect_checkpoint.py RUN/global_step1000 OTHER_RUN --json
 
 
 def _inspect_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    from megatron.neox_arguments.command_line import add_allow_kernel_argument
-
     parser = argparse.ArgumentParser(
         description=INSPECT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -153,9 +150,6 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    from megatron.neox_arguments.command_line import add_allow_kernel_argument
-
     parser = argparse.ArgumentParser(
         description=CONVERT, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -138,40 +138,24 @@ def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
 
 def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
     """The bias over distance, dotted at the first step and solid at the last."""
+    from megatron.paper.kernel_figures import kernel_bias
+
     title = f"bias at step {run.kernels[0][0]} (dotted) and {run.kernels[-1][0]}"
     axes.set_title(title, fontsize=10, fontweight="normal")
     axes.set_xlabel("distance")
     length = 4 * int(run.config.get("seq_length", 128))
+    name = str(run.config.get("pos_emb", "none"))
     for (_, values), style in ((run.kernels[0], ":"), (run.kernels[-1], "-")):
+        problem = f"{name} has no bias of the distance to draw"
         try:
-            table = bias_of(run.config, values, length)
+            table = kernel_bias(name, values, len(colors), length)
         except KerpleError as error:
-            axes.text(0.5, 0.5, str(error), ha="center", va="center", wrap=True, fontsize=8)
+            table, problem = None, str(error)
+        if table is None:
+            axes.text(0.5, 0.5, problem, ha="center", va="center", wrap=True, fontsize=8)
             return
         for row, color in zip(table, colors, strict=True):
             axes.plot(row, color=color, linestyle=style, linewidth=1.2)
-
-
-def bias_of(
-    config: Mapping[str, Any], values: Mapping[str, Sequence[float]], length: int
-) -> list[list[float]]:
-    """The bias of every head at distances 0 .. length - 1 for parameters as they are in effect."""
-    import inspect
-
-    import torch
-
-    from megatron.model.position_base import DistanceKernel
-    from megatron.model.position_names import positional_embedding_class
-
-    cls = positional_embedding_class(str(config.get("pos_emb", "none")))
-    if not (issubclass(cls, DistanceKernel) and "bias" in cls.table_names):
-        raise KerpleError(f"{config.get('pos_emb')} has no bias of the distance to draw")
-    formula: Any = getattr(cls, "bias")  # noqa: B009  the base class has none
-    names = list(inspect.signature(formula).parameters)[2:]  # after self and d
-    columns = [torch.tensor(values[name])[:, None] for name in names]
-    table = formula(None, torch.arange(float(length)), *columns)
-    rows: list[list[float]] = table.expand(len(columns[0]), length).tolist()
-    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

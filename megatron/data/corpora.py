@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import sysconfig
 import tarfile
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from megatron.atomic_files import atomic_writer
 from megatron.data.download import RemoteFile, download, file_sha256
-from megatron.data.package_text import Package, collect_packages
+from megatron.data.package_text import PIP_DOWNLOAD, Package, collect_packages, run_fetcher
 from megatron.data.recall_text import write_recall_corpus
 from megatron.errors import DataError, DownloadError
 
@@ -69,10 +67,6 @@ def standard_library_files() -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _standard_library(directory: Path) -> list[Path]:
-    return standard_library_files()
-
-
 DJANGO = "Django==5.2.8"
 DJANGO_SHA256 = "23254866a5bb9a2cfa6004e8b809ec6246eba4b58a7589bc2772f1bcc8456c7f"
 
@@ -83,7 +77,8 @@ def _django_docs(directory: Path) -> list[Path]:
     output = directory / "django_docs.jsonl"
     archive = directory / "django-5.2.8.tar.gz"
     if not (archive.is_file() and file_sha256(archive) == DJANGO_SHA256):
-        _pip_download(DJANGO, directory)
+        command = [*PIP_DOWNLOAD, "--no-binary", ":all:", "--dest", ".", DJANGO]
+        run_fetcher(command, directory, DJANGO)
         if not archive.is_file() or file_sha256(archive) != DJANGO_SHA256:
             raise DownloadError(f"{archive}: pip did not bring the expected file")
     with tarfile.open(archive) as members:
@@ -98,15 +93,6 @@ def _django_docs(directory: Path) -> list[Path]:
                 record = {"text": stream.read().decode("utf-8", "replace"), "path": page.name}
                 handle.write((json.dumps(record) + "\n").encode())
     return [output]
-
-
-def _pip_download(requirement: str, directory: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--no-binary", ":all:", "--dest", str(directory), requirement]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        lines = finished.stderr.strip().splitlines() or ["no message"]
-        raise DownloadError(f"pip could not download {requirement}: {lines[-1]}")
 
 
 def _from_packages(
@@ -153,32 +139,24 @@ ENGLISH_DOCS = (
     Package("perl-doc", "5.36.0", "debian", "Artistic or GPL-1+", (".pod",)),
     Package("python3.11-doc", "3.11.2", "debian", "PSF", (".rst.txt",), below="/_sources/"),
 )
-LATEX_DOCS = (
+LATEX_DOCS = tuple(
     Package(
-        "texlive-publishers-doc",
-        "2022.20230122-4",
+        f"texlive-{name}-doc",
+        version,
         "debian",
         "each package's own, mostly LPPL",
         (".tex",),
-        sha256="9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765",
-    ),
-    Package(
-        "texlive-science-doc",
-        "2022.20230122-4",
-        "debian",
-        "each package's own, mostly LPPL",
-        (".tex",),
-        sha256="0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db",
-    ),
-    Package(
-        "texlive-pictures-doc",
-        "2022.20230122-3",
-        "debian",
-        "each package's own, mostly LPPL",
-        (".tex",),
-        sha256="9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751",
-    ),
-)
+        sha256=sha256,
+    )
+    for name, version, sha256 in (
+        ("publishers", "2022.20230122-4",
+         "9b632913d4b0d0871bef41c414fc7ce1167e3bacb55b140901df0c95df1c5765"),
+        ("science", "2022.20230122-4",
+         "0e0fcc74646b916402124e8394a7a8d896e1c959cd9b184b0d7a61e08c6e72db"),
+        ("pictures", "2022.20230122-3",
+         "9f24a348a9461952e09cac3a2c5e1617f00e9054bea1ab1a124a724cc7f40751"),
+    )
+)  # fmt: skip
 
 
 def _pile_shards(numbers: range) -> tuple[RemoteFile, ...]:
@@ -287,7 +265,7 @@ SOURCES: dict[str, Source] = {
             "stdlib",
             "source code of the running Python's standard library, no download",
             "PSF",
-            collect=_standard_library,
+            collect=lambda directory: standard_library_files(),
             small=True,
         ),
         Source(

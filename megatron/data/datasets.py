@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.data.gpt_dataset import (
     SPLIT_NAMES,
-    GPTDataset,
     Sample,
     SampleDataset,
     build_split_dataset,
@@ -21,11 +20,11 @@ from megatron.data.gpt_dataset import (
 from megatron.data.index_cache import Arrays, cached_arrays, default_cache_dir
 from megatron.data.indexed_dataset import IndexedDataset, check_tokenizer
 from megatron.errors import DataError
+from megatron.neox_arguments.run_keys import DataArgs
 from megatron.tokenizer import Tokenizer
 
 __all__ = [
     "BlendedDataset",
-    "DataSettings",
     "blending_order",
     "build_datasets",
     "check_documents_end",
@@ -35,16 +34,6 @@ __all__ = [
     "samples_per_dataset",
     "weights_by_num_documents",
 ]
-
-
-class DataSettings(Protocol):
-    """The config fields used here; ``train_data_paths`` and the like are read by name."""
-
-    @property
-    def data_path(self) -> Any: ...
-
-    @property
-    def split(self) -> str: ...
 
 
 def sample_counts(
@@ -59,7 +48,7 @@ def sample_counts(
     )
 
 
-def check_tokenizers(data: DataSettings, tokenizer: Tokenizer) -> None:
+def check_tokenizers(data: DataArgs, tokenizer: Tokenizer) -> None:
     """Refuse any of the config's datasets that says it was made with another tokenizer."""
     paths = [path for name in SPLIT_NAMES for path in _paths(data, name)]
     for path in [data.data_path] if data.data_path else paths:
@@ -85,7 +74,7 @@ def check_documents_end(dataset: Any, eod: int) -> None:
 
 
 def build_datasets(
-    data: DataSettings,
+    data: DataArgs,
     *,
     seq_length: int,
     seq_length_val: int | None,
@@ -94,10 +83,7 @@ def build_datasets(
     vocab_size: int | None = None,
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
     """Train, valid and test datasets; None for a split that has no data."""
-    _check_implementation(getattr(data, "data_impl", None))
     paths = [_paths(data, name) for name in SPLIT_NAMES]
-    cache_dir = getattr(data, "data_cache_dir", None)
-    warmup = bool(getattr(data, "mmap_warmup", False))
     if not any(paths):
         if not data.data_path:
             raise DataError("no data: set data_path, or train_data_paths and the like")
@@ -108,8 +94,8 @@ def build_datasets(
             seq_length,
             seq_length_val,
             seed,
-            cache_dir=cache_dir,
-            mmap_warmup=warmup,
+            cache_dir=data.data_cache_dir,
+            mmap_warmup=data.mmap_warmup,
             vocab_size=vocab_size,
         )
     if data.data_path:
@@ -119,43 +105,35 @@ def build_datasets(
         if not paths[i] or num_samples[i] == 0:
             blends.append(None)
             continue
-        tokens = [IndexedDataset(path, warmup=warmup) for path in paths[i]]
-        weights = _weights(data, name, tokens)
+        tokens = [IndexedDataset(path, warmup=data.mmap_warmup) for path in paths[i]]
         blends.append(
             _blend(
                 tokens,
-                weights,
+                _weights(data, name, tokens),
                 num_samples[i],
                 seq_length if i == 0 else (seq_length_val or seq_length),
                 seed,
                 name=name,
-                cache_dir=cache_dir,
+                cache_dir=data.data_cache_dir,
                 vocab_size=vocab_size,
             )
         )
     return blends[0], blends[1], blends[2]
 
 
-def _check_implementation(value: str | None) -> None:
-    if value not in (None, "infer", "mmap"):
-        raise DataError(f'data_impl "{value}": only mmap (or infer) is read')
+def _paths(data: DataArgs, name: str) -> list[str]:
+    return list(getattr(data, f"{name}_data_paths") or ())
 
 
-def _paths(data: DataSettings, name: str) -> list[str | Path]:
-    value = getattr(data, f"{name}_data_paths", None)
-    return [value] if isinstance(value, str | Path) else list(value or [])
-
-
-def _weights(data: DataSettings, name: str, tokens: Sequence[IndexedDataset]) -> list[float]:
-    if getattr(data, "weight_by_num_documents", False):
-        alpha = getattr(data, "weighted_sampler_alpha", 1.0)
-        return weights_by_num_documents([len(t) for t in tokens], alpha)
-    weights = getattr(data, f"{name}_data_weights", None) or [1.0] * len(tokens)
+def _weights(data: DataArgs, name: str, tokens: Sequence[IndexedDataset]) -> list[float]:
+    if data.weight_by_num_documents:
+        return weights_by_num_documents([len(t) for t in tokens], data.weighted_sampler_alpha)
+    weights = getattr(data, f"{name}_data_weights") or [1.0] * len(tokens)
     if len(weights) != len(tokens):
         raise DataError(
             f"{name}_data_weights has {len(weights)} numbers, {name}_data_paths {len(tokens)} paths"
         )
-    return normalised_weights([float(weight) for weight in weights])
+    return normalised_weights(weights)
 
 
 def _blend(
@@ -166,26 +144,24 @@ def _blend(
     seed: int,
     *,
     name: str,
-    cache_dir: str | Path | None,
+    cache_dir: str | None,
     vocab_size: int | None,
 ) -> SampleDataset:
-    parts: list[GPTDataset] = []
-    for i, (file, samples) in enumerate(
-        zip(tokens, samples_per_dataset(weights, num_samples), strict=True)
-    ):
-        parts.append(
-            build_split_dataset(
-                file,
-                0,
-                len(file),
-                length,
-                samples,
-                seed,
-                name=f"{name}_{i}",
-                cache_dir=cache_dir,
-                vocab_size=vocab_size,
-            )
+    counts = samples_per_dataset(weights, num_samples)
+    parts = [
+        build_split_dataset(
+            file,
+            0,
+            len(file),
+            length,
+            samples,
+            seed,
+            name=f"{name}_{i}",
+            cache_dir=cache_dir,
+            vocab_size=vocab_size,
         )
+        for i, (file, samples) in enumerate(zip(tokens, counts, strict=True))
+    ]
     directory = Path(cache_dir) if cache_dir is not None else default_cache_dir(tokens[0].prefix)
     return BlendedDataset(parts, weights, num_samples, cache_dir=directory.expanduser())
 

@@ -13,6 +13,7 @@ whose sequence numpy guarantees never to change; that makes the order equal to t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ __all__ = [
     "build_train_valid_test_datasets",
     "number_of_epochs",
     "parse_split",
+    "read_stream",
     "split_bounds",
 ]
 
@@ -124,6 +126,25 @@ class SampleDataset(Protocol):
     def __getitem__(self, item: int) -> Sample: ...
 
 
+def read_stream(
+    tokens: IndexedDataset,
+    documents: Sequence[int] | npt.NDArray[np.int32],
+    ends: npt.NDArray[np.int64],
+    start: int,
+    count: int,
+) -> npt.NDArray[np.int64]:
+    """``count`` tokens from ``start`` on of ``documents`` end to end, which stop at ``ends``."""
+    place = int(np.searchsorted(ends, start, side="right"))
+    offset = start - (int(ends[place - 1]) if place else 0)
+    text, filled = np.empty(count, np.int64), 0
+    while filled < count:
+        part = tokens.get(int(documents[place]), offset, offset + count - filled)
+        text[filled : filled + len(part)] = part
+        filled += len(part)
+        place, offset = place + 1, 0
+    return text
+
+
 class GPTDataset:
     """Item i is ``{"text": int64[length + 1]}``: the tokens and, shifted by one, their labels."""
 
@@ -135,7 +156,6 @@ class GPTDataset:
         *,
         name: str = "train",
         num_samples: int = 0,
-        num_documents: int = 0,
         tokens_per_epoch: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
@@ -145,7 +165,6 @@ class GPTDataset:
         self.index = index
         self.length = length
         self.name = name
-        self.num_documents = num_documents
         self.tokens_per_epoch = tokens_per_epoch
         # The official dataset counts one sample fewer than it shuffles. We do the same, except
         # where that would be fewer than were asked for.
@@ -158,27 +177,12 @@ class GPTDataset:
     def __getitem__(self, item: int) -> Sample:
         if not -len(self) <= item < len(self):
             raise IndexError(f"{self.name} sample {item} of {len(self)}")
-        text = self._read(int(self.index.order[item if item >= 0 else item + len(self)]))
+        sample = int(self.index.order[item if item >= 0 else item + len(self)])
+        start, count = sample * self.length, self.length + 1
+        text = read_stream(self.tokens, self.index.documents, self.index.ends, start, count)
         if self.vocab_size is not None:
             self._check_vocabulary(text)
         return {"text": text}
-
-    def _read(self, sample: int) -> npt.NDArray[np.int64]:
-        """Collect ``length + 1`` tokens from the documents they lie in."""
-        ends = self.index.ends
-        start = sample * self.length
-        document = int(np.searchsorted(ends, start, side="right"))
-        before = int(ends[document - 1]) if document else 0
-        text = np.empty(self.length + 1, np.int64)
-        filled, offset = 0, start - before
-        while filled < len(text):
-            part = self.tokens.get(
-                int(self.index.documents[document]), offset, offset + len(text) - filled
-            )
-            text[filled : filled + len(part)] = part
-            filled += len(part)
-            document, offset = document + 1, 0
-        return text
 
     def _check_vocabulary(self, text: npt.NDArray[np.int64]) -> None:
         assert self.vocab_size is not None
@@ -228,7 +232,6 @@ def build_split_dataset(
         length,
         name=name,
         num_samples=num_samples,
-        num_documents=last - first,
         tokens_per_epoch=amount,
         vocab_size=vocab_size,
     )

@@ -29,9 +29,10 @@ from megatron.atomic_files import atomic_writer, read_json, write_json
 from megatron.data.download import file_sha256
 from megatron.errors import DataError, DownloadError
 
-__all__ = ["Package", "collect_packages", "package_record"]
+__all__ = ["PIP_DOWNLOAD", "Package", "collect_packages", "package_record", "run_fetcher"]
 
 RECORD = "packages.json"
+PIP_DOWNLOAD = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,7 @@ def _note(package: Package, file: Path, found: list[tuple[str, str]]) -> dict[st
 def _fetch(package: Package, folder: Path) -> Path:
     before = set(folder.iterdir())
     if package.kind == "wheel":
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary", ":all:", "--dest", "."]
+        command = [*PIP_DOWNLOAD, "--only-binary", ":all:", "--dest", "."]
         command += [f"{package.name}=={package.version}"]
     else:
         if shutil.which("apt-get") is None:
@@ -128,15 +128,21 @@ def _fetch(package: Package, folder: Path) -> Path:
                 f"the Debian package {package.name} is needed and this machine has no apt-get"
             )
         command = ["apt-get", "download", "--quiet", package.name]
-    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        lines = finished.stderr.strip().splitlines() or ["no message"]
-        raise DownloadError(f"{command[0]} could not bring {package.name}: {lines[-1]}")
+    run_fetcher(command, folder, package.name)
     brought = sorted(set(folder.iterdir()) - before)
     if len(brought) != 1:
         raise DownloadError(f"{package.name}: expected one file, got {len(brought)}")
     _check(package, brought[0])
     return brought[0]
+
+
+def run_fetcher(command: Sequence[str], folder: Path, wanted: str) -> None:
+    """pip or apt-get, which write into the folder that they are started in."""
+    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        lines = finished.stderr.strip().splitlines() or ["no message"]
+        program = "pip" if "pip" in command else command[0]
+        raise DownloadError(f"{program} could not bring {wanted}: {lines[-1]}")
 
 
 def _check(package: Package, file: Path) -> None:

@@ -19,7 +19,13 @@ from megatron.data.chunks import read_texts
 from megatron.data.corpora import SOURCES, Source, fetch
 from megatron.data.indexed_dataset import IndexedDataset, describe_tokenizer, read_manifest
 from megatron.data.package_text import package_record
-from megatron.data.preprocess import Outcome, PreprocessOptions, output_prefixes, preprocess
+from megatron.data.preprocess import (
+    PROBLEMS_SHOWN,
+    Outcome,
+    PreprocessOptions,
+    output_prefixes,
+    preprocess,
+)
 from megatron.data.streams import list_files
 from megatron.errors import DataError, DownloadError
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -225,10 +231,10 @@ def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
     return "\n  ".join(lines)
 
 
-def print_problems(outcome: Outcome, limit: int = 10) -> None:
-    for problem in outcome.problems[:limit]:
+def print_problems(outcome: Outcome) -> None:
+    for problem in outcome.problems[:PROBLEMS_SHOWN]:
         print(f"  skipped {problem}", file=sys.stderr)
-    if outcome.broken_lines > limit:
+    if outcome.broken_lines > PROBLEMS_SHOWN:
         print(f"  ... {outcome.broken_lines} broken lines in all", file=sys.stderr)
 
 

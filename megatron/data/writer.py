@@ -174,7 +174,9 @@ class IndexedDatasetWriter:
         if not self._sizes:
             self.abort()
             raise DataError(f"{self.prefix}: no documents were added, nothing is written")
-        _sync_and_close(self._handle)
+        self._handle.flush()
+        os.fsync(self._handle.fileno())
+        self._handle.close()
         self._handle = None
         temporary_index = temporary_name(index)
         try:
@@ -286,9 +288,3 @@ def _is_contiguous(dataset: IndexedDataset) -> bool:
     """True when the sequences follow each other from byte 0, as every normal writer lays them."""
     ends = np.cumsum(dataset.sizes, dtype=np.int64) * dataset.dtype.itemsize
     return int(dataset.pointers[0]) == 0 and bool((dataset.pointers[1:] == ends[:-1]).all())
-
-
-def _sync_and_close(handle: BinaryIO) -> None:
-    handle.flush()
-    os.fsync(handle.fileno())
-    handle.close()

@@ -58,7 +58,6 @@ def key_tokens(long_losses: Tensor, short_losses: Tensor) -> Tensor:
 class _Window(NamedTuple):
     text: int
     start: int
-    stop: int
     scored: int
 
 
@@ -68,12 +67,9 @@ class ShortContexts:
     def __init__(self, texts: Texts, context: int, step: int) -> None:
         self.texts, self.length = texts, context + step - 1
         self.windows = [
-            _Window(number, start, min(start + context + step, texts.length + 1), 0)
+            _Window(number, start, min(context + step, texts.length + 1 - start) - context)
             for number in range(len(texts))
             for start in range(0, texts.length + 1 - context, step)
-        ]
-        self.windows = [
-            window._replace(scored=window.stop - window.start - context) for window in self.windows
         ]
 
     def __len__(self) -> int:
@@ -82,7 +78,7 @@ class ShortContexts:
     def __getitem__(self, number: int) -> Tensor:
         """The window's tokens; a short last one is filled at the right, where nothing looks."""
         window = self.windows[number]
-        tokens = self.texts[window.text][window.start : window.stop]
+        tokens = self.texts[window.text][window.start : window.start + self.length + 1]
         missing = self.length + 1 - len(tokens)
         return torch.nn.functional.pad(tokens, (0, missing)) if missing else tokens
 

@@ -47,17 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BUILT_IN", "Evaluation", "run_evaluation"]
 
-BUILT_IN = (
-    perplexity,
-    perplexity,
-    perplexity,
-    retrieval,
-    context_use,
-    ruler,
-    context_use,
-    retrieval,
-)
-"""Importing a module registers its task."""
+BUILT_IN = (perplexity, retrieval, context_use, ruler)
+"""Importing a module registers its tasks."""
 
 Result = TypeVar("Result")
 DEFAULT_TASKS = ("extrapolation",)
@@ -191,15 +182,11 @@ class Evaluation:
     def _key(self, task: EvaluationTask) -> str:
         return fingerprint([FORMAT, task.name, *self._model_key(), task.parameters(self.options)])
 
-    def _settings(self, task: EvaluationTask) -> dict[str, Any]:
-        """What would make another result of the same checkpoint."""
-        model = self.args.model.model_dump(mode="json")
-        return recorded_settings(task.parameters(self.options), model)
-
     def _content(
         self, task: EvaluationTask, results: dict[str, Any], cells: Cells
     ) -> dict[str, Any]:
         model = self.subject.model
+        settings = self.args.model.model_dump(mode="json")
         return {
             "format": FORMAT,
             "task": task.result_name(self.options),
@@ -213,7 +200,7 @@ class Evaluation:
             "train_length": self.options.train_length,
             "parameters": model.num_parameters(),
             "window": self.options.window,
-            "settings": self._settings(task),
+            "settings": recorded_settings(task.parameters(self.options), settings),
             "checkpoint_id": weights_id(self.subject.checkpoint),
             "version": __version__,
             "results": results,

@@ -33,7 +33,6 @@ __all__ = [
     "score_continuations",
     "sequence_losses",
     "showing",
-    "windowed",
 ]
 
 
@@ -70,9 +69,8 @@ def sequence_losses(
     ranks: Ranks,
     batch_tokens: int,
     label: str = "",
-    last: int | None = None,
 ) -> list[Tensor]:
-    """The fp32 loss at every position (or the `last` ones) of every sequence, on the CPU."""
+    """The fp32 loss at every position of every sequence, on the CPU."""
 
     def share(numbers: Sequence[int]) -> list[Tensor]:
         losses: list[Tensor] = []
@@ -83,8 +81,7 @@ def sequence_losses(
                 text = torch.stack([texts[number] for number in group])
                 _check_tokens(text, model.spec.padded_vocab_size)
                 text = text.to(model.device)
-                found = model.token_losses(text[:, :-1], text[:, 1:]).float().cpu()
-                losses.extend(found if last is None else found[:, -last:])
+                losses.extend(model.token_losses(text[:, :-1], text[:, 1:]).float().cpu())
                 bar.advance(text[:, 1:].numel() * ranks.size, texts.length)
         return losses
 
@@ -131,23 +128,6 @@ def perplexity(loss: float) -> float | None:
         return math.exp(loss)
     except OverflowError:
         return None
-
-
-class Windowed(Protocol):
-    def set_window(self, window: int | None) -> None: ...
-
-
-@contextmanager
-def windowed(model: Windowed, window: int | None, usual: int | None) -> Iterator[None]:
-    """The model with attention limited to `window` distances, and as it was afterwards."""
-    if window is None:
-        yield
-        return
-    model.set_window(window)
-    try:
-        yield
-    finally:
-        model.set_window(usual)
 
 
 # Log-probabilities of given continuations, from one forward pass per batch.

@@ -264,9 +264,9 @@ class ResultStore:
 # Text tables.
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def number(value: float | None) -> str:
     """A number at fixed precision; a dash where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{value:.4f}"
 
 
 def text_table(

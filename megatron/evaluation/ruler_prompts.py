@@ -91,7 +91,7 @@ class Niah(RulerTask):
     smallest: int = 0
 
     def question(self, size: int, random: Random, depth: float, full: bool) -> RulerPrompt:
-        wanted, *others = random.sample(_keys(), self.keys)
+        wanted, *others = random.sample(key_words(), self.keys)
         answers = [_number(random) for _ in range(self.values)]
         lines = [self._hay(random, wanted) for _ in range(size)]
         needles = [_needle(wanted, answer) for answer in answers]
@@ -106,7 +106,7 @@ class Niah(RulerTask):
     def _hay(self, random: Random, wanted: str) -> str:
         if self.haystack == "repeat":
             return NOISE
-        while (key := random.choice(_keys())) == wanted:
+        while (key := random.choice(key_words())) == wanted:
             pass
         return _needle(key, _number(random))
 
@@ -124,11 +124,6 @@ class Niah(RulerTask):
             f"the special magic numbers for {key} mentioned in the provided text? The special "
             f"magic numbers for {key} mentioned in the provided text are"
         )
-
-
-@lru_cache(maxsize=1)
-def _keys() -> list[str]:
-    return key_words()
 
 
 def _number(random: Random) -> str:
@@ -194,8 +189,9 @@ class CommonWords(RulerTask):
         return f"{made.text} {listed}\n"
 
     def _list(self, size: int, repeats: tuple[int, int], random: Random) -> RulerPrompt:
-        known = _words()
-        chosen = random.sample(known[: max(size, _single_words())], size)
+        known = distinct_words()
+        single = len(known) - len(key_words())
+        chosen = random.sample(known[: max(size, single)], size)
         often, seldom = chosen[: self.common], chosen[self.common :]
         entries = often * repeats[0] + seldom * repeats[1]
         random.shuffle(entries)
@@ -207,15 +203,6 @@ class CommonWords(RulerTask):
             "words that appear most often in the list are:",
             tuple(often),
         )
-
-
-@lru_cache(maxsize=1)
-def _words() -> list[str]:
-    return distinct_words()
-
-
-def _single_words() -> int:
-    return len(_words()) - len(_keys())
 
 
 RULER_TASKS: dict[str, RulerTask] = {
@@ -291,9 +278,9 @@ def fitted(
     return best
 
 
-def smallest_length(task: RulerTask, tokenizer: Tokenizer, seed: str = "smallest") -> int:
+def smallest_length(task: RulerTask, tokenizer: Tokenizer) -> int:
     """The shortest length at which the task can be asked, without an example in front."""
-    return _Maker(task, tokenizer, 1, seed, 0.5, full=False).make(task.smallest)[1]
+    return _Maker(task, tokenizer, 1, "smallest", 0.5, full=False).make(task.smallest)[1]
 
 
 # Plain English words for RULER's keys and lists, so that nothing need be downloaded.
@@ -351,11 +338,13 @@ _VERBS = """
 ADJECTIVES, NOUNS, VERBS = (tuple(text.split()) for text in (_ADJECTIVES, _NOUNS, _VERBS))
 
 
+@lru_cache(maxsize=1)
 def key_words() -> list[str]:
     """Keys of needles: an adjective and a noun."""
     return [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
 
 
+@lru_cache(maxsize=1)
 def distinct_words() -> list[str]:
     """Words for lists: single ones, none inside another (a match would count twice), then pairs."""
     single = sorted({*ADJECTIVES, *NOUNS, *VERBS})

@@ -29,6 +29,7 @@ from megatron.data.gpt_dataset import (
     Sample,
     SampleDataset,
     build_split_dataset,
+    read_stream,
     split_bounds,
 )
 from megatron.data.indexed_dataset import IndexedDataset
@@ -64,7 +65,7 @@ class TokenWindows:
         if total_tokens % length:
             raise DataError(f"{total_tokens} tokens are not a whole number of windows of {length}")
         self._tokens = tokens
-        self._first = first
+        self._documents = range(first, last)
         self.length = length
         self.total_tokens = total_tokens
 
@@ -77,18 +78,8 @@ class TokenWindows:
     def window(self, item: int) -> npt.NDArray[np.int64]:
         if not 0 <= item < len(self):
             raise IndexError(f"window {item} of {len(self)}")
-        start = item * self.length
-        document = int(np.searchsorted(self._ends, start, side="right"))
-        offset = start - (int(self._ends[document - 1]) if document else 0)
-        text = np.empty(self.length + 1, np.int64)
-        filled = 0
-        while filled < len(text):
-            stop = offset + len(text) - filled
-            part = self._tokens.get(self._first + document, offset, stop)
-            text[filled : filled + len(part)] = part
-            filled += len(part)
-            document, offset = document + 1, 0
-        return text
+        start, count = item * self.length, self.length + 1
+        return read_stream(self._tokens, self._documents, self._ends, start, count)
 
 
 def common_token_count(available: int, lengths: Sequence[int], limit: int | None = None) -> int:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 
 from megatron.errors import EvaluationError
-from megatron.evaluation.losses import windowed
 from megatron.evaluation.results_schema import Cells
 from megatron.mpu.job import Ranks
 
@@ -91,8 +90,14 @@ class WindowedTask(EvaluationTask):
         return f"{self.name}_window{options.window}" if options.window else self.name
 
     def run(self, context: Context) -> dict[str, Any]:
-        with windowed(context.model, context.options.window, context.model.spec.attention_window):
+        model, window = context.model, context.options.window
+        if window is None:
             return self.measure(context)
+        model.set_window(window)
+        try:
+            return self.measure(context)
+        finally:
+            model.set_window(model.spec.attention_window)
 
     @abstractmethod
     def measure(self, context: Context) -> dict[str, Any]:
@@ -134,9 +139,9 @@ def imported_task(reference: str) -> EvaluationTask:
         raise EvaluationError(str(error)) from error
 
 
-def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
     """Names like this one."""
-    return difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.5)
+    return difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
 
 
 # The part of a config that evaluation needs, with its defaults filled in.

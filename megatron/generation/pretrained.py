@@ -62,7 +62,7 @@ class PretrainedModel(GPTModel):
         """The tokenizer of the checkpoint's config; None (with a warning) if it cannot be built."""
         if self._tokenizer is None and self._tokenizer_error is None:
             try:
-                self._tokenizer = tokenizer_of(self.config, self.source)
+                self._tokenizer = tokenizer_of(self.config.tokenizer, self.source)
             except (ValueError, OSError, ImportError) as error:
                 self._tokenizer_error = str(error)
                 warnings.warn(f"{self.source}: no tokenizer: {error}", stacklevel=2)
@@ -191,7 +191,7 @@ def find_subject(args: NeoXArgs, device: str) -> Subject:
     def tokenizer() -> Tokenizer:
         from megatron.checkpoints.saved_config import tokenizer_of
 
-        return cast("Tokenizer", tokenizer_of(args, layout.directory))
+        return cast("Tokenizer", tokenizer_of(args.tokenizer, layout.directory))
 
     return Subject(layout.directory, layout.step_in_name or 0, _identity(layout), load, tokenizer)
 

@@ -272,7 +272,7 @@ _CAPTION = (
 )
 
 
-def cpd_table(key: str, results: ResultSet, methods: Sequence[str], heads: int) -> Table | None:
+def cpd_table(results: ResultSet, methods: Sequence[str], heads: int) -> Table | None:
     """Rows of the suite's kernels and of the counterexample; None without a trained kernel."""
     rows = []
     for name in dict.fromkeys(methods):
@@ -284,7 +284,7 @@ def cpd_table(key: str, results: ResultSet, methods: Sequence[str], heads: int) 
     steep = -torch.arange(max(POINTS), dtype=torch.float64).pow(_TOO_STEEP)
     rows.append(_row(f"power with exponent {_TOO_STEEP:g}", [steep]))
     columns = tuple(Column(f"{points} points") for points in POINTS)
-    return Table(key, _CAPTION, (Block("", "", columns, tuple(rows)),))
+    return Table("cpd", _CAPTION, (Block("", "", columns, tuple(rows)),))
 
 
 def _biases(results: ResultSet, name: str, heads: int) -> Iterable[Tensor]:

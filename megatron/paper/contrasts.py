@@ -41,10 +41,9 @@ class Difference:
         return "lower" if self.nats < 0 else "higher"
 
 
-def kind_of(item: RunResults, variant: str = "") -> str:
+def kind_of(item: RunResults) -> str:
     """MODEL.DATA.METHOD, as suite files write it."""
-    run = item.run
-    return f"{run.model}.{run.data}.{run.method}" + (f"@{variant}" if variant else "")
+    return f"{item.run.model}.{item.run.data}.{item.run.method}"
 
 
 def perplexities(results: ResultSet, kind: str, split: str) -> dict[int, dict[int, float]]:

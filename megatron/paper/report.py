@@ -195,7 +195,7 @@ def _contrast_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
 def _theory_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
     """CPD checks of the trained kernels, where a suite has trained some."""
     heads = int(suite.runs[0].config["num_attention_heads"]) if suite.runs else 1
-    table = cpd_table("cpd", results, [run.method for run in suite.runs], heads)
+    table = cpd_table(results, [run.method for run in suite.runs], heads)
     return [Chapter("The theory, on the trained kernels", tables=[table])] if table else []
 
 

@@ -314,11 +314,11 @@ class PairedTest:
     mean_difference: float | None
     pairs: int
 
-    def reference_is_better(self, alpha: float = ALPHA) -> bool:
+    def reference_is_better(self) -> bool:
         """Is the reference's perplexity significantly lower? (The paper's dagger.)"""
         if self.p_value is None or self.mean_difference is None:
             return False
-        return self.p_value < alpha and self.mean_difference > 0
+        return self.p_value < ALPHA and self.mean_difference > 0
 
 
 def compare_paired(reference: Mapping[int, float], candidate: Mapping[int, float]) -> PairedTest:

@@ -13,7 +13,6 @@ import tarfile
 import time
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from megatron.data.datasets import check_tokenizers
 from megatron.data.indexed_dataset import check_tokenizer, read_manifest
 from megatron.data.preprocess import Outcome, PreprocessOptions, preprocess
 from megatron.errors import DataError
+from megatron.neox_arguments.run_keys import DataArgs
 from megatron.tokenizer import build_tokenizer
 from tests.conftest import REPOSITORY
 
@@ -258,8 +258,7 @@ def test_the_manifest_knows_the_tokenizer(tmp_path: Path) -> None:
     gpt2 = build_tokenizer("GPT2BPETokenizer", vocab_file=Path(gpt3.__file__).parent / "data")
     with pytest.raises(DataError, match="prepared with CharLevelTokenizer"):
         check_tokenizer(prefix, gpt2)
-    for data in ({"data_path": prefix}, {"data_path": None, "valid_data_paths": [str(prefix)]}):
-        settings = SimpleNamespace(split="1", **data)
+    for settings in (DataArgs(data_path=str(prefix)), DataArgs(valid_data_paths=[str(prefix)])):
         check_tokenizers(settings, BYTES)
         with pytest.raises(DataError, match="prepared with CharLevelTokenizer"):
             check_tokenizers(settings, gpt2)

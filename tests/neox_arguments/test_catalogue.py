@@ -104,7 +104,7 @@ def test_a_new_kernel_is_one_class_and_one_line(tmp_path: Path) -> None:
         shutil.copytree(
             REPOSITORY / part,
             tmp_path / part,
-            ignore=shutil.ignore_patterns("__pycache__", "fixtures", "suites"),
+            ignore=shutil.ignore_patterns("__pycache__", "fixtures"),
         )
     formulas = tmp_path / "megatron" / "model" / "positional_embeddings.py"
     text, before = formulas.read_text(), "# Baselines with tables."

@@ -21,7 +21,7 @@ def test_learned_kernels_are_cpd_and_their_shift_grows_with_the_points() -> None
             trained("kerple_power", [1.0, 0.2], [1.0, 1.9]),
         )
     )
-    table = cpd_table("cpd", results, ["kerple_log", "kerple_power", "rotary"], heads=2)
+    table = cpd_table(results, ["kerple_log", "kerple_power", "rotary"], heads=2)
     assert table is not None
     log, power, steep = table.blocks[0].rows
     assert (log.label, power.label) == ("KERPLE-log (2)", "KERPLE-power (2)")
@@ -34,13 +34,11 @@ def test_learned_kernels_are_cpd_and_their_shift_grows_with_the_points() -> None
 
 def test_a_known_shift() -> None:
     """-d on N points needs (N - 1)/2; the search overshoots by at most a twentieth."""
-    table = cpd_table(
-        "cpd", ResultSet((trained("kerple_power", [1.0], [1.0]),)), ["kerple_power"], 1
-    )
+    table = cpd_table(ResultSet((trained("kerple_power", [1.0], [1.0]),)), ["kerple_power"], 1)
     assert table is not None
     found = [entry.cell.mean for entry in table.blocks[0].rows[0].entries]
     assert found == pytest.approx([1.5, 7.5, 31.5, 63.5], rel=0.06)
 
 
 def test_without_a_trained_kernel_there_is_no_section() -> None:
-    assert cpd_table("cpd", ResultSet(()), ["kerple_log"], 4) is None
+    assert cpd_table(ResultSet(()), ["kerple_log"], 4) is None

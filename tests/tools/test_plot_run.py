@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import run
-from megatron.commands.plot_run import bias_of, read_run
+from megatron.commands.plot_run import read_run
 
 
 def write_metrics(folder: Path, pos_emb: str = "kerple_log", steps: int = 5) -> Path:
@@ -35,13 +35,6 @@ def test_one_run_and_several(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     both = tmp_path / "new" / "both.svg"
     assert run("plot_run", [str(one), str(other), "--out", str(both)]) == 0
     assert both.read_text("utf-8").startswith("<?xml")
-
-
-def test_the_bias_is_the_formula_of_the_recorded_parameters() -> None:
-    table = bias_of({"pos_emb": "kerple_log"}, {"r1": [2.0], "r2": [3.0]}, 5)
-    import math
-
-    assert table[0] == pytest.approx([-2 * math.log(1 + 3 * d) for d in range(5)], rel=1e-6)
 
 
 def test_a_run_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ __all__ = ["OWN_KERNEL", "model_card", "standalone_source", "tokenizer_settings"
 BYTE_LEVEL_MARK = "<|byte_level_eod|>"
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> str | None:
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
     """Write tokenizer.json and its settings; the reason why not, where there is no such form."""
     library = _library_of(tokenizer)
     if library is None:
@@ -40,7 +40,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> s
         eos_token=eos,
         bos_token=eos,
         unk_token=None,
-        model_max_length=max_length,
+        model_max_length=int(1e30),
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(folder)

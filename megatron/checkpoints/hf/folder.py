@@ -63,11 +63,9 @@ def write_hf(
     spec = checkpoint.spec
     eos = tokenizer.eod if tokenizer is not None else None
     own_kernel = with_kernel_source and canonical_name(spec.pos_emb) not in METHODS
-    config = hf_config(
-        spec, checkpoint.args, iteration=checkpoint.iteration, eos=eos, own_kernel=own_kernel
-    )
+    config = hf_config(spec, iteration=checkpoint.iteration, eos=eos, own_kernel=own_kernel)
     if tokenizer is not None:
-        problem = write_tokenizer(tokenizer, folder, max_length=int(1e30))
+        problem = write_tokenizer(tokenizer, folder)
     if problem:
         warnings.warn(f"the export has no tokenizer: {problem}", stacklevel=2)
     ours = isinstance(config, KerpleNeoXConfig)
@@ -120,7 +118,7 @@ def _umask() -> int:
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str | None]:
     try:
-        tokenizer = tokenizer_of(checkpoint.args, checkpoint.layout.directory)
+        tokenizer = tokenizer_of(checkpoint.args.tokenizer, checkpoint.layout.directory)
     except (ValueError, OSError, ImportError) as error:
         return None, str(error)
     if tokenizer.eod >= checkpoint.padded_vocab_size:

@@ -50,12 +50,7 @@ def is_plain_gpt_neox(spec: ModelSpec) -> bool:
 
 
 def hf_config(
-    spec: ModelSpec,
-    args: NeoXArgs,
-    *,
-    iteration: int,
-    eos: int | None,
-    own_kernel: bool = False,
+    spec: ModelSpec, *, iteration: int, eos: int | None, own_kernel: bool
 ) -> PretrainedConfig:
     """GPTNeoXConfig where that is the same model, else KerpleNeoXConfig."""
     values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
@@ -115,13 +110,8 @@ def args_from_hf(config: PretrainedConfig, source: Path) -> NeoXArgs:
     """The NeoX config of a Hugging Face folder of ours, or of a GPT-NeoX one."""
     if isinstance(config, KerpleNeoXConfig):
         values = _from_kerple(config, source)
-    elif config.model_type == "gpt_neox":
-        values = _from_gpt_neox(config, source)
     else:
-        raise CheckpointError(
-            f"{source / 'config.json'}: model_type {config.model_type!r} is not one that can be "
-            "converted; there are kerple_neox and gpt_neox"
-        )
+        values = _from_gpt_neox(config, source)
     values |= {
         "no_weight_tying": not config.tie_word_embeddings,
         "train_micro_batch_size_per_gpu": 1,

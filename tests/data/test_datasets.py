@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from megatron.data.datasets import (
     weights_by_num_documents,
 )
 from megatron.errors import DataError
+from megatron.neox_arguments.run_keys import DataArgs
 
 
 def corpus(folder: Path, token: int, documents: int = 20) -> str:
@@ -32,10 +32,6 @@ def corpus(folder: Path, token: int, documents: int = 20) -> str:
     return str(folder / f"corpus{token}")
 
 
-def settings_of(**changes: Any) -> Any:
-    return SimpleNamespace(**{"data_path": None, "split": "969,30,1", **changes})
-
-
 def build(data: Any, num_samples: tuple[int, int, int] = (60, 12, 6), **changes: Any) -> Any:
     options = {"seq_length": 8, "seq_length_val": 16, "seed": 1, **changes}
     return build_datasets(data, num_samples=num_samples, **options)
@@ -43,8 +39,8 @@ def build(data: Any, num_samples: tuple[int, int, int] = (60, 12, 6), **changes:
 
 def test_documents_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     paths = [corpus(tmp_path, 7), corpus(tmp_path, 9)]
-    single, _, _ = build(settings_of(data_path=paths[0]))
-    blend, _, _ = build(settings_of(train_data_paths=paths))
+    single, _, _ = build(DataArgs(data_path=paths[0]))
+    blend, _, _ = build(DataArgs(train_data_paths=paths))
     check_documents_end(single, eod=7)
     for dataset, eod in ((single, 3), (blend, 7)):
         with pytest.raises(DataError, match=rf"corpus\d: none of its first 20 .* token {eod}, by"):
@@ -90,7 +86,7 @@ def test_weights_from_document_counts() -> None:
 
 def test_blend_from_config(tmp_path: Path) -> None:
     paths = [corpus(tmp_path, 1), corpus(tmp_path, 2)]
-    data = settings_of(
+    data = DataArgs(
         train_data_paths=paths,
         train_data_weights=[3, 1],
         valid_data_paths=paths,
@@ -106,13 +102,13 @@ def test_blend_from_config(tmp_path: Path) -> None:
 
 
 def test_one_file_with_a_split_from_config(tmp_path: Path) -> None:
-    train, valid, test = build(settings_of(data_path=corpus(tmp_path, 1), split="8,1,1"))
+    train, valid, test = build(DataArgs(data_path=corpus(tmp_path, 1), split="8,1,1"))
     assert len(train[0]["text"]) == 9 and len(valid[0]["text"]) == len(test[0]["text"]) == 17
 
 
 def test_weight_by_num_documents_from_config(tmp_path: Path) -> None:
     paths = [corpus(tmp_path, 1, 80), corpus(tmp_path, 2, 20)]
-    data = settings_of(
+    data = DataArgs(
         train_data_paths=paths, weight_by_num_documents=True, weighted_sampler_alpha=1.0
     )
     train, valid, _ = build(data)
@@ -121,14 +117,14 @@ def test_weight_by_num_documents_from_config(tmp_path: Path) -> None:
 
 
 def test_cache_dir_from_config(tmp_path: Path) -> None:
-    build(settings_of(data_path=corpus(tmp_path, 1), split="1", data_cache_dir=tmp_path / "c"))
+    build(DataArgs(data_path=corpus(tmp_path, 1), split="1", data_cache_dir=str(tmp_path / "c")))
     assert list((tmp_path / "c").glob("*.index"))
     assert not (tmp_path / "index_cache").exists()
 
 
 def test_the_blend_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [corpus(tmp_path, 1), corpus(tmp_path, 2)]
-    data = settings_of(train_data_paths=paths, train_data_weights=[3, 1])
+    data = DataArgs(train_data_paths=paths, train_data_weights=[3, 1])
     first, _, _ = build(data)
     monkeypatch.setattr("megatron.data.datasets.blending_order", lambda *_: pytest.fail("rebuilt"))
     again, _, _ = build(data)
@@ -141,16 +137,15 @@ def test_the_blend_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ({}, "no data"),
         ({"data_path": "x", "train_data_paths": ["y"]}, "keep one"),
-        ({"data_path": "x", "data_impl": "lazy"}, "data_impl"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        build(settings_of(**changes))
+        build(DataArgs(**changes))
 
 
 def test_wrong_number_of_weights(tmp_path: Path) -> None:
-    data = settings_of(train_data_paths=[corpus(tmp_path, 1)], train_data_weights=[1, 2])
+    data = DataArgs(train_data_paths=[corpus(tmp_path, 1)], train_data_weights=[1, 2])
     with pytest.raises(DataError, match="train_data_weights has 2"):
         build(data)
     with pytest.raises(DataError, match="weights"):

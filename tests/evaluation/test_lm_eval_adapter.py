@@ -27,7 +27,7 @@ from megatron.tokenizer import build_tokenizer
 from tests.conftest import REPOSITORY
 from tests.evaluation.helpers import write_run
 from tests.evaluation.lm_eval_tasks import NEW_TOKENS, QUESTIONS, STOPS, TEXTS, write_tasks
-from tests.evaluation.test_runner import run_processes
+from tests.evaluation.test_evaluator import run_processes
 from tests.generation.test_generation import greedy_by_hand
 
 CONTEXT = 48  # three times the training length
