@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.spec import ModelSpec
@@ -239,14 +239,16 @@ PATHS = frozenset(
 """Files may move to another directory; their contents are compared by the run's manifest."""
 
 
-class Difference(tuple[str, Any, Any]):
+class Difference(NamedTuple):
     """A key, its value in the checkpoint, and its value now."""
 
-    __slots__ = ()
+    key: str
+    saved: Any
+    now: Any
 
     def __str__(self) -> str:
-        key, saved, now = self
-        return f"{key} is {_short(saved)} in the checkpoint and {_short(now)} in the config"
+        saved, now = _short(self.saved), _short(self.now)
+        return f"{self.key} is {saved} in the checkpoint and {now} in the config"
 
 
 def check_agreement(
@@ -263,11 +265,11 @@ def check_agreement(
     saved |= meaning_then(saved)
     found = differences(saved, args)
     if saved_batch_size and batch_size and saved_batch_size != batch_size:
-        found.append(Difference(("train_batch_size", saved_batch_size, batch_size)))
+        found.append(Difference("train_batch_size", saved_batch_size, batch_size))
     allowed = set(args.checkpoint.allow_changed or ())
-    refused = [one for one in found if allowed.isdisjoint({one[0], one[0].partition(".")[0]})]
+    refused = [one for one in found if allowed.isdisjoint({one.key, one.key.partition(".")[0]})]
     if refused:
-        keys = ", ".join(dict.fromkeys(one[0] for one in refused))
+        keys = ", ".join(dict.fromkeys(one.key for one in refused))
         raise CheckpointError(
             f"{directory}: this config is not the one it was trained with: "
             f"{'; '.join(map(str, refused))}. Set it back; or start a new run with another `save` "
@@ -300,7 +302,7 @@ def differences(saved: Mapping[str, Any], args: NeoXArgs) -> list[Difference]:
         if key == "optimizer":
             found += _optimizer_differences(before, after, free)
         elif _plain(key, before) != _plain(key, after):
-            found.append(Difference((key, before, after)))
+            found.append(Difference(key, before, after))
     return found
 
 
@@ -308,7 +310,7 @@ def _optimizer_differences(before: Any, after: Any, free: frozenset[str]) -> lis
     """`optimizer: {type, params: {...}}`, one difference per value."""
     flat = [_flat_optimizer(value) for value in (before, after)]
     return [
-        Difference((f"optimizer.{name}", flat[0].get(name), flat[1].get(name)))
+        Difference(f"optimizer.{name}", flat[0].get(name), flat[1].get(name))
         for name in sorted({*flat[0], *flat[1]})
         if name.removeprefix("params.") not in free and flat[0].get(name) != flat[1].get(name)
     ]

@@ -74,11 +74,7 @@ def write_native(
         raise CheckpointError(f"--mp {mp} --pp {pp} does not suit this model: {error}") from error
     sharding = Sharding.of(args.model, neox=False)
     shards = split_weights(cast_weights(checkpoint.weights, dtype), sharding, mp)
-    directory = _start(root, checkpoint.iteration)
-    _write_shards(directory, shards, checkpoint.iteration, by_layer=pp >= 1)
-    (directory / "configs" / RESOLVED).write_text(args.to_yaml(), encoding="utf-8")
-    write_checksums(directory)
-    return directory
+    return _write(root, shards, checkpoint.iteration, RESOLVED, args.to_yaml(), by_layer=pp >= 1)
 
 
 def write_neox(
@@ -97,18 +93,19 @@ def write_neox(
         neox_shard(shard, spec, rank, mp)
         for rank, shard in enumerate(split_weights(weights, Sharding.of(spec, neox=True), mp))
     ]
-    directory = _start(root, checkpoint.iteration)
-    _write_shards(directory, shards, checkpoint.iteration, by_layer=pp >= 1)
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None)
-    (directory / "configs" / "model.yml").write_text(text, encoding="utf-8")
-    write_checksums(directory)
-    return directory
+    return _write(root, shards, checkpoint.iteration, "model.yml", text, by_layer=pp >= 1)
 
 
-def _start(root: Path, iteration: int) -> Path:
+def _write(
+    root: Path, shards: Shards, iteration: int, config: str, text: str, *, by_layer: bool
+) -> Path:
     directory = root / f"global_step{iteration}"
     (directory / "configs").mkdir(parents=True)
     (root / "latest").write_text(directory.name, encoding="utf-8")
+    _write_shards(directory, shards, iteration, by_layer=by_layer)
+    (directory / "configs" / config).write_text(text, encoding="utf-8")
+    write_checksums(directory)
     return directory
 
 

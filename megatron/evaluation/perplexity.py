@@ -41,8 +41,6 @@ __all__ = [
 class TaskByLength(WindowedTask):
     """A measurement of each split at each of `eval_lengths`."""
 
-    needs_data = True
-
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {**_data_parameters(options), "lengths": options.lengths}
 

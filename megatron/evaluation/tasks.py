@@ -56,7 +56,6 @@ class EvaluationTask(ABC):
     """One kind of measurement."""
 
     name: ClassVar[str] = ""
-    needs_data: ClassVar[bool] = False
 
     def file_name(self, options: EvaluationOptions) -> str:
         """Last part of the result's file name."""

@@ -23,25 +23,27 @@ HOSTFILE_VARIABLE = "DLTS_HOSTFILE"
 # deepy.py hands the config over as one argument; Linux takes up to 128 KiB in one.
 MAX_PAYLOAD = 120_000
 
-CONFIG_FLAGS: dict[str, tuple[str, ...]] = {
-    "wandb_group": ("--wandb_group", "--wandb-group"),
-    "wandb_run_name": ("--wandb_run_name", "--wandb-run-name"),
-    "wandb_team": ("--wandb_team", "--wandb-team"),
-    "eval_tasks": ("--eval_tasks", "--eval-tasks"),
-    "iteration": ("--iteration",),
-    "eval_results_prefix": ("--eval_results_prefix", "--eval-results-prefix"),
-    "eval_lengths": ("--eval_lengths", "--eval-lengths"),
-    "eval_window": ("--eval_window", "--eval-window"),
-    "eval_context_length": ("--eval_context_length", "--eval-context-length"),
-    "eval_stride": ("--eval_stride", "--eval-stride"),
-    "eval_limit": ("--limit", "--eval_limit", "--eval-limit"),
-    "eval_include_path": ("--include_path", "--include-path"),
-    "num_fewshot": ("--num_fewshot", "--num-fewshot"),
-    "hostfile": ("-H", "--hostfile"),
-    "sample_input_file": ("-i", "--sample_input_file", "--sample-input-file"),
-    "sample_output_file": ("-o", "--sample_output_file", "--sample-output-file"),
-}
-"""Config key -> flags that set it, on top of every file."""
+CONFIG_FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "wandb_group": ("--wandb_group", "wandb group of this run", {}),
+    "wandb_run_name": ("--wandb_run_name", "wandb name of this run", {}),
+    "wandb_team": ("--wandb_team", "wandb team or user", {}),
+    "eval_tasks": ("--eval_tasks", "what evaluate.py runs", {"nargs": "+"}),
+    "iteration": ("--iteration", "checkpoint step to load", {"type": int}),
+    "eval_results_prefix": ("--eval_results_prefix", "start of result file names", {}),
+    "eval_lengths": ("--eval_lengths", "lengths to evaluate at", {"type": int, "nargs": "+"}),
+    "eval_window": ("--eval_window", "let evaluation see this many tokens back only",
+                    {"type": int}),
+    "eval_context_length": ("--eval_context_length", "context of lm-eval tasks", {"type": int}),
+    "eval_stride": ("--eval_stride", "new tokens per window of the sliding task", {"type": int}),
+    "eval_limit": ("--limit --eval_limit", "examples per lm-eval task, or their share",
+                   {"type": float}),
+    "eval_include_path": ("--include_path", "folder of your own lm-eval task files", {}),
+    "num_fewshot": ("--num_fewshot", "examples in the prompt of lm-eval tasks", {"type": int}),
+    "hostfile": ("-H --hostfile", "hosts, one `name slots=N` a line", {}),
+    "sample_input_file": ("-i --sample_input_file", "prompts for generate.py", {}),
+    "sample_output_file": ("-o --sample_output_file", "where generate.py writes", {}),
+}  # fmt: skip
+"""Config key -> flags that set it on top of every file, their help, and argparse's options."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,16 +63,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     add_set_argument(parser, "single values that win over all files, e.g. optimizer.params.lr=1e-4")
     add_allow_kernel_argument(parser)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
-    parser.add_argument(*CONFIG_FLAGS["wandb_group"], help="wandb group of this run")
-    parser.add_argument(*CONFIG_FLAGS["wandb_run_name"], help="wandb name of this run")
-    parser.add_argument(*CONFIG_FLAGS["wandb_team"], help="wandb team or user")
-    parser.add_argument(*CONFIG_FLAGS["eval_tasks"], nargs="+", help="what evaluate.py runs")
-    parser.add_argument(*CONFIG_FLAGS["iteration"], type=int, help="checkpoint step to load")
-    parser.add_argument(*CONFIG_FLAGS["eval_results_prefix"], help="start of result file names")
-    _add_evaluation_arguments(parser)
-    parser.add_argument(*CONFIG_FLAGS["hostfile"], help="hosts, one `name slots=N` a line")
-    parser.add_argument(*CONFIG_FLAGS["sample_input_file"], help="prompts for generate.py")
-    parser.add_argument(*CONFIG_FLAGS["sample_output_file"], help="where generate.py writes")
+    for key, (flags, meaning, options) in CONFIG_FLAGS.items():
+        spelled = [each for flag in flags.split() for each in (flag, flag.replace("_", "-"))]
+        parser.add_argument(*dict.fromkeys(spelled), dest=key, help=meaning, **options)
 
 
 def add_set_argument(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -105,19 +100,6 @@ def add_allow_kernel_argument(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:CLASS",
         help="import this class of yours if a checkpoint's pos_emb names it",
     )
-
-
-def _add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(key: str, meaning: str, **options: Any) -> None:
-        parser.add_argument(*CONFIG_FLAGS[key], dest=key, help=meaning, **options)
-
-    add("eval_lengths", "lengths to evaluate at", type=int, nargs="+")
-    add("eval_window", "let evaluation see this many tokens back only", type=int)
-    add("eval_context_length", "context of lm-eval tasks", type=int)
-    add("eval_stride", "new tokens per window of the sliding task", type=int)
-    add("eval_limit", "examples per lm-eval task, or their share", type=float)
-    add("eval_include_path", "folder of your own lm-eval task files")
-    add("num_fewshot", "examples in the prompt of lm-eval tasks", type=int)
 
 
 def add_suffix(name: str, directory: str | None = None) -> Path:

@@ -27,7 +27,6 @@ __all__ = [
     "page_html",
     "page_markdown",
     "to_csv",
-    "to_html",
     "to_latex",
     "to_markdown",
     "to_text",
@@ -107,12 +106,6 @@ def page_markdown(page: Page) -> str:
     """The same report for GitHub; figures are links to the PNG files beside it."""
     text = _templates().get_template("report.md.j2").render(page=page)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def to_html(table: Table) -> str:
-    """A `<table>`; the paper's number stands below ours in grey."""
-    module = _templates().get_template("table.html.j2").module
-    return str(module.results_table(table))  # type: ignore[attr-defined]
 
 
 def to_latex(table: Table) -> str:

@@ -19,7 +19,7 @@ from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
 from megatron.paper.suite import Run, Suite
 from megatron.paper.tables import published_seconds_per_step
 
-__all__ = ["Cost", "estimate_cost", "parameter_count", "plan_text"]
+__all__ = ["Cost", "estimate_cost", "plan_text"]
 
 _PAPER_BATCH_TOKENS = 32 * 512
 _PAPER_MULTIPLIED, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH = 123_689_472, 12, 768, 512
@@ -97,11 +97,6 @@ def _own_vocabulary(run: Run) -> int | None:
     source = SOURCES.get(corpus.name)
     beside = Path(str(run.config.get("vocab_file", ""))).parent == corpus
     return source.vocabulary if source and beside else None
-
-
-def parameter_count(run: Run) -> int:
-    """Parameters of the decoder without the few of the positional embedding."""
-    return _size(run).parameters
 
 
 def _flops_per_token(multiplied: int, layers: int, hidden: int, length: int) -> float:

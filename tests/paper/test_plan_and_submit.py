@@ -12,7 +12,7 @@ import pytest
 from megatron.errors import ReproduceError
 from megatron.paper.cli import main
 from megatron.paper.execute import Launcher, train_command
-from megatron.paper.plan import estimate_cost, parameter_count, plan_text
+from megatron.paper.plan import _size, estimate_cost, plan_text
 from megatron.paper.slurm import ClusterOptions, build_jobs, submit, submitted_jobs
 from megatron.paper.suite import load_suite
 from megatron.paper.tables import published_seconds_per_step
@@ -22,7 +22,7 @@ from tests.paper.synthetic import write_run
 
 def test_parameters_of_the_papers_model() -> None:
     run = load_suite("paper").runs[0]
-    assert parameter_count(run) + 2 * 12 == 162_322_968
+    assert _size(run).parameters + 2 * 12 == 162_322_968
 
 
 def test_gpu_hours_follow_the_papers_seconds_per_step() -> None:
@@ -60,7 +60,7 @@ def test_laptop_suites_are_planned_in_minutes_on_cores() -> None:
 def test_a_corpus_with_its_own_vocabulary_is_not_counted_with_gpt2s() -> None:
     """The study's models have 4,096 tokens; with 50,257 they would look fifteen times as costly."""
     run = load_suite("study").run_named("short.python_projects.kerple_log.1235")
-    assert parameter_count(run) + 2 * 4 == 1_841_928  # as its results record
+    assert _size(run).parameters + 2 * 4 == 1_841_928  # as its results record
     cost = estimate_cost(run)
     assert cost.on_cpu
     assert 100 < 3600 * cost.train_hours < 250  # 134 to 166 s were measured

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.paper.pages import fill_tables
-from megatron.paper.stated_claims import check_page, sentences
 from tests.conftest import REPOSITORY
+from tests.paper.stated_claims import check_page, sentences
 
 RESULTS = REPOSITORY / "docs" / "results"
 PAGES = [REPOSITORY / "README.md", *sorted(RESULTS.glob("*/README.md"))]

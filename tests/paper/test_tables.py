@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.paper.pages import latex_row, to_csv, to_html, to_latex, to_markdown, to_text
+from megatron.paper.pages import (
+    Chapter,
+    Page,
+    latex_row,
+    page_html,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_text,
+)
 from megatron.paper.run_results import Cell, cell_text, decimals_for
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, Section, TableSpec
@@ -54,6 +63,10 @@ def values(data: str, name: str, point: Point) -> Mapping[int, float]:
 
 def table():  # type: ignore[no-untyped-def]
     return lay_out(SPEC, measured_cells(SPEC, values), published_source(SPEC))
+
+
+def to_html(shown: Table) -> str:
+    return page_html(Page("", "", [], [Chapter("", tables=[shown])]))
 
 
 def entry(length: int, name: str):  # type: ignore[no-untyped-def]
