@@ -16,18 +16,8 @@ from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads
 from megatron.model.position_base import DistanceKernel, TableEmbedding
 from megatron.model.position_names import build_positional_embedding, position_options
 from megatron.neox_arguments.catalogue import label_of
+from megatron.paper import style
 from megatron.paper.run_results import ResultSet
-from megatron.paper.style import (
-    EndLabel,
-    data_color,
-    direct_labels,
-    figure_legend,
-    figure_style,
-    finish_axes,
-    mark_train_length,
-    new_figure,
-    plain_log_axis,
-)
 from megatron.paper.suite_file import DataSet
 
 __all__ = [
@@ -105,20 +95,20 @@ def _kernel_grid(
     names = [name for name in candidates if any(key[1] == name for key in found)]
     if not rows:
         return None
-    with figure_style():
-        figure = new_figure(len(names), len(rows), width=3.9, height=3.2)
+    with style.figure_style():
+        figure = style.new_figure(len(names), len(rows), width=3.9, height=3.2)
         grid = figure.subplots(len(rows), len(names), squeeze=False, sharey=sharey)
         for (row, item), (column, name) in product(enumerate(rows), enumerate(names)):
             axes, kernel = grid[row][column], found.get((item.name, name))
             bias = None if kernel is None else kernel_bias(name, kernel, heads, max_distance + 1)
             title = f"{label_of(name)}: {item.title}"
-            finish_axes(axes, title=title, xlabel="distance |m − n| (tokens)", ylabel="bias")
+            style.finish_axes(axes, title=title, xlabel="distance |m − n| (tokens)", ylabel="bias")
             axes.title.set_fontsize(10.5)
             if bias is None:
                 axes.text(0.5, 0.5, "—", transform=axes.transAxes, ha="center", fontsize=20)
                 continue
             draw(axes, bias)
-            mark_train_length(axes, results.train_length(item.name), below=True)
+            style.mark_train_length(axes, results.train_length(item.name), below=True)
     return figure
 
 
@@ -145,25 +135,25 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
     ]
     if not names:
         return None
-    with figure_style():
-        figure = new_figure(len(names))
+    with style.figure_style():
+        figure = style.new_figure(len(names))
         grid = figure.subplots(1, len(names), squeeze=False, sharey=True)
         for axes, name in zip(grid[0], names, strict=True):
             for index, item in enumerate(data):
                 kernel = first_kernel(results, item.name, name)
                 if kernel is not None:
-                    color, _ = data_color(index)
+                    color, _ = style.data_color(index)
                     _effective_line(axes, name, kernel, heads, item.title, color, "-")
             _effective_line(axes, "alibi", {}, heads, "ALiBi (any data)", "#888888", "--")
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            finish_axes(
+            style.finish_axes(
                 axes,
                 title=label_of(name),
                 xlabel="distance d = |m − n| (tokens)",
                 ylabel="heads (effective length ≤ d)",
             )
-        figure_legend(figure, grid[0])
+        style.figure_legend(figure, grid[0])
     return figure
 
 
@@ -196,12 +186,12 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
     ]
     if not names:
         return None
-    with figure_style():
-        figure = new_figure(len(names))
+    with style.figure_style():
+        figure = style.new_figure(len(names))
         grid = figure.subplots(1, len(names), squeeze=False)
         for axes, name in zip(grid[0], names, strict=True):
             for index, item in enumerate(data):
-                color, marker = data_color(index)
+                color, marker = style.data_color(index)
                 kernels = [run.kernel for run in results.of(item.name, name) if run.kernel]
                 first = [value for kernel in kernels for value in kernel["r1"]]
                 second = [value for kernel in kernels for value in kernel["r2"]]
@@ -218,12 +208,12 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
                         label=item.title,
                     )
             meaning = "exponent r₂" if name == "kerple_power" else "inner scale r₂"
-            finish_axes(axes, title=label_of(name), xlabel="scale r₁", ylabel=meaning)
+            style.finish_axes(axes, title=label_of(name), xlabel="scale r₁", ylabel=meaning)
             axes.set_xscale("log")
             axes.set_yscale("log")
-            plain_log_axis(axes.xaxis)
-            plain_log_axis(axes.yaxis)
-        figure_legend(figure, grid[0])
+            style.plain_log_axis(axes.xaxis)
+            style.plain_log_axis(axes.yaxis)
+        style.figure_legend(figure, grid[0])
     return figure
 
 
@@ -242,8 +232,8 @@ def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure
     if not shown:
         return None
     columns = max(len(run.kernel) for _, _, run in shown)
-    with figure_style():
-        figure = new_figure(columns, len(shown), width=4.4, height=2.9)
+    with style.figure_style():
+        figure = style.new_figure(columns, len(shown), width=4.4, height=2.9)
         grid = figure.subplots(len(shown), columns, squeeze=False)
         for row, (item, name, run) in zip(grid, shown, strict=True):
             steps = [step for step, _ in run.kernel_path]
@@ -253,12 +243,12 @@ def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure
                     axes.plot(steps, head, color=color, linewidth=1.5)
                 axes.set_xlim(0, steps[-1])
                 title = f"{label_of(name)}: {item.title}"
-                finish_axes(axes, title=title, xlabel="step", ylabel=parameter)
+                style.finish_axes(axes, title=title, xlabel="step", ylabel=parameter)
                 axes.title.set_fontsize(10.5)
                 ends = [float(head[-1]) for head in heads]
-                direct_labels(
+                style.direct_labels(
                     axes,
-                    [EndLabel(f"head {i + 1}", color, end) for i, end in enumerate(ends)],
+                    [style.EndLabel(f"head {i + 1}", color, end) for i, end in enumerate(ends)],
                 )
     return figure
 
