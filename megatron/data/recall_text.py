@@ -16,10 +16,10 @@ Three kinds of documents, in symbols that never mix, from easy to hard for a tin
 
       <>{[}#4071]{(<>...?4071
 
-Documents for training ask several times, so that a tiny model learns what to do within minutes (half
-of those with keys and values, the hardest kind and therefore every other document, ask once or twice
-as in a test); those for testing ask once, so that nothing can be copied from an answer nearer by.
-Noise is drawn evenly from eight symbols: nothing but recall can be learned from it.
+Documents for training ask several times, so that a tiny model learns what to do within minutes
+(half of those with keys and values, the hardest kind and therefore every other document, ask once
+or twice as in a test); those for testing ask once, so that nothing can be copied from an answer
+nearer by. Noise is drawn evenly from eight symbols: nothing but recall can be learned from it.
 """
 
 from __future__ import annotations
