@@ -103,17 +103,17 @@ def test_a_file_that_a_page_names_exists(page: Path) -> None:
     assert missing == []
 
 
-def test_the_formulas_come_first_and_stand_on_one_file() -> None:
+def test_the_formulas_come_first_and_stand_on_their_base_alone() -> None:
     path = ROOT / "model" / "positional_embeddings.py"
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     first = next(n for n, line in enumerate(lines, 1) if "return -r1 * log1p(r2 * d)" in line)
     assert first <= 60
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-    assert {node.module for node in nodes if node.level} == {"position_base"}
+    assert {node.module for node in nodes if node.level} == {"learned_numbers", "position_base"}
     assert list(imports(path)) == []
 
 
 def test_the_house_does_not_sprawl() -> None:
     """What is read together belongs in one file: merge before adding beyond this."""
-    assert len(list(modules())) <= 161
+    assert len(list(modules())) <= 155

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megatron.checkpoints.reading import EMBEDDING, Checkpoint, read_checkpoint
 from megatron.checkpoints.sharding import Sharding, split_name, with_rows
 from megatron.errors import CheckpointError
-from megatron.model.gpt import GPTModel
-from megatron.model.position_base import DistanceKernel, constraint_named
+from megatron.model import GPTModel, ModelSpec
+from megatron.model.learned_numbers import constraint_named
+from megatron.model.position_base import DistanceKernel
 from megatron.model.position_names import positional_embedding_class
-from megatron.model.spec import ModelSpec
 from megatron.mpu import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs

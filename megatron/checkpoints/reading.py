@@ -28,7 +28,7 @@ from megatron.checkpoints.sharding import (
 from megatron.checkpoints.store import CHECKSUMS, TAG, CheckpointStore, problems_of, read_checksums
 from megatron.checkpoints.universal import PARAMETERS, is_universal, read_weights
 from megatron.errors import CheckpointError
-from megatron.model.spec import ModelSpec
+from megatron.model import ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import (
     GATED_ACTIVATIONS,

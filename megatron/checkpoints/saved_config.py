@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.spec import ModelSpec
+from megatron.model import ModelSpec
 from megatron.neox_arguments import GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import canonical_method
 from megatron.neox_arguments.model_keys import (

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.errors import CheckpointError
+from megatron.model.layer_formulas import GATED
 from megatron.model.layer_list import FIRST_LAYER
-from megatron.model.norms_and_activations import GATED
 from megatron.model.position_names import canonical_name
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import ModelArgs

@@ -21,10 +21,11 @@ from megatron.checkpoints.sharding import (
 )
 from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.position_base import DistanceKernel, constraint_named
+from megatron.model import ModelSpec
+from megatron.model.learned_numbers import constraint_named
+from megatron.model.position_base import DistanceKernel
 from megatron.model.position_names import canonical_name, positional_embedding_class
 from megatron.model.positional_embeddings import alibi_slopes
-from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import KEYS_OF_OURS, SCORE_TERMS

@@ -1,8 +1,8 @@
 """The `triton` attention engine: FlashAttention-style kernels with tables over distance.
 
 Scores are never stored: memory is O(length). Forward and backward (gradients of q, k, v, the
-tables, the key bias and the sink) are deterministic. The kernels are in triton_forward.py,
-triton_backward.py and triton_band.py, tile sizes in triton_tiles.py; docs/triton.md explains them.
+tables, the key bias and the sink) are deterministic. The kernels are in triton_forward.py
+and triton_backward.py, tile sizes in triton_tiles.py; docs/triton.md explains them.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron.engines.triton_backward import (
+    attention_band_kernel,
     attention_delta_kernel,
     attention_dkdv_kernel,
     attention_dq_kernel,
 )
-from megatron.engines.triton_band import attention_band_kernel
 from megatron.engines.triton_forward import Constants, attention_forward_kernel
 from megatron.engines.triton_problem import LOG2E, Problem, Terms, rows_of, table_layout, terms_of
 from megatron.engines.triton_runtime import Launch, cdiv

@@ -60,12 +60,6 @@ _TILES: dict[str, dict[tuple[bool, bool], dict[int, Tiles]]] = {
             128: Tiles(32, 16, 8, 1),
             256: Tiles(32, 16, 8, 1, slice_d=64),
         },
-        (False, True): {
-            32: Tiles(64, 32, 8, 2),
-            64: Tiles(64, 32, 8, 2),
-            128: Tiles(32, 16, 8, 1),
-            256: Tiles(32, 16, 8, 1, slice_d=64),
-        },
     },
     "dkdv": {
         (True, False): {
@@ -81,12 +75,6 @@ _TILES: dict[str, dict[tuple[bool, bool], dict[int, Tiles]]] = {
             256: Tiles(32, 64, 8, 1),
         },
         (False, False): {
-            32: Tiles(16, 64, 8, 1),
-            64: Tiles(16, 64, 8, 1),
-            128: Tiles(16, 32, 8, 1),
-            256: Tiles(16, 16, 8, 1),
-        },
-        (False, True): {
             32: Tiles(16, 64, 8, 1),
             64: Tiles(16, 64, 8, 1),
             128: Tiles(16, 32, 8, 1),
@@ -112,12 +100,6 @@ _TILES: dict[str, dict[tuple[bool, bool], dict[int, Tiles]]] = {
             128: Tiles(32, 16, 8, 1),
             256: Tiles(16, 16, 8, 1),
         },
-        (False, True): {
-            32: Tiles(64, 16, 8, 1),
-            64: Tiles(64, 16, 8, 1),
-            128: Tiles(32, 16, 8, 1),
-            256: Tiles(16, 16, 8, 1),
-        },
     },
     "band": {
         (True, False): {
@@ -138,14 +120,10 @@ _TILES: dict[str, dict[tuple[bool, bool], dict[int, Tiles]]] = {
             128: Tiles(32, 32, 8, 1, slice_d=64),
             256: Tiles(32, 32, 8, 1, slice_d=64),
         },
-        (False, True): {
-            32: Tiles(64, 32, 8, 1),
-            64: Tiles(64, 32, 8, 1),
-            128: Tiles(32, 32, 8, 1, slice_d=64),
-            256: Tiles(32, 32, 8, 1, slice_d=64),
-        },
     },
 }
+for _tiles in _TILES.values():
+    _tiles[False, True] = _tiles[False, False]  # in fp32 a weight table asks for nothing else
 
 
 # Bands whose table is read inside the walk share the others' workspace, hence their tile, but need

@@ -15,8 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron.errors import EvaluationError
+from megatron.model import ModelSpec
 from megatron.model.embedding import full_logits
-from megatron.model.spec import ModelSpec
 from megatron.mpu.job import Ranks
 
 if TYPE_CHECKING:

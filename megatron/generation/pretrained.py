@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron.atomic_files import fingerprint
-from megatron.checkpoints import Checkpoint, place_weights, read_checkpoint
-from megatron.checkpoints.saved_config import tokenizer_of
+from megatron.checkpoints import Checkpoint, Layout, find_layout, place_weights, read_checkpoint
+from megatron.checkpoints.saved_config import args_from, read_saved_config, tokenizer_of
+from megatron.checkpoints.universal import PARAMETERS
 from megatron.errors import EvaluationError
-from megatron.model.gpt import GPTModel
+from megatron.model import GPTModel
+from megatron.model.position_names import canonical_name
 from megatron.neox_arguments import NeoXArgs, catalogue
 
 if TYPE_CHECKING:
-    from megatron.checkpoints.reading import Layout
-    from megatron.model import GPTModel
-    from megatron.neox_arguments import NeoXArgs
     from megatron.tokenizer import Tokenizer
 
 __all__ = [
@@ -176,8 +175,6 @@ def checkpoint_place(args: NeoXArgs) -> str | None:
 
 def find_subject(args: NeoXArgs, device: str) -> Subject:
     """The checkpoint that `load` (or `save`) and `iteration` select."""
-    from megatron.checkpoints.reading import find_layout
-
     place = checkpoint_place(args)
     if place is None:
         raise EvaluationError("no checkpoint: set load (or save) to a run's directory")
@@ -189,8 +186,6 @@ def find_subject(args: NeoXArgs, device: str) -> Subject:
         return model
 
     def tokenizer() -> Tokenizer:
-        from megatron.checkpoints.saved_config import tokenizer_of
-
         return cast("Tokenizer", tokenizer_of(args.tokenizer, layout.directory))
 
     return Subject(layout.directory, layout.step_in_name or 0, _identity(layout), load, tokenizer)
@@ -198,8 +193,6 @@ def find_subject(args: NeoXArgs, device: str) -> Subject:
 
 def _load(args: NeoXArgs, layout: Layout, place: str, device: str) -> GPTModel:
     """The checkpoint under its own config, but for what may change after training."""
-    from megatron.checkpoints.saved_config import args_from, read_saved_config
-
     config = None
     if not layout.is_hf:
         saved = args_from(read_saved_config(layout), layout.directory)
@@ -215,8 +208,6 @@ def _load(args: NeoXArgs, layout: Layout, place: str, device: str) -> GPTModel:
 
 def _identity(layout: Layout) -> str:
     """Changes whenever the weights may have: names, sizes and times of the weight files."""
-    from megatron.checkpoints.universal import PARAMETERS
-
     place = layout.directory
     files = [
         path
@@ -241,8 +232,6 @@ _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "pos_emb")
 
 def _check_same_model(args: NeoXArgs, model: GPTModel) -> None:
     """The config given and the checkpoint's own must describe the same model."""
-    from megatron.model.position_names import canonical_name
-
     for key in _SHAPE:
         asked, found = getattr(args.model, key), getattr(model.spec, key)
         if key == "pos_emb":

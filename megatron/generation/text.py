@@ -25,7 +25,6 @@ from megatron.terminal import EXIT_USER_ERROR, print_error
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel
-    from megatron.mpu.job import Ranks
     from megatron.neox_arguments import NeoXArgs
     from megatron.tokenizer import Tokenizer
 
@@ -289,10 +288,10 @@ def build_generator(args: NeoXArgs, ranks: Ranks, device: str) -> TextGenerator:
         tokenizer=subject.tokenizer(),
         sampling=Sampling(options.temperature, options.top_k, options.top_p),
         max_new_tokens=options.maximum_tokens,
-        stop_strings=tuple(getattr(options, "stop_strings", None) or ()),
+        stop_strings=tuple(options.stop_strings or ()),
         use_cache=not options.recompute,
         return_logits=options.return_logits,
-        seed=args.to_dict()["seed"],
+        seed=args.runtime.seed,
         ranks=ranks,
     )
 

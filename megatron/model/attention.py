@@ -6,6 +6,8 @@ Shape suffixes: B batch, L length, H heads (of this rank), D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -13,11 +15,11 @@ from torch import Tensor, nn
 
 from megatron.engines import attention
 from megatron.model.embedding import places_in_documents
-from megatron.model.position_base import Tables, at_least_fp32
+from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharpened
+from megatron.model.learned_numbers import at_least_fp32
+from megatron.model.position_base import Tables
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.model.score_terms import gate_sums, keys_seen, log_gates, sharpened
 from megatron.mpu import (
-    SERIAL,
     ColumnParallelLinear,
     InitMethod,
     RowParallelLinear,
@@ -40,6 +42,18 @@ def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Genera
     return generator
 
 
+@dataclass(frozen=True)
+class ScoreTerms:
+    """What shapes a layer's scores beside products and tables over distance."""
+
+    rotary: RotaryEmbedding | None
+    forget_gate: bool
+    sinks: bool
+    softmax_scale: float | None  # where the scalable softmax starts
+    documents_apart: bool  # a token sees its own document only
+    positions_restart: bool  # rotary positions begin anew with each document
+
+
 class SelfAttention(nn.Module):
     """Projections around the one attention function."""
 
@@ -47,64 +61,52 @@ class SelfAttention(nn.Module):
         self,
         hidden_size: int,
         num_heads: int,
+        kv_heads: int,
         *,
-        kv_heads: int | None = None,
-        qk_norm: nn.Module | None = None,
-        forget_gate: bool = False,
-        sinks: bool = False,
-        softmax_scale: float | None = None,
+        terms: ScoreTerms,
+        qk_norm: nn.Module | None,
         init: InitMethod,
         output_init: InitMethod,
         generators: Callable[[str], torch.Generator],
-        bias: bool = True,
-        dropout: float = 0.0,
-        window: int | None = None,
-        engine: str = "auto",
-        pruning: bool = True,
-        rotary: RotaryEmbedding | None = None,
-        documents_apart: bool = False,
-        positions_restart: bool = False,
-        tp: TensorParallel = SERIAL,
+        bias: bool,
+        dropout: float,
+        window: int | None,
+        engine: str,
+        pruning: bool,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
         tp.slice_of(num_heads, "num_attention_heads")  # whole heads only
-        tp.slice_of(kv_heads or num_heads, "num_kv_heads")
-        if num_heads % (kv_heads or num_heads):
+        tp.slice_of(kv_heads, "num_kv_heads")
+        if num_heads % kv_heads:
             raise ValueError(f"{num_heads} heads cannot share {kv_heads} heads of keys and values")
         self.head_dim = hidden_size // num_heads
-        self.queries_per_key = num_heads // (kv_heads or num_heads)
-        key_size = hidden_size // self.queries_per_key
+        self.queries_per_key = num_heads // kv_heads
         self.dropout, self.window = dropout, window
-        self.engine, self.pruning = engine, pruning
-        self.tp = tp
-        self.rotary = rotary
-        self.documents_apart, self.positions_restart = documents_apart, positions_restart
-        self.qk_layernorm = qk_norm
-        self.query_key_value = ColumnParallelLinear(
-            hidden_size,
+        self.engine, self.pruning, self.tp = engine, pruning, tp
+        self.documents_apart = terms.documents_apart
+        self.positions_restart = terms.positions_restart
+        self.rotary, self.qk_layernorm = terms.rotary, qk_norm
+        column = partial(
+            ColumnParallelLinear, hidden_size, init=init, input_is_shared=terms.forget_gate, tp=tp
+        )
+        key_size = hidden_size // self.queries_per_key
+        self.query_key_value = column(
             hidden_size + 2 * key_size,
             # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
             parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
             bias=bias,
-            init=init,
             generator=generators("attention.query_key_value"),
-            input_is_shared=forget_gate,
-            tp=tp,
         )
-        self.forget_gate: ColumnParallelLinear | None = None
-        if forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
-            self.forget_gate = ColumnParallelLinear(
-                hidden_size,
-                num_heads,
-                init=init,
-                generator=generators("attention.forget_gate"),
-                input_is_shared=True,
-                tp=tp,
-            )
-        self.sinks = per_head_parameter(0.0, num_heads, tp) if sinks else None
-        self.softmax_scale: nn.Parameter | None = None
-        if softmax_scale is not None:
-            self.softmax_scale = per_head_parameter(softmax_scale, num_heads, tp)
+        # the gate as its authors': drawn as every matrix, a bias that starts at 0
+        self.forget_gate = (
+            column(num_heads, generator=generators("attention.forget_gate"))
+            if terms.forget_gate
+            else None
+        )
+        self.sinks = per_head_parameter(0.0, num_heads, tp) if terms.sinks else None
+        start = terms.softmax_scale
+        self.softmax_scale = None if start is None else per_head_parameter(start, num_heads, tp)
         self.dense = RowParallelLinear(
             hidden_size,
             hidden_size,
@@ -131,17 +133,14 @@ class SelfAttention(nn.Module):
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
         first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
-            q_BHLD = sharpened(
-                q_BHLD,
-                self.softmax_scale,
-                keys_seen(
-                    q_BHLD.shape[2],
-                    offset=offset,
-                    window=self.window,
-                    starts_BL=first_key,
-                    device=q_BHLD.device,
-                ),
+            n_BL = keys_seen(
+                q_BHLD.shape[2],
+                offset=offset,
+                window=self.window,
+                starts_BL=first_key,
+                device=q_BHLD.device,
             )
+            q_BHLD = sharpened(q_BHLD, self.softmax_scale, n_BL)
         key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)

@@ -1,6 +1,6 @@
-"""The model as one list of layers, at GPT-NeoX's indices.
+"""What to build: a model's spec, and its layers as one list at GPT-NeoX's indices.
 
-`gpt.py` runs the list in sequence, `pipeline.py` hands it to DeepSpeed.
+`gpt.py` runs the list in sequence, `training/engine.py` hands it to DeepSpeed's pipeline.
 
 0          Embedding                 tokens -> hidden
 1          PositionTables            the kernel's owner; a plain function where there is none
@@ -16,25 +16,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from megatron.model.attention import SelfAttention
+from megatron.errors import ConfigError, PositionalEmbeddingError
+from megatron.model.attention import ScoreTerms, SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
-from megatron.model.norms_and_activations import build_norm
+from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, softmax_scale_start
 from megatron.model.position_base import (
     InputEmbedding,
     PositionalEmbedding,
-    PositionalEmbeddingError,
     PositionOptions,
     TableEmbedding,
 )
 from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.model.score_terms import softmax_scale_start
-from megatron.model.spec import ModelSpec
 from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu import (
     SERIAL,
@@ -46,9 +45,61 @@ from megatron.mpu import (
     init_method,
     seeded_generator,
 )
+from megatron.neox_arguments.model_keys import ModelArgs
+from megatron.neox_arguments.optimization_keys import OptimizationArgs
+from megatron.neox_arguments.run_keys import DataArgs, RuntimeArgs
+from megatron.neox_arguments.validation import describe_validation_error
+from megatron.neox_arguments.values import Group, PositiveInt
+
+try:
+    from apex.normalization import FusedLayerNorm
+except ImportError:
+    FusedLayerNorm = None
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
 
 FIRST_LAYER = 2
 Position = TypeVar("Position", bound=PositionalEmbedding)
+
+
+def _declared(group: type[Group], key: str) -> Any:
+    """A key of another group, as it is declared there."""
+    return group.model_fields[key]
+
+
+class ModelSpec(ModelArgs):
+    """The model's keys of a config, with the padded vocabulary and what other groups decide."""
+
+    padded_vocab_size: PositiveInt
+    seed: int = _declared(RuntimeArgs, "seed")
+    checkpoint_activations: bool = _declared(OptimizationArgs, "checkpoint_activations")
+    checkpoint_num_layers: int = _declared(OptimizationArgs, "checkpoint_num_layers")
+    reset_attention_mask: bool = _declared(DataArgs, "reset_attention_mask")
+    reset_position_ids: bool = _declared(DataArgs, "reset_position_ids")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError("\n".join(describe_validation_error(error, type(self)))) from error
+
+    @classmethod
+    def from_args(cls, args: NeoXArgs, padded_vocab_size: int) -> ModelSpec:
+        """The model that a config describes."""
+        return cls(
+            **dict(args.model),
+            padded_vocab_size=padded_vocab_size,
+            seed=args.runtime.seed,
+            checkpoint_activations=args.optimization.checkpoint_activations,
+            checkpoint_num_layers=args.optimization.checkpoint_num_layers,
+            reset_attention_mask=args.data.reset_attention_mask,
+            reset_position_ids=args.data.reset_position_ids,
+        )
+
+    def replace(self, **changes: Any) -> ModelSpec:
+        """The same model but for these keys."""
+        return ModelSpec(**{**dict(self), **changes})
 
 
 def keep(state: State) -> State:
@@ -180,14 +231,11 @@ class LayerFactory:
 
     def _norm(self) -> nn.Module:
         spec = self.spec
-        return build_norm(
-            spec.norm,
-            spec.hidden_size,
-            layernorm_epsilon=spec.layernorm_epsilon,
-            rms_norm_epsilon=spec.rms_norm_epsilon,
-            scalenorm_epsilon=spec.scalenorm_epsilon,
-            bias=spec.use_bias_in_norms,
-        )
+        eps = getattr(spec, NORM_EPSILONS[spec.norm])
+        plain = spec.norm == "layernorm" and spec.use_bias_in_norms
+        if plain and FusedLayerNorm is not None and torch.cuda.is_available():
+            return FusedLayerNorm(spec.hidden_size, eps=eps)
+        return build_norm(spec.norm, spec.hidden_size, eps, spec.use_bias_in_norms)
 
     def _init(self, name: str) -> InitMethod:
         spec = self.spec
@@ -200,14 +248,21 @@ class LayerFactory:
 
     def _attention(self, generators: Callable[[str], torch.Generator]) -> SelfAttention:
         spec = self.spec
+        start = softmax_scale_start(spec.seq_length, spec.attention_window)
+        terms = ScoreTerms(
+            rotary=self._positions(RotaryEmbedding),
+            forget_gate=spec.forget_gate,
+            sinks=spec.attention_sinks,
+            softmax_scale=start if spec.scalable_softmax else None,
+            documents_apart=spec.reset_attention_mask,
+            positions_restart=spec.reset_position_ids,
+        )
         return SelfAttention(
             spec.hidden_size,
             spec.num_attention_heads,
-            kv_heads=spec.kv_heads,
+            spec.kv_heads,
+            terms=terms,
             qk_norm=self._qk_norm(),
-            forget_gate=spec.forget_gate,
-            sinks=spec.attention_sinks,
-            softmax_scale=self._softmax_scale(),
             init=self._init(spec.init_method),
             output_init=self._init(spec.output_layer_init_method),
             generators=generators,
@@ -216,9 +271,6 @@ class LayerFactory:
             window=spec.attention_window,
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
-            rotary=self._positions(RotaryEmbedding),
-            documents_apart=spec.reset_attention_mask,
-            positions_restart=spec.reset_position_ids,
             tp=self.tp,
         )
 
@@ -229,12 +281,6 @@ class LayerFactory:
             return None
         shape = (spec.num_attention_heads, spec.head_dim)
         return nn.LayerNorm(shape, eps=spec.layernorm_epsilon, bias=spec.use_bias_in_norms)
-
-    def _softmax_scale(self) -> float | None:
-        spec = self.spec
-        if not spec.scalable_softmax:
-            return None
-        return softmax_scale_start(spec.seq_length, spec.attention_window)
 
     def _mlp(self, generators: Callable[[str], torch.Generator]) -> MLP:
         spec = self.spec

@@ -1,8 +1,7 @@
-"""What the formulas in positional_embeddings.py stand on: torch, and nothing else of ours.
+"""What the formulas in positional_embeddings.py stand on, with the numbers of learned_numbers.py.
 
-Options, the registry, the base classes, how learned numbers start and stay inside their bounds, and
-what makes a formula with those numbers a module (`DistanceKernel`). This file travels with every
-exported model, beside the formulas.
+Options, the registry, the base classes, and what makes a formula with learned numbers a module
+(`DistanceKernel`). This file travels with every exported model, beside the formulas.
 """
 
 from __future__ import annotations
@@ -12,45 +11,19 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
-    if __package__ != "megatron.model":  # beside an exported model nothing of ours is looked for
-        raise ImportError
-    from megatron.errors import PositionalEmbeddingError
-except ImportError:
-
-    class PositionalEmbeddingError(ValueError):  # type: ignore[no-redef]
-        """A positional embedding cannot be built with these options."""
-
-
-__all__ = [
-    "ALIASES",
-    "CONSTRAINTS",
-    "POSITIONAL_EMBEDDINGS",
-    "Bounded",
-    "DistanceKernel",
-    "Exponent",
-    "InputEmbedding",
-    "PositionOptions",
-    "PositionalEmbedding",
-    "PositionalEmbeddingError",
-    "Positive",
-    "TableEmbedding",
-    "Tables",
-    "Uniform",
-    "at_least_fp32",
-    "constraint_named",
-    "log1p",
-    "register",
-    "room_for",
-    "sharded_parameter",
-]
+from .learned_numbers import (
+    Bounded,
+    PositionalEmbeddingError,
+    at_least_fp32,
+    constraint_named,
+    one_of,
+    sharded_parameter,
+)
 
 Kind = Literal["input", "rotation", "tables", "none"]
 
@@ -231,173 +204,6 @@ def register(name: str, aliases: Iterable[str] = ()) -> Callable[[Cls], Cls]:
     return decorate
 
 
-# Learned numbers: how they start, and their bounds.
-
-SMALLEST = 0.01  # the official code's lower bound of every kernel parameter
-
-
-class InitialValues(Protocol):
-    """How a parameter starts: a value for each head of the whole model."""
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Uniform:
-    """Initial values, uniform in [low, high)."""
-
-    low: float
-    high: float
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        random = torch.rand(count, generator=generator, device="cpu")
-        return self.low + (self.high - self.low) * random
-
-
-@dataclass(frozen=True)
-class Bounded:
-    """One kernel parameter, a value per head in [minimum, maximum]."""
-
-    init: InitialValues
-    minimum: float = SMALLEST
-    maximum: float = math.inf
-
-    def clamp(self, value: Tensor) -> Tensor:
-        return value.clamp(self.minimum, self.maximum)
-
-
-@dataclass(frozen=True)
-class Positive(Bounded):
-    """r > 0."""
-
-
-@dataclass(frozen=True)
-class Exponent(Bounded):
-    """0 < r <= 2: beyond 2 the kernels are not conditionally positive definite (Prop. 1)."""
-
-    maximum: float = 2.0
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def log1p(x: Tensor) -> Tensor:
-    """log(1 + x); in bf16 the sum is rounded before the logarithm, as in the official code."""
-    return torch.log1p(x) if x.dtype != torch.bfloat16 else torch.log(1 + x)
-
-
-def sharded_parameter(values: Tensor, partition_dim: int) -> nn.Parameter:
-    """A parameter that holds this rank's heads along `partition_dim`."""
-    # Exported models are built on the meta device before their weights are read.
-    parameter = nn.Parameter(values.contiguous().to(torch.get_default_device()))
-    flags = {
-        "is_kernel_parameter": True,  # never weight-decayed
-        "model_parallel": True,
-        "tensor_model_parallel": True,
-        "partition_dim": partition_dim,
-    }
-    for flag, value in flags.items():
-        setattr(parameter, flag, value)
-    return parameter
-
-
-# How a stored number (raw) relates to the value that the formula sees.
-
-
-class Constraint(Protocol):
-    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
-        """The value inside the bounds, differentiable in raw."""
-
-    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
-        """What to store for that value."""
-
-    def project_(self, raw: Tensor, spec: Bounded) -> None:
-        """After an optimizer step."""
-
-
-class _ClampStraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, raw: Tensor, minimum: float, maximum: float) -> Tensor:
-        return raw.clamp(minimum, maximum)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0], None, None
-
-
-class StraightThrough:
-    """Clamped in the forward, gradient as if it were not: what the official code amounts to.
-
-    The official code clamps the low-precision copy and lets the optimizer move the fp32 master
-    weight freely, so a parameter below its bound can come back.
-    """
-
-    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
-        return _ClampStraightThrough.apply(raw, spec.minimum, spec.maximum)
-
-    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
-        return value.clone()
-
-    def project_(self, raw: Tensor, spec: Bounded) -> None:
-        return
-
-
-class Projected:
-    """Projected gradient descent: plain gradient, clamped in place after each step."""
-
-    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
-        # Inside the bounds this is the identity; a checkpoint may hold values outside.
-        return spec.clamp(raw)
-
-    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
-        return spec.clamp(value)
-
-    def project_(self, raw: Tensor, spec: Bounded) -> None:
-        with torch.no_grad():
-            raw.clamp_(spec.minimum, spec.maximum)
-
-
-class Smooth:
-    """Softplus for r > 0, a scaled sigmoid where there is an upper bound: never clamped."""
-
-    margin = 1e-4  # a value on the bound would need an infinite raw parameter
-
-    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
-        if math.isinf(spec.maximum):
-            return spec.minimum + F.softplus(raw)
-        # Written from the upper bound down, so that rounding can never pass it.
-        return spec.maximum - (spec.maximum - spec.minimum) * torch.sigmoid(-raw)
-
-    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
-        if math.isinf(spec.maximum):
-            excess = (value - spec.minimum).clamp(min=self.margin)
-            return excess + torch.log(-torch.expm1(-excess))
-        share = (value - spec.minimum) / (spec.maximum - spec.minimum)
-        return torch.logit(share, eps=self.margin)
-
-    def project_(self, raw: Tensor, spec: Bounded) -> None:
-        return
-
-
-CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType(
-    {"ste": StraightThrough(), "project": Projected(), "softplus": Smooth()}
-)
-
-
-def constraint_named(name: str) -> Constraint:
-    """The constraint behind `kerple_constraint: <name>`."""
-    return CONSTRAINTS[_one_of("kerple_constraint", name, tuple(CONSTRAINTS))]
-
-
-def _one_of(key: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise PositionalEmbeddingError(
-            f"{key}: {value!r} is not one of {', '.join(map(repr, choices))}."
-        )
-    return value
-
-
 # A formula and its learned numbers as a module.
 
 
@@ -426,25 +232,18 @@ class DistanceKernel(TableEmbedding):
             raise PositionalEmbeddingError(
                 f"{type(self).__name__} defines neither bias() nor weight(); write one of them."
             )
-        pre = _one_of("kerple_bias_scale", options.kerple_bias_scale, ("post", "pre")) == "pre"
+        pre = one_of("kerple_bias_scale", options.kerple_bias_scale, ("post", "pre")) == "pre"
         self._divisor = math.sqrt(options.head_dim) if pre else None  # Eq. 1
         self._constraint = constraint_named(options.kerple_constraint)
         for name, raw in self.initial_values().items():
-            parameter = sharded_parameter(raw, partition_dim=0)
-            spec = self.learnable[name]
-            parameter.kernel_bounds = (spec.minimum, spec.maximum)  # type: ignore[attr-defined]
-            self.register_parameter(name, parameter)
+            self.register_parameter(name, sharded_parameter(raw))
 
     def initial_values(self) -> dict[str, Tensor]:
-        options = self.options
-        everyone = {
-            name: spec.init.draw(options.num_heads, options.generator(name))
-            for name, spec in self.learnable.items()
-        }
-        return {
-            name: self._constraint.raw(everyone[name][options.local_heads], spec)
-            for name, spec in self.learnable.items()
-        }
+        values = {}
+        for name, spec in self.learnable.items():
+            everyone = spec.init.draw(self.options.num_heads, self.options.generator(name))
+            values[name] = self._constraint.raw(everyone[self.options.local_heads], spec)
+        return values
 
     def forward(self, length: int) -> Tables:
         values = {name: value.unsqueeze(1) for name, value in self._values().items()}

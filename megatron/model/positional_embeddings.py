@@ -25,20 +25,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .position_base import (
-    DistanceKernel,
+from .learned_numbers import (
     Exponent,
-    PositionalEmbedding,
     PositionalEmbeddingError,
-    PositionOptions,
     Positive,
-    TableEmbedding,
-    Tables,
     Uniform,
     at_least_fp32,
     log1p,
-    register,
     sharded_parameter,
+)
+from .position_base import (
+    DistanceKernel,
+    PositionalEmbedding,
+    PositionOptions,
+    TableEmbedding,
+    Tables,
+    register,
 )
 
 # KERPLE, Section 4: the two variants of the main results. Eq. 4 with bias kernels of Corollary 1.
@@ -147,7 +149,7 @@ class GaussWeight2(DistanceKernel):
         return torch.exp(-r1 * d**r2)
 
 
-# Baselines with tables. Those without are in rotary.py and input_positions.py.
+# Baselines with tables. Methods without are in rotary_and_input_positions.py.
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -224,7 +226,7 @@ class T5Bias(TableEmbedding):
                 "there must be at least 2 buckets and rpe_max_distance above half their number."
             )
         self.scale = math.sqrt(options.head_dim)
-        self.weight = sharded_parameter(self.initial_values()["weight"], partition_dim=1)
+        self.weight = sharded_parameter(self.initial_values()["weight"])
 
     def initial_values(self) -> dict[str, Tensor]:
         heads = self.options.num_heads

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .learned_numbers import PositionalEmbeddingError
 from .position_base import (
     InputEmbedding,
     PositionalEmbedding,
-    PositionalEmbeddingError,
     PositionOptions,
     register,
     room_for,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.model.attention import LayerCache, SelfAttention
 from megatron.model.embedding import State
-from megatron.model.norms_and_activations import GATED, activation_named
+from megatron.model.layer_formulas import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
 from megatron.mpu import SERIAL, ColumnParallelLinear, InitMethod, RowParallelLinear, TensorParallel
 

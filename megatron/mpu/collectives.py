@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class TensorParallel:
 
 
 SERIAL = TensorParallel()
+Step = Callable[[Tensor, TensorParallel], Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,67 +120,41 @@ def _slice_last(x: Tensor, tp: TensorParallel) -> Tensor:
     return x[..., tp.slice_of(x.shape[-1], "last dimension")].contiguous()
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
+def _same(x: Tensor, tp: TensorParallel) -> Tensor:
+    return x.view_as(x)
+
+
+class _Collective(torch.autograd.Function):
+    """One function of (tensor, group) in the forward pass, another in the backward pass."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grads[0], ctx.tp), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        return _all_reduce(x, tp)
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, there: Step, back: Step) -> Tensor:
+        ctx.tp, ctx.back = tp, back
+        return there(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return _gather_last(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _slice_last(grads[0], ctx.tp), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return _slice_last(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gather_last(grads[0], ctx.tp), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.tp), None, None, None
 
 
 def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """The same input on every rank; gradients of the ranks are summed."""
-    return x if tp.size == 1 else _Copy.apply(x, tp)
+    return x if tp.size == 1 else _Collective.apply(x, tp, _same, _all_reduce)
 
 
 def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """The sum of the ranks' partial results."""
-    return x if tp.size == 1 else _Reduce.apply(x, tp)
+    return x if tp.size == 1 else _Collective.apply(x, tp, _all_reduce, _same)
 
 
 def gather_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """The ranks' slices of the last dimension, side by side."""
-    return x if tp.size == 1 else _Gather.apply(x, tp)
+    return x if tp.size == 1 else _Collective.apply(x, tp, _gather_last, _slice_last)
 
 
 def scatter_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """This rank's slice of the last dimension."""
-    return x if tp.size == 1 else _Scatter.apply(x, tp)
+    return x if tp.size == 1 else _Collective.apply(x, tp, _slice_last, _gather_last)
 
 
 # Cross-entropy over logits whose vocabulary is split over the tensor-parallel ranks.

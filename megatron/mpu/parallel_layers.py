@@ -21,7 +21,6 @@ from megatron.mpu.collectives import (
     SERIAL,
     TensorParallel,
     copy_to_group,
-    gather_from_group,
     reduce_from_group,
     scatter_to_group,
 )
@@ -113,7 +112,22 @@ def _draw(rows: int, columns: int, init: InitMethod, generator: torch.Generator)
         return init(torch.empty(rows, columns, dtype=torch.float32), generator)
 
 
-class ColumnParallelLinear(nn.Module):
+class _SplitLinear(nn.Module):
+    """What linear layers hold: this rank's slice of the weight, and a bias that starts at 0."""
+
+    def __init__(
+        self, local: Tensor, bias_size: int, *, split_bias: bool, tp: TensorParallel
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = _parameter(local.clone(), split=tp.size > 1)
+        self.bias: nn.Parameter | None = None
+        if bias_size:
+            split = split_bias and tp.size > 1
+            self.bias = _parameter(torch.zeros(bias_size), split=split)
+
+
+class ColumnParallelLinear(_SplitLinear):
     """y = x A^T + b with the outputs split over the ranks.
 
     `parts` are the sizes of parts stacked in the output (two for gated activations; queries, keys
@@ -130,31 +144,21 @@ class ColumnParallelLinear(nn.Module):
         generator: torch.Generator,
         bias: bool = True,
         parts: Sequence[int] = (),
-        gather_output: bool = False,
         input_is_shared: bool = False,
         tp: TensorParallel = SERIAL,
     ) -> None:
-        super().__init__()
-        self.tp = tp
-        self.gather_output = gather_output
-        self.input_is_shared = input_is_shared
-        sizes = list(parts) or [output_size]
         full = _draw(output_size, input_size, init, generator)
-        local = torch.cat(
-            [part[tp.slice_of(len(part), "output size")] for part in full.split(sizes)]
-        )
-        self.weight = _parameter(local.clone(), split=tp.size > 1)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = _parameter(torch.zeros(local.shape[0]), split=tp.size > 1)
+        pieces = full.split(list(parts) or [output_size])
+        local = torch.cat([piece[tp.slice_of(len(piece), "output size")] for piece in pieces])
+        super().__init__(local, len(local) if bias else 0, split_bias=True, tp=tp)
+        self.input_is_shared = input_is_shared
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.input_is_shared else copy_to_group(x, self.tp)
-        y = F.linear(x, self.weight, self.bias)
-        return gather_from_group(y, self.tp) if self.gather_output else y
+        return F.linear(x, self.weight, self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_SplitLinear):
     """y = x A^T + b with the inputs split over the ranks; the bias is added once, after the sum."""
 
     def __init__(
@@ -168,15 +172,10 @@ class RowParallelLinear(nn.Module):
         input_is_split: bool = True,
         tp: TensorParallel = SERIAL,
     ) -> None:
-        super().__init__()
-        self.tp = tp
-        self.input_is_split = input_is_split
         full = _draw(output_size, input_size, init, generator)
         local = full[:, tp.slice_of(input_size, "input size")]
-        self.weight = _parameter(local.clone(), split=tp.size > 1)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = _parameter(torch.zeros(output_size), split=False)
+        super().__init__(local, output_size if bias else 0, split_bias=False, tp=tp)
+        self.input_is_split = input_is_split
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_split:

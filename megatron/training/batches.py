@@ -19,7 +19,7 @@ from megatron.data.loader import (
 from megatron.errors import DataError
 from megatron.mpu import ParallelState
 from megatron.mpu.job import current_device
-from megatron.training.stepper import MicroBatch
+from megatron.training.trainer import MicroBatch
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import BatchPlan, NeoXArgs

@@ -1,4 +1,4 @@
-"""Reasons to stop: signals, too many bad steps, exit_interval."""
+"""Hooks that steer a run: reasons to stop, when to save a checkpoint, when to validate."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ import math
 import signal
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron.checkpoints.resuming import Resumed
 from megatron.checkpoints.saving import BackgroundSave, save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
+from megatron.errors import NonFiniteError
 from megatron.terminal import EXIT_INTERRUPTED, EXIT_REQUEUE
-from megatron.training.stepper import MicroBatch
-from megatron.training.trainer import Hook, StepReport, Trainer
+from megatron.training.metrics import Sinks
+from megatron.training.trainer import Hook, MicroBatch, StepReport, Trainer
 
 EXIT_DIVERGED = 76
 INTERRUPTED = (EXIT_REQUEUE, EXIT_INTERRUPTED)
@@ -100,9 +104,9 @@ class WatchDivergence(Hook):
     WINDOW = 5
     PATIENCE = 10
 
-    def __init__(self, vocabulary: int, sink: Sink | None, *, ends: bool) -> None:
+    def __init__(self, vocabulary: int, sinks: Sinks, *, ends: bool) -> None:
         self.uniform = math.log(max(vocabulary, 2))
-        self.sink, self.ends = sink, ends
+        self.sinks, self.ends = sinks, ends
         self.recent: deque[float] = deque(maxlen=2 * self.WINDOW)
         self.in_a_row = 0
         self.told = False
@@ -140,8 +144,7 @@ class WatchDivergence(Hook):
                 f"{EXIT_DIVERGED}.",
                 flush=True,
             )
-        if self.sink is not None:
-            self.sink.write(report.step, {"diverging": report.loss, "uniform_loss": self.uniform})
+        self.sinks.write(report.step, {"diverging": report.loss, "uniform_loss": self.uniform})
 
 
 class StopAtInterval(Hook):
@@ -153,6 +156,37 @@ class StopAtInterval(Hook):
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         if report.step % self.interval == 0:
             trainer.ask_to_stop(f"exit_interval {self.interval} reached")
+
+
+class NameFirstBadLayer(Hook):
+    """detect_anomaly: raise at the first layer whose output or gradient is not finite."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        watch(trainer.stepper.engine.module)
+
+
+def watch(module: nn.Module) -> None:
+    """Check every leaf layer of `module` in forward and backward; slow, for debugging."""
+    for name, part in module.named_modules():
+        if next(part.children(), None) is None:
+            name = name or type(part).__name__
+            part.register_forward_hook(partial(_check_finite, name, "output"))
+            part.register_full_backward_hook(partial(_check_finite, name, "gradient"))
+
+
+def _check_finite(name: str, what: str, module: nn.Module, _: Any, found: Any) -> None:
+    for tensor in _tensors(found):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            kind = type(module).__name__
+            raise NonFiniteError(f"detect_anomaly: the {what} ({kind}) of {name} is not finite")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
 
 
 # When to write a checkpoint.
@@ -255,17 +289,11 @@ class SaveCheckpoints(Hook):
 # Validation every `eval_interval` steps, and both splits at the end.
 
 
-class Sink(Protocol):
-    """Takes lines of metrics."""
-
-    def write(self, step: int, values: dict[str, object]) -> None: ...
-
-
 class Validate(Hook):
     """Mean loss and perplexity of `eval_iters` batches."""
 
-    def __init__(self, interval: int, iterations: int, sink: Sink | None) -> None:
-        self.interval, self.iterations, self.sink = interval, iterations, sink
+    def __init__(self, interval: int, iterations: int, sinks: Sinks) -> None:
+        self.interval, self.iterations, self.sinks = interval, iterations, sinks
         self.validated_step = -1
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
@@ -292,5 +320,4 @@ class Validate(Hook):
                 f"step {trainer.step}: {name} loss {loss:.4f}, perplexity {perplexity:.4f}",
                 flush=True,
             )
-        if self.sink is not None:
-            self.sink.write(trainer.step, {f"{name}_loss": loss, f"{name}_ppl": perplexity})
+        self.sinks.write(trainer.step, {f"{name}_loss": loss, f"{name}_ppl": perplexity})

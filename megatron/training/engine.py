@@ -1,26 +1,37 @@
-"""From a config to a DeepSpeed engine."""
+"""From a config to a DeepSpeed engine: the module, the engine, and what of DeepSpeed we mend."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import nn
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+from torch import Tensor, nn
 
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
 from megatron.checkpoints.sharding import Sharding
 from megatron.checkpoints.universal import note_cuts
-from megatron.model.embedding import TiedHead
-from megatron.model.gpt import GPTModel
-from megatron.model.pipeline import build_pipeline
-from megatron.model.spec import ModelSpec
-from megatron.mpu import ParallelState
+from megatron.model import GPTModel, ModelSpec
+from megatron.model.embedding import (
+    Embedding,
+    TiedHead,
+    UntiedHead,
+    head_losses,
+    loss_chunk,
+    masked_mean,
+    tied_logits,
+)
+from megatron.model.layer_list import Layer, LayerFactory
+from megatron.mpu import SERIAL, ParallelState, TensorParallel
 from megatron.mpu.job import current_device
 from megatron.mpu.parallel_layers import after_drawing
-from megatron.training.gradients import own_whole_step
 from megatron.training.optimizer import (
     Schedule,
     Scheduler,
@@ -31,26 +42,25 @@ from megatron.training.optimizer import (
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.optimization_keys import OptimizationArgs
 
 
-def build_schedule(args: NeoXArgs) -> Schedule:
+def build_schedule(options: OptimizationArgs) -> Schedule:
     """The learning rate over the run."""
-    optimization = args.optimization
-    steps = optimization.decay_iters
     return Schedule(
-        peak=optimization.lr,
-        minimum=optimization.min_lr,
-        warmup_steps=optimization.warmup * steps,
-        decay_steps=steps,
-        style=optimization.lr_decay_style,
-        rule=optimization.lr_decay_rule,
+        peak=options.lr,
+        minimum=options.min_lr,
+        warmup_steps=options.warmup * options.decay_iters,
+        decay_steps=options.decay_iters,
+        style=options.lr_decay_style,
+        rule=options.lr_decay_rule,
     )
 
 
-def weights_dtype(args: NeoXArgs) -> torch.dtype:
+def weights_dtype(options: OptimizationArgs) -> torch.dtype:
     """What the forward pass computes with."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return dtypes.get(args.optimization.precision or "fp32", torch.float32)
+    return dtypes.get(options.precision or "fp32", torch.float32)
 
 
 def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
@@ -67,7 +77,7 @@ def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -
     cut: list[Any] = []
 
     def cut_up(parameter: nn.Parameter) -> None:
-        parameter.data = parameter.data.to(weights_dtype(args))
+        parameter.data = parameter.data.to(weights_dtype(args.optimization))
         if cut:
             cut[0].convert_to_zero_parameters(param_list=[parameter])
             return
@@ -89,6 +99,81 @@ def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -
     return module
 
 
+# The list of layers, handed to DeepSpeed's PipelineModule.
+
+
+class PipelineLoss:
+    """The last stage's loss against (labels, loss mask); it applies the head itself."""
+
+    def __init__(self, vocab_tp: TensorParallel) -> None:
+        self.vocab_tp = vocab_tp
+        self.logits_of: Callable[[Tensor], Tensor] | None = None
+        self.vocabulary = 0
+
+    def apply_head_of(self, module: PipelineModule, spec: ModelSpec) -> None:
+        """Find the head among this stage's layers; other stages have none."""
+        self.vocabulary = spec.padded_vocab_size
+        if not spec.no_weight_tying:
+            embedding = module.tied_modules["embedding"] if module.tied_modules else None
+            self.logits_of = None if embedding is None else partial(tied_logits, embedding)
+        for layer in module.modules():
+            if isinstance(layer, UntiedHead):
+                self.logits_of = layer.logits
+
+    def __call__(self, hidden: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        labels, mask = targets
+        assert self.logits_of is not None
+        chunk = loss_chunk(labels.numel(), self.vocabulary)
+        losses = head_losses(self.logits_of, hidden, labels, self.vocab_tp, chunk)
+        return masked_mean(losses, mask)
+
+
+def layer_specs(spec: ModelSpec, tp: TensorParallel) -> list[Any]:
+    """The list of layers as DeepSpeed's layer specs; the tied embedding is first layer and head."""
+    tied = partial(TiedLayerSpec, "embedding", tied_weight_attr="word_embeddings.weight")
+    specs: list[Any] = []
+    for layer in LayerFactory(spec, tp, pipelined=True).layers():
+        if not isinstance(layer, Layer):
+            specs.append(layer)
+            continue
+        if layer.is_tied_head:  # as a layer it does nothing: the loss makes the logits
+            built = tied(layer.kind, forward_fn=lambda embedding, x: x)
+        elif layer.kind is Embedding and not spec.no_weight_tying:
+            built = tied(layer.kind)
+        else:
+            built = LayerSpec(layer.kind)
+        built.build = partial(_make, layer)  # DeepSpeed deals the layers out by their kind
+        specs.append(built)
+    return specs
+
+
+def _make(layer: Layer, log: bool = False) -> nn.Module:
+    return layer.make()
+
+
+def build_pipeline(
+    spec: ModelSpec, parallel: ParallelState, partition_method: str = "type:transformer|mlp"
+) -> PipelineModule:
+    """This rank's stage of the model."""
+    row_split_head = spec.no_weight_tying and spec.output_layer_parallelism == "row"
+    interval = spec.checkpoint_num_layers if spec.checkpoint_activations else 0
+    loss = PipelineLoss(SERIAL if row_split_head else parallel.tp)
+    module = PipelineModule(
+        layer_specs(spec, parallel.tp),
+        topology=parallel.topology,
+        loss_fn=loss,
+        partition_method=partition_method,
+        activation_checkpoint_interval=interval,
+        activation_checkpoint_func=non_reentrant_checkpoint,
+        checkpointable_layers=["TransformerLayer"],
+    )
+    loss.apply_head_of(module, spec)
+    return module
+
+
+# The engine.
+
+
 def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> Any:
     """DeepSpeed's engine around the module, with our optimizer, schedule and file format."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -101,13 +186,12 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
         eps=options.optimizer.params.eps,
     )
     pipelined = args.parallel.pipe_parallel_size >= 1
-    sharding = Sharding.of(args.model, neox=False)
-    note_cuts(module, sharding, parallel.tp.size)
+    note_cuts(module, Sharding.of(args.model, neox=False), parallel.tp.size)
     engine, _, _, _ = deepspeed.initialize(
         model=module,
         optimizer=optimizer,
         lr_scheduler=Scheduler(
-            optimizer, build_schedule(args), keep_saved=options.use_checkpoint_lr_scheduler
+            optimizer, build_schedule(options), keep_saved=options.use_checkpoint_lr_scheduler
         ),
         config=args.deepspeed_config(dist.get_world_size()),
         mpu=None if pipelined else parallel.grid,
@@ -119,7 +203,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
     scale_kernel_steps(engine, scale=options.kerple_lr_scale, decay=options.kerple_weight_decay)
     _clip_by_whole_norm(engine, parallel)
     _keep_gradients_of_the_loss(engine.optimizer)
-    if args.optimization.zero_stage == 3:
+    if options.zero_stage == 3:
         _announce_borrowed_weights(module)
     return engine
 
@@ -147,8 +231,16 @@ def _keep_gradients_of_the_loss(optimizer: Any) -> None:
     optimizer.backward_epilogue = add_up
 
 
+# Gradient clipping by the norm of the whole model, whatever its layout, and refused steps.
+#
+# A step whose gradient is not finite anywhere changes nothing anywhere. ZeRO's optimizers do this
+# themselves: they know the norm over all ranks before they touch a weight, and set `overflow`. fp32
+# without ZeRO has no wrapper, and `clip_fp32_gradients` counts, on pipeline stages after the first,
+# only the slices of tensor-parallel layers: `own_whole_step` takes its place.
+
+
 def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
-    """Mend what DeepSpeed clips by a part of the norm (see gradients.py)."""
+    """Mend what DeepSpeed clips by a part of the norm."""
     if engine.optimizer is engine.basic_optimizer:
         own_whole_step(
             engine.optimizer,
@@ -160,3 +252,74 @@ def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
     scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
     if hasattr(scaler, "raise_error_at_min_scale"):
         scaler.raise_error_at_min_scale = False  # StopWhenDiverged ends the run, with a code
+
+
+def _counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
+    """Whether this rank is the one that adds the parameter to the norm.
+
+    Slices count everywhere, whole copies on the first tensor-parallel rank, and an embedding that
+    a later pipeline stage uses again (DeepSpeed marks it) only where it came from.
+    """
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return tp_rank == 0 or bool(getattr(parameter, "model_parallel", False))
+
+
+def whole_norm(
+    parameters: Iterable[nn.Parameter], *, tp_rank: int, replica: dist.ProcessGroup | None
+) -> float:
+    """The norm of the gradient over all ranks of `replica`: the same number on each of them.
+
+    Copies that do not count must still be finite: infinity in one makes the norm infinite.
+    """
+    present = [p for p in parameters if p.grad is not None]
+    square = torch.zeros(())
+    if present:
+        gradients = [p.grad.float() for p in present if p.grad is not None]
+        squares = torch.stack(list(torch._foreach_norm(gradients))).square()
+        counted = torch.tensor([_counts_here(p, tp_rank) for p in present], device=squares.device)
+        square = torch.where(counted | ~torch.isfinite(squares), squares, 0.0).sum()
+    square = _on_collective_device(square)
+    if dist.is_initialized() and dist.get_world_size(replica) > 1:
+        dist.all_reduce(square, group=replica)
+    return float(square.sqrt())
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`; 0 leaves them."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if max_norm > 0 and norm > max_norm:
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+
+
+def own_whole_step(
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float,
+    tp_rank: int,
+    replica: dist.ProcessGroup | None,
+) -> None:
+    """Make `optimizer.step` clip by the whole norm, or refuse if that is not finite.
+
+    The two attributes it sets are those that DeepSpeed's engine looks for after a step.
+    """
+    target: Any = optimizer
+    apply = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = whole_norm(parameters, tp_rank=tp_rank, replica=replica)
+        target._global_grad_norm = norm
+        target.overflow = not math.isfinite(norm)
+        if target.overflow:
+            return None
+        clip_gradients(parameters, norm, max_norm)
+        return apply(*args, **kwargs)
+
+    target.overflow = False
+    target.step = step
+
+
+def _on_collective_device(value: Tensor) -> Tensor:
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return value.cuda() if on_gpu else value

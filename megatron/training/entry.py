@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def run_and_report(args: NeoXArgs) -> int:
     """Train; 0 when finished, 2 for mistakes in config, data or checkpoints.
 
-    The other codes are those of `hooks.stopping` and `liveness`; docs/reliability.md lists all.
+    The other codes are those of `control_hooks` and `liveness`; docs/reliability.md lists all.
     """
     with text_log(args.logging.log_dir):
         return _run(args)

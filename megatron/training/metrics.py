@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron.terminal import install_command, require
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.run_keys import DataArgs
 
 Values = dict[str, Any]
 
@@ -220,9 +222,8 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _data_identity(args: NeoXArgs) -> dict[str, Any]:
+def _data_identity(data: DataArgs) -> dict[str, Any]:
     """Of every data file: its size, and a hash of the whole index and of samples of the tokens."""
-    data = args.data
     prefixes = [data.data_path] if data.data_path else []
     for group in (data.train_data_paths, data.valid_data_paths, data.test_data_paths):
         prefixes += list(group or [])
@@ -277,13 +278,13 @@ def finished_at(directory: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def check_data(directory: Path, args: NeoXArgs) -> None:
+def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) -> None:
     """Refuse to go on with other data than the run in `directory` recorded, wherever it lies."""
     recorded = _read(directory).get("data")
-    allowed = {"data_path", "train_data_paths"} & set(args.checkpoint.allow_changed or ())
+    allowed = {"data_path", "train_data_paths"} & set(allow_changed)
     if not isinstance(recorded, dict) or not recorded or allowed:
         return
-    now = _data_identity(args)
+    now = _data_identity(data)
     if len(now) == len(recorded):
         pairs = zip(now.items(), recorded.values(), strict=True)
         changed = [prefix for (prefix, identity), before in pairs if identity != before]
@@ -313,7 +314,7 @@ class Manifest:
             "python": platform.python_version(),
             "packages": _versions(),
             "command": sys.argv[:1],
-            "data": _data_identity(args),
+            "data": _data_identity(args.data),
             "world_size": world_size,
             "history": _history(directory),
         }

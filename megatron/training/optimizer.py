@@ -25,7 +25,7 @@ def parameter_groups(
     """Matrices are decayed; biases and norms never are, kernels by a rule of their own.
 
     Two groups, never more: ZeRO takes the norm of each group over all pipeline stages, so every
-    stage must have the same ones, and only the first has a kernel (see kernel_rate.py).
+    stage must have the same ones, and only the first has a kernel.
     """
     members: dict[str, list[nn.Parameter]] = {DECAYED: [], PLAIN: []}
     for name, parameter in named_parameters:

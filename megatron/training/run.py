@@ -15,13 +15,14 @@ from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.store import CheckpointStore
 from megatron.data.datasets import check_tokenizers
 from megatron.engines.dispatch import explain_engine
-from megatron.model.spec import ModelSpec
+from megatron.model import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams
 from megatron.training.control_hooks import (
     INTERRUPTED,
+    NameFirstBadLayer,
     SaveCheckpoints,
     StopAtInterval,
     StopOnSignal,
@@ -44,8 +45,7 @@ from megatron.training.run_directory import (
     plan_start,
     run_directory,
 )
-from megatron.training.stepper import build_stepper
-from megatron.training.trainer import Hook, StepReport, Trainer
+from megatron.training.trainer import Hook, Trainer, build_stepper
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import BatchPlan, NeoXArgs
@@ -94,15 +94,6 @@ class RecordManifest(Hook):
         self.manifest.stopped(trainer.step, f"failed: {type(error).__name__}: {error}")
 
 
-class NameFirstBadLayer(Hook):
-    """detect_anomaly: forward hooks that raise at the first layer with a non-finite output."""
-
-    def on_start(self, trainer: Trainer) -> None:
-        from megatron.training.gradients import watch
-
-        watch(trainer.stepper.engine.module)
-
-
 def train(args: NeoXArgs) -> int:
     """Train as the config says; returns the process's exit code."""
     parallel = start_distributed(args)
@@ -122,22 +113,23 @@ def train(args: NeoXArgs) -> int:
         args, plan, parallel, eod=vocabulary.eod, vocab_size=vocabulary.padded_size, start=resumed
     )
     trainer = _trainer(args, plan, parallel, engine, resumed.step, streams)
-    sinks = build_sinks(args, run_directory(args), resumed.step, main=trainer.is_main)
+    directory = run_directory(args.checkpoint)
+    sinks = build_sinks(args, directory, resumed.step, main=trainer.is_main)
     trainer.hooks = build_hooks(args, trainer, plan, sinks, spec, resumed)
     if trainer.is_main:
         print(_opening_line(args, trainer, engine), flush=True)
-        if build_schedule(args).rises_again(trainer.train_iters):
+        if build_schedule(args.optimization).rises_again(trainer.train_iters):
             print(_RISES, flush=True)
     if trainer.train_iters == 0:
         return _evaluate_only(trainer, sinks)
     code = trainer.run()
     if trainer.is_main and code in INTERRUPTED:
-        print(_how_to_continue(args), flush=True)
+        print(_how_to_continue(directory), flush=True)
     return code
 
 
-def _how_to_continue(args: NeoXArgs) -> str:
-    if run_directory(args) is None:
+def _how_to_continue(directory: Path | None) -> str:
+    if directory is None:
         return "nothing was saved, because `save` is not set"
     return f"to continue: {command_to_continue()}"
 
@@ -227,7 +219,7 @@ def build_hooks(
     ]
     if args.runtime.exit_interval:
         hooks.append(StopAtInterval(args.runtime.exit_interval))
-    directory = run_directory(args)
+    directory = run_directory(args.checkpoint)
     if directory is not None:
         hooks.append(
             SaveCheckpoints(
@@ -278,7 +270,7 @@ def _attention_engine(args: NeoXArgs, engine: Any) -> str:
     return explain_engine(
         args.model.engine_in_effect,
         device=torch.device(engine.device),
-        dtype=weights_dtype(args),
+        dtype=weights_dtype(args.optimization),
         head_dim=args.model.head_dim,
         dropout=args.model.attention_dropout,
     )
@@ -293,6 +285,3 @@ def _evaluate_only(trainer: Trainer, sinks: Sinks) -> int:
         measure.measure(trainer, "test", trainer.test_batches)
     sinks.close()
     return 0
-
-
-__all__ = ["StepReport", "build_hooks", "find_vocabulary", "flops_per_token", "train"]

@@ -32,6 +32,7 @@ from megatron.training.metrics import check_data, finished_at
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.run_keys import CheckpointArgs
 
 __all__ = ["Start", "command_to_continue", "plan_start", "run_directory"]
 
@@ -56,9 +57,9 @@ class Start:
     lines: list[str] = field(default_factory=list)
 
 
-def run_directory(args: NeoXArgs) -> Path | None:
+def run_directory(options: CheckpointArgs) -> Path | None:
     """`save`, where checkpoints, metrics and the manifest go."""
-    return Path(args.checkpoint.save) if args.checkpoint.save else None
+    return Path(options.save) if options.save else None
 
 
 def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
@@ -96,7 +97,7 @@ _EARLIER = (
 
 
 def _plan(args: NeoXArgs, world_size: int) -> Start:
-    save, load = run_directory(args), _load_directory(args)
+    save, load = run_directory(args.checkpoint), _load_directory(args.checkpoint)
     trains = bool(args.optimization.train_iters) and args.evaluation.do_train is not False
     lines: list[str] = []
     if save is not None:
@@ -119,8 +120,7 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
     return replace(start, lines=lines)
 
 
-def _load_directory(args: NeoXArgs) -> Path | None:
-    options = args.checkpoint
+def _load_directory(options: CheckpointArgs) -> Path | None:
     load = options.save if options.load == "auto" else options.load
     return Path(load) if load else None
 
@@ -183,7 +183,7 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
     directory = CheckpointStore(start.resume_from).path(start.step)
     batch_size = args.batch_plan(world_size).train_batch_size
     try:
-        check_data(start.resume_from, args)
+        check_data(start.resume_from, args.data, args.checkpoint.allow_changed or ())
         return check_agreement(
             directory,
             as_it_began(args, directory),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.checkpoints import load_weights
 from megatron.checkpoints.saved_config import RESOLVED
-from megatron.model.spec import ModelSpec
+from megatron.model import ModelSpec
 from megatron.mpu import initialize_parallel
 from megatron.mpu.job import join_job
 from megatron.training.engine import build_engine, build_module

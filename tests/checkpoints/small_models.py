@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron.checkpoints import Checkpoint, Layout
 from megatron.checkpoints.writing import write_native
-from megatron.model.gpt import GPTModel
-from megatron.model.spec import ModelSpec
+from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
 
 VOCABULARY = 64

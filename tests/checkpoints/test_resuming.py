@@ -14,6 +14,7 @@ from megatron.checkpoints.store import CheckpointStore
 from tests.training.cases import (
     ADAM,
     DROPOUT,
+    ON_TWO,
     layout,
     precision,
     run_cases,
@@ -35,15 +36,8 @@ ONE = {
     "fp16": {**layout(), "fp16": {"enabled": True, "initial_scale_power": 14}},
 }
 TWO = {
-    "dp2": layout(),
-    "dp2_zero1": layout(zero=1),
-    "dp2_zero2": layout(zero=2),
-    "dp2_zero3": layout(zero=3),
-    "mp2": layout(mp=2),
-    "mp2_zero1": layout(mp=2, zero=1),
+    **ON_TWO,
     "mp2_zero2": layout(mp=2, zero=2),
-    "pp2": layout(pp=2),
-    "pp2_zero1": layout(pp=2, zero=1),
     "pp2_recomputed": {**layout(pp=2), "checkpoint_activations": True},
     "bf16_pp2": {**layout(pp=2), **precision("bf16")},
 }

@@ -15,7 +15,7 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.safe_files import load_file
 from megatron.checkpoints.universal import WEIGHT
 from tests.processes import REPOSITORY
-from tests.training.cases import ADAM, layout, precision, run_cases, tiny_config, write_data
+from tests.training.cases import ADAM, ON_TWO, layout, precision, run_cases, tiny_config, write_data
 from tests.training.runs import finish, losses, run, run_config, start_run
 
 HALF = 3
@@ -35,14 +35,7 @@ ODD = {
     "output_layer_parallelism": "row",
 }
 TWO = {
-    "dp2": layout(),
-    "dp2_zero1": layout(zero=1),
-    "dp2_zero2": layout(zero=2),
-    "dp2_zero3": layout(zero=3),
-    "mp2": layout(mp=2),
-    "mp2_zero1": layout(mp=2, zero=1),
-    "pp2": layout(pp=2),
-    "pp2_zero1": layout(pp=2, zero=1),
+    **ON_TWO,
     "bf16_pp2": {**layout(pp=2), **BF16},
     "bf16_mp2_zero1": {**layout(mp=2, zero=1), **BF16},
     "odd_mp2_zero1": {**layout(mp=2, zero=1), **ODD},

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from megatron.data import IndexedDatasetWriter
-from megatron.model import GPTModel, build_model
+from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
 
 VOCAB = 512
@@ -46,7 +46,7 @@ def sharpened(model: GPTModel, factor: float = 8.0) -> GPTModel:
 
 def write_checkpoint(root: Path, config: dict[str, Any], step: int = 10) -> GPTModel:
     """A checkpoint of fresh weights in the layout of pipe_parallel_size 0."""
-    model = sharpened(build_model(NeoXArgs.from_dict(config), padded_vocab_size=VOCAB))
+    model = sharpened(GPTModel(ModelSpec.from_args(NeoXArgs.from_dict(config), VOCAB)))
     directory = root / f"global_step{step}"
     (directory / "configs").mkdir(parents=True)
     torch.save({"module": model.state_dict()}, directory / "mp_rank_00_model_states.pt")

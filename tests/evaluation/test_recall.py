@@ -22,7 +22,7 @@ from megatron.data.recall_text import (
 from megatron.evaluation import retrieval
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.retrieval import hits_at
-from megatron.model import build_model
+from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from tests.evaluation.helpers import VOCAB, sharpened, tiny_config, write_run
 from tests.evaluation.test_retrieval_and_receptive_field import result_of
@@ -80,7 +80,7 @@ def test_the_corpus_has_documents_of_the_training_length(
 
 def test_hits_are_the_most_likely_tokens_of_the_full_logits() -> None:
     args = NeoXArgs.from_dict(tiny_config())
-    model = sharpened(build_model(args, padded_vocab_size=VOCAB))
+    model = sharpened(GPTModel(ModelSpec.from_args(args, VOCAB)))
     tokens = torch.randint(0, 256, (3, 40))
     best = model(tokens).argmax(-1)
     tokens[0, 10] = best[0, 9]  # one place that the model gets right

@@ -12,15 +12,7 @@ from megatron.model.transformer import TransformerLayer
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import intermediate_size_for
 from tests.conftest import REPOSITORY
-
-SPEC = ModelSpec(
-    padded_vocab_size=96,
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    pos_emb="kerple_log",
-)
+from tests.model.small_spec import SPEC
 
 
 def tokens(batch: int = 2, length: int = 40, seed: int = 0) -> Tensor:

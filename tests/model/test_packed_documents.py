@@ -10,22 +10,15 @@ from torch import Tensor
 
 from megatron.data.loader import document_starts, get_labels_and_mask
 from megatron.errors import PositionalEmbeddingError
-from megatron.model import GPTModel, ModelSpec
+from megatron.model import GPTModel
+from megatron.model.embedding import head_losses
 from megatron.model.layer_list import Layer, LayerFactory
-from megatron.model.loss import head_losses
 from megatron.model.position_base import InputEmbedding, register
+from tests.model import small_spec
 
 EOD = 0
-SPEC = ModelSpec(
-    padded_vocab_size=96,
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=64,
-    max_position_embeddings=64,
-    init_method_std=0.2,
-    reset_attention_mask=True,
-    reset_position_ids=True,
+SPEC = small_spec.SPEC.replace(
+    init_method_std=0.2, reset_attention_mask=True, reset_position_ids=True
 )
 TERMS = {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True}
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -9,24 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.model import GPTModel, ModelSpec
-from megatron.model.norms_and_activations import ACTIVATIONS, GATED
+from megatron.model import GPTModel
+from megatron.model.layer_formulas import ACTIVATIONS, GATED
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+from tests.model.small_spec import SPEC
 
-SIZES: dict[str, Any] = {
-    "padded_vocab_size": 64,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 48,
-}
 LENGTH = 40
 META = torch.device("meta")
 
 
 def step_on_meta(**changes: Any) -> GPTModel:
     """One training step: forward, loss, backward, AdamW; every gradient stays on the device."""
-    model = GPTModel(ModelSpec(**{**SIZES, **changes})).to(META).train()
+    model = GPTModel(SPEC.replace(**changes)).to(META).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = torch.zeros(2, LENGTH + 1, dtype=torch.long, device=META)
     losses = model.token_losses(text[:, :-1], text[:, 1:])
@@ -86,7 +80,7 @@ def test_a_cache_decodes_on_the_device() -> None:
 
 def test_the_rehearsal_notices_a_tensor_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every test above could pass for the wrong reason."""
-    left = torch.ones(SIZES["hidden_size"])
+    left = torch.ones(SPEC.hidden_size)
     forward = GPTModel.hidden_states
     monkeypatch.setattr(GPTModel, "hidden_states", lambda *a, **k: forward(*a, **k) * left)
     with pytest.raises(RuntimeError, match="device"):

@@ -10,8 +10,7 @@ import torch
 
 from megatron import attention, kernel
 from megatron.errors import ConfigError, PositionalEmbeddingError, UnknownPositionalEmbeddingError
-from megatron.model.gpt import GPTModel
-from megatron.model.spec import ModelSpec
+from megatron.model import GPTModel, ModelSpec
 from tests.checkpoints.small_models import small_args
 
 

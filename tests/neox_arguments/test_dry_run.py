@@ -42,11 +42,11 @@ from .samples import TINY
     ],
 )
 def test_count_is_the_models(values: dict[str, Any]) -> None:
-    from megatron.model import build_model
+    from megatron.model import GPTModel, ModelSpec
 
     args = NeoXArgs.from_dict({**TINY, "vocab_size": 100, **values})
     count = count_parameters(args)
-    model = build_model(args, padded_vocab_size=count.padded_vocab_size)
+    model = GPTModel(ModelSpec.from_args(args, count.padded_vocab_size))
     unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
     assert count.total == sum(unique.values())
 

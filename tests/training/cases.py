@@ -78,6 +78,19 @@ def layout(*, pp: int = 0, mp: int = 1, zero: int = 0) -> dict[str, Any]:
     }
 
 
+ON_TWO = {
+    "dp2": layout(),
+    "dp2_zero1": layout(zero=1),
+    "dp2_zero2": layout(zero=2),
+    "dp2_zero3": layout(zero=3),
+    "mp2": layout(mp=2),
+    "mp2_zero1": layout(mp=2, zero=1),
+    "pp2": layout(pp=2),
+    "pp2_zero1": layout(pp=2, zero=1),
+}
+"""The layouts of two processes."""
+
+
 def precision(name: str) -> dict[str, Any]:
     return {} if name == "fp32" else {"precision": name}
 

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoints import load_weights
-from megatron.model.spec import ModelSpec
+from megatron.model import ModelSpec
 from megatron.mpu.job import start_distributed
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import build_engine, build_module
 from megatron.training.progress_hooks import kernel_modules
 from megatron.training.run import find_vocabulary
-from megatron.training.stepper import MicroBatch, build_stepper
-from megatron.training.trainer import Hook, StepReport, Trainer
+from megatron.training.trainer import Hook, MicroBatch, StepReport, Trainer, build_stepper
 
 
 class Record(Hook):

@@ -10,20 +10,12 @@ import torch
 from torch import nn
 
 from megatron.training.optimizer import build_optimizer, parameter_groups, scale_kernel_steps
-from tests.training.cases import ADAM, layout, precision, run_cases, tiny_config, write_data
+from tests.training.cases import ADAM, ON_TWO, layout, precision, run_cases, tiny_config, write_data
 
 SCALE, DECAY, STEPS = 3.0, 0.4, 4
 OWN = {"kerple_lr_scale": SCALE, "kerple_weight_decay": DECAY}
 ONE = {"zero1": layout(zero=1), "zero2": layout(zero=2), "zero3": layout(zero=3)}
-TWO = {
-    "dp2": layout(),
-    "dp2_zero1": layout(zero=1),
-    "dp2_zero2": layout(zero=2),
-    "dp2_zero3": layout(zero=3),
-    "mp2_zero1": layout(mp=2, zero=1),
-    "pp2": layout(pp=2),
-    "pp2_zero1": layout(pp=2, zero=1),
-}
+TWO = {name: how for name, how in ON_TWO.items() if name != "mp2"}
 BF16 = {f"bf16_{name}": {**TWO[name], **precision("bf16")} for name in ("dp2_zero1", "pp2")}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoints import read_checkpoint
-from tests.training.cases import layout, precision, run_cases, tiny_config, write_data
+from tests.training.cases import ON_TWO, layout, precision, run_cases, tiny_config, write_data
 
 STEPS = 4
 ONE = {
@@ -18,17 +18,7 @@ ONE = {
     "zero3": layout(zero=3),
     "pp1": layout(pp=1),
 }
-TWO = {
-    "dp2": layout(),
-    "dp2_zero1": layout(zero=1),
-    "dp2_zero2": layout(zero=2),
-    "dp2_zero3": layout(zero=3),
-    "mp2": layout(mp=2),
-    "mp2_zero1": layout(mp=2, zero=1),
-    "pp1_dp2": layout(pp=1),
-    "pp2": layout(pp=2),
-    "pp2_zero1": layout(pp=2, zero=1),
-}
+TWO = {**ON_TWO, "pp1_dp2": layout(pp=1)}
 POSITIONS: dict[str, dict[str, Any]] = {
     "kerple_log": {},
     "rpe": {"pos_emb": "rpe"},

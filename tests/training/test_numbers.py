@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from megatron.errors import NonFiniteError
-from megatron.training.control_hooks import EXIT_DIVERGED
-from megatron.training.gradients import watch, whole_norm
+from megatron.training.control_hooks import EXIT_DIVERGED, watch
+from megatron.training.engine import whole_norm
 from megatron.training.metrics import Sinks
 from megatron.training.progress_hooks import RecordMetrics
 from megatron.training.trainer import StepReport
-from tests.training.cases import ADAM, layout, precision, run_cases, tiny_config, write_data
+from tests.training.cases import ADAM, ON_TWO, layout, precision, run_cases, tiny_config, write_data
 from tests.training.runs import finish, run_config, start_run
 
 ONE = {
@@ -28,14 +28,7 @@ ONE = {
     "no_clipping": {**layout(), "gradient_clipping": 0.0},
 }
 TWO = {
-    "dp2": layout(),
-    "dp2_zero1": layout(zero=1),
-    "dp2_zero2": layout(zero=2),
-    "dp2_zero3": layout(zero=3),
-    "mp2": layout(mp=2),
-    "mp2_zero1": layout(mp=2, zero=1),
-    "pp2": layout(pp=2),
-    "pp2_zero1": layout(pp=2, zero=1),
+    **ON_TWO,
     "bf16_mp2": {**layout(mp=2), **precision("bf16")},
     "bf16_pp2": {**layout(pp=2), **precision("bf16")},
     "bf16_dp2_zero2": {**layout(zero=2), **precision("bf16")},

@@ -36,7 +36,7 @@ from megatron.checkpoints.resuming import Resumed, resume, rng_state
 from megatron.checkpoints.saving import BackgroundSave, save_checkpoint
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
-from megatron.model.spec import ModelSpec
+from megatron.model import ModelSpec
 from megatron.mpu import ParallelState, initialize_parallel
 from megatron.mpu.job import set_seeds, start_distributed
 from megatron.mpu.parallel_layers import whole_shape
@@ -46,7 +46,7 @@ from megatron.training.engine import build_engine, build_module
 from megatron.training.progress_hooks import all_heads, gathered, kernel_modules
 from megatron.training.resharding import write_universal
 from megatron.training.run import find_vocabulary
-from megatron.training.stepper import build_stepper
+from megatron.training.trainer import build_stepper
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:

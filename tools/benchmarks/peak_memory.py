@@ -72,8 +72,7 @@ def _step(
 ) -> dict[str, Any]:
     import torch
 
-    from megatron.model.gpt import GPTModel
-    from megatron.model.spec import ModelSpec
+    from megatron.model import GPTModel, ModelSpec
 
     torch.set_num_threads(threads)
     torch.manual_seed(0)

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.model.gpt import GPTModel
-from megatron.model.loss import DEFAULT_LOSS_CHUNK
-from megatron.model.spec import ModelSpec
+from megatron.model import GPTModel, ModelSpec
+from megatron.model.embedding import DEFAULT_LOSS_CHUNK
 
 from .peak_memory import measure_step
 from .timing import Target, interleave, render_table

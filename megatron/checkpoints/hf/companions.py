@@ -105,11 +105,11 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 OWN_KERNEL = "own_kernel.py"
 TRAVELLING = (
+    "learned_numbers",
     "position_base",
     "positional_embeddings",
     "rotary_and_input_positions",
-    "norms_and_activations",
-    "score_terms",
+    "layer_formulas",
 )
 """Modules of `megatron.model` that every export holds."""
 ON_ANY_MACHINE = ("torch", "numpy", "einops")  # transformers needs torch and numpy itself
@@ -199,7 +199,8 @@ def _travelling(text: str, node: ast.stmt, path: str) -> str:
         if top not in sys.stdlib_module_names and top not in ON_ANY_MACHINE:
             raise CheckpointError(
                 f"{path}: the class needs `{text.splitlines()[0]}`, which does not travel with an "
-                f"export. Use torch, the standard library and megatron.model.{TRAVELLING[1]} only."
+                "export. Use torch, the standard library and megatron.model.positional_embeddings "
+                "only."
             )
     return text
 

@@ -13,9 +13,9 @@ from transformers import GPTNeoXConfig, PretrainedConfig
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.sharding import FIRST_LAYER, split_name
 from megatron.errors import CheckpointError
-from megatron.model.norms_and_activations import ACTIVATIONS, GATED
+from megatron.model import ModelSpec
+from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
 from megatron.model.position_names import canonical_name
-from megatron.model.spec import ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys, intermediate_size_for
@@ -75,7 +75,7 @@ def hf_config(
     scaling = spec.rope_scaling
     values |= {
         "pos_emb": pos_emb,
-        "norm_eps": getattr(spec, _EPSILONS[spec.norm]),
+        "norm_eps": getattr(spec, NORM_EPSILONS[spec.norm]),
         "rotary_scaling": scaling.model_dump(exclude_none=True) if scaling else None,
         "iteration": iteration,
     }
@@ -97,13 +97,6 @@ def _gpt_neox_config(values: dict[str, Any], spec: ModelSpec) -> GPTNeoXConfig:
         "rotary_emb_base": spec.rotary_emb_base,
     }
     return GPTNeoXConfig(**theirs)
-
-
-_EPSILONS = {
-    "layernorm": "layernorm_epsilon",
-    "rmsnorm": "rms_norm_epsilon",
-    "scalenorm": "scalenorm_epsilon",
-}
 
 
 def args_from_hf(config: PretrainedConfig, source: Path) -> NeoXArgs:
@@ -136,7 +129,7 @@ def _from_kerple(config: KerpleNeoXConfig, source: Path) -> dict[str, Any]:
     window: int | None = config.attention_window
     return values | {
         "sliding_window_width": None if window is None else window - 1,
-        _EPSILONS[config.norm]: config.norm_eps,
+        NORM_EPSILONS[config.norm]: config.norm_eps,
         **_activation(config.hidden_act, source),
     }
 

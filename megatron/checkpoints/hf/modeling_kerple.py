@@ -17,7 +17,17 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from megatron.model.norms_and_activations import GATED, RMSNorm, ScaleNorm, activation_named
+from megatron.model.layer_formulas import (
+    GATED,
+    RMSNorm,
+    ScaleNorm,
+    activation_named,
+    build_norm,
+    gate_sums,
+    log_gates,
+    sharpened,
+    softmax_scale_start,
+)
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
 from megatron.model.positional_embeddings import TableEmbedding
 from megatron.model.rotary_and_input_positions import (
@@ -26,7 +36,6 @@ from megatron.model.rotary_and_input_positions import (
     rotate,
     sinusoids,
 )
-from megatron.model.score_terms import gate_sums, log_gates, sharpened, softmax_scale_start
 
 from .configuration_kerple import KerpleNeoXConfig
 from .scores_kerple import (
@@ -47,11 +56,7 @@ __all__ = ["KerpleNeoXForCausalLM", "KerpleNeoXModel", "KerpleNeoXPreTrainedMode
 
 
 def make_norm(config: KerpleNeoXConfig) -> nn.Module:
-    if config.norm == "rmsnorm":
-        return RMSNorm(config.hidden_size, config.norm_eps)
-    if config.norm == "scalenorm":
-        return ScaleNorm(config.hidden_size, config.norm_eps)
-    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+    return build_norm(config.norm, config.hidden_size, config.norm_eps, config.norm_bias)
 
 
 def make_tables(config: KerpleNeoXConfig, layer: int | None = None) -> TableEmbedding | None:

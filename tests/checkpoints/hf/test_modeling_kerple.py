@@ -18,8 +18,7 @@ from megatron.checkpoints.hf import (
     scores_kerple,
 )
 from megatron.checkpoints.hf.folder import FORMULA_FILES, MODEL_FILES, write_hf
-from megatron.model import rotary_and_input_positions
-from megatron.model.gpt import GPTModel
+from megatron.model import GPTModel, rotary_and_input_positions
 from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.model_keys import HFKey, hugging_face_keys
 from tests.checkpoints.small_models import at_rest, logits_of, random_model, small_args, tokens

@@ -1,24 +1,98 @@
-"""What a layer may learn about its scores beside positions: a gate, a sink, a sharper softmax.
+"""The formulas of a layer beside positions: activations and norms by their GPT-NeoX names, and what
+a layer may learn about its scores: a gate, a sink, a sharper softmax.
 
 forget_gate       score + c_m - c_n, c the running sum of log sigmoid(gate of the layer's input)
 attention_sinks   one more logit per head in the denominator of the softmax, with no value
 scalable_softmax  q times s log n for a query that sees n keys, s learned per head
 
-Formulas only: this file travels with every exported model.
+Torch only: this file travels with every exported model.
 Shapes: B batch, H heads, L length, D head dimension.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from .position_base import at_least_fp32
+from .learned_numbers import at_least_fp32
 
-__all__ = ["gate_sums", "keys_seen", "log_gates", "sharpened", "softmax_scale_start"]
+Activation = Callable[[Tensor], Tensor]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "softsign": F.softsign,
+    "swish": F.silu,
+    "silu": F.silu,
+    "mish": F.mish,
+}
+GATED: dict[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu}
+
+
+def activation_named(name: str) -> Activation:
+    """What lies between a feed-forward block's two projections; a gated one halves its input."""
+    if name in GATED:
+        return partial(_gated, GATED[name])
+    if name not in ACTIVATIONS:
+        names = ", ".join([*ACTIVATIONS, *GATED])
+        raise ValueError(f"activation {name!r} is unknown; choose one of {names}")
+    return ACTIVATIONS[name]
+
+
+def _gated(activation: Activation, y: Tensor) -> Tensor:
+    value, gate = y.chunk(2, dim=-1)
+    return value * activation(gate)
+
+
+class ScaleNorm(nn.Module):
+    """x / |x|, times one learned number."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=-1, keepdim=True).clamp(min=self.eps) * self.g
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x), times a learned scale; the mean square is taken in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.scale.shape, self.scale.float(), self.eps)
+        return normed.to(x.dtype)
+
+
+NORM_EPSILONS = {
+    "layernorm": "layernorm_epsilon",
+    "rmsnorm": "rms_norm_epsilon",
+    "scalenorm": "scalenorm_epsilon",
+}
+"""The config key that holds each norm's epsilon."""
+
+
+def build_norm(name: str, size: int, eps: float, bias: bool) -> nn.Module:
+    """The norm called `name`."""
+    if name == "rmsnorm":
+        return RMSNorm(size, eps)
+    if name == "scalenorm":
+        return ScaleNorm(size, eps)
+    return nn.LayerNorm(size, eps=eps, bias=bias)
+
+
+# Scores.
 
 
 def log_gates(logits_BLH: Tensor) -> Tensor:

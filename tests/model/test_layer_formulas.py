@@ -9,21 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model import GPTModel, ModelSpec
+from megatron.model import GPTModel
 from megatron.model.attention import SelfAttention
+from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, softmax_scale_start
 from megatron.model.position_base import Tables
-from megatron.model.score_terms import gate_sums, keys_seen, log_gates, softmax_scale_start
+from tests.model import small_spec
 
 HEADS, WIDTH = 4, 8
-SPEC = ModelSpec(
-    padded_vocab_size=96,
-    num_layers=2,
-    hidden_size=HEADS * WIDTH,
-    num_attention_heads=HEADS,
-    seq_length=64,
-    max_position_embeddings=64,
-    pos_emb="none",
-)
+SPEC = small_spec.SPEC.replace(pos_emb="none")
 KEYS = ("forget_gate", "attention_sinks", "scalable_softmax")
 ALL = dict.fromkeys(KEYS, True)
 

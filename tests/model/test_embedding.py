@@ -6,21 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.model import GPTModel, ModelSpec, loss
-from megatron.model.loss import head_losses
-from megatron.model.pipeline import PipelineLoss
+from megatron.model import GPTModel, embedding
+from megatron.model.embedding import head_losses
 from megatron.mpu import SERIAL
+from megatron.training.engine import PipelineLoss
+from tests.model import small_spec
 from tools.benchmarks.peak_memory import _step
 
-SPEC = ModelSpec(
-    padded_vocab_size=96,
-    num_layers=1,
-    hidden_size=32,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    pos_emb="kerple_log",
-    no_weight_tying=True,
-)
+SPEC = small_spec.SPEC.replace(num_layers=1, no_weight_tying=True)
 
 
 def gradients(value: Tensor, module: nn.Module) -> list[Tensor]:
@@ -52,7 +45,7 @@ def test_training_takes_pieces_once_the_logits_are_large(monkeypatch: pytest.Mon
     assert rows == [3 * 1024]
 
     rows.clear()
-    monkeypatch.setattr(loss, "AT_ONCE", 1024 * 96)
+    monkeypatch.setattr(embedding, "AT_ONCE", 1024 * 96)
     pieces = model(text[:, :-1], text[:, 1:]).mean()
     torch.testing.assert_close(gradients(pieces, model), expected)
     assert rows == [1024] * 6  # three forward, and again in the backward pass
@@ -66,7 +59,7 @@ def test_a_pipelines_loss_applies_its_head_in_pieces(monkeypatch: pytest.MonkeyP
     last_stage.logits_of, last_stage.vocabulary = head, 50
     whole = last_stage(hidden, (labels, mask))
     expected = gradients(whole, head)
-    monkeypatch.setattr(loss, "AT_ONCE", 1024 * 50)
+    monkeypatch.setattr(embedding, "AT_ONCE", 1024 * 50)
     pieces = last_stage(hidden, (labels, mask))
     torch.testing.assert_close(pieces, whole)
     torch.testing.assert_close(gradients(pieces, head), expected)
