@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from megatron.errors import ConfigError
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
 from megatron.neox_arguments.model_keys import intermediate_size_for
+from megatron.neox_arguments.normalize import unknown_key
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -33,6 +34,8 @@ def check(args: NeoXArgs) -> None:
     _check_parallel(args)
     _check_schedule(args.optimization)
     _check_checkpoints(args.checkpoint)
+    known = [key for _, group in args for key in type(group).model_fields]
+    _check_allowed_changes(args.checkpoint.allow_changed or [], known)
     _check_split(args.data.split)
     _check_blends(args.data)
     _check_evaluation(args.evaluation, args.model.validation_length)
@@ -244,6 +247,12 @@ def _check_checkpoints(checkpoint: CheckpointArgs) -> None:
             f"checkpoint_factor = {factor} is no whole number of steps. Use {round(factor) or 1}, "
             "or checkpoint_scale: log."
         )
+
+
+def _check_allowed_changes(names: list[str], known: list[str]) -> None:
+    for name in names:
+        if name.partition(".")[0] not in known:
+            raise ConfigError(unknown_key(name, known, "allow_changed"))
 
 
 def _check_split(split: str) -> None:

@@ -168,6 +168,7 @@ def test_precision_conflicts_are_errors(values: dict[str, object]) -> None:
         ({"pos_emb": None}, ["pos_emb", "none"]),
         ({"pos_emb": "kerpel_log"}, ["kerpel_log", "kerple_log"]),
         ({"save-interval": 5, "checkpoint_factor": 6}, ["checkpoint_factor", "twice"]),
+        ({"allow_changed": ["train_bach_size"]}, ["allow_changed", "train_batch_size?"]),
     ],
 )  # fmt: skip
 def test_wrong_keys_and_values_say_what_and_how_to_fix(
@@ -195,6 +196,7 @@ def test_wrong_keys_and_values_say_what_and_how_to_fix(
         {"eval_lengths": "16, 32", "pos_emb": "alibi"},
         {"split": [90, 5, 5]},
         {"do_train": 1},
+        {"allow_changed": ["optimizer.params", "seed"]},
     ],
 )
 def test_foreign_keys_that_do_nothing_and_loose_spellings_load(values: dict[str, object]) -> None:
