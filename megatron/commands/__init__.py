@@ -22,57 +22,38 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "deepy": Command(
-        "commands.model_scripts:deepy", "start train, evaluate or generate on one or many processes"
-    ),
-    "train": Command(
-        "commands.model_scripts:train", "train a model in this process (or in each of srun's)"
-    ),
-    "evaluate": Command(
-        "commands.model_scripts:evaluate",
-        "measure a checkpoint: perplexity by length, retrieval, lm-eval tasks",
-    ),
+    "deepy": Command("commands.model_scripts:deepy",
+        "start train, evaluate or generate on one or many processes"),
+    "train": Command("commands.model_scripts:train",
+        "train a model in this process (or in each of srun's)"),
+    "evaluate": Command("commands.model_scripts:evaluate",
+        "measure a checkpoint: perplexity by length, retrieval, lm-eval tasks"),
     "generate": Command("commands.model_scripts:generate", "write text with a checkpoint"),
-    "prepare_data": Command(
-        "commands.data_tools:prepare_data", "fetch a corpus, or take your own text, and tokenize it"
-    ),
-    "preprocess_data": Command(
-        "commands.data_tools:preprocess_data", "tokenize text, with GPT-NeoX's flags"
-    ),
+    "prepare_data": Command("commands.data_tools:prepare_data",
+        "fetch a corpus, or take your own text, and tokenize it"),
+    "preprocess_data": Command("commands.data_tools:preprocess_data",
+        "tokenize text, with GPT-NeoX's flags"),
     "merge_datasets": Command("commands.data_tools:merge_datasets", "join token files"),
-    "train_tokenizer": Command(
-        "commands.data_tools:train_tokenizer", "train a tokenizer on your text"
-    ),
-    "inspect_checkpoint": Command(
-        "commands.checkpoint_tools:inspect_checkpoint",
-        "show what a checkpoint holds, or what differs between two",
-    ),
-    "convert_checkpoint": Command(
-        "commands.checkpoint_tools:convert_checkpoint",
-        "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any",
-    ),
-    "convert_neox_to_hf": Command(
-        "commands.checkpoint_tools:neox_to_hf", "export to Hugging Face, with GPT-NeoX's flags"
-    ),
-    "reshard_checkpoint": Command(
-        "commands.checkpoint_tools:reshard_checkpoint", "make a run resume under another layout"
-    ),
-    "plot_kernels": Command(
-        "commands.kernel_tools:plot_kernels",
-        "draw the kernels of a checkpoint, of a method or of a class of yours",
-    ),
-    "check_kernel": Command(
-        "commands.kernel_tools:check_kernel",
-        "is a kernel conditionally positive definite, as the theory asks?",
-    ),
-    "plot_run": Command(
-        "commands.plot_run:main", "draw a run's loss, rate, gradient norm, tokens/s and kernels"
-    ),
+    "train_tokenizer": Command("commands.data_tools:train_tokenizer",
+        "train a tokenizer on your text"),
+    "inspect_checkpoint": Command("commands.checkpoint_tools:inspect_checkpoint",
+        "show what a checkpoint holds, or what differs between two"),
+    "convert_checkpoint": Command("commands.checkpoint_tools:convert_checkpoint",
+        "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any"),
+    "convert_neox_to_hf": Command("commands.checkpoint_tools:neox_to_hf",
+        "export to Hugging Face, with GPT-NeoX's flags"),
+    "reshard_checkpoint": Command("commands.checkpoint_tools:reshard_checkpoint",
+        "make a run resume under another layout"),
+    "plot_kernels": Command("commands.kernel_tools:plot_kernels",
+        "draw the kernels of a checkpoint, of a method or of a class of yours"),
+    "check_kernel": Command("commands.kernel_tools:check_kernel",
+        "is a kernel conditionally positive definite, as the theory asks?"),
+    "plot_run": Command("commands.plot_run:main",
+        "draw a run's loss, rate, gradient norm, tokens/s and kernels"),
     "reproduce": Command("paper.cli:main", "repeat the paper, on a cluster or in miniature"),
-    "lm_eval": Command(
-        "evaluation.lm_eval_cli:main", "the lm_eval command with --model kerple_neox"
-    ),
-}
+    "lm_eval": Command("evaluation.lm_eval_cli:main",
+        "the lm_eval command with --model kerple_neox"),
+}  # fmt: skip
 
 
 def run(name: str, argv: Sequence[str]) -> int:

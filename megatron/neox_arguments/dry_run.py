@@ -12,6 +12,7 @@ from megatron.neox_arguments.arguments import GROUPS, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of, method
 from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
 from megatron.neox_arguments.optimization_keys import data_parallel_size
+from megatron.neox_arguments.run_keys import DataArgs, TokenizerArgs
 from megatron.neox_arguments.yaml_files import dump_yaml
 
 
@@ -22,7 +23,7 @@ def dry_run_report(args: NeoXArgs, world_size: int = 1, command: Sequence[str] =
         _parameter_section(args),
         _memory_section(args, world_size),
         _batch_section(args, world_size),
-        _files_section(args),
+        _files_section(args.tokenizer, args.data),
     ]
     if command:
         sections.append("# launch command\n" + " ".join(command))
@@ -80,11 +81,10 @@ def _here(args: NeoXArgs, world_size: int) -> list[str]:
     return [line, f"warning: {shortage}"] if shortage else [line]
 
 
-def _files_section(args: NeoXArgs) -> str:
+def _files_section(tokenizer: TokenizerArgs, data: DataArgs) -> str:
     """Which of the files that training would open are there."""
     title = "# files"
-    wanted = [("vocab_file", args.tokenizer.vocab_file), ("merge_file", args.tokenizer.merge_file)]
-    data = args.data
+    wanted = [("vocab_file", tokenizer.vocab_file), ("merge_file", tokenizer.merge_file)]
     named = {"data_path": [data.data_path] if data.data_path else []}
     for split in ("train", "valid", "test"):
         named[f"{split}_data_paths"] = getattr(data, f"{split}_data_paths") or []

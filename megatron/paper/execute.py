@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from megatron.paper.run_files import (
     is_finished,
     mark_done,
     read_state,
+    step_names,
     write_state,
 )
 from megatron.paper.suite import EvalStep, Run
@@ -158,15 +158,15 @@ def _execute_steps(
     environment: Mapping[str, str],
     only_steps: Callable[[str], bool],
 ) -> RunState:
-    commands: dict[str, Callable[[], list[str]]] = {
-        "train": partial(train_command, launcher, directory, run)
-    }
-    for step in run.evaluations:
-        commands[step.name] = partial(evaluate_command, launcher, directory, run, step)
+    evaluations = {step.name: step for step in run.evaluations}
     state = read_state(directory)
-    for name, command in commands.items():
+    for name in step_names(run):
         if name in done_steps(directory, run) or not only_steps(name):
             continue
+        if name in evaluations:
+            command = evaluate_command(launcher, directory, run, evaluations[name])
+        else:
+            command = train_command(launcher, directory, run)
         state = _execute_step(children, directory, run, name, command, environment, state)
         if state.state != State.RUNNING:
             return state
@@ -181,14 +181,14 @@ def _execute_step(
     directory: Path,
     run: Run,
     name: str,
-    command: Callable[[], list[str]],
+    command: Sequence[str],
     environment: Mapping[str, str],
     before: RunState,
 ) -> RunState:
     running = RunState(State.RUNNING, name, None, before.seconds, os.getpid(), socket.gethostname())
     write_state(directory, running)
     start = time.monotonic()
-    code = children.start(command(), directory / "logs" / f"{name}.log", environment)
+    code = children.start(command, directory / "logs" / f"{name}.log", environment)
     seconds = time.monotonic() - start
     spent = before.seconds + seconds
     if code == 0:

@@ -273,12 +273,11 @@ def _check_names(path: Path, suite: SuiteFile) -> None:
             )
     for name in suite.models:
         seen = [name]
-        while (parent := getattr(suite.models.get(seen[-1]), "extends", None)) is not None:
+        while (parent := suite.models[seen[-1]].extends) is not None:
+            if parent not in suite.models:
+                raise ReproduceError(
+                    f"{path}: model {seen[-1]} extends {parent!r}, which does not exist"
+                )
             if parent in seen:
                 raise ReproduceError(f"{path}: model {name} extends itself ({' -> '.join(seen)})")
             seen.append(parent)
-    for name, model in suite.models.items():
-        if model.extends is not None and model.extends not in suite.models:
-            raise ReproduceError(
-                f"{path}: model {name} extends {model.extends!r}, which does not exist"
-            )
