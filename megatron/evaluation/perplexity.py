@@ -21,6 +21,7 @@ from megatron.evaluation.sequences import (
     fixed_sequences,
     fixed_tokens,
     open_split,
+    token_files,
 )
 from megatron.evaluation.tasks import Context, EvaluationOptions, Split, WindowedTask, task
 from megatron.tokenizer.base import count_words
@@ -88,7 +89,7 @@ def _data_parameters(options: EvaluationOptions) -> dict[str, Any]:
     """The data that perplexities are measured on, files included."""
     files = []
     for split in options.splits:
-        for prefix, share in options.data.sources(split):
+        for prefix, share in token_files(options.data, split):
             files.append([split, prefix, share, _file_state(prefix)])
     return {
         "files": files,
@@ -118,7 +119,7 @@ def sequences_of(options: EvaluationOptions, files: list[SplitTokens], length: i
         length,
         options.num_sequences,
         seed=options.data_seed,
-        cache_dir=options.data.cache_dir,
+        cache_dir=options.data.data_cache_dir,
     )
 
 

@@ -34,7 +34,8 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError, EvaluationError
-from megatron.evaluation.tasks import DataPlaces, Split
+from megatron.evaluation.tasks import Split
+from megatron.neox_arguments.run_keys import DataArgs
 
 __all__ = [
     "SequenceSet",
@@ -44,6 +45,7 @@ __all__ = [
     "fixed_sequences",
     "fixed_tokens",
     "open_split",
+    "token_files",
 ]
 
 
@@ -133,9 +135,18 @@ class SequenceSet:
         return torch.from_numpy(np.asarray(data[i]["text"], dtype=np.int64))
 
 
-def open_split(places: DataPlaces, which: Split) -> list[SplitTokens]:
+def token_files(data: DataArgs, which: Split) -> list[tuple[str, str]]:
+    """Prefix and split string of each token file that serves this split."""
+    own = data.valid_data_paths if which == "valid" else data.test_data_paths
+    if own:
+        everything = "0,1,0" if which == "valid" else "0,0,1"
+        return [(prefix, everything) for prefix in own]
+    return [(data.data_path, data.split)] if data.data_path else []
+
+
+def open_split(data: DataArgs, which: Split) -> list[SplitTokens]:
     """The token files of a split; empty documents ranges are an error that names the key."""
-    sources = places.sources(which)
+    sources = token_files(data, which)
     if not sources:
         raise EvaluationError(
             f"no {which} data: set data_path (with split) or {which}_data_paths in the config"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -19,12 +19,12 @@ from megatron.mpu.job import Ranks
 if TYPE_CHECKING:
     from megatron.model import GPTModel
     from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.run_keys import DataArgs, EvaluationArgs
     from megatron.tokenizer import Tokenizer
 
 __all__ = [
     "TASKS",
     "Context",
-    "DataPlaces",
     "EvaluationOptions",
     "EvaluationTask",
     "WindowedTask",
@@ -151,56 +151,37 @@ DEFAULT_BATCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
-class DataPlaces:
-    """Where valid and test tokens come from."""
-
-    data_path: str | None = None
-    split: str = "949,50,1"
-    valid_data_paths: tuple[str, ...] = ()
-    test_data_paths: tuple[str, ...] = ()
-    cache_dir: str | None = None
-
-    def sources(self, split: Split) -> list[tuple[str, str]]:
-        """Prefix and split string of each token file that serves this split."""
-        own = self.valid_data_paths if split == "valid" else self.test_data_paths
-        if own:
-            everything = "0,1,0" if split == "valid" else "0,0,1"
-            return [(prefix, everything) for prefix in own]
-        return [(self.data_path, self.split)] if self.data_path else []
-
-
-@dataclass(frozen=True)
 class EvaluationOptions:
     """What to measure and on which data."""
 
     train_length: int
     lengths: tuple[int, ...]
-    splits: tuple[Split, ...] = ("valid", "test")
-    protocol: Literal["fixed_sequences", "fixed_tokens"] = "fixed_sequences"
-    num_sequences: int = 16
-    window: int | None = None
-    stride: int | None = None
-    context_length: int | None = None
-    batch_tokens: int = DEFAULT_BATCH_TOKENS
-    buckets: Literal["log", "linear"] = "log"
-    bucket_count: int | None = None
-    passkey_lengths: tuple[int, ...] = ()
-    passkey_depths: int = 10
-    passkey_samples: int = 10
-    passkey_digits: int = 5
-    ruler_tasks: tuple[str, ...] = ()
-    ruler_lengths: tuple[int, ...] = ()
-    ruler_samples: int = 20
-    longppl_short_context: int | None = None
-    longppl_evaluator: str | None = None
-    recall_samples: int = 64
-    num_fewshot: int | None = None
-    limit: float | None = None
-    include_path: str | None = None
-    char_level_ppl: bool = False
-    seed: int = 1234
-    data_seed: int = 1234
-    data: DataPlaces = field(default_factory=DataPlaces)
+    splits: tuple[Split, ...]
+    protocol: Literal["fixed_sequences", "fixed_tokens"]
+    num_sequences: int
+    window: int | None
+    stride: int | None
+    context_length: int | None
+    batch_tokens: int
+    buckets: Literal["log", "linear"]
+    bucket_count: int | None
+    passkey_lengths: tuple[int, ...]
+    passkey_depths: int
+    passkey_samples: int
+    passkey_digits: int
+    ruler_tasks: tuple[str, ...]
+    ruler_lengths: tuple[int, ...]
+    ruler_samples: int
+    longppl_short_context: int | None
+    longppl_evaluator: str | None
+    recall_samples: int
+    num_fewshot: int | None
+    limit: float | None
+    include_path: str | None
+    char_level_ppl: bool
+    seed: int
+    data_seed: int
+    data: DataArgs
 
     def planned(self) -> list[tuple[int, int]]:
         """(tokens, length) of a task that goes over every split at every length once."""
@@ -215,59 +196,40 @@ class EvaluationOptions:
     @classmethod
     def from_args(cls, args: NeoXArgs) -> EvaluationOptions:
         """The options of a config; `eval_lengths` defaults to 1x..32x the training length."""
-        flat = args.to_dict()
-        train_length = flat["seq_length"]
-        lengths = tuple(flat.get("eval_lengths") or [train_length * n for n in LENGTH_FACTORS])
-        seed = flat["seed"]
-        return cls(
-            train_length=train_length,
-            lengths=tuple(sorted(set(lengths))),
-            splits=_splits(flat),
-            passkey_lengths=tuple(sorted(set(flat.get("passkey_lengths") or lengths))),
-            ruler_lengths=tuple(sorted(set(flat.get("ruler_lengths") or lengths))),
-            ruler_tasks=tuple(flat.get("ruler_tasks") or ()),
-            seed=seed,
-            data_seed=flat.get("data_seed", seed),
-            data=DataPlaces(
-                data_path=flat.get("data_path"),
-                split=flat["split"],
-                valid_data_paths=tuple(flat.get("valid_data_paths") or ()),
-                test_data_paths=tuple(flat.get("test_data_paths") or ()),
-                cache_dir=flat.get("data_cache_dir"),
-            ),
-            **{name: flat[key] for name, key in _PLAIN_KEYS.items() if flat.get(key) is not None},
-        )
+        own, seed, train_length = args.evaluation, args.runtime.seed, args.model.seq_length
+        lengths = own.eval_lengths or [train_length * n for n in LENGTH_FACTORS]
+        keys = {item.name: _OTHER_NAMES.get(item.name, item.name) for item in fields(cls)}
+        plain = {name: getattr(own, key) for name, key in keys.items() if hasattr(own, key)}
+        filled = {
+            "train_length": train_length,
+            "lengths": tuple(sorted(set(lengths))),
+            "splits": _splits(own),
+            "batch_tokens": own.eval_batch_tokens or DEFAULT_BATCH_TOKENS,
+            "buckets": own.positionwise_buckets or "log",
+            "passkey_lengths": tuple(sorted(set(own.passkey_lengths or lengths))),
+            "ruler_lengths": tuple(sorted(set(own.ruler_lengths or lengths))),
+            "ruler_tasks": tuple(own.ruler_tasks or ()),
+            "seed": seed,
+            "data_seed": seed if args.data.data_seed is None else args.data.data_seed,
+            "data": args.data,
+        }
+        return cls(**{**plain, **filled})
 
 
-_PLAIN_KEYS = {
+_OTHER_NAMES = {
     "protocol": "eval_protocol",
     "num_sequences": "eval_num_sequences",
     "window": "eval_window",
     "stride": "eval_stride",
     "context_length": "eval_context_length",
-    "batch_tokens": "eval_batch_tokens",
-    "buckets": "positionwise_buckets",
     "bucket_count": "positionwise_bucket_count",
-    "passkey_depths": "passkey_depths",
-    "passkey_samples": "passkey_samples",
-    "passkey_digits": "passkey_digits",
-    "ruler_samples": "ruler_samples",
-    "longppl_short_context": "longppl_short_context",
-    "longppl_evaluator": "longppl_evaluator",
-    "recall_samples": "recall_samples",
-    "num_fewshot": "num_fewshot",
     "limit": "eval_limit",
     "include_path": "eval_include_path",
-    "char_level_ppl": "char_level_ppl",
 }
-"""Fields above whose default is the config's own."""
+"""Fields above -> their keys in the config, where those are longer."""
 
 
-def _splits(flat: Mapping[str, Any]) -> tuple[Split, ...]:
+def _splits(evaluation: EvaluationArgs) -> tuple[Split, ...]:
     """Both splits, unless do_valid or do_test says no."""
-    wanted: list[Split] = []
-    if flat.get("do_valid") is not False:
-        wanted.append("valid")
-    if flat.get("do_test") is not False:
-        wanted.append("test")
-    return tuple(wanted)
+    wanted: dict[Split, bool | None] = {"valid": evaluation.do_valid, "test": evaluation.do_test}
+    return tuple(split for split, said in wanted.items() if said is not False)

@@ -17,7 +17,7 @@ from megatron.evaluation.sequences import (
     fixed_tokens,
     open_split,
 )
-from megatron.evaluation.tasks import DataPlaces
+from megatron.neox_arguments.run_keys import DataArgs
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def valid(prefix: Path, split: str = "5,4,1") -> list[SplitTokens]:
-    return open_split(DataPlaces(str(prefix), split), "valid")
+    return open_split(DataArgs(data_path=str(prefix), split=split), "valid")
 
 
 def predicted(sequences: SequenceSet) -> np.ndarray:
@@ -87,4 +87,4 @@ def test_impossible_requests_are_refused(prefix: Path) -> None:
     with pytest.raises(EvaluationError, match="too few for one sequence of 4096"):
         fixed_sequences(valid(prefix), 4096, 1, seed=1, cache_dir=None)
     with pytest.raises(EvaluationError, match="data_path"):
-        open_split(DataPlaces(), "test")
+        open_split(DataArgs(), "test")
