@@ -102,13 +102,11 @@ def build_sample_index(
     generator.shuffle(documents)
     ends = np.cumsum(sizes[documents], dtype=np.int64)
     total_samples = (epochs * tokens - 1) // length
-    order = np.arange(total_samples, dtype=_order_dtype(total_samples))
+    order = np.arange(
+        total_samples, dtype=np.uint32 if total_samples < UINT32_SAMPLES else np.int64
+    )
     generator.shuffle(order)
     return SampleIndex(documents, ends, order)
-
-
-def _order_dtype(total_samples: int) -> npt.DTypeLike:
-    return np.uint32 if total_samples < UINT32_SAMPLES else np.int64
 
 
 # Samples of fixed length from a token file, in the official order.

@@ -91,8 +91,8 @@ class IndexedDataset:
         self._tokens = _map_file(bin_path(self.prefix))
         self._check_pointers()
         self._check_boundaries()
-        if warmup:  # all of it is read anyway
-            _touch_pages(self._tokens)
+        if warmup:  # a byte of each page: the file is in memory before training starts
+            np.frombuffer(self._tokens, np.uint8)[:: mmap.PAGESIZE].sum()
             _check_sum(self._tokens, bin_path(self.prefix), sums.get("bin_crc32"))
 
     def _read_index(self) -> None:
@@ -192,11 +192,6 @@ def _map_file(path: Path) -> mmap.mmap:
         raise DataError(f"{path}: the file is empty. {REBUILD}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _touch_pages(buffer: mmap.mmap) -> None:
-    """Read one byte of each page, so that the file is in memory before training starts."""
-    np.frombuffer(buffer, np.uint8)[:: mmap.PAGESIZE].sum()
 
 
 def _recorded_checksums(prefix: Path) -> dict[str, str]:

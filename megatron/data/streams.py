@@ -60,10 +60,6 @@ def plain_suffix(name: str) -> str:
     return path.suffix.lower()
 
 
-def _is_archive(name: str) -> bool:
-    return plain_suffix(name) in ARCHIVE_SUFFIXES
-
-
 def list_files(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     """Input files in a fixed order, and the files of folders that are of no known kind."""
     known: list[Path] = []
@@ -103,9 +99,10 @@ def open_members(path: Path, raw: BinaryIO) -> Iterator[Iterator[TextFile]]:
 
 
 def _members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
-    if plain_suffix(path.name) == ".zip":
+    suffix = plain_suffix(path.name)
+    if suffix == ".zip":
         yield from _zip_members(path, raw)
-    elif _is_archive(path.name):
+    elif suffix in ARCHIVE_SUFFIXES:
         yield from _tar_members(path, raw)
     else:
         yield _text_file(str(path), raw)
