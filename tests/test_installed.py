@@ -35,7 +35,7 @@ def test_kerple_works_without_a_checkout(tmp_path: Path) -> None:
         ),
         (["evaluate", "tiny.yml", "--dry-run"], "pos_emb: kerple_log"),
         (["plot-kernels", "alibi", "--heads", "2"], "alibi.png"),
-        (["reproduce", "plan", "--suite", "smoke"], "GPU"),
+        (["reproduce", "plan", "--suite", "paper/wikitext103"], "H100 80 GB"),
     ):
         done = subprocess.run(
             [sys.executable, str(site / "bin" / "kerple"), *arguments],
