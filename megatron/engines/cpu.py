@@ -61,17 +61,15 @@ def _bounds_of(call: Call) -> DecayBounds | None:
 
 def _current_backend() -> Backend:
     library = load_library()
-    return _torch_backend() if library is None else _compiled_backend(library)
+    return _TORCH if library is None else _compiled_backend(library)
+
+
+_TORCH = TorchBackend()
 
 
 @functools.cache
 def _compiled_backend(library: Any) -> Backend:
     return CompiledBackend(library)
-
-
-@functools.cache
-def _torch_backend() -> Backend:
-    return TorchBackend()
 
 
 def _forward(call: Call, bounds: DecayBounds | None, backend: Backend) -> Made:

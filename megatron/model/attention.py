@@ -5,9 +5,7 @@ Shape suffixes: B batch, L length, H heads (of this rank), D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from einops import rearrange
@@ -19,13 +17,7 @@ from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharp
 from megatron.model.learned_numbers import at_least_fp32
 from megatron.model.position_base import Tables
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.mpu import (
-    ColumnParallelLinear,
-    InitMethod,
-    RowParallelLinear,
-    TensorParallel,
-    per_head_parameter,
-)
+from megatron.mpu import ColumnParallelLinear, Projections, TensorParallel, per_head_parameter
 from megatron.mpu.collectives import copy_to_group
 
 
@@ -63,19 +55,16 @@ class SelfAttention(nn.Module):
         num_heads: int,
         kv_heads: int,
         *,
+        linear: Projections,
         terms: ScoreTerms,
         qk_norm: nn.Module | None,
-        init: InitMethod,
-        output_init: InitMethod,
-        generators: Callable[[str], torch.Generator],
-        bias: bool,
         dropout: float,
         window: int | None,
         engine: str,
         pruning: bool,
-        tp: TensorParallel,
     ) -> None:
         super().__init__()
+        self.tp = tp = linear.tp
         tp.slice_of(num_heads, "num_attention_heads")  # whole heads only
         tp.slice_of(kv_heads, "num_kv_heads")
         if num_heads % kv_heads:
@@ -83,38 +72,28 @@ class SelfAttention(nn.Module):
         self.head_dim = hidden_size // num_heads
         self.queries_per_key = num_heads // kv_heads
         self.dropout, self.window = dropout, window
-        self.engine, self.pruning, self.tp = engine, pruning, tp
+        self.engine, self.pruning = engine, pruning
         self.documents_apart = terms.documents_apart
         self.positions_restart = terms.positions_restart
         self.rotary, self.qk_layernorm = terms.rotary, qk_norm
-        column = partial(
-            ColumnParallelLinear, hidden_size, init=init, input_is_shared=terms.forget_gate, tp=tp
-        )
         key_size = hidden_size // self.queries_per_key
-        self.query_key_value = column(
+        self.query_key_value = linear.column(
+            "attention.query_key_value",
+            hidden_size,
             hidden_size + 2 * key_size,
             # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
             parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
-            bias=bias,
-            generator=generators("attention.query_key_value"),
+            input_is_shared=terms.forget_gate,
         )
-        # the gate as its authors': drawn as every matrix, a bias that starts at 0
-        self.forget_gate = (
-            column(num_heads, generator=generators("attention.forget_gate"))
-            if terms.forget_gate
-            else None
-        )
+        self.forget_gate: ColumnParallelLinear | None = None
+        if terms.forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
+            self.forget_gate = linear.column(
+                "attention.forget_gate", hidden_size, num_heads, bias=True, input_is_shared=True
+            )
         self.sinks = per_head_parameter(0.0, num_heads, tp) if terms.sinks else None
         start = terms.softmax_scale
         self.softmax_scale = None if start is None else per_head_parameter(start, num_heads, tp)
-        self.dense = RowParallelLinear(
-            hidden_size,
-            hidden_size,
-            bias=bias,
-            init=output_init,
-            generator=generators("attention.dense"),
-            tp=tp,
-        )
+        self.dense = linear.row("attention.dense", hidden_size, hidden_size)
 
     def forward(
         self,

@@ -39,6 +39,7 @@ from megatron.mpu import (
     SERIAL,
     ColumnParallelLinear,
     InitMethod,
+    Projections,
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
@@ -184,14 +185,21 @@ class LayerFactory:
     def transformer_layer(self, number: int) -> TransformerLayer:
         """Layer `number` of the stack, counted from 0."""
         spec = self.spec
-        generators = partial(seeded_generator, spec.seed, FIRST_LAYER + number)
+        linear = partial(
+            Projections,
+            self._init(spec.init_method),
+            self._init(spec.output_layer_init_method),
+            partial(seeded_generator, spec.seed, FIRST_LAYER + number),
+            tp=self.tp,
+        )
+        mlp = linear(bias=spec.use_bias_in_mlp)
         shared, cls = self.has_shared_tables, self.position_class
         shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
         return TransformerLayer(
             input_norm=self._norm(),
-            attention=self._attention(generators),
+            attention=self._attention(linear(bias=spec.use_bias_in_attn_linear)),
             mlp_norm=None if shares_norm else self._norm(),
-            mlp=self._mlp(generators),
+            mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
             table_names=cls.table_names if shared and issubclass(cls, TableEmbedding) else (),
             own_tables=None if shared else self._positions(TableEmbedding, layer=number),
             hidden_dropout=spec.hidden_dropout,
@@ -203,23 +211,18 @@ class LayerFactory:
 
     def untied_head(self) -> UntiedHead:
         spec = self.spec
-        init = self._init(spec.init_method)
-        generator = seeded_generator(spec.seed, "final_linear")
         sizes = (spec.hidden_size, spec.padded_vocab_size)
+        how: dict[str, Any] = {
+            "init": self._init(spec.init_method),
+            "generator": seeded_generator(spec.seed, "final_linear"),
+            "bias": False,
+            "tp": self.tp,
+        }
         linear: ColumnParallelLinear | RowParallelLinear
         if spec.output_layer_parallelism == "row":
-            linear = RowParallelLinear(
-                *sizes,
-                init=init,
-                generator=generator,
-                bias=False,
-                input_is_split=False,
-                tp=self.tp,
-            )
+            linear = RowParallelLinear(*sizes, input_is_split=False, **how)
         else:
-            linear = ColumnParallelLinear(
-                *sizes, init=init, generator=generator, bias=False, tp=self.tp
-            )
+            linear = ColumnParallelLinear(*sizes, **how)
         return UntiedHead(linear, in_loss=self.pipelined)
 
     def _positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
@@ -246,7 +249,7 @@ class LayerFactory:
             hidden_size=spec.hidden_size,
         )
 
-    def _attention(self, generators: Callable[[str], torch.Generator]) -> SelfAttention:
+    def _attention(self, linear: Projections) -> SelfAttention:
         spec = self.spec
         start = softmax_scale_start(spec.seq_length, spec.attention_window)
         terms = ScoreTerms(
@@ -261,17 +264,13 @@ class LayerFactory:
             spec.hidden_size,
             spec.num_attention_heads,
             spec.kv_heads,
+            linear=linear,
             terms=terms,
             qk_norm=self._qk_norm(),
-            init=self._init(spec.init_method),
-            output_init=self._init(spec.output_layer_init_method),
-            generators=generators,
-            bias=spec.use_bias_in_attn_linear,
             dropout=spec.attention_dropout,
             window=spec.attention_window,
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
-            tp=self.tp,
         )
 
     def _qk_norm(self) -> nn.Module | None:
@@ -281,19 +280,6 @@ class LayerFactory:
             return None
         shape = (spec.num_attention_heads, spec.head_dim)
         return nn.LayerNorm(shape, eps=spec.layernorm_epsilon, bias=spec.use_bias_in_norms)
-
-    def _mlp(self, generators: Callable[[str], torch.Generator]) -> MLP:
-        spec = self.spec
-        return MLP(
-            spec.hidden_size,
-            spec.ffn_size,
-            activation=spec.activation_name,
-            bias=spec.use_bias_in_mlp,
-            init=self._init(spec.init_method),
-            output_init=self._init(spec.output_layer_init_method),
-            generators=generators,
-            tp=self.tp,
-        )
 
 
 def _check_restarts(embedding: InputEmbedding, pos_emb: str) -> None:

@@ -8,9 +8,6 @@ integers among them, say where the document of each token begins, if documents a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,7 +15,7 @@ from megatron.model.attention import LayerCache, SelfAttention
 from megatron.model.embedding import State
 from megatron.model.layer_formulas import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
-from megatron.mpu import SERIAL, ColumnParallelLinear, InitMethod, RowParallelLinear, TensorParallel
+from megatron.mpu import Projections
 
 
 def pack(hidden: Tensor, starts: Tensor | None, tables: Tables) -> State:
@@ -132,37 +129,15 @@ class MLP(nn.Module):
     """h -> 4h -> h, or with a gate: half of the first projection multiplies the other."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: str,
-        bias: bool,
-        init: InitMethod,
-        output_init: InitMethod,
-        generators: Callable[[str], torch.Generator],
-        tp: TensorParallel = SERIAL,
+        self, hidden_size: int, intermediate_size: int, activation: str, linear: Projections
     ) -> None:
         super().__init__()
         self.activation = activation_named(activation)
-        parts = 2 if activation in GATED else 1
-        self.dense_h_to_4h = ColumnParallelLinear(
-            hidden_size,
-            parts * intermediate_size,
-            parts=[intermediate_size] * parts,
-            bias=bias,
-            init=init,
-            generator=generators("mlp.dense_h_to_4h"),
-            tp=tp,
+        parts = [intermediate_size] * (2 if activation in GATED else 1)
+        self.dense_h_to_4h = linear.column(
+            "mlp.dense_h_to_4h", hidden_size, sum(parts), parts=parts
         )
-        self.dense_4h_to_h = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=bias,
-            init=output_init,
-            generator=generators("mlp.dense_4h_to_h"),
-            tp=tp,
-        )
+        self.dense_4h_to_h = linear.row("mlp.dense_4h_to_h", intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))

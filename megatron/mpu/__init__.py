@@ -12,6 +12,7 @@ from megatron.mpu.collectives import (
 from megatron.mpu.parallel_layers import (
     ColumnParallelLinear,
     InitMethod,
+    Projections,
     RowParallelLinear,
     VocabParallelEmbedding,
     init_method,
@@ -24,6 +25,7 @@ __all__ = [
     "ColumnParallelLinear",
     "InitMethod",
     "ParallelState",
+    "Projections",
     "RowParallelLinear",
     "TensorParallel",
     "VocabParallelEmbedding",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError, EvaluationError
 from megatron.launcher.environment import LOOPBACK, DistributedEnvironment, environment_for
+from megatron.machine import settle_accelerator
 from megatron.mpu.collectives import ParallelState, initialize_parallel
 
 if TYPE_CHECKING:
@@ -58,9 +59,8 @@ def pick_device(local_rank: int = 0) -> torch.device:
 
     LOCAL_RANK is set to its index, because DeepSpeed chooses the device by it again.
     """
+    settle_accelerator()
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind is None:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would search, and say so
     if kind is None or os.environ.get("DS_ACCELERATOR") == "cpu":
         return torch.device("cpu")
     index = device_index(local_rank, torch.accelerator.device_count())

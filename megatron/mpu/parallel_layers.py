@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +186,35 @@ class RowParallelLinear(_SplitLinear):
             return F.linear(x, self.weight, self.bias)
         y = reduce_from_group(F.linear(x, self.weight), self.tp)
         return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Makes the linear layers of one block, each drawn under its own name."""
+
+    init: InitMethod
+    output_init: InitMethod
+    generators: Callable[[str], torch.Generator]
+    bias: bool
+    tp: TensorParallel
+
+    def column(
+        self, name: str, input_size: int, output_size: int, **options: Any
+    ) -> ColumnParallelLinear:
+        given = {"bias": self.bias, "init": self.init, "tp": self.tp, **options}
+        return ColumnParallelLinear(
+            input_size, output_size, generator=self.generators(name), **given
+        )
+
+    def row(self, name: str, input_size: int, output_size: int) -> RowParallelLinear:
+        return RowParallelLinear(
+            input_size,
+            output_size,
+            init=self.output_init,
+            generator=self.generators(name),
+            bias=self.bias,
+            tp=self.tp,
+        )
 
 
 class VocabParallelEmbedding(nn.Module):

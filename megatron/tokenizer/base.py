@@ -67,6 +67,8 @@ class Tokenizer(ABC):
     """Text to token ids and back."""
 
     name: ClassVar[str] = ""
+    _eod: int
+    _digest: str
 
     @property
     @abstractmethod
@@ -74,9 +76,9 @@ class Tokenizer(ABC):
         """Number of ids, before padding."""
 
     @property
-    @abstractmethod
     def eod(self) -> int:
         """The id that ends a document."""
+        return self._eod
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]: ...
@@ -88,9 +90,9 @@ class Tokenizer(ABC):
         """Many texts at once; libraries that can do this faster override it."""
         return [self.tokenize(text) for text in texts]
 
-    @abstractmethod
     def fingerprint(self) -> str:
         """Changes whenever the same text may get other ids; kept beside the data."""
+        return self._digest
 
 
 Builder = Callable[[TokenizerFiles], Tokenizer]

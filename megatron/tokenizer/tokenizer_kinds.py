@@ -45,10 +45,6 @@ class _LibraryTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         return self._library.get_vocab_size()
 
-    @property
-    def eod(self) -> int:
-        return self._eod
-
     def tokenize(self, text: str) -> list[int]:
         return list(self._library.encode(_valid(text), add_special_tokens=self._special).ids)
 
@@ -59,9 +55,6 @@ class _LibraryTokenizer(Tokenizer):
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         return self._library.decode(list(token_ids), skip_special_tokens=False)
-
-    def fingerprint(self) -> str:
-        return self._digest
 
 
 @register("GPT2BPETokenizer")
@@ -189,16 +182,16 @@ def _valid(text: str) -> str:
 class CharLevelTokenizer(Tokenizer):
     """NeoX's numbers: 512 ids, of which 0 to 255 are bytes; 0 ends a document, 1 pads."""
 
+    pad = 1
+    _eod = 0
+    _digest = "bytes-512"
+
     def __init__(self, files: TokenizerFiles | None = None) -> None:
-        self.pad = 1
+        """It needs no files."""
 
     @property
     def vocab_size(self) -> int:
         return 512
-
-    @property
-    def eod(self) -> int:
-        return 0
 
     def tokenize(self, text: str) -> list[int]:
         # Lone surrogates, as in damaged JSON, become the replacement character's bytes.
@@ -207,9 +200,6 @@ class CharLevelTokenizer(Tokenizer):
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Ids that are not bytes are skipped; broken UTF-8 shows as the replacement character."""
         return bytes(i for i in token_ids if 0 < i < 256).decode("utf-8", "replace")
-
-    def fingerprint(self) -> str:
-        return "bytes-512"
 
 
 @register("SPMTokenizer")
@@ -240,18 +230,11 @@ class SPMTokenizer(Tokenizer):
     def vocab_size(self) -> int:
         return int(self._library.GetPieceSize())
 
-    @property
-    def eod(self) -> int:
-        return self._eod
-
     def tokenize(self, text: str) -> list[int]:
         return list(self._library.EncodeAsIds(text.encode("utf-8", "replace").decode()))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         return str(self._library.DecodeIds([int(i) for i in token_ids]))
-
-    def fingerprint(self) -> str:
-        return self._digest
 
 
 # TiktokenTokenizer: an OpenAI encoding by name, or a local ``.tiktoken`` file.
@@ -280,14 +263,11 @@ class TiktokenTokenizer(Tokenizer):
         else:
             self._library = _from_name(str(source))
             self._digest = f"tiktoken:{source}"
+        self._eod = int(self._library.eot_token)
 
     @property
     def vocab_size(self) -> int:
         return int(self._library.n_vocab)
-
-    @property
-    def eod(self) -> int:
-        return int(self._library.eot_token)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._library.encode_ordinary(text))
@@ -298,9 +278,6 @@ class TiktokenTokenizer(Tokenizer):
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         return str(self._library.decode([int(i) for i in token_ids]))
-
-    def fingerprint(self) -> str:
-        return self._digest
 
 
 def _from_file(path: Path):  # type: ignore[no-untyped-def]  # tiktoken is imported on use

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from megatron.model.kernel_theory import effective_length
 from megatron.model.position_base import TableEmbedding, Tables
 from megatron.mpu import TensorParallel
+from megatron.mpu.collectives import gather_from_group
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, StepReport, Trainer
 
@@ -212,15 +213,6 @@ def gathered(engine: Any, kernel: nn.Module, *, write: bool = False) -> Abstract
     )
 
 
-def all_heads(values: Tensor, tp: TensorParallel, dim: int = 0) -> Tensor:
-    """The values of every tensor-parallel rank's heads, in order."""
-    if tp.size == 1:
-        return values
-    parts = [torch.empty_like(values) for _ in range(tp.size)]
-    dist.all_gather(parts, values.contiguous(), group=tp.group)
-    return torch.cat(parts, dim=dim)
-
-
 class RecordKernels(Hook):
     """r1, r2, ... and the effective length of each head, every `interval` steps."""
 
@@ -241,7 +233,7 @@ class RecordKernels(Hook):
         for number, kernel in enumerate(kernels):
             with gathered(trainer.stepper.engine, kernel):
                 values = {
-                    name: all_heads(value.float(), trainer.parallel.tp).tolist()
+                    name: gather_from_group(value.float(), trainer.parallel.tp).tolist()
                     for name, value in kernel.kernel_values().items()
                 }
                 lengths = self._effective_lengths(kernel, trainer.parallel.tp)
@@ -258,7 +250,7 @@ class RecordKernels(Hook):
             return None
         tables: Tables = kernel(20_481)
         assert tables.bias is not None
-        return effective_length(all_heads(tables.bias, tp))
+        return effective_length(gather_from_group(tables.bias.T, tp).T)
 
 
 class ProjectKernels(Hook):

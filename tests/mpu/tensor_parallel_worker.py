@@ -11,16 +11,9 @@ import torch.distributed as dist
 
 from megatron.model import GPTModel, ModelSpec
 from megatron.mpu import SERIAL, TensorParallel, vocab_parallel_cross_entropy
+from tests.model import small_spec
 
-SPEC = ModelSpec(
-    padded_vocab_size=96,
-    num_layers=2,
-    hidden_size=32,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    pos_emb="kerple_log",
-    no_weight_tying=True,
-)
+SPEC = small_spec.SPEC.replace(no_weight_tying=True)
 VARIANTS = {
     "column head": SPEC,
     "row head": SPEC.replace(output_layer_parallelism="row"),

@@ -38,12 +38,13 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.mpu import ParallelState, initialize_parallel
+from megatron.mpu.collectives import gather_from_group
 from megatron.mpu.job import set_seeds, start_distributed
 from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.batches import build_streams
 from megatron.training.engine import build_engine, build_module
-from megatron.training.progress_hooks import all_heads, gathered, kernel_modules
+from megatron.training.progress_hooks import gathered, kernel_modules
 from megatron.training.resharding import write_universal
 from megatron.training.run import find_vocabulary
 from megatron.training.trainer import build_stepper
@@ -289,7 +290,7 @@ def kernel_values(engine: Any, tp: Any) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for number, kernel in enumerate(kernel_modules(engine.module)):
         for name, parameter in kernel.named_parameters():
-            values = all_heads(master(engine, parameter), tp, dim=parameter.dim() - 1)
+            values = gather_from_group(master(engine, parameter), tp)
             found[f"{number}.{name}"] = values.flatten().tolist()
     return found
 
