@@ -15,7 +15,16 @@ from megatron.paper.run_results import ALPHA, Cell, ResultSet, RunResults, compa
 from megatron.paper.suite_file import Contrast, Rounding
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 
-__all__ = ["Difference", "contrast_table", "kind_of", "loss_from", "perplexities"]
+__all__ = [
+    "Difference",
+    "contrast_table",
+    "is_settled",
+    "kind_of",
+    "loss_from",
+    "perplexities",
+]
+
+FEWEST_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -28,17 +37,16 @@ class Difference:
 
     @property
     def settled(self) -> bool:
-        return self.p_value is not None and self.p_value < ALPHA
+        return is_settled(self.p_value, self.seeds)
 
     @property
     def percent(self) -> float:
         return 100 * math.expm1(self.nats)
 
-    @property
-    def verdict(self) -> str:
-        if not self.settled:
-            return "not settled"
-        return "lower" if self.nats < 0 else "higher"
+
+def is_settled(p_value: float | None, seeds: int) -> bool:
+    """Whether a difference counts; with two seeds a small p is easily luck."""
+    return seeds >= FEWEST_SEEDS and p_value is not None and p_value < ALPHA
 
 
 def kind_of(item: RunResults) -> str:
@@ -119,7 +127,8 @@ def contrast_table(key: str, contrast: Contrast, results: ResultSet, split: str)
     caption = (
         "Difference of the first to the second in percent of perplexity, mean over the seeds that "
         "both have (their number in brackets) and p of a paired two-sided t-test; with p < "
-        f"{ALPHA:g} the difference counts (bold), otherwise it is not settled. Split: {split}."
+        f"{ALPHA:g} and at least {FEWEST_SEEDS} seeds the difference counts (bold), otherwise it "
+        f"is not settled. Split: {split}."
     )
     return Table(key, caption, shown)
 

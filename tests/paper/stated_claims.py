@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.run_results import ALPHA
+from megatron.paper.contrasts import is_settled
 from megatron.paper.tables import published_cells
 
 __all__ = ["check_page", "sentences"]
@@ -33,6 +33,7 @@ __all__ = ["check_page", "sentences"]
 class _Value:
     mean: float
     p_value: float | None = None
+    seeds: int = 0
 
 
 _Block = dict[str, dict[str, _Value]]
@@ -141,9 +142,9 @@ def _failure(statement: str, results: Path) -> str:
             holds = _RELATIONS[found["relation"]](value.mean, other.mean)
         if not holds:
             return f"does not hold: {value.mean:.5g} and {other.mean:.5g} at {row}"
-        settled = value.p_value is not None and value.p_value < ALPHA
+        settled = is_settled(value.p_value, value.seeds)
         if found["test"] and settled == found["test"].startswith(", not"):
-            return f"p is {value.p_value} at {row}"
+            return f"p is {value.p_value} with {value.seeds} seeds at {row}"
     return ""
 
 
@@ -195,7 +196,7 @@ def _tables(table: str, results: Path) -> dict[str, _Block]:
             p_value = float(row["p_value"]) if row["p_value"] else None
             column = f"{row['group']} {row['column']}".strip()
             place = blocks.setdefault(row["block"], {}).setdefault(column, {})
-            place[row["row"]] = _Value(float(row["mean"]), p_value)
+            place[row["row"]] = _Value(float(row["mean"]), p_value, int(row["seeds"] or 0))
     return blocks
 
 

@@ -12,7 +12,13 @@ from scipy import stats
 
 from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import PositionEntry
-from megatron.paper.contrasts import beyond_window, contrast_table, difference, perplexities
+from megatron.paper.contrasts import (
+    Difference,
+    beyond_window,
+    contrast_table,
+    difference,
+    perplexities,
+)
 from megatron.paper.pages import to_markdown
 from megatron.paper.run_files import done_steps, step_names
 from megatron.paper.run_results import Positions, ResultSet, RunResults, read_run
@@ -49,7 +55,8 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     assert found.nats == pytest.approx(sum(logs[0]) / 2 - sum(logs[1]) / 2)
     assert found.p_value == pytest.approx(float(stats.ttest_rel(*logs).pvalue))
     assert not found.settled
-    assert found.verdict == "not settled"
+    assert not Difference(-0.1, 0.001, seeds=2).settled
+    assert Difference(-0.1, 0.001, seeds=3).settled
 
 
 def test_growth_is_settled_only_by_its_p_value() -> None:

@@ -92,7 +92,7 @@ def test_true_evidence_passes(tmp_path: Path, evidence: str) -> None:
         ("small/main[Code]: KERPLE-log@4096 < ALiBi@4096", "does not hold: 4.5 and 4.25 at 4096"),
         ("small/main[Code]: KERPLE-log@* < ALiBi@*", "does not hold: 4.5 and 4.25 at 4096"),
         ("small/main[Code]: KERPLE-log@4096 = 4.6", "does not hold"),
-        ("small/tests: 4096@log against ALiBi > 0, not settled", "p is 0.01"),
+        ("small/tests: 4096@log against ALiBi > 0, not settled", "p is 0.01 with 3 seeds"),
         ("small/tests: 4096@log against T5 < 0, settled", "p is 0.4"),
         ("small/main: ALiBi@128 < 7", "no block None (have Code, Prose)"),
         ("small/main[Code]: T5@128 < 7", "no column 'T5' (have KERPLE-log, ALiBi)"),
