@@ -9,6 +9,7 @@ another way, which costs less for each call.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -113,13 +114,13 @@ _TENSORS = (
 )
 _MADE = "Tensor out, Tensor lse"
 _SETTINGS = "SymInt? window, float scale, bool pruning"
+_FORWARD = f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)"
+_BACKWARD = f"({_MADE}, Tensor grad, bool[] needed, {_TENSORS}, {_SETTINGS}) -> Tensor[]"
+# Compiled code on disk is found by an operator's name: another version's must have another name.
+_VERSION = hashlib.sha256((_FORWARD + _BACKWARD).encode()).hexdigest()[:8]
 
 
-@torch.library.custom_op(
-    "kerple::tiled_attention",
-    mutates_args=(),
-    schema=f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)",
-)
+@torch.library.custom_op(f"kerple::tiled_attention_{_VERSION}", mutates_args=(), schema=_FORWARD)
 def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _call_of(arguments)
     check_first_key(call)
@@ -139,9 +140,7 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op(
-    "kerple::tiled_attention_backward",
-    mutates_args=(),
-    schema=f"({_MADE}, Tensor grad, bool[] needed, {_TENSORS}, {_SETTINGS}) -> Tensor[]",
+    f"kerple::tiled_attention_backward_{_VERSION}", mutates_args=(), schema=_BACKWARD
 )
 def _backward_operator(
     out: Tensor, lse: Tensor, grad: Tensor, needed: Sequence[bool], *arguments: Any
