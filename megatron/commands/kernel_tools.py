@@ -151,6 +151,7 @@ PLOT = """Draw the kernels of a checkpoint, of a method or of a class of yours.
 tools/plot_kernels.py runs/laptop                          the kernels that a run has learned
 tools/plot_kernels.py kerple_log alibi --heads 8           methods as they start
 tools/plot_kernels.py examples.custom_kernel:RationalKernel  a class of your own
+tools/plot_kernels.py --framework --out pictures           the paper's Figure 1
 
 Each picture has the bias (or weight) over distance, a line per head, and the matrix over queries
 and keys that attention sees, for the heads that reach least and furthest.
@@ -277,7 +278,10 @@ def _plot_options(argv: Sequence[str] | None) -> argparse.Namespace:
         description=PLOT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="+", metavar="RUN|METHOD|MODULE:CLASS")
+    parser.add_argument("names", nargs="*", metavar="RUN|METHOD|MODULE:CLASS")
+    parser.add_argument(
+        "--framework", action="store_true", help="the paper's Figure 1, as framework.png"
+    )
     parser.add_argument(
         "--out", type=Path, help="folder of the pictures (default: the run's, or .)"
     )
@@ -287,6 +291,8 @@ def _plot_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64, help="of a method (64)")
     add_allow_kernel_argument(parser)
     options = parser.parse_args(argv)
+    if not options.names and not options.framework:
+        parser.error("name a run, a method or module:Class, or use --framework")
     for name, most in (("length", 1 << 24), ("heads", 1024), ("head_dim", 4096)):
         if getattr(options, name) is not None and not 1 <= getattr(options, name) <= most:
             parser.error(f"--{name.replace('_', '-')}: must be from 1 to {most}")
@@ -303,4 +309,14 @@ def plot_kernels(argv: Sequence[str] | None = None) -> int:
         check_writable(path, "--out")
         draw(drawn, path)
         print(path, flush=True)
+    if options.framework:
+        _draw_framework((options.out or Path()) / "framework.png")
     return 0
+
+
+def _draw_framework(path: Path) -> None:
+    from megatron.paper.kernel_figures import framework_illustration
+
+    check_writable(path, "--out")
+    framework_illustration().savefig(path, dpi=120)
+    print(path, flush=True)

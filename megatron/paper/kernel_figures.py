@@ -1,4 +1,4 @@
-"""Figures of the learned kernels: their functions, how far they look, how they got there."""
+"""Figures of kernels: their functions, how far they look, how they got there, what they do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
@@ -22,6 +23,7 @@ from megatron.paper.suite_file import DataSet
 
 __all__ = [
     "effective_lengths",
+    "framework_illustration",
     "kernel_bias",
     "kernel_functions",
     "kernels_on_paper_axes",
@@ -276,3 +278,64 @@ def kernel_bias(
     with torch.no_grad():
         bias = embedding(length).bias
     return None if bias is None else bias.double().numpy()
+
+
+_TRAINED, _TESTED = 3, 4
+_COLORS = {"content": "#DCE9F5", "kernel": "#FBE3CC", "sum": "#DDEFE3"}
+
+
+def framework_illustration() -> Figure:
+    """Figure 1: scores plus the kernel of the distance; the last row is only met after training.
+
+    Three learned numbers per head (3-para-log), whatever the length: a longer sequence needs no
+    new parameters, only larger distances.
+    """
+    with style.figure_style():
+        figure = style.new_figure(3, width=2.9, height=4.3)
+        panels = figure.subplots(1, 3)
+        _matrix(panels[0], "content", lambda m, n: f"$q_{m}^\\top k_{n}$")
+        _matrix(panels[1], "kernel", lambda m, n: f"$\\tilde k({m - n})$")
+        _matrix(panels[2], "sum", lambda m, n: f"$a_{{{m},{n}}}$")
+        panels[0].set_title("what the tokens say", loc="center")
+        panels[1].set_title("how far apart they are", loc="center")
+        panels[2].set_title("attention", loc="center")
+        for axes, sign in ((panels[0], "+"), (panels[1], "→")):
+            axes.text(
+                1.12, 0.5, sign, transform=axes.transAxes, fontsize=24, ha="center", va="center"
+            )
+        panels[0].set_xlabel(
+            "a row per query, a column per key;\ndashed: only met after training at 3", labelpad=8
+        )
+        panels[1].set_xlabel(
+            r"$\tilde k(d) = -r_1\,\log(1 + r_2\,d^{\,r_3})$" "\nthree numbers per head, learned",
+            labelpad=8,
+        )
+        panels[2].set_xlabel("softmax of each row,\nwhich needs no constant added", labelpad=8)
+    return figure
+
+
+def _matrix(axes: Axes, kind: str, text: Callable[[int, int], str]) -> None:
+    """A lower triangle of squares; rows beyond the training length are dashed."""
+    for m in range(1, _TESTED + 1):
+        for n in range(1, m + 1):
+            beyond = m > _TRAINED
+            axes.add_patch(
+                Rectangle(
+                    (n - 1 + 0.05, m - 1 + 0.05),
+                    0.9,
+                    0.9,
+                    facecolor="white" if beyond else _COLORS[kind],
+                    edgecolor="#666666",
+                    linestyle="--" if beyond else "-",
+                    linewidth=1.2,
+                )
+            )
+            axes.text(n - 0.5, m - 0.5, text(m, n), ha="center", va="center", fontsize=11)
+    axes.set_xlim(0, _TESTED)
+    axes.set_ylim(_TESTED, 0)
+    axes.set_aspect("equal")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.grid(visible=False)
+    for side in axes.spines.values():
+        side.set_visible(False)

@@ -9,7 +9,11 @@ import pytest
 
 from megatron.evaluation.results_schema import PositionEntry
 from megatron.paper.claims import check_claims
-from megatron.paper.kernel_figures import kernels_on_paper_axes, kernels_over_training
+from megatron.paper.kernel_figures import (
+    framework_illustration,
+    kernels_on_paper_axes,
+    kernels_over_training,
+)
 from megatron.paper.position_figures import BINS, binned, positionwise_perplexity, smoothed
 from megatron.paper.run_results import Positions, ResultSet, RunResults
 from megatron.paper.style import EndLabel, direct_labels, figure_style, new_figure
@@ -111,6 +115,12 @@ def test_kernels_on_the_papers_axes_are_not_cut() -> None:
     assert lowest == pytest.approx(-np.log1p(4096.0), rel=1e-5)
     assert axes.get_ylim()[0] <= lowest and axes.get_xscale() == "linear"
     assert kernels_on_paper_axes(ResultSet(()), [STDLIB], 2, 4096) is None
+
+
+def test_figure_1_has_a_last_row_that_training_never_met() -> None:
+    for axes in framework_illustration().axes:
+        dashed = [patch for patch in axes.patches if patch.get_linestyle() == "--"]
+        assert (len(axes.patches), len(dashed)) == (10, 4)
 
 
 def test_kernels_over_training_have_a_line_per_head() -> None:

@@ -46,3 +46,8 @@ def test_nothing_to_draw_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert run("plot_kernels", [name]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert [line[:7] for line in lines if not line.startswith("warning: ")] == ["error: "]
+
+
+def test_the_papers_figure_1_is_one_command(tmp_path: Path) -> None:
+    assert run("plot_kernels", ["--framework", "--out", str(tmp_path)]) == 0
+    assert drawn(tmp_path / "framework.png")
