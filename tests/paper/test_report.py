@@ -214,7 +214,7 @@ def test_recall_has_its_own_table_and_figure(tmp_path: Path) -> None:
     assert float(cell["mean"]) == pytest.approx(100 * 0.45)
     assert cell["seeds"] == "1"
 
-    path = suite.run_directory(tmp_path, run) / "results" / "step800_recall.json"
+    path = suite.run_directory(tmp_path, run) / "results" / "step1500_recall.json"
     content = json.loads(path.read_text())
     content["results"]["grid"].pop()
     path.write_text(json.dumps(content))
