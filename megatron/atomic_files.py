@@ -20,21 +20,6 @@ from typing import Any, BinaryIO
 from megatron.errors import OutputError
 from megatron.machine import is_running
 
-__all__ = [
-    "atomic_writer",
-    "check_folder_writable",
-    "check_writable",
-    "fingerprint",
-    "new_directory",
-    "publish",
-    "read_json",
-    "remove_leftovers",
-    "sync_directory",
-    "temporary_name",
-    "write_json",
-    "write_text",
-]
-
 # Some file systems refuse to open or sync a directory.
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 

@@ -6,25 +6,6 @@ keeps its traceback.
 
 from __future__ import annotations
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DownloadError",
-    "EngineError",
-    "EvaluationError",
-    "GenerationError",
-    "KernelAnalysisError",
-    "KerpleError",
-    "MissingPackageError",
-    "NonFiniteError",
-    "OutputError",
-    "PositionalEmbeddingError",
-    "ReproduceError",
-    "TokenizerError",
-    "UnknownPositionalEmbeddingError",
-]
-
 
 class KerpleError(ValueError):
     """What all errors below are."""

@@ -23,22 +23,6 @@ from typing import TextIO
 
 from megatron.errors import KerpleError, MissingPackageError
 
-__all__ = [
-    "EXIT_BROKEN_PIPE",
-    "EXIT_INTERRUPTED",
-    "EXIT_REQUEUE",
-    "EXIT_USER_ERROR",
-    "describe_error",
-    "install_command",
-    "leave_until_started",
-    "leaving_at_once",
-    "print_error",
-    "require",
-    "run_command",
-    "say_next",
-    "shown_command",
-]
-
 EXIT_USER_ERROR = 2
 EXIT_REQUEUE = 75  # sysexits.h: "temporary failure; try again": the sbatch templates requeue on it
 EXIT_INTERRUPTED = 130

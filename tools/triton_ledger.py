@@ -29,8 +29,6 @@ from functools import cached_property
 from tools import compile_triton, sass
 from tools.compile_triton import Configuration, Report
 
-__all__ = ["Entry", "entries_of", "misses_of", "report", "whole_backward"]
-
 FLOP_PER_CLOCK = {80: 2048, 90: 4096}
 # products of a tile per kernel
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3, "band": 2, "steep band": 2}

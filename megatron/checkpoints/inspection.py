@@ -11,13 +11,12 @@ from torch import Tensor
 
 from megatron.checkpoints.reading import Checkpoint, Layout
 from megatron.checkpoints.safe_files import load_mapping
-from megatron.checkpoints.sharding import FIRST_LAYER, split_name
+from megatron.checkpoints.sharding import split_name
 from megatron.errors import CheckpointError
 from megatron.model.kernel_theory import effective_length
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_base import PositionOptions, TableEmbedding
 from megatron.model.position_names import build_positional_embedding
-
-__all__ = ["Difference", "compare", "describe", "kernel_of"]
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, object]:

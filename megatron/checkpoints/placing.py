@@ -22,8 +22,6 @@ from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import SCORE_TERMS
 
-__all__ = ["load_weights", "place_weights"]
-
 
 def load_weights(
     module: nn.Module,

@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_config
 from megatron.checkpoints.sharding import (
-    FIRST_LAYER,
     Sharding,
     canonical_shard,
     merge_shards,
@@ -29,14 +28,13 @@ from megatron.checkpoints.store import CHECKSUMS, TAG, CheckpointStore, problems
 from megatron.checkpoints.universal import PARAMETERS, is_universal, read_weights
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import (
     GATED_ACTIVATIONS,
     ModelArgs,
     intermediate_size_for,
 )
-
-__all__ = ["TOKENIZER", "Checkpoint", "Layout", "find_layout", "open_layout", "read_checkpoint"]
 
 # What lies in a directory: DeepSpeed's files, or Hugging Face's.
 

@@ -24,19 +24,6 @@ from megatron.mpu.job import set_seeds
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-__all__ = [
-    "LAYOUT",
-    "Resumed",
-    "check_layout",
-    "continue_streams",
-    "read_layout",
-    "resume",
-    "rng_file",
-    "rng_state",
-    "set_rng_state",
-    "write_layout",
-]
-
 
 @dataclass(frozen=True)
 class Resumed:

@@ -28,15 +28,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from megatron.checkpoints.store import ChecksummedFile, Sums
 from megatron.errors import CheckpointError
 
-__all__ = [
-    "SafeCheckpointEngine",
-    "host_copy",
-    "load_file",
-    "load_mapping",
-    "read_object",
-    "synced_save",
-]
-
 MAX_PICKLE_BYTES = 1 << 28
 MAX_MEMBERS = 1_000_000
 TORCH_NAMES = frozenset(

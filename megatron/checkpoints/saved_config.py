@@ -25,20 +25,6 @@ from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 if TYPE_CHECKING:
     from megatron.checkpoints.reading import Layout
 
-__all__ = [
-    "OURS_ALONE",
-    "RESOLVED",
-    "Difference",
-    "args_from",
-    "as_it_began",
-    "check_agreement",
-    "differences",
-    "is_ours",
-    "meaning_then",
-    "read_saved_config",
-    "tokenizer_of",
-]
-
 # Keys that tell our own files: others may have rope_scaling in them by another hand.
 OURS_ALONE = KEYS_OF_OURS - {"rope_scaling"}
 # Files that disagree on these still describe one model.

@@ -20,8 +20,6 @@ from megatron.errors import CheckpointError
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-__all__ = ["BackgroundSave", "publish", "save_checkpoint", "together", "write_configs"]
-
 T = TypeVar("T")
 ADVICE = (
     "Earlier checkpoints are untouched: free disk space or set `save` to another directory, then "

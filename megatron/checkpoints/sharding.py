@@ -20,28 +20,12 @@ from torch import Tensor
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.errors import CheckpointError
 from megatron.model.layer_formulas import GATED
-from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_names import canonical_name
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import ModelArgs
 
 if TYPE_CHECKING:
     from megatron.checkpoints.reading import Layout
-
-__all__ = [
-    "FIRST_LAYER",
-    "Sharding",
-    "canonical_shard",
-    "join_gate",
-    "merge_shards",
-    "official_kernel_names",
-    "read_zero3_shards",
-    "share_positions",
-    "split_name",
-    "split_weights",
-    "strip_prefix",
-    "with_rows",
-]
 
 _BUFFERS = (
     "attention.rotary_emb.",

@@ -25,20 +25,6 @@ from filelock import FileLock, Timeout
 from megatron.atomic_files import sync_directory, write_text
 from megatron.errors import CheckpointError
 
-__all__ = [
-    "CHECKSUMS",
-    "CheckpointStore",
-    "ChecksummedFile",
-    "checksum",
-    "hold",
-    "is_training_checkpoint",
-    "problems_of",
-    "read_checksums",
-    "release",
-    "tag_of",
-    "write_checksums",
-]
-
 TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
 MAX_LATEST = 4096
 

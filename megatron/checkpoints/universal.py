@@ -46,31 +46,6 @@ from megatron.checkpoints.sharding import Sharding, split_name, strip_prefix
 from megatron.errors import CheckpointError
 from megatron.mpu.parallel_layers import whole_shape
 
-__all__ = [
-    "INDEX",
-    "LATEST",
-    "MODEL_STATES",
-    "OPTIMIZER",
-    "PARAMETERS",
-    "STEP",
-    "TIED",
-    "WEIGHT",
-    "States",
-    "common_step",
-    "conversion_info",
-    "described",
-    "is_universal",
-    "model_states",
-    "note_cuts",
-    "optimizer_state",
-    "other_names",
-    "parameter_folders",
-    "progress_in_model_states",
-    "read_progress",
-    "read_states",
-    "read_weights",
-]
-
 PARAMETERS = "zero"
 OPTIMIZER = "optimizer_state.pt"
 INDEX = "universal.json"

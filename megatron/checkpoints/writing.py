@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.checkpoints.reading import Checkpoint
 from megatron.checkpoints.saved_config import RESOLVED
 from megatron.checkpoints.sharding import (
-    FIRST_LAYER,
     Sharding,
     official_kernel_names,
     split_name,
@@ -22,6 +21,7 @@ from megatron.checkpoints.sharding import (
 from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import ModelSpec
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.learned_numbers import constraint_named
 from megatron.model.position_base import DistanceKernel
 from megatron.model.position_names import canonical_name, positional_embedding_class
@@ -29,15 +29,6 @@ from megatron.model.positional_embeddings import alibi_slopes
 from megatron.neox_arguments import OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import KEYS_OF_OURS, SCORE_TERMS
-
-__all__ = [
-    "cast_weights",
-    "neox_config",
-    "neox_shard",
-    "neox_weights",
-    "write_native",
-    "write_neox",
-]
 
 Shards = list[dict[str, Tensor]]
 

@@ -17,16 +17,6 @@ import numpy as np
 from megatron.data.streams import TextFile, open_members
 from megatron.tokenizer import Tokenizer
 
-__all__ = [
-    "DOCUMENT_SPLITTERS",
-    "Chunk",
-    "EncodedChunk",
-    "Encoder",
-    "Problem",
-    "read_chunks",
-    "read_texts",
-]
-
 CHUNK_BYTES = 1 << 18
 PIECE_BYTES = 8 << 20  # a document longer than this is tokenized in pieces
 MAX_LINE_BYTES = 256 << 20

@@ -16,8 +16,6 @@ from megatron.data.package_text import PIP_DOWNLOAD, Package, collect_packages, 
 from megatron.data.recall_text import write_recall_corpus
 from megatron.errors import DataError, DownloadError
 
-__all__ = ["SOURCES", "Source", "fetch", "standard_library_files"]
-
 PILE = "https://the-eye.eu/public/AI/pile"
 COMPONENTS = "https://the-eye.eu/public/AI/pile_preliminary_components"
 COMPONENTS_2 = "https://mystic.the-eye.eu/public/AI/pile_preliminary_components"

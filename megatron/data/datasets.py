@@ -23,18 +23,6 @@ from megatron.errors import DataError
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.tokenizer import Tokenizer
 
-__all__ = [
-    "BlendedDataset",
-    "blending_order",
-    "build_datasets",
-    "check_documents_end",
-    "check_tokenizers",
-    "normalised_weights",
-    "sample_counts",
-    "samples_per_dataset",
-    "weights_by_num_documents",
-]
-
 
 def sample_counts(
     train_iters: int, eval_interval: int | None, eval_iters: int, global_batch: int

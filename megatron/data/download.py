@@ -25,8 +25,6 @@ from tqdm import tqdm
 from megatron.atomic_files import publish, read_json, write_json
 from megatron.errors import DownloadError
 
-__all__ = ["DownloadError", "RemoteFile", "download", "file_sha256"]
-
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 30.0

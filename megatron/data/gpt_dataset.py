@@ -25,20 +25,6 @@ from megatron.data.index_cache import Arrays, cached_arrays, default_cache_dir
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 
-__all__ = [
-    "SPLIT_NAMES",
-    "GPTDataset",
-    "SampleDataset",
-    "SampleIndex",
-    "build_sample_index",
-    "build_split_dataset",
-    "build_train_valid_test_datasets",
-    "number_of_epochs",
-    "parse_split",
-    "read_stream",
-    "split_bounds",
-]
-
 UINT32_SAMPLES = 2**32 - 2
 INT32_DOCUMENTS = 2**31 - 1
 

@@ -35,8 +35,6 @@ from filelock import FileLock, Timeout
 
 from megatron.atomic_files import atomic_writer
 
-__all__ = ["cached_arrays", "default_cache_dir", "read_entry", "user_cache_dir", "write_entry"]
-
 log = logging.getLogger(__name__)
 
 MAGIC = b"KNXINDEX"

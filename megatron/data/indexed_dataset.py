@@ -31,20 +31,6 @@ from megatron.atomic_files import read_json
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
-__all__ = [
-    "DTYPES",
-    "HEADER",
-    "MAGIC",
-    "IndexedDataset",
-    "bin_path",
-    "check_tokenizer",
-    "describe_tokenizer",
-    "idx_path",
-    "manifest_path",
-    "prefix_of",
-    "read_manifest",
-]
-
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[Any]] = {

@@ -12,15 +12,6 @@ from torch.utils.data import DataLoader
 from megatron.data.gpt_dataset import Sample, SampleDataset
 from megatron.errors import DataError
 
-__all__ = [
-    "BatchLoader",
-    "ResumableBatchSampler",
-    "build_data_loader",
-    "collate",
-    "document_starts",
-    "get_labels_and_mask",
-]
-
 Batch = dict[str, torch.Tensor]
 
 

@@ -29,8 +29,6 @@ from megatron.atomic_files import atomic_writer, read_json, write_json
 from megatron.data.download import file_sha256
 from megatron.errors import DataError, DownloadError
 
-__all__ = ["PIP_DOWNLOAD", "Package", "collect_packages", "package_record", "run_fetcher"]
-
 RECORD = "packages.json"
 PIP_DOWNLOAD = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
 

@@ -32,16 +32,6 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.base import count_characters, count_words
 from megatron.tokenizer.vocabularies import MERGES, VOCABULARY, train_byte_pairs, write_gpt2_files
 
-__all__ = [
-    "PrepareRequest",
-    "corpus_numbers",
-    "gpt2_files",
-    "prepare_corpus",
-    "print_problems",
-    "report",
-    "sample_counts_of_text",
-]
-
 log = logging.getLogger(__name__)
 
 LOCAL = "local files"

@@ -35,15 +35,6 @@ from megatron.data.writer import IndexedDatasetWriter, best_dtype
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
 
-__all__ = [
-    "Outcome",
-    "PreprocessOptions",
-    "available_cores",
-    "output_prefixes",
-    "preprocess",
-    "terminated_like_interrupted",
-]
-
 log = logging.getLogger(__name__)
 
 CHUNKS_PER_WORKER = 8  # how far reading may run ahead; bounds the memory

@@ -33,15 +33,6 @@ from string import ascii_lowercase, ascii_uppercase, digits
 
 from megatron.atomic_files import atomic_writer
 
-__all__ = [
-    "RECALL_KINDS",
-    "RecallText",
-    "digit_in_noise",
-    "mqar",
-    "passkey_in_noise",
-    "write_recall_corpus",
-]
-
 PAIRS = 4
 KEYS, VALUES = ascii_uppercase[:8], ascii_lowercase[:8]
 KEY_DIGITS = 4

@@ -19,8 +19,6 @@ import zstandard
 
 from megatron.errors import DataError
 
-__all__ = ["TextFile", "list_files", "open_members", "plain_suffix"]
-
 TEXT_SUFFIXES = frozenset(
     {".txt", ".text", ".raw", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".css", ".csv"}
     | {".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs"}

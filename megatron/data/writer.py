@@ -29,8 +29,6 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.errors import DataError
 
-__all__ = ["IndexedDatasetWriter", "best_dtype", "merge_datasets"]
-
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_SEQUENCE = 2**31 - 1
 COPY_CHUNK = 1 << 24

@@ -16,19 +16,6 @@ from torch import Tensor
 
 from megatron.errors import EngineError
 
-__all__ = [
-    "OPERANDS",
-    "Call",
-    "Gradients",
-    "Made",
-    "check_first_key",
-    "checked",
-    "checked_call",
-    "key_origin",
-    "scale_of",
-    "sink_rows",
-]
-
 # The tensors of a call: its first fields, in the order in which engines pass them to autograd.
 OPERANDS = ("q", "k", "v", "bias", "weight", "key_bias", "first_key", "sink")
 

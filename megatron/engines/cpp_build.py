@@ -26,8 +26,6 @@ from filelock import FileLock, Timeout
 
 from megatron.errors import EngineError
 
-__all__ = ["load_library"]
-
 _SOURCES = Path(__file__).parent / "cpp"
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 _CPU_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes

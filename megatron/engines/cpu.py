@@ -24,8 +24,6 @@ from megatron.engines.cpu_compiled import CompiledBackend
 from megatron.engines.cpu_torch import TorchBackend
 from megatron.engines.pruning import DecayBounds, TileCount, decay_bounds
 
-__all__ = ["tiled_attention", "tiled_forward_with_count"]
-
 
 class Backend(Protocol):
     """What C++ and PyTorch have in common; results are fp32.

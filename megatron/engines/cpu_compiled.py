@@ -16,8 +16,6 @@ from torch import Tensor
 from megatron.engines.call import Call, Gradients, Made, key_origin, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount
 
-__all__ = ["CompiledBackend"]
-
 _LOG2E = math.log2(math.e)
 _MARGIN = 64  # floats around a table that the engine may read, or write zeros to
 _TASKS_PER_THREAD = 4

@@ -21,8 +21,6 @@ from megatron.engines.call import Call, Gradients, Made, key_origin, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount, head_windows
 from megatron.engines.reference import flipped_view, reversed_table
 
-__all__ = ["TorchBackend"]
-
 _FORWARD_ROWS = 256
 _ROWS = 128
 _HEADS = 4

@@ -10,8 +10,6 @@ from torch import Tensor
 from megatron.engines.call import Call, checked, checked_call, scale_of
 from megatron.errors import EngineError
 
-__all__ = ["ENGINES", "attention", "choose_engine", "explain_engine"]
-
 ENGINES = ("auto", "naive", "tiled", "triton")
 
 # Scores beyond this are not made just because the better engines cannot run.

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from megatron.engines.call import Call
 
-__all__ = ["EPSILON_LOG2", "MIN_KEYS", "DecayBounds", "TileCount", "decay_bounds", "head_windows"]
-
 EPSILON_LOG2 = 24.0
 MIN_KEYS = 256  # shorter than this, hardly a block could be left out
 

@@ -15,16 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron.engines.call import Call, check_first_key, key_origin
 
-__all__ = [
-    "Placing",
-    "dense_matrix",
-    "flipped_view",
-    "fused_softmax",
-    "naive_attention",
-    "reversed_table",
-    "sum_by_distance",
-]
-
 
 class Placing(NamedTuple):
     """How scores become logits: their scale, and which keys a query may see."""

@@ -28,8 +28,6 @@ from megatron.engines.triton_problem import ALIGNMENT, Problem, aligned, build_p
 from megatron.engines.triton_pruning import visible_distances
 from megatron.engines.triton_runtime import cdiv, device_of, next_power_of_2
 
-__all__ = ["can_run", "padded_head_dim", "pruned_attention", "triton_attention"]
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
 

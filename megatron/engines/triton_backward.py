@@ -33,14 +33,6 @@ from megatron.engines.triton_forward import (
 from megatron.engines.triton_problem import LOWEST, NOTHING, row_offsets
 from megatron.engines.triton_runtime import constant, jit, tl
 
-__all__ = [
-    "MAX_RANGE",
-    "attention_band_kernel",
-    "attention_delta_kernel",
-    "attention_dkdv_kernel",
-    "attention_dq_kernel",
-]
-
 
 @jit(do_not_specialize=["heads", "q_length"])
 def attention_delta_kernel(

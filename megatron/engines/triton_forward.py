@@ -32,25 +32,6 @@ from typing import Any, NamedTuple
 from megatron.engines.triton_problem import LOWEST, NOTHING, row_offsets
 from megatron.engines.triton_runtime import constant, jit, tl
 
-__all__ = [
-    "NUMBERS",
-    "Constants",
-    "HeadTerms",
-    "Line",
-    "Sizes",
-    "attention_forward_kernel",
-    "head_of_program",
-    "head_terms",
-    "line_of",
-    "load_along",
-    "load_tile",
-    "query_block",
-    "query_scores",
-    "store_tile",
-    "tile_product",
-    "tile_scores",
-]
-
 LOG2E = constant(1.4426950408889634)
 
 # The numbers that every kernel takes: their values must not make Triton compile again.

@@ -24,8 +24,6 @@ from megatron.engines.triton_problem import LOG2E, Problem, Terms, rows_of, tabl
 from megatron.engines.triton_runtime import Launch, cdiv
 from megatron.engines.triton_tiles import Tiles, steep_warps, tiles_of
 
-__all__ = ["BackwardResult", "Wanted", "backward_launches", "forward_launches", "table_gradient"]
-
 # fp32 products as three TF32 products on the tensor cores: close to fp32. No effect on bf16, fp16.
 _FP32_PRODUCTS = "tf32x3"
 

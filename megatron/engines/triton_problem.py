@@ -34,21 +34,6 @@ from megatron.engines.call import Call, key_origin, sink_rows
 from megatron.engines.triton_runtime import Launch, cdiv, constant, jit, next_power_of_2, tl
 from megatron.engines.triton_tiles import ROW_MULTIPLE
 
-__all__ = [
-    "ALIGNMENT",
-    "LOG2E",
-    "LOWEST",
-    "NOTHING",
-    "Problem",
-    "Rows",
-    "Terms",
-    "aligned",
-    "build_problem",
-    "rows_of",
-    "table_layout",
-    "terms_of",
-]
-
 LOG2E = math.log2(math.e)
 # rows are loaded 16 elements at a time, from addresses that are multiples of 16 bytes
 ALIGNMENT = 16

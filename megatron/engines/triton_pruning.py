@@ -29,8 +29,6 @@ from megatron.engines.triton_forward import head_of_program, line_of, load_tile
 from megatron.engines.triton_problem import aligned, rows_of
 from megatron.engines.triton_runtime import Launch, cdiv, device_of, jit, next_power_of_2, tl
 
-__all__ = ["can_decay", "visible_distances"]
-
 _ROWS = 64
 _DISTANCES = 1024
 

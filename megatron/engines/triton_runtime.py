@@ -28,22 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Launch",
-    "cdiv",
-    "compile_turn",
-    "constant",
-    "device_of",
-    "interpreted",
-    "jit",
-    "launcher_problem",
-    "next_power_of_2",
-    "tl",
-    "triton",
-    "unavailable",
-    "use_node_local_cache",
-]
-
 triton: Any = None
 tl: Any = None
 _import_error = ""

@@ -26,8 +26,6 @@ from megatron.engines.reference import Placing
 from megatron.engines.triton_runtime import Launch, cdiv, device_of, jit, next_power_of_2, tl
 from megatron.errors import EngineError
 
-__all__ = ["can_run_softmax", "triton_fused_softmax"]
-
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_BLOCK = 2048
 _DISTANCES = 128

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["KERNELS", "ROW_MULTIPLE", "Tiles", "steep_warps", "tiles_of"]
-
 
 @dataclass(frozen=True)
 class Tiles:

@@ -34,16 +34,6 @@ from megatron.evaluation.tasks import Context, EvaluationOptions, task
 if TYPE_CHECKING:
     from megatron.model import GPTModel
 
-__all__ = [
-    "LongPPL",
-    "ReceptiveField",
-    "ShortContexts",
-    "input_gradient_norms",
-    "key_tokens",
-    "long_perplexity",
-    "tokens_covering",
-]
-
 GAIN = 2.0
 """Log-probability that the long context must add (the paper's alpha)."""
 FLOOR = -2.0

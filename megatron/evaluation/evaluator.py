@@ -45,8 +45,6 @@ from megatron.terminal import (
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-__all__ = ["BUILT_IN", "Evaluation", "run_evaluation"]
-
 BUILT_IN = (perplexity, retrieval, context_use, ruler)
 """Importing a module registers its tasks."""
 

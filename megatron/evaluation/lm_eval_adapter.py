@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from megatron.model import GPTModel
     from megatron.tokenizer import Tokenizer
 
-__all__ = ["KerpleNeoXLM"]
-
 DEFAULT_BATCH_TOKENS = 16_384
 DEFAULT_NEW_TOKENS = 256
 Item = TypeVar("Item")

@@ -24,8 +24,6 @@ from megatron.evaluation.results_schema import number, text_table
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask
 from megatron.terminal import require, run_command
 
-__all__ = ["LMEvalTask", "lm_eval_task_names", "main"]
-
 INCLUDE_DEFAULTS = True  # lm-eval's own tasks; reading their files takes it several seconds
 
 

@@ -22,19 +22,6 @@ from megatron.mpu.job import Ranks
 if TYPE_CHECKING:
     from megatron.model import GPTModel
 
-__all__ = [
-    "LossModel",
-    "Score",
-    "TotalBar",
-    "batches",
-    "current_bar",
-    "mean_and_error",
-    "perplexity",
-    "score_continuations",
-    "sequence_losses",
-    "showing",
-]
-
 
 class LossModel(Protocol):
     """What perplexity needs of a model."""

@@ -26,18 +26,6 @@ from megatron.evaluation.sequences import (
 from megatron.evaluation.tasks import Context, EvaluationOptions, Split, WindowedTask, task
 from megatron.tokenizer.base import count_words
 
-__all__ = [
-    "Extrapolation",
-    "Positionwise",
-    "Sliding",
-    "SlidingWindows",
-    "TaskByLength",
-    "bucket_edges",
-    "sequences_of",
-    "table_by_length",
-    "window_starts",
-]
-
 
 class TaskByLength(WindowedTask):
     """A measurement of each split at each of `eval_lengths`."""

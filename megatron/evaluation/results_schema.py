@@ -24,22 +24,6 @@ from megatron.errors import EvaluationError
 if TYPE_CHECKING:
     from megatron.mpu.job import Ranks
 
-__all__ = [
-    "FORMAT",
-    "MODEL_KEYS",
-    "Bucket",
-    "Cells",
-    "LengthEntry",
-    "PositionEntry",
-    "Result",
-    "ResultStore",
-    "number",
-    "read_result",
-    "recorded_settings",
-    "text_table",
-    "weights_id",
-]
-
 FORMAT = 2
 """1 (before `settings`, `checkpoint_id` and `version` were recorded) is still read."""
 MODEL_KEYS = ("rope_scaling", "kerple_legacy_bf16")

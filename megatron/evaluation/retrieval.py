@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from megatron.model import GPTModel
     from megatron.tokenizer import Tokenizer
 
-__all__ = ["Passkey", "PasskeyPrompt", "Recall", "hits_at", "make_prompt"]
-
 INTRODUCTION = "There is a pass key hidden in this text. Find it and memorize it."
 FILLER = (
     " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -22,8 +22,6 @@ from megatron.evaluation.ruler_prompts import (
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, nearest, task
 from megatron.generation.text import TextGenerator
 
-__all__ = ["Ruler", "by_depth", "found_in", "string_match_all"]
-
 DEPTH_BINS = 5
 
 

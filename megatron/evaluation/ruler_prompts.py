@@ -26,19 +26,6 @@ from megatron.errors import EvaluationError
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
 
-__all__ = [
-    "ADJECTIVES",
-    "NOUNS",
-    "RULER_TASKS",
-    "VERBS",
-    "RulerPrompt",
-    "RulerTask",
-    "distinct_words",
-    "fitted",
-    "key_words",
-    "smallest_length",
-]
-
 FULL_SIZE = 4096
 """From here on everything is as published."""
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

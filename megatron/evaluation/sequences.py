@@ -37,17 +37,6 @@ from megatron.errors import DataError, EvaluationError
 from megatron.evaluation.tasks import Split
 from megatron.neox_arguments.run_keys import DataArgs
 
-__all__ = [
-    "SequenceSet",
-    "SplitTokens",
-    "TokenWindows",
-    "common_token_count",
-    "fixed_sequences",
-    "fixed_tokens",
-    "open_split",
-    "token_files",
-]
-
 
 class TokenWindows:
     """Item i is ``{"text": int64[length + 1]}``, the i-th window of a stretch of documents."""

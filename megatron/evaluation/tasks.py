@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from megatron.neox_arguments.run_keys import DataArgs, EvaluationArgs
     from megatron.tokenizer import Tokenizer
 
-__all__ = [
-    "TASKS",
-    "Context",
-    "EvaluationOptions",
-    "EvaluationTask",
-    "WindowedTask",
-    "imported_task",
-    "nearest",
-    "task",
-]
-
 
 @dataclass(frozen=True)
 class Context:

@@ -25,17 +25,6 @@ from megatron.errors import GenerationError
 from megatron.model.attention import Cache
 from megatron.model.embedding import Head, full_logits
 
-__all__ = [
-    "Completion",
-    "Decoder",
-    "GenerationError",
-    "Sampling",
-    "complete",
-    "generate",
-    "restrict",
-    "row_generators",
-]
-
 Prompts = Sequence[Sequence[int]] | Tensor
 ShouldStop = Callable[[list[int]], bool]
 

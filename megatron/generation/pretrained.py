@@ -23,15 +23,6 @@ from megatron.neox_arguments import NeoXArgs, catalogue
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
 
-__all__ = [
-    "PretrainedModel",
-    "Subject",
-    "check_vocabulary",
-    "checkpoint_place",
-    "find_subject",
-    "load_pretrained",
-]
-
 
 class PretrainedModel(GPTModel):
     """The decoder of a checkpoint, with its config, its tokenizer and generation."""

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
     from megatron.tokenizer import Tokenizer
 
-__all__ = [
-    "TextGenerator",
-    "TextStream",
-    "interactive",
-    "read_prompts",
-    "run_generation",
-    "write_samples",
-]
-
 BATCH_TOKENS = 16_384
 BATCH_ROWS = 64
 STREAMED = 8  # more samples than anybody reads as they come are faster in batches

@@ -22,20 +22,6 @@ from torch import Tensor
 from megatron.errors import KernelAnalysisError
 from megatron.model.position_base import TableEmbedding
 
-__all__ = [
-    "EFFECTIVE_BIAS",
-    "PAPER_MAX_DISTANCE",
-    "KernelAnalysisError",
-    "counterexample",
-    "cpd_margin",
-    "effective_length",
-    "heads_within",
-    "is_cpd",
-    "is_pd",
-    "kernel_matrix",
-    "smallest_shift",
-]
-
 EFFECTIVE_BIAS = -2.0  # attenuates by exp(-2), about 0.135: the paper's threshold
 PAPER_MAX_DISTANCE = 20480
 

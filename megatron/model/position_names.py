@@ -25,15 +25,6 @@ from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.run_keys import RuntimeArgs
 from megatron.neox_arguments.validation import describe_validation_error
 
-__all__ = [
-    "UnknownPositionalEmbeddingError",
-    "build_positional_embedding",
-    "canonical_name",
-    "kernel",
-    "position_options",
-    "positional_embedding_class",
-]
-
 ALIASES.update(aliases())  # known to the registry too, so that nobody takes one of them
 
 

@@ -23,16 +23,6 @@ from .position_base import (
     room_for,
 )
 
-__all__ = [
-    "LearnedEmbedding",
-    "RotaryEmbedding",
-    "SinusoidalEmbedding",
-    "cos_and_sin",
-    "rotary_frequencies",
-    "rotate",
-    "sinusoids",
-]
-
 # YaRN (Peng et al. 2023): dimensions that turn more than 32 times over the original length keep
 # their frequency, those that turn less than once are interpolated, with a ramp between.
 YARN_FAST_TURNS, YARN_SLOW_TURNS = 32.0, 1.0

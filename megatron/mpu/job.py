@@ -23,17 +23,6 @@ from megatron.mpu.collectives import ParallelState, initialize_parallel
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-__all__ = [
-    "Ranks",
-    "current_device",
-    "device_index",
-    "join_job",
-    "join_ranks",
-    "pick_device",
-    "set_seeds",
-    "start_distributed",
-]
-
 LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 
 

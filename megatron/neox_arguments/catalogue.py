@@ -20,24 +20,6 @@ from megatron.atomic_files import read_json
 from megatron.errors import ConfigError
 from megatron.neox_arguments.model_keys import ModelArgs
 
-__all__ = [
-    "METHODS",
-    "LineStyle",
-    "Method",
-    "aliases",
-    "allow_kernel",
-    "canonical_method",
-    "check_position_name",
-    "is_allowed",
-    "is_import_path",
-    "is_inside_checkpoint",
-    "kernels_in",
-    "label_of",
-    "line_style",
-    "method",
-    "without_code",
-]
-
 ParameterCount = Callable[[ModelArgs], int]
 
 

@@ -18,8 +18,6 @@ from megatron.paper.run_results import Cell, ResultSet, compare_paired, summariz
 from megatron.paper.suite_file import DataSet, Point, Rounding
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 
-__all__ = ["Finding", "Verdict", "check_claims", "cpd_table"]
-
 _EXPLODES = 2.0
 """A method explodes if its perplexity at the longest length is this many times that at 1x."""
 _BEYOND = 8

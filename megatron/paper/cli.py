@@ -20,8 +20,6 @@ from megatron.paper.suite_file import available_suites
 if TYPE_CHECKING:
     from megatron.paper.tables import Table
 
-__all__ = ["main"]
-
 EXAMPLES = """examples:
   python tools/reproduce.py plan --suite paper
   python tools/reproduce.py run --suite laptop -j 2

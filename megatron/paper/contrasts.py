@@ -15,15 +15,6 @@ from megatron.paper.run_results import ALPHA, Cell, ResultSet, RunResults, compa
 from megatron.paper.suite_file import Contrast, Rounding
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 
-__all__ = [
-    "Difference",
-    "contrast_table",
-    "is_settled",
-    "kind_of",
-    "loss_from",
-    "perplexities",
-]
-
 FEWEST_SEEDS = 3
 
 

@@ -34,18 +34,6 @@ from megatron.paper.run_files import (
 from megatron.paper.suite import EvalStep, Run
 from megatron.paper.suite_file import DataSet
 
-__all__ = [
-    "EXIT_REQUEUE",
-    "Children",
-    "Launcher",
-    "evaluate_command",
-    "execute_run",
-    "prepare_command",
-    "prepare_data",
-    "script_command",
-    "train_command",
-]
-
 EXIT_REQUEUE = 75
 """train.py saved a checkpoint because of a signal and wants to be started again."""
 

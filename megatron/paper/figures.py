@@ -28,14 +28,6 @@ from megatron.paper.style import (
 from megatron.paper.suite_file import DataSet, Point
 from megatron.paper.tables import REFERENCE_METHOD, published_seconds_per_step
 
-__all__ = [
-    "RECALL_TITLES",
-    "perplexity_by_length",
-    "recall_by_length",
-    "training_loss",
-    "training_speed",
-]
-
 _ZOOM_FROM_RATIO = 4.0
 """Above this spread a second row zooms in on the methods that do not explode."""
 

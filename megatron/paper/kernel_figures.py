@@ -21,16 +21,6 @@ from megatron.paper import style
 from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet
 
-__all__ = [
-    "effective_lengths",
-    "framework_illustration",
-    "kernel_bias",
-    "kernel_functions",
-    "kernels_on_paper_axes",
-    "kernels_over_training",
-    "learned_parameters",
-]
-
 FloatArray = NDArray[np.float64]
 _PLOTTED = ("kerple_log", "kerple_power", "kerple_log3", "kerple_bias_wht", "alibi")
 _LOWEST_BIAS = -8.0

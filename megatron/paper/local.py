@@ -21,8 +21,6 @@ from megatron.paper.run_files import RunState, State, move_aside, prepare_run, r
 from megatron.paper.status import duration, progress_of
 from megatron.paper.suite import Run, Suite
 
-__all__ = ["LocalOptions", "run_suite"]
-
 EXIT_INTERRUPTED = 130
 _PLAIN_INTERVAL = 30.0
 _TERMINAL_INTERVAL = 0.5

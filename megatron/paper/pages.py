@@ -19,19 +19,6 @@ from megatron.paper.claims import Finding
 from megatron.paper.style import PlotFile
 from megatron.paper.tables import Block, Entry, Table
 
-__all__ = [
-    "Chapter",
-    "Listing",
-    "Page",
-    "fill_tables",
-    "page_html",
-    "page_markdown",
-    "to_csv",
-    "to_latex",
-    "to_markdown",
-    "to_text",
-]
-
 DAGGER = "†"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 

@@ -19,8 +19,6 @@ from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
 from megatron.paper.suite import Run, Suite
 from megatron.paper.tables import published_seconds_per_step
 
-__all__ = ["Cost", "estimate_cost", "plan_text"]
-
 _PAPER_BATCH_TOKENS = 32 * 512
 _PAPER_MULTIPLIED, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH = 123_689_472, 12, 768, 512
 """Its 162,322,944 parameters without the embedding, which is looked up and not multiplied."""

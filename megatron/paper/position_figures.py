@@ -19,8 +19,6 @@ from megatron.paper import style as look
 from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet, Positionwise
 
-__all__ = ["binned", "positionwise_perplexity", "smoothed"]
-
 FloatArray = NDArray[np.float64]
 BINS = 64
 SMOOTHING = 5

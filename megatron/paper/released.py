@@ -27,8 +27,6 @@ from megatron.paper.tables import DATA_TITLES, Block, Column, Entry, Row, Table
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-__all__ = ["ReleasedOptions", "find_released", "make_released_report"]
-
 _FOLDER = re.compile(r"(?P<method>kerple_\w*?)_(?P<data>github|arxiv|openwebtext2)_(?P<seed>\d+)")
 _DEPTH = 3
 """How far below the directory checkpoints are looked for."""

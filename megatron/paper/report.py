@@ -59,15 +59,6 @@ from megatron.paper.tables import (
     speed_table,
 )
 
-__all__ = [
-    "EFFECTIVE_CAPTION",
-    "KERNEL_CAPTION",
-    "ReportFiles",
-    "collect_results",
-    "machine_name",
-    "make_report",
-]
-
 
 @dataclass(frozen=True)
 class ReportFiles:

@@ -20,17 +20,6 @@ from megatron.neox_arguments.catalogue import canonical_method
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.suite import EvalStep, Run
 
-__all__ = [
-    "RECALL",
-    "Fit",
-    "ResultFiles",
-    "StepCheck",
-    "check_steps",
-    "recorded_train_hash",
-    "training_differences",
-    "wanted_cells",
-]
-
 _DEFAULT_PROTOCOL, _DEFAULT_SEQUENCES = "fixed_sequences", 320
 RECALL = "recall"
 

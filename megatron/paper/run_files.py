@@ -27,24 +27,6 @@ from megatron.paper.result_fit import Fit, check_steps, training_differences
 from megatron.paper.run_results import finite, json_lines
 from megatron.paper.suite import Run, Suite
 
-__all__ = [
-    "RunState",
-    "State",
-    "done_steps",
-    "is_finished",
-    "keep_results",
-    "mark_done",
-    "move_aside",
-    "prepare_run",
-    "read_history",
-    "read_state",
-    "record_command",
-    "step_names",
-    "step_seconds",
-    "trained",
-    "write_state",
-]
-
 
 class State:
     """Values of `state` in state.json."""

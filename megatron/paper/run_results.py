@@ -21,25 +21,6 @@ from megatron.paper.result_fit import RECALL, ResultFiles, StepCheck, wanted_cel
 from megatron.paper.suite import EvalStep, Run
 from megatron.paper.suite_file import Point, Rounding
 
-__all__ = [
-    "ALPHA",
-    "MISSING",
-    "Cell",
-    "PairedTest",
-    "Positions",
-    "ResultSet",
-    "RunResults",
-    "cell_text",
-    "compare_paired",
-    "decimals_for",
-    "finite",
-    "json_lines",
-    "read_metrics",
-    "read_run",
-    "reference_decimals",
-    "summarize",
-]
-
 _WARMUP_STEPS = 10
 """The first steps compile and fill caches; they are left out of the seconds per step."""
 

@@ -39,8 +39,6 @@ from megatron.paper.execute import (
 from megatron.paper.run_files import RunState, State, is_finished, prepare_run, trained
 from megatron.paper.suite import Run, Suite
 
-__all__ = ["ClusterOptions", "Job", "build_jobs", "run_task", "submit", "submitted_jobs"]
-
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 

@@ -25,15 +25,6 @@ from megatron.paper.run_results import finite, read_metrics
 from megatron.paper.slurm import submitted_jobs
 from megatron.paper.suite import Run, Suite
 
-__all__ = [
-    "RunProgress",
-    "duration",
-    "logs_text",
-    "progress_of",
-    "queue_states",
-    "status_text",
-]
-
 _TAIL_BYTES = 16384
 
 

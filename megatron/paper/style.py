@@ -18,20 +18,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-__all__ = [
-    "EndLabel",
-    "PlotFile",
-    "data_color",
-    "direct_labels",
-    "figure_legend",
-    "figure_style",
-    "finish_axes",
-    "mark_train_length",
-    "new_figure",
-    "plain_log_axis",
-    "save_figure",
-]
-
 DATA_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DATA_MARKERS = ("o", "s", "^", "D", "v")
 

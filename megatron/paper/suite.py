@@ -22,9 +22,6 @@ from megatron.paper.suite_file import (
     read_suite_file,
 )
 
-__all__ = ["EvalStep", "Run", "Suite", "load_suite"]
-
-
 _COUNTS = ("seq_length", "train_iters", "num_layers", "hidden_size", "num_attention_heads")
 _PLACES = frozenset({"save", "load"})
 """A run may move to another disk and is still the same run."""

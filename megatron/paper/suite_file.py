@@ -12,20 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
-__all__ = [
-    "Contrast",
-    "DataSet",
-    "Layout",
-    "Model",
-    "Point",
-    "Positionwise",
-    "Section",
-    "SuiteFile",
-    "TableSpec",
-    "available_suites",
-    "read_suite_file",
-]
-
 SUITE_DIRECTORY = Path(__file__).resolve().parent / "suites"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 """Names become folders and files: nothing that leads elsewhere."""

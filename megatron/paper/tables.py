@@ -23,24 +23,6 @@ from megatron.paper.run_results import (
 )
 from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, TableSpec
 
-__all__ = [
-    "DATA_TITLES",
-    "REFERENCE_METHOD",
-    "Block",
-    "CellSource",
-    "Column",
-    "Entry",
-    "Row",
-    "Table",
-    "lay_out",
-    "measured_cells",
-    "published_cells",
-    "published_seconds_per_step",
-    "published_source",
-    "recall_table",
-    "speed_table",
-]
-
 REFERENCE_METHOD = "kerple_log"
 """Every other method is tested against this one, as in the paper."""
 

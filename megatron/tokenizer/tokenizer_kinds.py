@@ -18,15 +18,6 @@ from megatron.tokenizer.base import (
     register,
 )
 
-__all__ = [
-    "CharLevelTokenizer",
-    "GPT2BPETokenizer",
-    "HFGPT2Tokenizer",
-    "HFTokenizer",
-    "SPMTokenizer",
-    "TiktokenTokenizer",
-]
-
 EOD_CANDIDATES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 VOCAB_NAMES = ("gpt2-vocab.json", "vocab.json", "encoder.json")
 MERGE_NAMES = ("gpt2-merges.txt", "merges.txt", "vocab.bpe")

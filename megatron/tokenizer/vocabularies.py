@@ -18,15 +18,6 @@ from megatron.tokenizer.base import END_OF_TEXT
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = [
-    "MERGES",
-    "TRAINERS",
-    "VOCABULARY",
-    "check_pattern",
-    "train_byte_pairs",
-    "write_gpt2_files",
-]
-
 PADDING = "<|padding|>"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
     from megatron.neox_arguments.run_keys import CheckpointArgs
 
-__all__ = ["Start", "command_to_continue", "plan_start", "run_directory"]
-
 RUN_FILES = re.compile(
     r"global_step\d+|latest|latest_universal|metrics\.jsonl|manifest\.json|results|\.incomplete"
 )

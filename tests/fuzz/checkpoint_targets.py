@@ -24,17 +24,6 @@ from tests.checkpoints.small_models import at_rest, random_model, small_args
 from tests.conftest import FIXTURES
 from tests.fuzz.target import Target
 
-__all__ = [
-    "hugging_face",
-    "layers",
-    "native",
-    "neox",
-    "official",
-    "run_files",
-    "universal",
-    "zero3",
-]
-
 
 def _read_and_use(folder: Path) -> object:
     checkpoint = read_checkpoint(folder)

@@ -26,8 +26,6 @@ from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.contrasts import is_settled
 from megatron.paper.tables import published_cells
 
-__all__ = ["check_page", "sentences"]
-
 
 @dataclass(frozen=True)
 class _Value:

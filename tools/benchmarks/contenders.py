@@ -18,16 +18,6 @@ from megatron import attention
 from megatron.model.position_base import PositionalEmbedding
 from megatron.model.position_names import build_positional_embedding, position_options
 
-__all__ = [
-    "Inputs",
-    "dense_forward",
-    "flex_forward",
-    "sdpa_causal",
-    "sdpa_dense_bias",
-    "tiled",
-    "with_terms",
-]
-
 Contender = Callable[[], Tensor]
 
 

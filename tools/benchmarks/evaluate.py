@@ -25,8 +25,6 @@ from megatron.model import GPTModel, ModelSpec
 
 from .timing import Target, interleave, render_table
 
-__all__ = ["add_arguments", "build", "run"]
-
 VOCABULARY = 50_304
 SPEED_LENGTH = 2_048
 MEMORY_LIMITS = {16_384: 4.0, 65_536: 10.0}

@@ -16,8 +16,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-__all__ = ["measure_forward", "measure_step"]
-
 
 def measure_forward(length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
     """Seconds, bytes above the inputs and peak bytes of a tiled forward with a log bias."""

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Target", "Timings", "interleave", "render_table"]
-
 
 @dataclass(frozen=True)
 class Timings:

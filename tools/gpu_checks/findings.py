@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["Finding", "Settings", "guarded", "summary", "verdict"]
-
 Status = Literal["pass", "fail", "not run", "measured"]
 
 

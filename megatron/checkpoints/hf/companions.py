@@ -21,8 +21,6 @@ from megatron.model.position_base import PositionalEmbedding
 from megatron.neox_arguments.catalogue import label_of
 from megatron.tokenizer import Tokenizer
 
-__all__ = ["OWN_KERNEL", "model_card", "standalone_source", "tokenizer_settings", "write_tokenizer"]
-
 BYTE_LEVEL_MARK = "<|byte_level_eod|>"
 
 

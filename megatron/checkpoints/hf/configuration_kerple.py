@@ -11,8 +11,6 @@ from transformers import PretrainedConfig
 
 from .keys_kerple import DEFAULTS, NAMES
 
-__all__ = ["KerpleNeoXConfig"]
-
 
 class KerpleNeoXConfig(PretrainedConfig):
     """A GPT-NeoX decoder whose positions are functions of distance.

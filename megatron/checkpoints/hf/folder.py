@@ -37,8 +37,6 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
 from megatron.tokenizer import Tokenizer
 
-__all__ = ["FORMULA_FILES", "MODEL_FILES", "read_hf_checkpoint", "write_hf"]
-
 MODEL_FILES = ("configuration_kerple.py", "scores_kerple.py", "modeling_kerple.py")
 FORMULA_FILES = tuple(f"{name}.py" for name in TRAVELLING)
 _AUTO_MAP = {

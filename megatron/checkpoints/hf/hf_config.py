@@ -11,16 +11,15 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.checkpoints.sharding import FIRST_LAYER, split_name
+from megatron.checkpoints.sharding import split_name
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_names import canonical_name
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys, intermediate_size_for
-
-__all__ = ["args_from_hf", "from_hf_names", "hf_config", "is_plain_gpt_neox", "to_hf_names"]
 
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_tanh")
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from megatron.neox_arguments.model_keys import hugging_face_keys
 
-__all__ = ["DEFAULTS", "NAMES", "written_out"]
-
 DEFAULTS: dict[str, Any] = {key.name: key.default for key in hugging_face_keys()}
 """Name in config.json -> default."""
 NAMES: dict[str, str] = {key.key: key.name for key in hugging_face_keys() if key.key != key.name}

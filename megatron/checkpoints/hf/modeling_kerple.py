@@ -52,8 +52,6 @@ from .scores_kerple import (
     parted_gates,
 )
 
-__all__ = ["KerpleNeoXForCausalLM", "KerpleNeoXModel", "KerpleNeoXPreTrainedModel"]
-
 
 def make_norm(config: KerpleNeoXConfig) -> nn.Module:
     return build_norm(config.norm, config.hidden_size, config.norm_eps, config.norm_bias)
