@@ -6,6 +6,9 @@ keeps its traceback.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class KerpleError(ValueError):
     """What all errors below are."""
@@ -69,3 +72,9 @@ class EvaluationError(KerpleError):
 
 class ReproduceError(KerpleError):
     """A suite, a run directory or a cluster setting is wrong."""
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The advice after an unknown name: the nearest that exists, or `otherwise`."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"Did you mean {close[0]}?" if close else otherwise

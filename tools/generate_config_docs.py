@@ -23,7 +23,8 @@ from pydantic.fields import FieldInfo
 from megatron.neox_arguments import GROUPS
 from megatron.neox_arguments.catalogue import METHODS, Method
 from megatron.neox_arguments.normalize import ALIASES, UNIMPLEMENTED
-from megatron.neox_arguments.validation import NOT_IMPLEMENTED
+from megatron.neox_arguments.validation import nested_model
+from megatron.neox_arguments.values import declared, facts_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "neox_arguments.md"
 TOOL = "tools/generate_config_docs.py"
@@ -80,8 +81,7 @@ def field_lines(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Table rows of a group, nested mappings in place."""
     lines = []
     for name, field in model.model_fields.items():
-        extra = field.json_schema_extra
-        silent = isinstance(extra, dict) and extra.get("effect") == "none"
+        silent = facts_of(field).get("effect") == "none"
         description = (field.description or "").replace("|", "\\|")
         lines.append(
             f"| `{prefix}{name}` | {type_name(field.annotation)} | {default_text(field)} | "
@@ -91,14 +91,6 @@ def field_lines(model: type[BaseModel], prefix: str = "") -> list[str]:
         if nested is not None:
             lines += field_lines(nested, f"{prefix}{name}.")
     return lines
-
-
-def nested_model(annotation: Any) -> type[BaseModel] | None:
-    """The mapping type inside an annotation, if there is one."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
 
 
 def render() -> str:
@@ -158,9 +150,10 @@ def coming_from_neox(page: str) -> str:
         if not name.startswith("this ")
     ]
     kinds = ", ".join(features)
+    refused = declared("refused", *GROUPS.values())
     lines = [
         f"- {kinds}; attention other than `global` and `flash`.",
-        *(f"- `{key}: true`: {reason}." for key, reason in NOT_IMPLEMENTED.items()),
+        *(f"- `{key}: true`: {reason}." for key, reason in refused.items()),
     ]
     listed = "\n".join(_wrapped(line) for line in lines)
     return f"{before}{BEGIN}\n{listed}\n\n{END}{after}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from pydantic import BaseModel, PrivateAttr, ValidationError
+from pydantic import PrivateAttr, ValidationError
 
 from megatron.atomic_files import fingerprint
 from megatron.errors import ConfigError
@@ -29,26 +29,6 @@ from megatron.neox_arguments.run_keys import (
 from megatron.neox_arguments.validation import describe_validation_error
 from megatron.neox_arguments.values import Group, copy_plain
 from megatron.neox_arguments.yaml_files import dump_yaml, merge, parse_set, read_layer
-
-GROUPS: dict[str, type[Group]] = {
-    "model": ModelArgs,
-    "parallel": ParallelArgs,
-    "optimization": OptimizationArgs,
-    "data": DataArgs,
-    "tokenizer": TokenizerArgs,
-    "checkpoint": CheckpointArgs,
-    "logging": LoggingArgs,
-    "evaluation": EvaluationArgs,
-    "generation": GenerationArgs,
-    "launcher": LauncherArgs,
-    "runtime": RuntimeArgs,
-}
-OWNER: dict[str, str] = {key: name for name, group in GROUPS.items() for key in group.model_fields}
-"""Every YAML key -> its group."""
-KNOWN_KEYS: list[str] = list(OWNER)
-
-# Where a run executes and what it prints do not change what it computes.
-_NOT_IN_HASH = ("launcher", "logging")
 
 
 class NeoXArgs(Group):
@@ -90,9 +70,7 @@ class NeoXArgs(Group):
         """From one flat mapping, in any spelling a YAML file may use."""
         source = "config"
         plain = copy_plain(dict(values) if isinstance(values, Mapping) else values, source)
-        problems: list[str] = []
-        values = normalize(plain, KNOWN_KEYS, source, problems)
-        return cls._from_canonical(values, problems)
+        return cls._from_canonical(*normalize(plain, KNOWN_KEYS, source))
 
     @classmethod
     def _from_canonical(cls, values: dict[str, Any], problems: list[str]) -> NeoXArgs:
@@ -138,8 +116,7 @@ class NeoXArgs(Group):
     def to_dict(self) -> dict[str, Any]:
         """Flat and canonical, without keys that are null. `from_dict` gives the same config."""
         flat: dict[str, Any] = {}
-        for name in GROUPS:
-            group: BaseModel = getattr(self, name)
+        for _, group in self:
             flat.update(group.model_dump(exclude_none=True))
         return copy_plain(flat, "config")
 
@@ -165,6 +142,17 @@ class NeoXArgs(Group):
     def replace(self, **changes: Any) -> NeoXArgs:
         """A new validated config with some flat keys changed."""
         return NeoXArgs.from_dict({**self.to_dict(), **changes}).with_sources(self._sources)
+
+
+GROUPS = {
+    name: cast(type[Group], field.annotation) for name, field in NeoXArgs.model_fields.items()
+}
+OWNER: dict[str, str] = {key: name for name, group in GROUPS.items() for key in group.model_fields}
+"""Every YAML key -> its group."""
+KNOWN_KEYS: list[str] = list(OWNER)
+
+# Where a run executes and what it prints do not change what it computes.
+_NOT_IN_HASH = ("launcher", "logging")
 
 
 def _named_texts(texts: list[tuple[str, str]]) -> dict[str, str]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from megatron.errors import ConfigError
-from megatron.neox_arguments import values
+from megatron.errors import ConfigError, did_you_mean
+from megatron.neox_arguments.values import (
+    Fraction,
+    Group,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    key,
+)
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -25,68 +32,68 @@ def _list_to_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-class OptimizerParams(values.Group):
+class OptimizerParams(Group):
     """Hyperparameters of Adam."""
 
-    lr: values.NonNegativeFloat = values.key(0.001, "Peak learning rate.")
-    betas: Annotated[tuple[values.Fraction, values.Fraction], BeforeValidator(_list_to_tuple)] = (
-        values.key((0.9, 0.999), "Decay rates of the two moments.")
+    lr: NonNegativeFloat = key(0.001, "Peak learning rate.")
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_list_to_tuple)] = key(
+        (0.9, 0.999), "Decay rates of the two moments."
     )
-    eps: values.PositiveFloat = values.key(1.0e-8, "Added to the denominator.")
+    eps: PositiveFloat = key(1.0e-8, "Added to the denominator.")
 
 
-class OptimizerBlock(values.Group):
+class OptimizerBlock(Group):
     """Which optimiser, with which hyperparameters."""
 
-    type: Annotated[OptimizerType, BeforeValidator(_lower)] = values.key(
+    type: Annotated[OptimizerType, BeforeValidator(_lower)] = key(
         "adam",
         "adam or adamw (apex's fused kernel on GPUs if installed, else torch's), "
         "fused_adam or cpu_adam (DeepSpeed's, compiled at first use), cpu_torch_adam (torch's, not "
         "fused), all with decoupled weight decay as in GPT-NeoX; or sgd (momentum is betas[0]). "
         "Upper or lower case.",
     )
-    params: OptimizerParams = values.key(OptimizerParams(), "lr, betas, eps.")
+    params: OptimizerParams = key(OptimizerParams(), "lr, betas, eps.")
 
 
-class Float16Block(values.Group):
+class Float16Block(Group):
     """fp16 and its loss scaling."""
 
-    enabled: bool = values.key(True, "Train in fp16.")
-    auto_cast: bool = values.key(False, "Cast inputs to fp16.")
-    loss_scale: values.NonNegativeFloat = values.key(0, "Fixed loss scale; 0 is dynamic.")
-    initial_scale_power: values.NonNegativeInt = values.key(16, "First dynamic scale: 2^this.")
-    loss_scale_window: values.PositiveInt = values.key(1000, "Good steps before it doubles.")
-    hysteresis: values.PositiveInt = values.key(2, "Overflows before it halves.")
-    consecutive_hysteresis: bool = values.key(False, "Refill hysteresis on good steps.")
-    min_loss_scale: values.PositiveFloat = values.key(1, "Lowest dynamic scale.")
+    enabled: bool = key(True, "Train in fp16.")
+    auto_cast: bool = key(False, "Cast inputs to fp16.")
+    loss_scale: NonNegativeFloat = key(0, "Fixed loss scale; 0 is dynamic.")
+    initial_scale_power: NonNegativeInt = key(16, "First dynamic scale: 2^this.")
+    loss_scale_window: PositiveInt = key(1000, "Good steps before it doubles.")
+    hysteresis: PositiveInt = key(2, "Overflows before it halves.")
+    consecutive_hysteresis: bool = key(False, "Refill hysteresis on good steps.")
+    min_loss_scale: PositiveFloat = key(1, "Lowest dynamic scale.")
 
 
-class BFloat16Block(values.Group):
+class BFloat16Block(Group):
     """bf16; needs no loss scaling."""
 
-    enabled: bool = values.key(True, "Train in bf16.")
-    immediate_grad_update: bool = values.key(
+    enabled: bool = key(True, "Train in bf16.")
+    immediate_grad_update: bool = key(
         False, "Add gradients to their fp32 copies as soon as they are ready."
     )
-    check_grad_overflow: bool = values.key(True, "Skip steps whose gradients are not finite.")
+    check_grad_overflow: bool = key(True, "Skip steps whose gradients are not finite.")
 
 
-class OffloadBlock(values.Group):
+class OffloadBlock(Group):
     """Where ZeRO keeps what it offloads."""
 
-    device: Literal["none", "cpu", "nvme"] = values.key("none", "none, cpu or nvme.")
-    nvme_path: str | None = values.key(None, "Directory for device nvme.")
-    pin_memory: bool = values.key(True, "Use page-locked host memory.")
-    buffer_count: values.PositiveInt | None = values.key(None, "Number of buffers.")
-    buffer_size: values.PositiveInt | None = values.key(None, "Elements of a buffer.")
-    max_in_cpu: values.PositiveInt | None = values.key(None, "Elements kept in host memory.")
-    pipeline_read: bool | None = values.key(None, "Overlap reading.")
-    pipeline_write: bool | None = values.key(None, "Overlap writing.")
-    fast_init: bool | None = values.key(None, "Faster first touch on nvme.")
-    ratio: values.Fraction | None = values.key(None, "Share of the states to offload.")
+    device: Literal["none", "cpu", "nvme"] = key("none", "none, cpu or nvme.")
+    nvme_path: str | None = key(None, "Directory for device nvme.")
+    pin_memory: bool = key(True, "Use page-locked host memory.")
+    buffer_count: PositiveInt | None = key(None, "Number of buffers.")
+    buffer_size: PositiveInt | None = key(None, "Elements of a buffer.")
+    max_in_cpu: PositiveInt | None = key(None, "Elements kept in host memory.")
+    pipeline_read: bool | None = key(None, "Overlap reading.")
+    pipeline_write: bool | None = key(None, "Overlap writing.")
+    fast_init: bool | None = key(None, "Faster first touch on nvme.")
+    ratio: Fraction | None = key(None, "Share of the states to offload.")
 
 
-class ZeroBlock(values.Group):
+class ZeroBlock(Group):
     """DeepSpeed's ZeRO: what is split over data-parallel processes.
 
     Any other key that the installed DeepSpeed knows is passed on to it.
@@ -94,49 +101,49 @@ class ZeroBlock(values.Group):
 
     model_config = ConfigDict(extra="allow")
 
-    stage: Annotated[values.NonNegativeInt, Field(le=3)] = values.key(
+    stage: Annotated[NonNegativeInt, Field(le=3)] = key(
         0, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."
     )
-    allgather_partitions: bool = values.key(True, "Gather with allgather.")
-    allgather_bucket_size: values.PositiveInt = values.key(500_000_000, "Elements per gather.")
-    overlap_comm: bool | None = values.key(None, "Overlap communication with the backward pass.")
-    reduce_scatter: bool = values.key(True, "Average with reduce-scatter.")
-    reduce_bucket_size: values.PositiveInt = values.key(500_000_000, "Elements per reduction.")
-    contiguous_gradients: bool = values.key(True, "Copy gradients to one buffer.")
-    cpu_offload: bool = values.key(False, "Old spelling of offload_optimizer: {device: cpu}.")
-    offload_optimizer: OffloadBlock | None = values.key(None, "Offload the optimizer.")
-    offload_param: OffloadBlock | None = values.key(None, "Offload parameters (stage 3).")
-    load_from_fp32_weights: bool = values.key(True, "Restore the fp32 copies on load.")
-    elastic_checkpoint: bool = values.key(False, "Old spelling, DeepSpeed ignores it.")
-    round_robin_gradients: bool = values.key(False, "Spread gradient copies (stage 1, 2).")
-    ignore_unused_parameters: bool = values.key(True, "Allow parameters without gradient.")
-    sub_group_size: values.PositiveInt | None = values.key(None, "Stage 3: elements per update.")
-    stage3_prefetch_bucket_size: values.NonNegativeInt | None = values.key(
+    allgather_partitions: bool = key(True, "Gather with allgather.")
+    allgather_bucket_size: PositiveInt = key(500_000_000, "Elements per gather.")
+    overlap_comm: bool | None = key(None, "Overlap communication with the backward pass.")
+    reduce_scatter: bool = key(True, "Average with reduce-scatter.")
+    reduce_bucket_size: PositiveInt = key(500_000_000, "Elements per reduction.")
+    contiguous_gradients: bool = key(True, "Copy gradients to one buffer.")
+    cpu_offload: bool = key(False, "Old spelling of offload_optimizer: {device: cpu}.")
+    offload_optimizer: OffloadBlock | None = key(None, "Offload the optimizer.")
+    offload_param: OffloadBlock | None = key(None, "Offload parameters (stage 3).")
+    load_from_fp32_weights: bool = key(True, "Restore the fp32 copies on load.")
+    elastic_checkpoint: bool = key(False, "Old spelling, DeepSpeed ignores it.")
+    round_robin_gradients: bool = key(False, "Spread gradient copies (stage 1, 2).")
+    ignore_unused_parameters: bool = key(True, "Allow parameters without gradient.")
+    sub_group_size: PositiveInt | None = key(None, "Stage 3: elements per update.")
+    stage3_prefetch_bucket_size: NonNegativeInt | None = key(
         None, "Stage 3: elements fetched ahead."
     )
-    stage3_param_persistence_threshold: values.NonNegativeInt | None = values.key(
+    stage3_param_persistence_threshold: NonNegativeInt | None = key(
         None, "Stage 3: smaller parameters are not split."
     )
-    stage3_max_live_parameters: values.NonNegativeInt | None = values.key(
+    stage3_max_live_parameters: NonNegativeInt | None = key(
         None, "Stage 3: gathered elements kept at a time."
     )
-    stage3_max_reuse_distance: values.NonNegativeInt | None = values.key(
+    stage3_max_reuse_distance: NonNegativeInt | None = key(
         None, "Stage 3: keep a parameter used again within this many elements."
     )
-    stage3_gather_16bit_weights_on_model_save: bool | None = values.key(
+    stage3_gather_16bit_weights_on_model_save: bool | None = key(
         None, "Stage 3: save whole 16-bit weights."
     )
 
 
-class ActivationCheckpointingBlock(values.Group):
+class ActivationCheckpointingBlock(Group):
     """DeepSpeed's activation checkpointing block."""
 
-    partition_activations: bool | None = values.key(None, "As the key outside.")
-    cpu_checkpointing: bool | None = values.key(None, "As checkpoint_in_cpu.")
-    contiguous_memory_optimization: bool | None = values.key(None, "As contiguous_checkpointing.")
-    number_checkpoints: values.PositiveInt | None = values.key(None, "Number of blocks.")
-    synchronize_checkpoint_boundary: bool | None = values.key(None, "As synchronize_each_layer.")
-    profile: bool | None = values.key(None, "As profile_backward.")
+    partition_activations: bool | None = key(None, "As the key outside.")
+    cpu_checkpointing: bool | None = key(None, "As checkpoint_in_cpu.")
+    contiguous_memory_optimization: bool | None = key(None, "As contiguous_checkpointing.")
+    number_checkpoints: PositiveInt | None = key(None, "Number of blocks.")
+    synchronize_checkpoint_boundary: bool | None = key(None, "As synchronize_each_layer.")
+    profile: bool | None = key(None, "As profile_backward.")
 
 
 def unknown_zero_keys(block: Any) -> list[str]:
@@ -146,13 +153,12 @@ def unknown_zero_keys(block: Any) -> list[str]:
     if not others:
         return []  # DeepSpeed takes seconds to import
     known = [*ZeroBlock.model_fields, *_deepspeeds_zero_keys()]
-    problems = []
-    for name in others:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]}?" if close else "DeepSpeed does not know it either."
-            problems.append(f"unknown key 'zero_optimization.{name:.80}'. {hint}")
-    return problems
+    return [
+        f"unknown key 'zero_optimization.{name:.80}'. "
+        + did_you_mean(name, known, "DeepSpeed does not know it either.")
+        for name in others
+        if name not in known
+    ]
 
 
 def _deepspeeds_zero_keys() -> list[str]:

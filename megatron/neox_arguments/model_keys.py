@@ -21,6 +21,7 @@ from megatron.neox_arguments.values import (
     PositiveFloat,
     PositiveInt,
     accepted,
+    declared,
     facts_of,
     key,
 )
@@ -331,7 +332,5 @@ def hugging_face_keys() -> tuple[HFKey, ...]:
 SCORE_TERMS = ("forget_gate", "attention_sinks", "scalable_softmax")
 """Model keys that give a layer's heads more to learn about their scores."""
 
-KEYS_OF_OURS: frozenset[str] = frozenset(
-    own for own, field in ModelArgs.model_fields.items() if facts_of(field).get("ours")
-)
+KEYS_OF_OURS: frozenset[str] = frozenset(declared("ours", ModelArgs))
 """Model keys that neither GPT-NeoX nor the official KERPLE code knows."""

@@ -7,10 +7,9 @@ ignoring it would train another model than the one the file describes.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, did_you_mean
 
 ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",
@@ -164,70 +163,46 @@ DERIVED: dict[str, str] = {
 """Keys that GPT-NeoX fills in itself -> what to set instead."""
 
 
-_FALSE_ASKS = ("use_shared_fs",)
+def changes_the_model(key: str) -> bool:
+    """Whether a foreign key belongs to a feature that makes another model."""
+    return key in UNIMPLEMENTED and UNIMPLEMENTED[key][0] in SHAPING
 
 
-def _is_off(key: str, value: Any, harmless: tuple[Any, ...]) -> bool:
-    if value is None or (value is False and key not in _FALSE_ASKS):
+def _is_off(key: str, value: Any) -> bool:
+    if value is None or (value is False and key != "use_shared_fs"):
         return True
     if isinstance(value, dict) and value.get("enabled") is False:
         return True
     # 1 == True in Python, yet `moe_num_experts: true` is not a number of experts.
     return any(
         value == option and isinstance(value, bool) == isinstance(option, bool)
-        for option in harmless
+        for option in UNIMPLEMENTED[key][1]
     )
 
 
-def changes_the_model(key: str) -> bool:
-    """Whether a foreign key belongs to a feature that makes another model."""
-    return key in UNIMPLEMENTED and UNIMPLEMENTED[key][0] in SHAPING
-
-
-class ForeignKeys:
-    """The foreign keys of one file: which can be passed over, and what to say of the others."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self._refused: dict[str, list[str]] = {}
-        self._derived: list[str] = []
-
-    def passes_over(self, key: str, value: Any) -> bool:
-        """True for a foreign key, on or off; those that are on are remembered."""
-        if key in IGNORED:
-            return True
-        if key in DERIVED:
-            self._derived.append(
-                f"{self.source}: {key} = {value!r:.80} cannot be set, it is derived. "
-                f"Set {DERIVED[key]} instead."
-            )
-            return True
-        if key not in UNIMPLEMENTED:
-            return False
-        feature, harmless = UNIMPLEMENTED[key]
-        if not _is_off(key, value, harmless):
-            self._refused.setdefault(feature, []).append(f"{key} = {value!r:.80}")
-        return True
-
-    def problems(self) -> list[str]:
-        """One line per feature that is switched on, and one per key that cannot be set."""
-        return [*(self._line(feature) for feature in self._refused), *self._derived]
-
-    def _line(self, feature: str) -> str:
-        found = self._refused[feature]
+def _foreign_problems(foreign: list[tuple[str, Any]], source: str) -> list[str]:
+    """One line per feature that is switched on, and one per key that cannot be set."""
+    switched_on: dict[str, list[tuple[str, Any]]] = {}
+    for key, value in foreign:
+        if key in UNIMPLEMENTED and not _is_off(key, value):
+            switched_on.setdefault(UNIMPLEMENTED[key][0], []).append((key, value))
+    problems = []
+    for feature, found in switched_on.items():
+        named = ", ".join(f"{key} = {value!r:.80}" for key, value in found)
         if len(found) > 1:
-            return (
-                f"{self.source}: {', '.join(found)} are GPT-NeoX keys that are not implemented "
-                f"here ({feature}). Remove them."
-            )
-        harmless = UNIMPLEMENTED[found[0].split(" = ")[0]][1]
-        neutral = "null or false"
-        if harmless:
-            neutral = "its default" if harmless[0] is True else repr(harmless[0])
-        return (
-            f"{self.source}: {found[0]} is a GPT-NeoX key that is not implemented here "
-            f"({feature}). Remove it, or leave it at {neutral}."
-        )
+            which, fix = "are GPT-NeoX keys that are", "Remove them."
+        else:
+            harmless = UNIMPLEMENTED[found[0][0]][1]
+            neutral = "null or false"
+            if harmless:
+                neutral = "its default" if harmless[0] is True else repr(harmless[0])
+            which, fix = "is a GPT-NeoX key that is", f"Remove it, or leave it at {neutral}."
+        problems.append(f"{source}: {named} {which} not implemented here ({feature}). {fix}")
+    return problems + [
+        f"{source}: {key} = {value!r:.80} cannot be set, it is derived. Set {DERIVED[key]} instead."
+        for key, value in foreign
+        if key in DERIVED
+    ]
 
 
 # One layer (a file, a --set) in canonical keys and values.
@@ -253,36 +228,34 @@ def canonical_key(key: str) -> str:
 
 def unknown_key(key: str, known: list[str], source: str) -> str:
     """What to say of a key that nobody knows, with the nearest one that exists."""
-    close = get_close_matches(key, [*known, *ALIASES], n=1, cutoff=0.6)
-    hint = f"Did you mean {close[0]}?" if close else "docs/neox_arguments.md lists every key."
+    hint = did_you_mean(key, [*known, *ALIASES], "docs/neox_arguments.md lists every key.")
     return f"{source}: unknown key {key!r:.80}. {hint}"
 
 
 def normalize(
-    values: dict[str, Any], known: list[str], source: str, problems: list[str]
-) -> dict[str, Any]:
-    """Canonical keys and values of one layer (a file, a --set).
-
-    Every key is checked; all that is wrong with them is added to `problems`.
-    """
+    values: dict[str, Any], known: list[str], source: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Canonical keys and values of one layer (a file, a --set), and all that is wrong with them."""
     result: dict[str, Any] = {}
-    foreign, unknown = ForeignKeys(source), []
+    foreign: list[tuple[str, Any]] = []
+    problems = []
     for raw_key, raw_value in values.items():
         key = canonical_key(raw_key)
-        if key not in known:
-            if not foreign.passes_over(key, raw_value):
-                unknown.append(unknown_key(raw_key, known, source))
-            continue
-        value = _normalize_value(key, raw_value, source)
-        if key in result and result[key] != value:
-            unknown.append(
-                f"{source}: {key} is given twice with different values, {result[key]!r:.80} and "
-                f"{value!r:.80} (hyphens, underscores and old names are the same key). Keep one."
-            )
-        result[key] = value
-    problems += [*foreign.problems(), *unknown]
+        if key in UNIMPLEMENTED or key in DERIVED:
+            foreign.append((key, raw_value))
+        elif key in known:
+            value = _normalize_value(key, raw_value, source)
+            if key in result and result[key] != value:
+                problems.append(
+                    f"{source}: {key} is given twice with different values, {result[key]!r:.80} "
+                    f"and {value!r:.80} (hyphens, underscores and old names are the same key). "
+                    "Keep one."
+                )
+            result[key] = value
+        elif key not in IGNORED:
+            problems.append(unknown_key(raw_key, known, source))
     _move_bfloat16_block(result, source)
-    return result
+    return result, [*_foreign_problems(foreign, source), *problems]
 
 
 def _normalize_value(key: str, value: Any, source: str) -> Any:
@@ -316,16 +289,13 @@ def _move_bfloat16_block(values: dict[str, Any], source: str) -> None:
     block = values.get("fp16")
     if not isinstance(block, dict):
         return
-    block = {key: item for key, item in block.items() if key != "fp16"}
+    block.pop("fp16", None)
     kind = block.pop("type", None)
-    values["fp16"] = block
-    if kind is None:
+    name = _PRECISION_NAMES.get(str(kind).lower())
+    if kind is None or name == "fp16":
         return
-    name = _PRECISION_NAMES.get(kind.lower()) if isinstance(kind, str) else None
-    if name not in ("bf16", "fp16"):
+    if name != "bf16":
         raise ConfigError(f"{source}: fp16.type = {kind!r:.80}; use fp16 or bfloat16.")
-    if name == "fp16":
-        return
     bf16 = {"enabled": block.get("enabled", True)}
     if values.setdefault("bf16", bf16) != bf16:
         raise ConfigError(
@@ -334,14 +304,18 @@ def _move_bfloat16_block(values: dict[str, Any], source: str) -> None:
     del values["fp16"]
 
 
-def resolve_precision(values: dict[str, Any]) -> dict[str, Any]:
-    """Make `precision` and the fp16/bf16 blocks say the same; ConfigError if they cannot."""
-    resolved = dict(values)
-    enabled = [
+def enabled_blocks(values: dict[str, Any]) -> list[str]:
+    """Which of the fp16 and bf16 blocks are there and not switched off."""
+    return [
         name
         for name in ("fp16", "bf16")
         if isinstance(values.get(name), dict) and values[name].get("enabled", True) is not False
     ]
+
+
+def resolve_precision(values: dict[str, Any]) -> dict[str, Any]:
+    """Make `precision` and the fp16/bf16 blocks say the same; ConfigError if they cannot."""
+    enabled = enabled_blocks(values)
     if len(enabled) == 2:
         raise ConfigError(
             "fp16 and bf16 are both enabled. Keep one block, or use `--set precision=bf16`."
@@ -354,9 +328,9 @@ def resolve_precision(values: dict[str, Any]) -> dict[str, Any]:
             f"precision = {precision} but {enabled[0]}.enabled is true. Remove the "
             f"{enabled[0]} block or set precision to {enabled[0]}."
         )
-    resolved["precision"] = precision
+    resolved = {**values, "precision": precision}
     for name in ("fp16", "bf16"):
-        block = resolved.get(name)
+        block = values.get(name)
         if name == precision:
             resolved[name] = {} if block is None else block
         elif isinstance(block, dict) and name not in enabled:

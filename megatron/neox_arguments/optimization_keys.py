@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments import values
 from megatron.neox_arguments.deepspeed_config import (
     ActivationCheckpointingBlock,
     BFloat16Block,
@@ -15,119 +14,122 @@ from megatron.neox_arguments.deepspeed_config import (
     ZeroBlock,
 )
 from megatron.neox_arguments.run_keys import ParallelArgs
+from megatron.neox_arguments.values import (
+    Fraction,
+    Group,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    key,
+)
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
-class OptimizationArgs(values.Group):
+class OptimizationArgs(Group):
     """Optimiser, learning-rate schedule, batch sizes, precision, memory savings."""
 
-    optimizer: OptimizerBlock = values.key(
+    optimizer: OptimizerBlock = key(
         OptimizerBlock(), "{type: Adam, params: {lr: 0.0006, betas: [0.9, 0.999], eps: 1.0e-8}}."
     )
-    zero_optimization: ZeroBlock = values.key(
-        ZeroBlock(), "DeepSpeed's ZeRO block, e.g. {stage: 1}."
-    )
-    train_iters: values.NonNegativeInt | None = values.key(
+    zero_optimization: ZeroBlock = key(ZeroBlock(), "DeepSpeed's ZeRO block, e.g. {stage: 1}.")
+    train_iters: NonNegativeInt | None = key(
         None, "Optimizer steps; 0 evaluates the loaded checkpoint and stops."
     )
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = values.key(
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
         "linear", "Shape of the learning-rate decay after warmup."
     )
-    lr_decay_rule: Literal["neox", "kerple", "earlier"] = values.key(
+    lr_decay_rule: Literal["neox", "kerple", "earlier"] = key(
         "neox",
         "Whose formulas: GPT-NeoX's (neox), or the official KERPLE fork's, which made "
         "the paper's numbers (kerple: the first step has rate 0, a cosine ends above 0). A run "
         "that began before this key existed keeps its own (earlier).",
     )
-    lr_decay_iters: values.PositiveInt | None = values.key(
+    lr_decay_iters: PositiveInt | None = key(
         None, "Step at which the decay ends; null means train_iters."
     )
-    min_lr: values.NonNegativeFloat = values.key(0.0, "Lowest learning rate after warmup.")
-    warmup: values.Fraction = values.key(
-        0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%)."
-    )
-    override_lr_scheduler: bool = values.key(
+    min_lr: NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.")
+    warmup: Fraction = key(0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%).")
+    override_lr_scheduler: bool = key(
         False,
         "On resume take the schedule of this config from the step reached, also the "
         "lr_decay_rule of a run that began before that key existed.",
     )
-    use_checkpoint_lr_scheduler: bool = values.key(
+    use_checkpoint_lr_scheduler: bool = key(
         False, "On resume take the checkpoint's schedule, not this config's."
     )
-    weight_decay: values.NonNegativeFloat = values.key(
+    weight_decay: NonNegativeFloat = key(
         0.1, "Decoupled weight decay; never applied to norms, biases or kernels."
     )
-    kerple_lr_scale: values.NonNegativeFloat = values.key(
+    kerple_lr_scale: NonNegativeFloat = key(
         1.0,
         "Learning rate of kernel parameters and of T5's table as a multiple of the "
         "model's; 0 keeps them as they are.",
     )
-    kerple_weight_decay: values.NonNegativeFloat = values.key(
+    kerple_weight_decay: NonNegativeFloat = key(
         0.0,
         "Decoupled weight decay of kernel parameters and of T5's table. The official "
         "fork decays them by weight_decay, GPT-NeoX T5's table.",
     )
-    gradient_clipping: values.NonNegativeFloat = values.key(
+    gradient_clipping: NonNegativeFloat = key(
         1.0, "Clip the global gradient norm here; 0 turns clipping off."
     )
-    train_batch_size: values.PositiveInt | None = values.key(
+    train_batch_size: PositiveInt | None = key(
         None,
         "Sequences per optimizer step over all processes: micro-batch x accumulation "
         "x data-parallel size. Give any two, the third follows.",
     )
-    train_micro_batch_size_per_gpu: values.PositiveInt | None = values.key(
+    train_micro_batch_size_per_gpu: PositiveInt | None = key(
         None, "Sequences per forward pass of one data-parallel process."
     )
-    gradient_accumulation_steps: values.PositiveInt | None = values.key(
+    gradient_accumulation_steps: PositiveInt | None = key(
         None, "Forward passes per optimizer step; null means 1, or what train_batch_size asks for."
     )
-    precision: Precision | None = values.key(
+    precision: Precision | None = key(
         None,
         "fp32, bf16 (or bfloat16) or fp16; null derives it from the fp16 and bf16 "
         "blocks, fp32 without them.",
     )
-    fp16: Float16Block | None = values.key(
+    fp16: Float16Block | None = key(
         None, "DeepSpeed's fp16 block with loss scaling. `type: bfloat16` inside means bf16."
     )
-    bf16: BFloat16Block | None = values.key(None, "DeepSpeed's bf16 block.")
-    fp32_allreduce: bool = values.key(False, "Average gradients in fp32.")
-    communication_data_type: Literal["fp32", "fp16", "bf16", "bfp16"] | None = values.key(
+    bf16: BFloat16Block | None = key(None, "DeepSpeed's bf16 block.")
+    fp32_allreduce: bool = key(False, "Average gradients in fp32.")
+    communication_data_type: Literal["fp32", "fp16", "bf16", "bfp16"] | None = key(
         None, "Data type of gradient averaging; null follows the precision."
     )
-    prescale_gradients: bool = values.key(
-        False, "Divide gradients before they are summed over processes."
-    )
-    gradient_predivide_factor: values.PositiveFloat = values.key(
+    prescale_gradients: bool = key(False, "Divide gradients before they are summed over processes.")
+    gradient_predivide_factor: PositiveFloat = key(
         1.0, "With prescale_gradients: divide by this first."
     )
-    data_types: dict[str, Any] | None = values.key(
+    data_types: dict[str, Any] | None = key(
         None,
         "DeepSpeed's data_types block. Under bf16 gradients are added up in fp32, as "
         "in GPT-NeoX; {grad_accum_dtype: bf16} takes less memory.",
     )
-    checkpoint_activations: bool = values.key(
+    checkpoint_activations: bool = key(
         False, "Recompute layers in the backward pass instead of keeping them."
     )
-    checkpoint_num_layers: values.PositiveInt = values.key(1, "Layers per recomputed block.")
-    partition_activations: bool = values.key(
+    checkpoint_num_layers: PositiveInt = key(1, "Layers per recomputed block.")
+    partition_activations: bool = key(
         False, "Split kept activations over tensor-parallel processes."
     )
-    synchronize_each_layer: bool = values.key(
+    synchronize_each_layer: bool = key(
         False, "Synchronise the device around each recomputed block."
     )
-    contiguous_checkpointing: bool = values.key(False, "Keep activations in one contiguous buffer.")
-    checkpoint_in_cpu: bool = values.key(False, "Keep activations in host memory.")
-    profile_backward: bool = values.key(False, "Time the backward pass of blocks.")
-    activation_checkpointing: ActivationCheckpointingBlock | None = values.key(
+    contiguous_checkpointing: bool = key(False, "Keep activations in one contiguous buffer.")
+    checkpoint_in_cpu: bool = key(False, "Keep activations in host memory.")
+    profile_backward: bool = key(False, "Time the backward pass of blocks.")
+    activation_checkpointing: ActivationCheckpointingBlock | None = key(
         None, "DeepSpeed's block; its keys win over the five above."
     )
-    exit_on_divergence: bool = values.key(
+    exit_on_divergence: bool = key(
         False,
         "End with exit code 76 when the loss stays far above the uniform model's and "
         "grows; otherwise that is only said.",
     )
-    max_consecutive_nonfinite: values.NonNegativeInt = values.key(
+    max_consecutive_nonfinite: NonNegativeInt = key(
         20,
         "Stop after this many steps in a row with a loss or gradient that is not "
         "finite; 0 never stops.",

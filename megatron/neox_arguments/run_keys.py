@@ -20,6 +20,7 @@ from megatron.neox_arguments.values import (
     PositiveFloat,
     PositiveInt,
     PositiveIntList,
+    PositiveNumber,
     TextList,
     WeightList,
     accepted,
@@ -207,7 +208,7 @@ class CheckpointArgs(Group):
 
     save: str | None = key(None, "Run directory for checkpoints and metrics.")
     load: str | None = key(None, "Run directory to resume or evaluate.")
-    checkpoint_factor: PositiveInt | PositiveFloat | None = key(
+    checkpoint_factor: PositiveNumber | None = key(
         None,
         "Save every this many steps (linear), or at step 1 and at the powers of this, "
         "which may be a fraction above 1 (log). `save_interval` is the old name. The last step is "
@@ -239,12 +240,18 @@ class CheckpointArgs(Group):
         None, "Load this step instead of the one named in `latest`."
     )
     finetune: bool = key(False, "Load weights only and start from step 0 with a fresh optimizer.")
-    no_save_optim: bool = key(False, "Leave the optimizer out of checkpoints.")
+    no_save_optim: bool = key(
+        False,
+        "Leave the optimizer out of checkpoints.",
+        refused="optimizer states are always saved; --to hf exports weights alone",
+    )
     no_save_rng: bool = key(False, "Leave random states out of checkpoints.")
     no_load_optim: bool = key(False, "Do not load the optimizer.")
     no_load_rng: bool = key(False, "Do not load random states.")
     checkpoint_validation_with_forward_pass: bool = key(
-        False, "Save logits of a probe with each checkpoint and compare on load."
+        False,
+        "Save logits of a probe with each checkpoint and compare on load.",
+        refused="checkpoints are verified by checksums instead",
     )
 
 
@@ -306,11 +313,23 @@ class LoggingArgs(Group):
     wandb_project: str = key("neox", "wandb project.")
     wandb_host: str = key("https://api.wandb.ai", "wandb server.")
     wandb_run_name: str | None = key(None, "wandb name of this run.")
-    wandb_init_all_ranks: bool = key(False, "One wandb run per rank.")
+    wandb_init_all_ranks: bool = key(
+        False, "One wandb run per rank.", refused="rank 0 logs for all"
+    )
     log_grad_norm: bool = accepted("the norm of the whole gradient is always logged.")
-    log_param_norm: bool = key(False, "Log the norm of each parameter.")
-    log_optimizer_states: bool = key(False, "Log the norms of the optimizer's moments.")
-    log_grad_pct_zeros: bool = key(False, "Log the share of zeros in each gradient.")
+    log_param_norm: bool = key(
+        False, "Log the norm of each parameter.", refused="per-parameter norms are not logged"
+    )
+    log_optimizer_states: bool = key(
+        False,
+        "Log the norms of the optimizer's moments.",
+        refused="optimizer states are not logged",
+    )
+    log_grad_pct_zeros: bool = key(
+        False,
+        "Log the share of zeros in each gradient.",
+        refused="the share of zero gradients is not logged",
+    )
     flops_profiler: dict[str, Any] | None = key(
         None, "DeepSpeed's flops_profiler block, passed on."
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
 from megatron.neox_arguments.model_keys import intermediate_size_for
 from megatron.neox_arguments.normalize import unknown_key
+from megatron.neox_arguments.values import declared
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -40,24 +40,15 @@ def check(args: NeoXArgs) -> None:
     _check_blends(args.data)
     _check_evaluation(args.evaluation, args.model.validation_length)
     _check_launcher(args.launcher)
-    _check_not_implemented(args.to_dict())
+    _check_not_implemented(args)
 
 
-NOT_IMPLEMENTED = {
-    "no_save_optim": "optimizer states are always saved; --to hf exports weights alone",
-    "checkpoint_validation_with_forward_pass": "checkpoints are verified by checksums instead",
-    "wandb_init_all_ranks": "rank 0 logs for all",
-    "log_param_norm": "per-parameter norms are not logged",
-    "log_optimizer_states": "optimizer states are not logged",
-    "log_grad_pct_zeros": "the share of zero gradients is not logged",
-}
-
-
-def _check_not_implemented(flat: Mapping[str, Any]) -> None:
+def _check_not_implemented(args: NeoXArgs) -> None:
     """Keys of GPT-NeoX that mean something only when true."""
-    for key, reason in NOT_IMPLEMENTED.items():
-        if flat.get(key):
-            raise ConfigError(f"{key} = true is not implemented here: {reason}. Remove it.")
+    for _, group in args:
+        for key, reason in declared("refused", type(group)).items():
+            if getattr(group, key):
+                raise ConfigError(f"{key} = true is not implemented here: {reason}. Remove it.")
 
 
 def _divisors_near(number: int, wanted: int) -> int:
@@ -337,18 +328,16 @@ def _describe(item: Any, group: type[BaseModel]) -> str:
 def _unknown_nested(location: Sequence[str], group: type[BaseModel]) -> str:
     parent: type[BaseModel] | None = group
     for part in location[:-1]:
-        parent = _nested_model(parent, part) if parent else None
+        field = parent.model_fields.get(part) if parent else None
+        parent = nested_model(field.annotation) if field else None
     names = list(parent.model_fields) if parent else []
-    close = get_close_matches(location[-1], names, n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"Keys here: {', '.join(names)}."
+    hint = did_you_mean(location[-1], names, f"Keys here: {', '.join(names)}.")
     return f"unknown key {'.'.join(location)!r:.120}. {hint}"
 
 
-def _nested_model(group: type[BaseModel], key: str) -> type[BaseModel] | None:
-    field = group.model_fields.get(key)
-    if field is None:
-        return None
-    for candidate in (field.annotation, *get_args(field.annotation)):
+def nested_model(annotation: Any) -> type[BaseModel] | None:
+    """The type of a nested mapping inside a field's annotation, if there is one."""
+    for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
     return None

@@ -6,14 +6,14 @@ asked for. A quoted "12" or a `true` is not: it is more often a slip than a wish
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from megatron.errors import ConfigError
-
-LARGEST_INTEGER = 2**62
 
 
 def _whole_float_to_int(value: Any) -> Any:
@@ -44,15 +44,12 @@ def _text_to_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-Int = Annotated[
-    int, BeforeValidator(_whole_float_to_int), Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER)
-]
-PositiveInt = Annotated[int, BeforeValidator(_whole_float_to_int), Field(gt=0, le=LARGEST_INTEGER)]
-NonNegativeInt = Annotated[
-    int, BeforeValidator(_whole_float_to_int), Field(ge=0, le=LARGEST_INTEGER)
-]
+Int = Annotated[int, BeforeValidator(_whole_float_to_int), Field(le=2**62)]
+PositiveInt = Annotated[Int, Field(gt=0)]
+NonNegativeInt = Annotated[Int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveNumber = Annotated[float, Field(gt=0), AfterValidator(_whole_float_to_int)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Flag = Annotated[bool, BeforeValidator(_zero_or_one_to_bool)]
 NonNegativeIntList = Annotated[list[NonNegativeInt], BeforeValidator(_comma_text_to_list)]
@@ -67,9 +64,10 @@ def key(default: Any, meaning: str, **facts: Any) -> Any:
     hf          its name in a Hugging Face config of ours (default: the same name; None: not there)
     hf_default  its default there, where that is not the one here
     ours        neither GPT-NeoX nor the official KERPLE code knows it
+    refused     a flag of GPT-NeoX's that may not be true here, and why
     effect      "none": accepted for old files only; the reference page says so
     """
-    if unknown := set(facts) - {"hf", "hf_default", "ours", "effect"}:
+    if unknown := set(facts) - {"hf", "hf_default", "ours", "refused", "effect"}:
         raise TypeError(f"key() knows no fact {', '.join(unknown)}")
     return Field(default, description=meaning, json_schema_extra=facts or None)
 
@@ -82,6 +80,16 @@ def accepted(reason: str) -> Any:
 def facts_of(field: FieldInfo) -> dict[str, Any]:
     """What `key` said of a field beside its default and meaning."""
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+
+
+def declared(fact: str, *groups: type[BaseModel]) -> dict[str, Any]:
+    """The keys of these groups whose declaration states this fact -> what it states."""
+    return {
+        name: facts_of(field)[fact]
+        for group in groups
+        for name, field in group.model_fields.items()
+        if fact in facts_of(field)
+    }
 
 
 class Group(BaseModel):
@@ -103,63 +111,6 @@ MAX_DEPTH = 16
 MAX_NODES = 100_000
 
 
-class _Copier:
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self.nodes = 0
-
-    def copy(self, value: Any, where: str, depth: int) -> Any:
-        self.nodes += 1
-        if depth > MAX_DEPTH:
-            raise ConfigError(
-                f"{self.source}: {where[:80]} is nested more than {MAX_DEPTH} levels deep."
-            )
-        if self.nodes > MAX_NODES:
-            raise ConfigError(f"{self.source}: more than {MAX_NODES} values; is this a config?")
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, int | float):
-            return self._number(value, where)
-        if isinstance(value, str):
-            return self._text(value, where)
-        if isinstance(value, dict):
-            return {
-                self._key(key, where): self.copy(item, f"{where}.{key}", depth + 1)
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [
-                self.copy(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)
-            ]
-        raise ConfigError(
-            f"{self.source}: {where[:80]} is a {type(value).__name__}; only text, numbers, "
-            "booleans, null, lists and mappings are allowed."
-        )
-
-    def _number(self, value: float, where: str) -> int | float:
-        if isinstance(value, float):
-            return float(value)
-        if abs(value) > 2**63:
-            raise ConfigError(f"{self.source}: {where[:80]} is a number beyond 64 bits.")
-        return int(value)
-
-    def _key(self, key: Any, where: str) -> str:
-        if not isinstance(key, str):
-            raise ConfigError(
-                f"{self.source}: {key!r:.80} in {where[:80]} is not a text key; quote it."
-            )
-        return self._text(key, where)
-
-    def _text(self, value: str, where: str) -> str:
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"{self.source}: {ascii(where)[:80]} holds characters that are not Unicode text."
-            ) from error
-        return str(value)
-
-
 def copy_plain(values: Any, source: str) -> dict[str, Any]:
     """A deep copy of a mapping of plain data; ConfigError for anything else."""
     if not isinstance(values, dict):
@@ -167,6 +118,53 @@ def copy_plain(values: Any, source: str) -> dict[str, Any]:
             f"{source}: a config is a mapping of keys to values, this is a "
             f"{type(values).__name__}. Write lines like `train_iters: 1000`."
         )
-    copied = _Copier(source).copy(values, "config", 0)
+    copied = _copy(values, source, "config", 0, count(1))
     assert isinstance(copied, dict)
     return copied
+
+
+def _copy(value: Any, source: str, where: str, depth: int, nodes: Iterator[int]) -> Any:
+    place = f"{source}: {where[:80]}"
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"{place} is nested more than {MAX_DEPTH} levels deep.")
+    if next(nodes) > MAX_NODES:
+        raise ConfigError(f"{source}: more than {MAX_NODES} values; is this a config?")
+    if isinstance(value, dict):
+        copied = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(
+                    f"{source}: {key!r:.80} in {where[:80]} is not a text key; quote it."
+                )
+            name = _text(key, source, where)
+            copied[name] = _copy(item, source, f"{where}.{key}", depth + 1, nodes)
+        return copied
+    if isinstance(value, list | tuple):
+        return [
+            _copy(item, source, f"{where}[{index}]", depth + 1, nodes)
+            for index, item in enumerate(value)
+        ]
+    if isinstance(value, str):
+        return _text(value, source, where)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, float):
+        return float(value)
+    if not isinstance(value, int):
+        raise ConfigError(
+            f"{place} is a {type(value).__name__}; only text, numbers, booleans, null, lists and "
+            "mappings are allowed."
+        )
+    if abs(value) > 2**63:
+        raise ConfigError(f"{place} is a number beyond 64 bits.")
+    return int(value)
+
+
+def _text(value: str, source: str, where: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{source}: {ascii(where)[:80]} holds characters that are not Unicode text."
+        ) from error
+    return str(value)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.catalogue import allow_kernel, kernels_in, without_code
-from megatron.neox_arguments.normalize import NESTED_BLOCKS, normalize
+from megatron.neox_arguments.normalize import NESTED_BLOCKS, enabled_blocks, normalize
 from megatron.neox_arguments.values import copy_plain
 
 MAX_BYTES = 1_000_000
@@ -176,14 +175,13 @@ def _flow(value: Any) -> str:
 # lengths/length_16384.yml`.
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Canonical values and where they came from."""
+class Layer(NamedTuple):
+    """Canonical values, where they came from, what is wrong with them, and a file's text."""
 
     source: str
     values: dict[str, Any]
+    problems: list[str]
     text: str = ""
-    problems: tuple[str, ...] = ()
 
 
 def read_layer(path: str | Path, known: list[str]) -> Layer:
@@ -192,9 +190,8 @@ def read_layer(path: str | Path, known: list[str]) -> Layer:
     source = str(path)
     parsed = parse_yaml(text, source)
     plain = copy_plain({} if parsed is None else parsed, source)
-    problems: list[str] = []
-    values = normalize(plain, known, source, problems)
-    return Layer(source, without_code(path, values), text, tuple(problems))
+    values, problems = normalize(plain, known, source)
+    return Layer(source, without_code(path, values), problems, text)
 
 
 def parse_set(assignment: str, known: list[str]) -> Layer:
@@ -214,10 +211,9 @@ def parse_set(assignment: str, known: list[str]) -> Layer:
         raise ConfigError(f"{source}: {parts[0][:80]} has no keys inside it; write {parts[0]}=...")
     for part in reversed(parts):
         value = {part: value}
-    problems: list[str] = []
-    values = normalize(copy_plain(value, source), known, source, problems)
+    values, problems = normalize(copy_plain(value, source), known, source)
     allow_kernel(kernels_in(values))
-    return Layer(source, values, problems=tuple(problems))
+    return Layer(source, values, problems)
 
 
 _FREE_BLOCKS = frozenset({"data_types", "flops_profiler", "comms_logger", "deepspeed_extra_args"})
@@ -228,7 +224,8 @@ def merge(base: Sequence[Layer], overrides: Sequence[Layer]) -> dict[str, Any]:
     merged = _merge_equals(base)
     _refuse_two_precisions([layer for layer in overrides if layer.source.startswith("--set ")])
     for layer in overrides:
-        merged = _apply_override(merged, layer.values)
+        merged = _forget_other_precisions(merged, layer.values)
+        merged = _deep_merge(merged, layer.values)
     return merged
 
 
@@ -240,7 +237,7 @@ def _merge_equals(layers: Sequence[Layer]) -> dict[str, Any]:
         for key, value in layer.values.items():
             if key in merged and merged[key] != value and not _is_length_overlay(layer):
                 conflicts.append(
-                    f"{key} is {_short(merged[key])} in {origin[key]} and {_short(value)} in "
+                    f"{key} is {merged[key]!r:.80} in {origin[key]} and {value!r:.80} in "
                     f"{layer.source}. Remove one, or give the file that should win after "
                     f"--override (or the value with --set {key}=...)."
                 )
@@ -256,17 +253,6 @@ def _is_length_overlay(layer: Layer) -> bool:
     return len(layer.values) == 1 and ("seq_length_val" in layer.values or in_folder)
 
 
-def _short(value: Any) -> str:
-    return f"{value!r:.80}"
-
-
-def _apply_override(below: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    merged = _forget_other_precisions(below, values)
-    for key, value in values.items():
-        merged[key] = _deep_merge(merged.get(key), value)
-    return merged
-
-
 def _deep_merge(below: Any, above: Any) -> Any:
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
@@ -275,7 +261,7 @@ def _deep_merge(below: Any, above: Any) -> Any:
 
 def _refuse_two_precisions(assigned: Sequence[Layer]) -> None:
     """Of two files the later may win; two assignments of one command are a slip."""
-    chosen = {name: layer for layer in assigned for name in _enabled_blocks(layer.values)}
+    chosen = {name: layer for layer in assigned for name in enabled_blocks(layer.values)}
     if len(chosen) > 1:
         raise ConfigError(
             f"{' and '.join(layer.source for layer in chosen.values())} choose "
@@ -283,29 +269,12 @@ def _refuse_two_precisions(assigned: Sequence[Layer]) -> None:
         )
 
 
-def _enabled_blocks(values: dict[str, Any]) -> set[str]:
-    return {
-        name
-        for name in ("fp16", "bf16")
-        if isinstance(values.get(name), dict) and values[name].get("enabled", True) is True
-    }
-
-
-def _enabled_precisions(values: dict[str, Any]) -> set[str]:
-    enabled = _enabled_blocks(values)
-    if values.get("precision") is not None:
-        enabled.add(str(values["precision"]))
-    return enabled
-
-
 def _forget_other_precisions(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`--set precision=fp32` on a bf16 file must not need a second --set to disable bf16."""
-    result = dict(below)
-    enabled = _enabled_precisions(above)
-    if not enabled:
-        return result
-    result.pop("precision", None)
-    for name in ("fp16", "bf16"):
-        if name not in enabled:
-            result.pop(name, None)
-    return result
+    chosen = enabled_blocks(above)
+    if above.get("precision") is not None:
+        chosen.append(str(above["precision"]))
+    if not chosen:
+        return below
+    others = {"precision", "fp16", "bf16"}.difference(chosen)
+    return {key: value for key, value in below.items() if key not in others}
