@@ -18,14 +18,15 @@ those among the d that precede the token. K is 4,096 and d 1,024 there; here K i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron.errors import EvaluationError
-from megatron.evaluation.losses import LossModel, Texts, current_bar, perplexity, sequence_losses
+from megatron.evaluation.losses import perplexity, sequence_losses
 from megatron.evaluation.perplexity import TaskByLength, sequences_of, table_by_length
 from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.sequences import SequenceSet, SplitTokens
@@ -45,47 +46,34 @@ def key_tokens(long_losses: Tensor, short_losses: Tensor) -> Tensor:
     return (short_losses - long_losses > GAIN) & (-long_losses > FLOOR)
 
 
-class _Window(NamedTuple):
-    text: int
-    start: int
-    scored: int
+def short_contexts(texts: SequenceSet, context: int, step: int) -> SequenceSet:
+    """The windows over each text: `context` tokens, then `step` that are scored.
+
+    The last one of a text is filled at the right, where nothing looks.
+    """
+    size = context + step
+
+    def window(number: int, start: int) -> Tensor:
+        tokens = texts[number][start : start + size]
+        return pad(tokens, (0, size - len(tokens)))
+
+    starts = range(0, texts.length + 1 - context, step)
+    windows = [partial(window, number, start) for number in range(len(texts)) for start in starts]
+    return SequenceSet(size - 1, windows)
 
 
-class ShortContexts:
-    """The windows over each text: `context` tokens, then up to `step` that are scored."""
-
-    def __init__(self, texts: Texts, context: int, step: int) -> None:
-        self.texts, self.length = texts, context + step - 1
-        self.windows = [
-            _Window(number, start, min(context + step, texts.length + 1 - start) - context)
-            for number in range(len(texts))
-            for start in range(0, texts.length + 1 - context, step)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, number: int) -> Tensor:
-        """The window's tokens; a short last one is filled at the right, where nothing looks."""
-        window = self.windows[number]
-        tokens = self.texts[window.text][window.start : window.start + self.length + 1]
-        missing = self.length + 1 - len(tokens)
-        return torch.nn.functional.pad(tokens, (0, missing)) if missing else tokens
-
-    def scored(self, losses: Sequence[Tensor], context: int) -> list[Tensor]:
-        """For each text, the losses of its tokens from number `context` on."""
-        parts: list[list[Tensor]] = [[] for _ in range(len(self.texts))]
-        for window, loss in zip(self.windows, losses, strict=True):
-            parts[window.text].append(loss[context - 1 : context - 1 + window.scored])
-        return [torch.cat(part) for part in parts]
+def scored(window_losses: Sequence[Tensor], texts: SequenceSet, context: int) -> Tensor:
+    """For each text, the losses of its tokens from number `context` on."""
+    by_text = torch.stack(list(window_losses))[:, context - 1 :].reshape(len(texts), -1)
+    return by_text[:, : texts.length + 1 - context]
 
 
 def long_perplexity(
-    model_losses: Sequence[Tensor], long_losses: Sequence[Tensor], short_losses: Sequence[Tensor]
+    model_losses: Tensor, long_losses: Tensor, short_losses: Tensor
 ) -> dict[str, Any]:
     """The result from losses of the same tokens: the model's, the evaluator's long and short."""
-    losses = torch.cat(list(model_losses)).double()
-    keys = key_tokens(torch.cat(list(long_losses)), torch.cat(list(short_losses)))
+    losses = model_losses.double().flatten()
+    keys = key_tokens(long_losses, short_losses).flatten()
     count = int(keys.sum())
     loss = float(losses[keys].mean()) if count else None
     return {
@@ -105,53 +93,42 @@ class LongPPL(TaskByLength):
         return self.name
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        own = {"short_context": _short_context(options), "evaluator": options.longppl_evaluator}
+        own = {
+            "short_context": options.longppl_short_context,
+            "evaluator": options.longppl_evaluator,
+        }
         return {**super().parameters(options), **own}
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
         return []
 
     def measure(self, context: Context) -> dict[str, Any]:
-        self.evaluator = lru_cache(partial(_evaluator, context))  # loaded once, if at all
+        self.evaluator = cache(partial(_evaluator, context))  # loaded once, if at all
         return super().measure(context)
 
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
-        options, split = context.options, files[0].which
-        short = _short_context(options)
+        short = context.options.longppl_short_context
         if length <= short:
             raise EvaluationError(
                 f"no longer than the short context of {short}; use longer eval_lengths, or a "
                 "shorter longppl_short_context"
             )
-        texts = sequences_of(options, files, length)
-        windows = ShortContexts(texts, short, max(1, short // 4))
-
-        def losses(model: LossModel, of: Texts, kind: str) -> list[Tensor]:
-            return sequence_losses(
-                model,
-                of,
-                ranks=context.ranks,
-                batch_tokens=options.batch_tokens,
-                label=f"longppl {split} {length} {kind}",
-            )
-
-        model = self.evaluator()
-        seen_long = losses(context.model, texts, "long")
-        judged_long = seen_long if model is context.model else losses(model, texts, "evaluator")
-        judged_short = windows.scored(losses(model, windows, "short"), short)
+        texts = sequences_of(context.options, files, length)
+        windows = short_contexts(texts, short, max(1, short // 4))
+        label = f"longppl {files[0].which} {length}"
+        judge = self.evaluator()
+        seen = torch.stack(sequence_losses(context, texts, f"{label} long"))
+        judged = seen
+        if judge is not context.model:
+            judged = torch.stack(sequence_losses(context, texts, f"{label} evaluator", judge))
+        judged_short = sequence_losses(context, windows, f"{label} short", judge)
         result = long_perplexity(
-            [loss[short - 1 :] for loss in seen_long],
-            [loss[short - 1 :] for loss in judged_long],
-            judged_short,
+            seen[:, short - 1 :], judged[:, short - 1 :], scored(judged_short, texts, short)
         )
         return {"length": length, "short_context": short, "sequences": len(texts), **result}
 
     def table(self, results: dict[str, Any]) -> str:
         return table_by_length(results, "length", "longppl", "ppl", "key_tokens", "tokens")
-
-
-def _short_context(options: EvaluationOptions) -> int:
-    return options.longppl_short_context or options.train_length
 
 
 def _evaluator(context: Context) -> GPTModel:
@@ -160,7 +137,7 @@ def _evaluator(context: Context) -> GPTModel:
         return context.model
     from megatron.generation.pretrained import load_pretrained
 
-    found: GPTModel = load_pretrained(place, device=str(context.device)).eval()
+    found: GPTModel = load_pretrained(place, device=context.model.device).eval()
     asked, have = context.model.spec.padded_vocab_size, found.spec.padded_vocab_size
     if asked != have:
         raise EvaluationError(
@@ -212,8 +189,12 @@ class ReceptiveField(TaskByLength):
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
         sequences = sequences_of(context.options, files, length)
         numbers = range(min(len(sequences), MAX_SEQUENCES))
-        label = f"{self.name} {files[0].which} {length}"
-        cumulated = context.ranks.map(partial(_cumulated, context, sequences, label), numbers)
+        cumulated = context.in_batches(
+            partial(_cumulated, context.model, sequences),
+            numbers,
+            length,
+            f"{self.name} {files[0].which} {length}",
+        )
         mean = torch.stack(cumulated).mean(0)
         step = max(1, length // CURVE_POINTS)
         return {
@@ -241,15 +222,7 @@ class ReceptiveField(TaskByLength):
         return text_table(["split", "length", *shares, "sequences"], rows)
 
 
-def _cumulated(
-    context: Context, sequences: SequenceSet, label: str, numbers: Sequence[int]
-) -> list[Tensor]:
+def _cumulated(model: GPTModel, sequences: SequenceSet, numbers: Sequence[int]) -> list[Tensor]:
     """For each sequence, the share of the last 1, 2, ... tokens."""
-    curves = []
-    bar = current_bar()
-    bar.at(label)
-    for i in numbers:
-        norms = input_gradient_norms(context.model, sequences[i][:-1])
-        curves.append(norms.flip(0).cumsum(0) / norms.sum())
-        bar.advance(sequences.length * context.ranks.size, sequences.length)
-    return curves
+    norms = [input_gradient_norms(model, sequences[i][:-1]) for i in numbers]
+    return [own.flip(0).cumsum(0) / own.sum() for own in norms]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +18,7 @@ from megatron.atomic_files import fingerprint
 from megatron.errors import EvaluationError, KerpleError
 from megatron.evaluation import context_use, perplexity, retrieval, ruler
 from megatron.evaluation.lm_eval_cli import LMEvalTask, lm_eval_task_names
-from megatron.evaluation.losses import TotalBar, showing
+from megatron.evaluation.losses import TotalBar, total_work
 from megatron.evaluation.results_schema import (
     FORMAT,
     Cells,
@@ -75,7 +77,7 @@ class Evaluation:
         self.options = EvaluationOptions.from_args(args)
         self.store = ResultStore(self._prefix(), ranks)
 
-    def run(self, names: list[str] | tuple[str, ...]) -> int:
+    def run(self, names: Sequence[str]) -> int:
         """All named tasks; 1 if any of them gave no result."""
         failures: list[str] = []
 
@@ -89,22 +91,20 @@ class Evaluation:
 
         found = {name: attempt(name, partial(self._find_task, name)) for name in names}
         tasks = {name: task for name, task in found.items() if task is not None}
-        planned = 0.0
-        with showing(self._total_bar(tasks.values())) as bar:
-            for name, task in tasks.items():
-                planned += _cost(bar, task, self.options)
-                content = attempt(name, partial(self._run_task, task))
-                bar.move_to(planned)
+        hidden_size = self.args.model.hidden_size
+        ends = [
+            *accumulate(total_work(hidden_size, task.work(self.options)) for task in tasks.values())
+        ]
+        total = ends[-1] if ends else 0.0
+        with closing(TotalBar(hidden_size, total, show=self.ranks.is_main)) as bar:
+            for (name, task), end in zip(tasks.items(), ends, strict=True):
+                content = attempt(name, partial(self._run_task, task, bar))
+                bar.move_to(end)
                 if content is not None:
                     self._report(task, content)
         if failures:
             self.say(f"{len(failures)} of {len(found)} tasks failed: {', '.join(failures)}", True)
         return 1 if failures else 0
-
-    def _total_bar(self, tasks: Iterable[EvaluationTask]) -> TotalBar:
-        hidden_size = self.args.model.hidden_size
-        total = sum(_cost(TotalBar(hidden_size), task, self.options) for task in tasks)
-        return TotalBar(hidden_size, total, show=self.ranks.is_main)
 
     def say(self, text: str, error: bool = False) -> None:
         """Print, once for all ranks."""
@@ -125,7 +125,7 @@ class Evaluation:
             return TASKS[name]
         if ":" in name:
             return imported_task(name)
-        known = lm_eval_task_names(name, self.options.include_path)
+        known = lm_eval_task_names(name, self.options.eval_include_path)
         if name in known:
             return LMEvalTask(name)
         close = nearest(name, [*TASKS, *known])
@@ -134,9 +134,9 @@ class Evaluation:
             hint += f". If it is one of lm-eval's: {install_command('eval')}"
         raise EvaluationError(f"unknown task; {hint}")
 
-    def _run_task(self, task: EvaluationTask) -> dict[str, Any]:
-        name = task.file_name(self.options)
-        key = self._key(task)
+    def _run_task(self, task: EvaluationTask, bar: TotalBar) -> dict[str, Any]:
+        name, parameters = task.file_name(self.options), task.parameters(self.options)
+        key = fingerprint([FORMAT, task.name, *self._model_key(), parameters])
         content = self.store.finished(name, key)
         if content is not None:
             self.say(f"{name}: already evaluated")
@@ -145,30 +145,37 @@ class Evaluation:
         cells = self.store.cells(name, key)
         if cells.resumed:
             self.say(f"{name}: continues an interrupted evaluation ({cells.resumed} parts done)")
-        results = task.run(self._context(cells))
+        results = task.run(self._context(cells, bar))
         if not _holds_anything(results):
             raise EvaluationError("; ".join(error["error"] for error in cells.errors))
-        content = self._content(task, results, cells)
+        content = {
+            **self._provenance(task, parameters),
+            "results": results,
+            "errors": cells.errors,
+        }
         self.store.publish(name, key, content)
         cells.discard()
         return content
 
-    def _context(self, cells: Cells) -> Context:
+    def _context(self, cells: Cells, bar: TotalBar) -> Context:
+        options = self.options
+        # All that an answer to a single lm-eval request depends on.
+        request = [
+            self._model_key(),
+            options.eval_context_length,
+            options.eval_window,
+            options.seed,
+        ]
         return Context(
             model=self.subject.model,
-            options=self.options,
+            options=options,
             cells=cells,
             ranks=self.ranks,
             tokenizer=self.subject.tokenizer,
             say=self.say,
-            request_cache=self.store.cache_folder / f"requests-{self._request_key()}",
+            bar=bar,
+            request_cache=self.store.cache_folder / f"requests-{fingerprint(request)}",
         )
-
-    def _request_key(self) -> str:
-        """Of all that an answer to a single lm-eval request depends on."""
-        options = self.options
-        context = options.context_length or options.train_length
-        return fingerprint([self._model_key(), context, options.window, options.seed])
 
     def _model_key(self) -> list[Any]:
         return [
@@ -177,32 +184,25 @@ class Evaluation:
             self.args.tokenizer.model_dump(mode="json"),
         ]
 
-    def _key(self, task: EvaluationTask) -> str:
-        return fingerprint([FORMAT, task.name, *self._model_key(), task.parameters(self.options)])
-
-    def _content(
-        self, task: EvaluationTask, results: dict[str, Any], cells: Cells
-    ) -> dict[str, Any]:
-        model = self.subject.model
-        settings = self.args.model.model_dump(mode="json")
+    def _provenance(self, task: EvaluationTask, parameters: dict[str, Any]) -> dict[str, Any]:
+        """What a result says of how it was made."""
+        model, options = self.subject.model, self.options
         return {
             "format": FORMAT,
-            "task": task.result_name(self.options),
+            "task": task.result_name(options),
             "checkpoint": str(self.subject.checkpoint),
             "iteration": self.subject.iteration,
             "config_hash": self.args.config_hash(),
             "pos_emb": model.spec.pos_emb,
-            "seed": self.options.seed,
-            "data_seed": self.options.data_seed,
-            "protocol": self.options.protocol,
-            "train_length": self.options.train_length,
+            "seed": options.seed,
+            "data_seed": options.data_seed,
+            "protocol": options.eval_protocol,
+            "train_length": options.train_length,
             "parameters": model.num_parameters(),
-            "window": self.options.window,
-            "settings": recorded_settings(task.parameters(self.options), settings),
+            "window": options.eval_window,
+            "settings": recorded_settings(parameters, self.args.model.model_dump(mode="json")),
             "checkpoint_id": weights_id(self.subject.checkpoint),
             "version": __version__,
-            "results": results,
-            "errors": cells.errors,
         }
 
     def _report(self, task: EvaluationTask, content: dict[str, Any]) -> None:
@@ -213,10 +213,6 @@ class Evaluation:
             where = " ".join(str(value) for key, value in error.items() if key != "error")
             self.say(f"not measured: {where}: {error['error']}")
         self.say(f"results: {self.store.path(name, content['settings'])}")
-
-
-def _cost(bar: TotalBar, task: EvaluationTask, options: EvaluationOptions) -> float:
-    return sum(bar.cost(tokens, length) for tokens, length in task.work(options))
 
 
 def _holds_anything(results: dict[str, Any]) -> bool:

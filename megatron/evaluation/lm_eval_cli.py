@@ -60,12 +60,12 @@ class LMEvalTask(WindowedTask):
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {
-            "context_length": options.context_length or options.train_length,
+            "context_length": options.eval_context_length,
             "num_fewshot": options.num_fewshot,
-            "limit": options.limit,
-            "include_path": options.include_path,
+            "limit": options.eval_limit,
+            "include_path": options.eval_include_path,
             "seed": options.seed,
-            "window": options.window,
+            "window": options.eval_window,
         }
 
     def measure(self, context: Context) -> dict[str, Any]:
@@ -80,8 +80,8 @@ class LMEvalTask(WindowedTask):
         lm = KerpleNeoXLM(
             context.model,
             tokenizer=context.tokenizer(),
-            max_length=options.context_length or options.train_length,
-            batch_tokens=options.batch_tokens,
+            max_length=options.eval_context_length,
+            batch_tokens=options.eval_batch_tokens,
             ranks=context.ranks,
             seed=options.seed,
         )
@@ -92,8 +92,8 @@ class LMEvalTask(WindowedTask):
                 model=lm,
                 tasks=[self.name],
                 num_fewshot=options.num_fewshot,
-                limit=options.limit,
-                task_manager=_manager_for(self.name, options.include_path),
+                limit=options.eval_limit,
+                task_manager=_manager_for(self.name, options.eval_include_path),
                 use_cache=str(cache) if cache else None,
                 random_seed=options.seed,
                 numpy_random_seed=options.seed,

@@ -1,78 +1,40 @@
-"""Losses of many sequences, in batches, shared by all ranks."""
+"""From a model to numbers: losses, scores of given tokens, their summary, and the bar meanwhile."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from megatron.errors import EvaluationError
-from megatron.model import ModelSpec
 from megatron.model.embedding import full_logits
-from megatron.mpu.job import Ranks
 
 if TYPE_CHECKING:
+    from megatron.evaluation.sequences import SequenceSet
+    from megatron.evaluation.tasks import Context
     from megatron.model import GPTModel
 
 
-class LossModel(Protocol):
-    """What perplexity needs of a model."""
-
-    spec: ModelSpec
-
-    @property
-    def device(self) -> torch.device: ...
-    def token_losses(self, tokens_BL: Tensor, labels_BL: Tensor) -> Tensor: ...
-
-
-class Texts(Protocol):
-    """Sequences of length + 1 tokens."""
-
-    length: int
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int) -> Tensor: ...
-
-
-def batches(numbers: Sequence[int], length: int, batch_tokens: int) -> Iterator[Sequence[int]]:
-    """Groups of as many sequences as fit into `batch_tokens`, at least one."""
-    rows = max(1, batch_tokens // length)
-    for start in range(0, len(numbers), rows):
-        yield numbers[start : start + rows]
-
-
 def sequence_losses(
-    model: LossModel,
-    texts: Texts,
-    *,
-    ranks: Ranks,
-    batch_tokens: int,
-    label: str = "",
+    context: Context, texts: SequenceSet, label: str, model: GPTModel | None = None
 ) -> list[Tensor]:
     """The fp32 loss at every position of every sequence, on the CPU."""
+    measured = model or context.model
 
-    def share(numbers: Sequence[int]) -> list[Tensor]:
-        losses: list[Tensor] = []
-        bar = current_bar()
-        bar.at(label)
-        with torch.inference_mode():
-            for group in batches(numbers, texts.length, batch_tokens):
-                text = torch.stack([texts[number] for number in group])
-                _check_tokens(text, model.spec.padded_vocab_size)
-                text = text.to(model.device)
-                losses.extend(model.token_losses(text[:, :-1], text[:, 1:]).float().cpu())
-                bar.advance(text[:, 1:].numel() * ranks.size, texts.length)
-        return losses
+    @torch.inference_mode()
+    def losses(numbers: Sequence[int]) -> Tensor:
+        text = torch.stack([texts[number] for number in numbers])
+        _check_tokens(text, measured.spec.padded_vocab_size)
+        text = text.to(measured.device)
+        return measured.token_losses(text[:, :-1], text[:, 1:]).float().cpu()
 
-    return ranks.map(share, range(len(texts)))
+    return context.in_batches(losses, range(len(texts)), texts.length, label)
 
 
 def _check_tokens(text: Tensor, vocabulary: int) -> None:
@@ -117,89 +79,86 @@ def perplexity(loss: float) -> float | None:
         return None
 
 
-# Log-probabilities of given continuations, from one forward pass per batch.
+# Log-probabilities of given tokens, from one forward pass per batch.
 
 CHUNK = 1024  # positions whose logits exist at the same time
 
 
 class Score(NamedTuple):
-    """One continuation's tokens: log-probability, and whether each is the most likely one."""
+    """Some of a text's tokens: log-probability, and whether each is the most likely one."""
 
     log_probs: Tensor
     greedy: Tensor
 
 
 @torch.inference_mode()
-def score_continuations(
-    model: GPTModel,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    vocab_size: int | None = None,
+def score_tokens(
+    model: GPTModel, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]]
 ) -> list[Score]:
-    """A score for each (context, continuation); no context may be empty.
+    """The score of each text's tokens at its places, which begin at 1.
 
-    Rows are padded at the right end, where a causal model cannot see. `vocab_size` leaves ids that
-    only pad the vocabulary out of the softmax.
+    Texts are padded at the right end, where a causal model cannot see.
     """
-    rows = [[*context, *continuation] for context, continuation in pairs]
-    length = max(len(row) for row in rows) - 1
-    inputs = torch.zeros(len(rows), length, dtype=torch.long)
-    places: list[int] = []
-    labels: list[int] = []
-    for number, ((context, continuation), row) in enumerate(zip(pairs, rows, strict=True)):
-        inputs[number, : len(row) - 1] = torch.tensor(row[:-1])
-        first = number * length + len(context) - 1
-        places += range(first, first + len(continuation))
-        labels += continuation
+    length = max(map(len, texts)) - 1
+    inputs = torch.zeros(len(texts), length, dtype=torch.long)
+    for row, text in enumerate(texts):
+        inputs[row, : len(text) - 1] = torch.tensor(text[:-1])
+    before = [row * length + place - 1 for row, own in enumerate(places) for place in own]
+    labels = [text[place] for text, own in zip(texts, places, strict=True) for place in own]
     hidden = model.hidden_states(inputs.to(model.device)).flatten(0, 1)
-    chosen = hidden[torch.tensor(places, device=model.device)]
+    chosen = hidden[torch.tensor(before, device=model.device)]
     label = torch.tensor(labels, device=model.device)
     log_probs, greedy = [], []
     for h, y in zip(chosen.split(CHUNK), label.split(CHUNK), strict=True):
-        logits = full_logits(model.head(h), model.head.vocab_tp)[:, :vocab_size].float()
+        logits = full_logits(model.head(h), model.head.vocab_tp).float()
         log_probs.append(logits.log_softmax(-1).gather(1, y[:, None])[:, 0])
         greedy.append(logits.argmax(-1) == y)
-    counts = [len(continuation) for _, continuation in pairs]
-    return [
-        Score(*score)
-        for score in zip(
-            torch.cat(log_probs).cpu().split(counts),
-            torch.cat(greedy).cpu().split(counts),
-            strict=True,
-        )
+    parts = [torch.cat(found).cpu().split([*map(len, places)]) for found in (log_probs, greedy)]
+    return [Score(*score) for score in zip(*parts, strict=True)]
+
+
+def score_continuations(
+    model: GPTModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[Score]:
+    """A score for each (context, continuation); no context may be empty."""
+    texts = [[*context, *continuation] for context, continuation in pairs]
+    places = [
+        range(len(context), len(text)) for (context, _), text in zip(pairs, texts, strict=True)
     ]
+    return score_tokens(model, texts, places)
 
 
 # One bar over everything that is evaluated, with the time that is left for all of it.
-#
-# Work is counted in the multiplications of a transformer layer: a token at length L costs about
-# 12 x hidden_size for the matrices and L for attention, so the bar moves evenly over all lengths.
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 SECONDS_BETWEEN_LINES = 5.0
 
 
+def total_work(hidden_size: int, parts: Iterable[tuple[int, int]]) -> float:
+    """Multiplications of a transformer layer for so many tokens in sequences of a length.
+
+    A token at length L costs about 12 x hidden_size for the matrices and L for attention, so a bar
+    that counts them moves evenly over all lengths.
+    """
+    return float(sum(tokens * (12 * hidden_size + length) for tokens, length in parts))
+
+
 class TotalBar:
     """A bar on a terminal; elsewhere a line now and then. `total` 0 shows nothing."""
 
-    def __init__(self, hidden_size: int = 1, total: float = 0.0, *, show: bool = False) -> None:
-        self._hidden_size = hidden_size
-        self._total, self._done = total, 0.0
+    def __init__(self, hidden_size: int, total: float, *, show: bool) -> None:
+        self.hidden_size, self.total, self.done = hidden_size, total, 0.0
         self._label = ""
         self._start = self._last_line = time.monotonic()
-        self._show = show and total > 0
-        terminal = sys.stderr.isatty()
-        self._lines = self._show and not terminal
+        shown, terminal = show and total > 0, sys.stderr.isatty()
+        self._lines = shown and not terminal
         self._bar = tqdm(
             total=total,
             bar_format=BAR,
-            disable=not (self._show and terminal),
+            disable=not (shown and terminal),
             dynamic_ncols=True,
             leave=False,  # what stays on the screen are the tables
         )
-
-    def cost(self, tokens: int, length: int) -> float:
-        """Work of `tokens` tokens in sequences of `length`."""
-        return float(tokens) * (12 * self._hidden_size + length)
 
     def at(self, label: str) -> None:
         """What is being measured now."""
@@ -208,47 +167,23 @@ class TotalBar:
         self._say()
 
     def advance(self, tokens: int, length: int) -> None:
-        self.move_to(self._done + self.cost(tokens, length))
+        self.move_to(self.done + total_work(self.hidden_size, [(tokens, length)]))
 
     def move_to(self, done: float) -> None:
         """`done` of the total; data may turn out shorter than planned, or be measured already."""
-        done = min(done, self._total)
-        self._bar.update(done - self._done)
-        self._done = done
+        done = min(done, self.total)
+        self._bar.update(done - self.done)
+        self.done = done
         self._say()
-
-    @property
-    def done(self) -> float:
-        return self._done
 
     def _say(self) -> None:
         now = time.monotonic()
-        if not self._lines or not self._done or now - self._last_line < SECONDS_BETWEEN_LINES:
+        if not self._lines or not self.done or now - self._last_line < SECONDS_BETWEEN_LINES:
             return
         self._last_line = now
-        left = (now - self._start) * (self._total - self._done) / self._done
-        share = self._done / self._total
+        left = (now - self._start) * (self.total - self.done) / self.done
+        share = self.done / self.total
         print(f"{self._label}: {share:.0%}, about {left:.0f} s left", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self._bar.close()
-
-
-_SILENT = TotalBar()
-_CURRENT: ContextVar[TotalBar] = ContextVar("total_bar", default=_SILENT)
-
-
-def current_bar() -> TotalBar:
-    """The bar that is showing; one that shows nothing where there is none."""
-    return _CURRENT.get()
-
-
-@contextmanager
-def showing(bar: TotalBar) -> Iterator[TotalBar]:
-    """Make `bar` the current one while the block runs."""
-    token = _CURRENT.set(bar)
-    try:
-        yield bar
-    finally:
-        _CURRENT.reset(token)
-        bar.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import EvaluationError
-from megatron.evaluation.losses import Texts, mean_and_error, perplexity, sequence_losses
+from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses
 from megatron.evaluation.results_schema import number, text_table
 from megatron.evaluation.sequences import (
     SequenceSet,
@@ -31,46 +31,42 @@ class TaskByLength(WindowedTask):
     """A measurement of each split at each of `eval_lengths`."""
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        return {**_data_parameters(options), "lengths": options.lengths}
+        return {**_data_parameters(options), "lengths": options.eval_lengths}
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
-        return options.planned()
+        same_tokens = options.eval_protocol == "fixed_tokens"
+        longest = max(options.eval_lengths)
+        return [
+            (options.eval_num_sequences * (longest if same_tokens else length), length)
+            for _ in options.splits
+            for length in options.eval_lengths
+        ]
 
     def measure(self, context: Context) -> dict[str, Any]:
-        """The entries that can be measured; the others are in `errors`."""
-        cells = self.cells(context)
+        options = context.options
         return {
-            split: [entry for length in context.options.lengths if (entry := cells(split, length))]
-            for split in context.options.splits
+            split: list(self.entries(context, split, options.eval_lengths))
+            for split in options.splits
         }
 
-    def cells(self, context: Context) -> Callable[[Split, int], dict[str, Any] | None]:
-        """A function that measures one cell, or notes why it could not; files are opened once."""
-        files = lru_cache(partial(open_split, context.options.data))
-
-        def attempt(split: Split, length: int) -> dict[str, Any] | None:
-            return context.cells.attempt(
-                f"{split}/{length}",
-                lambda: self.entry(context, files(split), length),
-                split=split,
-                length=length,
-            )
-
-        return attempt
+    def entries(
+        self, context: Context, split: Split, lengths: Sequence[int]
+    ) -> Iterator[dict[str, Any]]:
+        """What can be measured at these lengths; the files are opened once."""
+        files = cache(partial(open_split, context.options.data))
+        return context.cells.grid(
+            lambda split, length: self.entry(context, files(split), length),
+            split=[split],
+            length=lengths,
+        )
 
     @abstractmethod
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
         """What one split gives at one length."""
 
-    def losses(self, context: Context, texts: Texts, split: Split, length: int) -> list[Tensor]:
+    def losses(self, context: Context, texts: SequenceSet, split: Split) -> list[Tensor]:
         """The loss of every token of the texts."""
-        return sequence_losses(
-            context.model,
-            texts,
-            ranks=context.ranks,
-            batch_tokens=context.options.batch_tokens,
-            label=f"{self.name} {split} {length}",
-        )
+        return sequence_losses(context, texts, f"{self.name} {split} {texts.length}")
 
 
 def _data_parameters(options: EvaluationOptions) -> dict[str, Any]:
@@ -81,10 +77,10 @@ def _data_parameters(options: EvaluationOptions) -> dict[str, Any]:
             files.append([split, prefix, share, _file_state(prefix)])
     return {
         "files": files,
-        "protocol": options.protocol,
-        "num_sequences": options.num_sequences,
+        "protocol": options.eval_protocol,
+        "num_sequences": options.eval_num_sequences,
         "data_seed": options.data_seed,
-        "window": options.window,
+        "window": options.eval_window,
     }
 
 
@@ -100,15 +96,11 @@ def _file_state(prefix: str) -> list[int]:
 
 def sequences_of(options: EvaluationOptions, files: list[SplitTokens], length: int) -> SequenceSet:
     """The sequences of one length under the chosen protocol."""
-    if options.protocol == "fixed_tokens":
-        return fixed_tokens(files, length, options.lengths, options.num_sequences)
-    return fixed_sequences(
-        files,
-        length,
-        options.num_sequences,
-        seed=options.data_seed,
-        cache_dir=options.data.data_cache_dir,
-    )
+    count = options.eval_num_sequences
+    if options.eval_protocol == "fixed_tokens":
+        return fixed_tokens(files, length, options.eval_lengths, count)
+    seed, cache_dir = options.data_seed, options.data.data_cache_dir
+    return fixed_sequences(files, length, count, seed=seed, cache_dir=cache_dir)
 
 
 def table_by_length(results: dict[str, Any], *columns: str) -> str:
@@ -131,7 +123,7 @@ class Extrapolation(TaskByLength):
 
     def result_name(self, options: EvaluationOptions) -> str:
         # Readers of `extrapolation` results must not take windowed numbers for the model's own.
-        return f"{self.name}_windowed" if options.window else self.name
+        return f"{self.name}_windowed" if options.eval_window else self.name
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {**super().parameters(options), "char_level_ppl": options.char_level_ppl}
@@ -139,12 +131,13 @@ class Extrapolation(TaskByLength):
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
         options, split = context.options, files[0].which
         sequences = sequences_of(options, files, length)
-        if options.protocol == "fixed_sequences" and len(sequences) < options.num_sequences:
+        wanted = options.eval_num_sequences
+        if options.eval_protocol == "fixed_sequences" and len(sequences) < wanted:
             context.say(
                 f"{split} at {length}: the split holds {len(sequences)} sequences of this length, "
-                f"not {options.num_sequences} (eval_num_sequences); all of them are used"
+                f"not {wanted} (eval_num_sequences); all of them are used"
             )
-        losses = self.losses(context, sequences, split, length)
+        losses = self.losses(context, sequences, split)
         entry: dict[str, Any] = {"length": length, **mean_and_error(losses)}
         if options.char_level_ppl:
             entry |= _per_character(context, sequences, entry)
@@ -181,20 +174,6 @@ def window_starts(total: int, length: int, stride: int) -> list[tuple[int, int]]
     return windows
 
 
-class SlidingWindows:
-    """Windows of `length` + 1 tokens over one stretch of tokens."""
-
-    def __init__(self, tokens: Tensor, length: int, starts: list[int]) -> None:
-        self.tokens, self.length, self.starts = tokens, length, starts
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, number: int) -> Tensor:
-        start = self.starts[number]
-        return self.tokens[start : start + self.length + 1]
-
-
 @task("sliding")
 class Sliding(TaskByLength):
     """Every token predicted once, with as much context as the window has.
@@ -208,7 +187,7 @@ class Sliding(TaskByLength):
     """
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        own = {"stride": options.stride, "train_length": options.train_length}
+        own = {"stride": options.eval_stride, "train_length": options.train_length}
         return {**super().parameters(options), **own}
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
@@ -216,7 +195,7 @@ class Sliding(TaskByLength):
         return [
             (wanted * length // min(length, _stride(options, length)), length)
             for _ in options.splits
-            for length in options.lengths
+            for length in options.eval_lengths
         ]
 
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
@@ -233,8 +212,8 @@ class Sliding(TaskByLength):
                 f"than a window of {length}; use shorter eval_lengths or more data"
             )
         windows = window_starts(total, length, stride)
-        texts = SlidingWindows(file.stretch(total), length, [start for start, _ in windows])
-        losses = self.losses(context, texts, file.which, length)
+        texts = SequenceSet(length, [partial(file.read, start, length + 1) for start, _ in windows])
+        losses = self.losses(context, texts, file.which)
         scored = [loss[-new:] for loss, (_, new) in zip(losses, windows, strict=True)]
         summary = mean_and_error(scored)
         summary["windows"] = summary.pop("sequences")
@@ -245,11 +224,11 @@ class Sliding(TaskByLength):
 
 
 def _stride(options: EvaluationOptions, length: int) -> int:
-    return options.stride or max(1, length // 2)
+    return options.eval_stride or max(1, length // 2)
 
 
 def _wanted(options: EvaluationOptions) -> int:
-    return max(options.num_sequences * options.train_length, *options.lengths)
+    return max(options.eval_num_sequences * options.train_length, *options.eval_lengths)
 
 
 LINEAR_BUCKETS = 16
@@ -279,34 +258,33 @@ class Positionwise(TaskByLength):
     """
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        buckets = [options.buckets, options.bucket_count]
+        buckets = [options.positionwise_buckets, options.positionwise_bucket_count]
         return {**super().parameters(options), "buckets": buckets}
 
     def measure(self, context: Context) -> dict[str, Any]:
-        cells = self.cells(context)
-        results: dict[str, Any] = {}
-        for split in context.options.splits:
-            for length in sorted(context.options.lengths, reverse=True):
-                if entry := cells(split, length):
-                    results[split] = entry
-                    break
-        return results
+        longest_first = context.options.eval_lengths[::-1]
+        found = {
+            split: next(self.entries(context, split, longest_first), None)
+            for split in context.options.splits
+        }
+        return {split: entry for split, entry in found.items() if entry is not None}
 
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
         options, split = context.options, files[0].which
         sequences = sequences_of(options, files, length)
-        losses = self.losses(context, sequences, split, length)
+        losses = self.losses(context, sequences, split)
         by_position = torch.stack(losses).double().mean(0)
         if not bool(by_position.isfinite().all()):
             raise EvaluationError(f"{split} at {length}: the loss is not finite at some positions")
-        edges = bucket_edges(length, options.buckets, options.bucket_count)
+        kind, count = options.positionwise_buckets, options.positionwise_bucket_count
         return {
             "length": length,
             "buckets": [
-                _bucket(by_position, start, end, len(sequences)) for start, end in pairwise(edges)
+                _bucket(by_position, start, end, len(sequences))
+                for start, end in pairwise(bucket_edges(length, kind, count))
             ],
             "by_position": [round(float(loss), 4) for loss in by_position],
-            "window": options.window,
+            "window": options.eval_window,
             "sequences": len(sequences),
         }
 

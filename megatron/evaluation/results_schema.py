@@ -11,7 +11,9 @@ The key is a hash of the checkpoint's files, the model and the task's parameters
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,13 +189,16 @@ class Cells:
                 write_json(self._path, {"key": self._key, "cells": self._cells})
         return self._cells[name]
 
-    def attempt(self, name: str, compute: Callable[[], Any], **where: Any) -> Any | None:
-        """Like `get`, but what cannot be done is noted as an error and the rest goes on."""
-        try:
-            return self.get(name, compute)
-        except ValueError as error:
-            self.errors.append({**where, "error": str(error)})
-            return None
+    def grid(self, compute: Callable[..., Any], **axes: Sequence[Any]) -> Iterator[Any]:
+        """The parts at all points of the axes; what cannot be done is noted in `errors`."""
+        for point in product(*axes.values()):
+            where = dict(zip(axes, point, strict=True))
+            try:
+                cell = self.get("/".join(map(str, point)), partial(compute, **where))
+            except ValueError as error:
+                self.errors.append({**where, "error": str(error)})
+            else:
+                yield cell
 
     def discard(self) -> None:
         """The result is complete and kept elsewhere."""

@@ -19,17 +19,13 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatron.data.recall_text import RECALL_KINDS, RecallText
 from megatron.errors import EvaluationError
-from megatron.evaluation.losses import current_bar, score_continuations
+from megatron.evaluation.losses import score_continuations, score_tokens
 from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, task
-from megatron.model.embedding import full_logits
 
 if TYPE_CHECKING:
-    from megatron.model import GPTModel
     from megatron.tokenizer import Tokenizer
 
 INTRODUCTION = "There is a pass key hidden in this text. Find it and memorize it."
@@ -83,7 +79,7 @@ class Passkey(WindowedTask):
             "samples": options.passkey_samples,
             "digits": options.passkey_digits,
             "seed": options.seed,
-            "window": options.window,
+            "window": options.eval_window,
         }
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
@@ -92,13 +88,8 @@ class Passkey(WindowedTask):
 
     def measure(self, context: Context) -> dict[str, Any]:
         options = context.options
-        grid: list[dict[str, Any]] = []
-        for length in options.passkey_lengths:
-            cells = context.cells.attempt(
-                str(length), partial(_accuracies, context, length), length=length
-            )
-            grid += cells or []
-        return {"digits": options.passkey_digits, "grid": grid}
+        rows = context.cells.grid(partial(_accuracies, context), length=options.passkey_lengths)
+        return {"digits": options.passkey_digits, "grid": [cell for row in rows for cell in row]}
 
     def table(self, results: dict[str, Any]) -> str:
         grid = results["grid"]
@@ -127,7 +118,7 @@ def _accuracies(context: Context, length: int) -> list[dict[str, Any]]:
             make_prompt(tokenizer, length, depth, options.passkey_digits, random)
             for _ in range(options.passkey_samples)
         ]
-    hits = context.ranks.map(partial(_greedy_hits, context, length), prompts)
+    hits = context.in_batches(partial(_hits, context), prompts, length, f"passkey {length}")
     cells = []
     for i, depth in enumerate(depths):
         own = hits[i * options.passkey_samples : (i + 1) * options.passkey_samples]
@@ -143,23 +134,10 @@ def _accuracies(context: Context, length: int) -> list[dict[str, Any]]:
     return cells
 
 
-def _greedy_hits(
-    context: Context, length: int, prompts: Sequence[PasskeyPrompt]
-) -> list[list[bool]]:
+def _hits(context: Context, prompts: Sequence[PasskeyPrompt]) -> list[list[bool]]:
     """For each prompt, which tokens of its answer are the most likely ones."""
-    hits: list[list[bool]] = []
-    rows = max(1, context.options.batch_tokens // length)
-    bar = current_bar()
-    bar.at(f"passkey {length}")
-    with torch.inference_mode():
-        for start in range(0, len(prompts), rows):
-            group = prompts[start : start + rows]
-            scores = score_continuations(
-                context.model, [(prompt.context, prompt.answer) for prompt in group]
-            )
-            hits += [score.greedy.tolist() for score in scores]
-            bar.advance(len(group) * length * context.ranks.size, length)
-    return hits
+    pairs = [(prompt.context, prompt.answer) for prompt in prompts]
+    return [score.greedy.tolist() for score in score_continuations(context.model, pairs)]
 
 
 @task("recall")
@@ -173,24 +151,20 @@ class Recall(WindowedTask):
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {
-            "lengths": options.lengths,
+            "lengths": options.eval_lengths,
             "samples": options.recall_samples,
             "seed": options.data_seed,
-            "window": options.window,
+            "window": options.eval_window,
         }
 
+    def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
+        texts = len(RECALL_KINDS) * options.recall_samples
+        return [(texts * length, length) for length in options.eval_lengths]
+
     def measure(self, context: Context) -> dict[str, Any]:
-        grid = []
-        for kind in RECALL_KINDS:
-            for length in context.options.lengths:
-                cell = context.cells.attempt(
-                    f"{kind}/{length}",
-                    partial(_recalled, context, kind, length),
-                    kind=kind,
-                    length=length,
-                )
-                grid += [cell] if cell is not None else []
-        return {"grid": grid}
+        lengths = context.options.eval_lengths
+        grid = context.cells.grid(partial(_recalled, context), kind=[*RECALL_KINDS], length=lengths)
+        return {"grid": list(grid)}
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [
@@ -213,19 +187,13 @@ def _recalled(context: Context, kind: str, length: int) -> dict[str, Any]:
         for number in range(options.recall_samples)
     ]
     tokens = [_tokens(context, item) for item in made]
-    rows = max(1, options.batch_tokens // length)
 
-    def share(numbers: Sequence[int]) -> list[list[bool]]:
-        found: list[list[bool]] = []
-        for start in range(0, len(numbers), rows):
-            group = numbers[start : start + rows]
-            found += hits_at(
-                context.model, [tokens[i] for i in group], [made[i].places for i in group]
-            )
-        return found
+    def hits(numbers: Sequence[int]) -> list[list[bool]]:
+        texts, places = [tokens[i] for i in numbers], [made[i].places for i in numbers]
+        return [score.greedy.tolist() for score in score_tokens(context.model, texts, places)]
 
-    hits = context.ranks.map(share, range(len(made)))
-    return {"kind": kind, "length": length, **_summary(made, hits)}
+    found = context.in_batches(hits, range(len(made)), length, f"recall {kind} {length}")
+    return {"kind": kind, "length": length, **_summary(made, found)}
 
 
 def _tokens(context: Context, made: RecallText) -> list[int]:
@@ -237,21 +205,6 @@ def _tokens(context: Context, made: RecallText) -> list[int]:
             "corpus `recall` with CharLevelTokenizer"
         )
     return tokens
-
-
-@torch.inference_mode()
-def hits_at(
-    model: GPTModel, texts: Sequence[Sequence[int]], places: Sequence[Sequence[int]]
-) -> list[list[bool]]:
-    """For texts of one length: whether the token at each place is the most likely one there."""
-    tokens = torch.tensor([list(text) for text in texts], device=model.device)
-    hidden = model.hidden_states(tokens[:, :-1])
-    found = []
-    for row, own in enumerate(places):
-        before = torch.tensor([place - 1 for place in own], device=model.device)
-        logits = full_logits(model.head(hidden[row, before]), model.head.vocab_tp)
-        found.append((logits.argmax(-1) == tokens[row, before + 1]).tolist())
-    return found
 
 
 def _summary(made: Sequence[RecallText], hits: Sequence[Sequence[bool]]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Ruler(WindowedTask):
             "lengths": options.ruler_lengths,
             "samples": options.ruler_samples,
             "seed": options.seed,
-            "window": options.window,
+            "window": options.eval_window,
         }
 
     def measure(self, context: Context) -> dict[str, Any]:
@@ -83,18 +83,10 @@ class Ruler(WindowedTask):
             "smallest lengths: "
             + ", ".join(f"{name} {length}" for name, length in smallest.items())
         )
-        grid = []
-        for name in names:
-            for length in options.ruler_lengths:
-                grid.append(
-                    context.cells.attempt(
-                        f"{name}/{length}",
-                        partial(_measure, context, name, length),
-                        task=name,
-                        length=length,
-                    )
-                )
-        return {"grid": [cell for cell in grid if cell is not None]}
+        cells = context.cells.grid(
+            partial(_measure, context), task=names, length=options.ruler_lengths
+        )
+        return {"grid": list(cells)}
 
     def table(self, results: dict[str, Any]) -> str:
         rows = []
@@ -127,16 +119,16 @@ def _tasks(options: EvaluationOptions) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _measure(context: Context, name: str, length: int) -> dict[str, Any]:
+def _measure(context: Context, task: str, length: int) -> dict[str, Any]:
     options = context.options
     tokenizer = context.tokenizer()
     count = options.ruler_samples
     prompts = [
         fitted(
-            RULER_TASKS[name],
+            RULER_TASKS[task],
             tokenizer,
             length,
-            seed=f"{options.seed}/{name}/{length}/{number}",
+            seed=f"{options.seed}/{task}/{length}/{number}",
             depth=(number + 0.5) / count,
         )
         for number in range(count)
@@ -150,7 +142,7 @@ def _measure(context: Context, name: str, length: int) -> dict[str, Any]:
     records = generator.samples([prompt.text for prompt in prompts], quiet=True)
     texts = [str(record["text"]) for record in records]
     return {
-        "task": name,
+        "task": task,
         "length": length,
         "score": string_match_all(texts, [prompt.answers for prompt in prompts]),
         "by_depth": by_depth(texts, prompts),

@@ -16,8 +16,9 @@ is told when that is less than was asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -26,102 +27,53 @@ from torch import Tensor
 
 from megatron.data.gpt_dataset import (
     SPLIT_NAMES,
-    Sample,
-    SampleDataset,
+    GPTDataset,
     build_split_dataset,
     read_stream,
     split_bounds,
 )
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.errors import DataError, EvaluationError
+from megatron.errors import EvaluationError
 from megatron.evaluation.tasks import Split
 from megatron.neox_arguments.run_keys import DataArgs
 
-
-class TokenWindows:
-    """Item i is ``{"text": int64[length + 1]}``, the i-th window of a stretch of documents."""
-
-    def __init__(
-        self, tokens: IndexedDataset, first: int, last: int, length: int, total_tokens: int
-    ) -> None:
-        self._ends = np.cumsum(tokens.sizes[first:last], dtype=np.int64)
-        available = max(0, int(self._ends[-1]) - 1) if last > first else 0
-        if length < 1 or total_tokens < length:
-            raise DataError(f"{total_tokens} tokens cannot be cut into windows of {length}")
-        if total_tokens > available:
-            raise DataError(
-                f"{tokens.prefix}: {total_tokens} tokens asked for, but documents {first} to "
-                f"{last - 1} can predict only {available}"
-            )
-        if total_tokens % length:
-            raise DataError(f"{total_tokens} tokens are not a whole number of windows of {length}")
-        self._tokens = tokens
-        self._documents = range(first, last)
-        self.length = length
-        self.total_tokens = total_tokens
-
-    def __len__(self) -> int:
-        return self.total_tokens // self.length
-
-    def __getitem__(self, item: int) -> Sample:
-        return {"text": self.window(item)}
-
-    def window(self, item: int) -> npt.NDArray[np.int64]:
-        if not 0 <= item < len(self):
-            raise IndexError(f"window {item} of {len(self)}")
-        start, count = item * self.length, self.length + 1
-        return read_stream(self._tokens, self._documents, self._ends, start, count)
-
-
-def common_token_count(available: int, lengths: Sequence[int], limit: int | None = None) -> int:
-    """The most tokens, up to ``limit``, that windows of every length cover exactly."""
-    if not lengths or min(lengths) < 1:
-        raise DataError(f"lengths {list(lengths)}: at least one, all at least 1")
-    step = math.lcm(*lengths)
-    usable = available if limit is None else min(available, limit)
-    if usable < step:
-        raise DataError(
-            f"lengths {list(lengths)} divide evenly only every {step} tokens, but {usable} are "
-            "available; use lengths that are multiples of each other, or more data"
-        )
-    return usable // step * step
+Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class SplitTokens:
-    """The documents of one split in one token file."""
+    """The documents of one split in one token file, laid end to end."""
 
     tokens: IndexedDataset
     prefix: str
-    split: str
     which: Split
     first: int
     last: int
 
+    @cached_property
+    def _ends(self) -> Tokens:
+        return np.cumsum(self.tokens.sizes[self.first : self.last], dtype=np.int64)
+
     @property
     def predictable(self) -> int:
         """Tokens that have one before them."""
-        return max(0, int(self.tokens.sizes[self.first : self.last].sum(dtype=np.int64)) - 1)
+        return max(0, int(self._ends[-1]) - 1)
 
-    def stretch(self, count: int) -> Tensor:
-        """The first `count` + 1 tokens, documents end to end."""
-        windows = TokenWindows(self.tokens, self.first, self.last, count, count)
-        return torch.from_numpy(windows.window(0))
+    def read(self, start: int, count: int) -> Tokens:
+        return read_stream(self.tokens, range(self.first, self.last), self._ends, start, count)
 
 
 class SequenceSet:
-    """Sequences of one length, [length + 1] tokens each: inputs, and labels shifted by one."""
+    """Sequences of [length + 1] tokens, inputs and labels shifted by one, each read when asked."""
 
-    def __init__(self, parts: Sequence[tuple[SampleDataset, int]], length: int) -> None:
-        self.length = length
-        self._places = [(data, i) for data, count in parts for i in range(count)]
+    def __init__(self, length: int, readers: Sequence[Callable[[], Tokens | Tensor]]) -> None:
+        self.length, self._readers = length, readers
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._readers)
 
     def __getitem__(self, number: int) -> Tensor:
-        data, i = self._places[number]
-        return torch.from_numpy(np.asarray(data[i]["text"], dtype=np.int64))
+        return torch.as_tensor(self._readers[number]())
 
 
 def token_files(data: DataArgs, which: Split) -> list[tuple[str, str]]:
@@ -151,7 +103,7 @@ def open_split(data: DataArgs, which: Split) -> list[SplitTokens]:
                 f'{prefix}: split "{split}" leaves no documents of {len(tokens)} for {which}; '
                 f"change split, or set {which}_data_paths"
             )
-        opened.append(SplitTokens(tokens, prefix, split, which, first, last))
+        opened.append(SplitTokens(tokens, prefix, which, first, last))
     return opened
 
 
@@ -159,7 +111,11 @@ def fixed_sequences(
     files: Sequence[SplitTokens], length: int, count: int, *, seed: int, cache_dir: str | None
 ) -> SequenceSet:
     """The first `count` sequences in the official order, spread evenly over the files."""
-    parts: list[tuple[SampleDataset, int]] = []
+
+    def read(dataset: GPTDataset, item: int) -> Tokens:
+        return dataset[item]["text"]
+
+    readers: list[Callable[[], Tokens]] = []
     for file, wanted in zip(files, _shares(count, len(files)), strict=True):
         usable = min(wanted, file.predictable // length)
         if not usable:
@@ -174,8 +130,8 @@ def fixed_sequences(
             name=file.which,
             cache_dir=cache_dir,
         )
-        parts.append((dataset, usable))
-    return _checked(SequenceSet(parts, length), files)
+        readers += [partial(read, dataset, item) for item in range(usable)]
+    return _checked(SequenceSet(length, readers), files)
 
 
 def fixed_tokens(
@@ -185,18 +141,22 @@ def fixed_tokens(
 
     `count` limits the longest length; lengths longer than the split are left out of the comparison.
     """
-    parts: list[tuple[SampleDataset, int]] = []
+    readers: list[Callable[[], Tokens]] = []
     for file, wanted in zip(files, _shares(count, len(files)), strict=True):
         fitting = [each for each in lengths if each <= file.predictable]
         if length not in fitting or not wanted:
             continue
-        try:
-            total = common_token_count(file.predictable, fitting, wanted * max(fitting))
-        except DataError as error:
-            raise EvaluationError(f"eval_protocol: fixed_tokens: {error}") from error
-        windows = TokenWindows(file.tokens, file.first, file.last, length, total)
-        parts.append((windows, len(windows)))
-    return _checked(SequenceSet(parts, length), files)
+        step = math.lcm(*fitting)
+        usable = min(file.predictable, wanted * max(fitting))
+        if usable < step:
+            raise EvaluationError(
+                f"eval_protocol: fixed_tokens: lengths {fitting} divide evenly only every {step} "
+                f"tokens, but {usable} are available; use lengths that are multiples of each "
+                "other, or more data"
+            )
+        total = usable // step * step
+        readers += [partial(file.read, start, length + 1) for start in range(0, total, length)]
+    return _checked(SequenceSet(length, readers), files)
 
 
 def _shares(count: int, files: int) -> list[int]:

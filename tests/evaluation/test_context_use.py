@@ -9,8 +9,14 @@ import pytest
 import torch
 
 from megatron.evaluation import context_use
-from megatron.evaluation.context_use import ShortContexts, key_tokens, long_perplexity
+from megatron.evaluation.context_use import (
+    key_tokens,
+    long_perplexity,
+    scored,
+    short_contexts,
+)
 from megatron.evaluation.evaluator import run_evaluation
+from megatron.evaluation.sequences import SequenceSet
 from tests.evaluation.helpers import plain_losses, write_run
 from tests.evaluation.test_perplexity import official_texts
 from tests.evaluation.test_retrieval_and_receptive_field import result_of
@@ -23,9 +29,9 @@ def test_a_key_token_gains_more_than_two_and_ends_above_minus_two() -> None:
 
 
 def test_the_result_averages_the_models_losses_over_the_evaluators_key_tokens() -> None:
-    model = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
-    long = [torch.tensor([0.1, 0.1]), torch.tensor([0.1, 5.0])]
-    short = [torch.tensor([3.0, 0.2]), torch.tensor([2.2, 9.0])]
+    model = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    long = torch.tensor([[0.1, 0.1], [0.1, 5.0]])
+    short = torch.tensor([[3.0, 0.2], [2.2, 9.0]])
     result = long_perplexity(model, long, short)
     assert result["key_tokens"] == 2 and result["tokens"] == 4
     assert result["longppl"] == pytest.approx(math.exp((1.0 + 3.0) / 2))
@@ -34,29 +40,16 @@ def test_the_result_averages_the_models_losses_over_the_evaluators_key_tokens() 
     assert none["longppl"] is None and none["key_tokens"] == 0
 
 
-class Numbers:
-    """Texts 0, 1, 2, ... of length + 1 tokens."""
-
-    length = 11
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return torch.arange(100 * number, 100 * number + self.length + 1)
-
-
 @pytest.mark.parametrize(("context", "step"), [(4, 2), (4, 3), (5, 1), (8, 4), (11, 2)])
 def test_every_token_beyond_the_short_context_is_scored_once(context: int, step: int) -> None:
-    windows = ShortContexts(Numbers(), context, step)
+    texts = SequenceSet(11, [lambda: torch.arange(12), lambda: torch.arange(100, 112)])
+    windows = short_contexts(texts, context, step)
     assert all(len(windows[i]) == context + step for i in range(len(windows)))
     # A "loss" that names its token shows where each score comes from.
     losses = [windows[i][1:].float() for i in range(len(windows))]
-    scored = windows.scored(losses, context)
-    for number, own in enumerate(scored):
+    for number, own in enumerate(scored(losses, texts, context)):
         assert own.tolist() == [100 * number + token for token in range(context, 12)]
-    for i, window in enumerate(windows.windows):
-        assert window.start % step == 0 and int(windows[i][0]) == 100 * window.text + window.start
+    assert all(int(windows[i][0]) % 100 % step == 0 for i in range(len(windows)))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 
 from megatron.commands import run
 from megatron.evaluation import lm_eval_cli
-from megatron.evaluation.losses import TotalBar, current_bar, showing
+from megatron.evaluation.losses import TotalBar
 from tests.evaluation.helpers import tiny_config, write_checkpoint, write_data
 
 OWN_TASK = '''
@@ -103,11 +104,11 @@ def test_ctrl_c_is_one_word_and_the_rest_is_done_later(
 
     measure, calls = perplexity.sequence_losses, []
 
-    def interrupted_after_one(*arguments: Any, **options: Any) -> Any:
-        calls.append(options["label"])
+    def interrupted_after_one(context: Any, texts: Any, label: str) -> Any:
+        calls.append(label)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return measure(*arguments, **options)
+        return measure(context, texts, label)
 
     monkeypatch.setattr(perplexity, "sequence_losses", interrupted_after_one)
     assert run("evaluate", command) == 130
@@ -126,7 +127,7 @@ def test_one_bar_for_all_tasks_counts_to_its_end(
     def watch(self: TotalBar, done: float) -> None:
         move(self, done)
         seen.append(self.done)
-        totals.append(self._total)
+        totals.append(self.total)
 
     monkeypatch.setattr(TotalBar, "move_to", watch)
     tasks = ["--eval_tasks", "extrapolation", "positionwise", "sliding"]
@@ -146,10 +147,10 @@ def test_progress_is_lines_in_a_pipe_and_a_bar_on_a_terminal(
     for stream, bar_shown in ((io.StringIO(), False), (Terminal(), True)):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setattr("megatron.evaluation.losses.SECONDS_BETWEEN_LINES", 0.0)
-        with showing(TotalBar(10, 2560.0, show=True)):
-            current_bar().at("extrapolation valid 8")
-            current_bar().advance(10, 8)
-            current_bar().at("extrapolation valid 16")
+        with closing(TotalBar(10, 2560.0, show=True)) as bar:
+            bar.at("extrapolation valid 8")
+            bar.advance(10, 8)
+            bar.at("extrapolation valid 16")
         text = stream.getvalue()
         assert ("|" in text) == bar_shown and "50%" in text
         assert ("s left\n" in text) != bar_shown

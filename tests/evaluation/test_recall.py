@@ -21,7 +21,7 @@ from megatron.data.recall_text import (
 )
 from megatron.evaluation import retrieval
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.evaluation.retrieval import hits_at
+from megatron.evaluation.losses import Score, score_tokens
 from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from tests.evaluation.helpers import VOCAB, sharpened, tiny_config, write_run
@@ -78,7 +78,7 @@ def test_the_corpus_has_documents_of_the_training_length(
     assert bytes(data[2][:-1].tolist()).count(b"#") == 1
 
 
-def test_hits_are_the_most_likely_tokens_of_the_full_logits() -> None:
+def test_scores_at_places_are_those_of_the_full_logits() -> None:
     args = NeoXArgs.from_dict(tiny_config())
     model = sharpened(GPTModel(ModelSpec.from_args(args, VOCAB)))
     tokens = torch.randint(0, 256, (3, 40))
@@ -90,14 +90,19 @@ def test_hits_are_the_most_likely_tokens_of_the_full_logits() -> None:
         [bool(best[row, place - 1] == tokens[row, place]) for place in own]
         for row, own in enumerate(places)
     ]
-    assert hits_at(model, tokens.tolist(), places) == expected
+    scores = score_tokens(model, tokens.tolist(), places)
+    assert [score.greedy.tolist() for score in scores] == expected
     assert expected[0][0]
+    log_probs = model(tokens).log_softmax(-1)
+    for row, own in enumerate(places):
+        wanted = [log_probs[row, place - 1, tokens[row, place]] for place in own]
+        torch.testing.assert_close(scores[row].log_probs, torch.stack(wanted))
 
 
 def near_only(reach: int) -> Any:
     """A model that recalls what it first saw at most `reach` symbols ago."""
 
-    def hits(model: Any, texts: Any, places: Any) -> list[list[bool]]:
+    def scores(model: Any, texts: Any, places: Any) -> list[Score]:
         found = []
         for text, own in zip(texts, places, strict=True):
             symbols = bytes(text).decode()
@@ -108,14 +113,14 @@ def near_only(reach: int) -> Any:
                 found.append(
                     [place - symbols.index(symbols[place - 1]) - 1 <= reach for place in own]
                 )
-        return found
+        return [Score(torch.zeros(len(own)), torch.tensor(own)) for own in found]
 
-    return hits
+    return scores
 
 
 def test_accuracy_by_length_and_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args, _ = write_run(tmp_path, eval_lengths=[64, 512], recall_samples=40)
-    monkeypatch.setattr(retrieval, "hits_at", near_only(63))
+    monkeypatch.setattr(retrieval, "score_tokens", near_only(63))
     cells = {
         (cell["kind"], cell["length"]): cell
         for cell in result_of(args, "recall")["results"]["grid"]

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
-from megatron.errors import DataError, EvaluationError
+from megatron.errors import EvaluationError
 from megatron.evaluation.sequences import (
     SequenceSet,
     SplitTokens,
-    common_token_count,
     fixed_sequences,
     fixed_tokens,
     open_split,
@@ -63,14 +62,13 @@ def test_the_longest_length_limits_the_tokens(prefix: Path) -> None:
     assert [len(sequences) * sequences.length for sequences in found] == [64, 64]
 
 
-def test_common_token_count() -> None:
-    assert common_token_count(1000, [128, 512]) == 512
-    assert common_token_count(1100, [128, 512]) == 1024
-    assert common_token_count(100, [6, 4], limit=30) == 24
-    with pytest.raises(DataError, match="every 35"):
-        common_token_count(30, [5, 7])
-    with pytest.raises(DataError, match="lengths"):
-        common_token_count(30, [])
+def test_all_lengths_share_the_most_tokens_that_each_covers_exactly(prefix: Path) -> None:
+    (file,) = valid(prefix)
+    assert 512 < file.predictable < 1024
+    assert len(fixed_tokens([file], 128, [128, 512], 99)) * 128 == 512
+    assert len(fixed_tokens([file], 6, [4, 6], 5)) * 6 == 24  # of the 30 that 5 x 6 allow
+    with pytest.raises(EvaluationError, match=r"lengths \[5, 7\] divide evenly only every 35"):
+        fixed_tokens([file], 5, [5, 7], 4)
 
 
 def test_fixed_sequences_are_the_official_validation_samples(prefix: Path) -> None:
