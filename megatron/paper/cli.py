@@ -186,30 +186,34 @@ def _plan(options: argparse.Namespace) -> int:
     from megatron.paper.plan import plan_text
     from megatron.paper.run_files import prepare_run
 
-    suite, root = _suite(options), Path(options.runs)
+    suite = _suite(options)
     print(plan_text(suite), end="")
     if options.list:
         print("\n".join(["", *(run.name for run in suite.runs)]))
     if options.write:
         for run in suite.runs:
-            prepare_run(suite.run_directory(root, run), suite.name, run)
-        print(f"{len(suite.runs)} configs written: {root / suite.name}/*/config.yml")
+            prepare_run(run)
+        print(f"{len(suite.runs)} configs written: {suite.directory}/*/config.yml")
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
-    from megatron.paper.local import LocalOptions, run_suite
+    from megatron.paper.local import run_suite
     from megatron.paper.run_files import record_command
 
     if options.jobs < 1:
         raise ReproduceError(f"-j {options.jobs}: at least one run at a time")
-    suite, root = _suite(options), Path(options.runs)
-    chosen = LocalOptions(options.jobs, options.retry_failed, options.restart_changed)
+    suite = _suite(options)
     started = time.monotonic()
-    code = run_suite(suite, root, chosen)
-    record_command(root / suite.name, _command_line(), time.monotonic() - started, code)
+    code = run_suite(
+        suite,
+        options.jobs,
+        retry_failed=options.retry_failed,
+        restart_changed=options.restart_changed,
+    )
+    record_command(suite.directory, _command_line(), time.monotonic() - started, code)
     if not options.no_report and code in (0, 1):
-        _write_report(suite, root, None)
+        _write_report(suite, None)
     return code
 
 
@@ -217,11 +221,11 @@ def _command_line() -> str:
     return shlex.join(["python", "tools/reproduce.py", *sys.argv[1:]])
 
 
-def _write_report(suite: Suite, root: Path, out: Path | None) -> None:
+def _write_report(suite: Suite, out: Path | None) -> None:
     from megatron.paper.pages import to_text
     from megatron.paper.report import make_report
 
-    files = make_report(suite, root, out, _command_line())
+    files = make_report(suite, out, _command_line())
     color = sys.stdout.isatty()
     on_the_page_only = ("_test", "cpd")
     shown = [table for table in files.tables if not table.key.endswith(on_the_page_only)]
@@ -255,19 +259,20 @@ def _submit(options: argparse.Namespace) -> int:
 
     given = {key: getattr(options, key) for key in ClusterOptions.model_fields if key in options}
     chosen = ClusterOptions.from_file(options.cluster, given)
-    root = Path(options.runs)
-    arguments = [f"--suite={options.suite}", f"--runs={root}", f"--data={Path(options.data)}"]
+    suite = _suite(options)
+    places = [f"--runs={suite.runs_root}", f"--data={suite.data_root}"]
+    arguments = [f"--suite={options.suite}", *places]
     arguments += [f"--only={name}" for name in options.only]
     arguments += [f"--set={item}" for item in options.sets]
-    return submit(_suite(options), root, chosen, arguments, options.dry_run)
+    return submit(suite, chosen, arguments, options.dry_run)
 
 
 def _status(options: argparse.Namespace) -> int:
     from megatron.paper.status import status_text
 
-    suite, root = _suite(options), Path(options.runs)
+    suite = _suite(options)
     while True:
-        text = status_text(suite, root)
+        text = status_text(suite)
         print("\033[2J\033[H" + text if options.watch and sys.stdout.isatty() else text, end="")
         if not options.watch:
             return 0
@@ -278,7 +283,7 @@ def _status(options: argparse.Namespace) -> int:
 def _logs(options: argparse.Namespace) -> int:
     from megatron.paper.status import logs_text
 
-    print(logs_text(_suite(options), Path(options.runs), options.run, options.lines), end="")
+    print(logs_text(_suite(options), options.run, options.lines), end="")
     return 0
 
 
@@ -303,14 +308,14 @@ def _released(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
-    _write_report(_suite(options), Path(options.runs), out)
+    _write_report(_suite(options), out)
     return 0
 
 
 def _keep(options: argparse.Namespace) -> int:
     from megatron.paper.run_files import keep_results
 
-    kept = keep_results(_suite(options), Path(options.runs), Path(options.out))
+    kept = keep_results(_suite(options), Path(options.out))
     print(f"{len(kept)} finished runs: {options.out}")
     return 0
 
@@ -319,9 +324,9 @@ def _worker(options: argparse.Namespace) -> int:
     from megatron.paper.execute import Launcher
     from megatron.paper.slurm import run_task
 
-    suite, root = _suite(options), Path(options.runs)
+    suite = _suite(options)
     if options.stage == "report":
-        _write_report(suite, root, None)
+        _write_report(suite, None)
         return 0
     try:
         tasks = Path(options.tasks).read_text(encoding="utf-8").split()
@@ -331,7 +336,7 @@ def _worker(options: argparse.Namespace) -> int:
         raise ReproduceError(f"--index {options.index}: the job has {len(tasks)} tasks")
     container = shlex.split(options.container)
     launcher = Launcher(True, container, options.python, options.one_gpu_per_task)
-    return run_task(suite, root, options.stage, tasks[options.index], launcher)
+    return run_task(suite, options.stage, tasks[options.index], launcher)
 
 
 _COMMANDS = {

@@ -26,16 +26,14 @@ from megatron.paper.run_files import (
     State,
     done_steps,
     is_finished,
+    log_path,
     mark_done,
     read_state,
-    step_names,
     write_state,
 )
-from megatron.paper.suite import EvalStep, Run
+from megatron.paper.suite import TRAIN, Run, Step, Suite
 from megatron.paper.suite_file import DataSet
-
-EXIT_REQUEUE = 75
-"""train.py saved a checkpoint because of a signal and wants to be started again."""
+from megatron.terminal import EXIT_REQUEUE
 
 
 @dataclass
@@ -92,22 +90,25 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 def prepare_data(
     children: Children,
-    source: DataSet,
-    data_root: Path,
+    suite: Suite,
     run: Run,
-    log: Path,
     environment: Mapping[str, str],
     launcher: Launcher | None = None,
 ) -> None:
-    """prepare_data.py decides itself whether its output is up to date."""
+    """A run's data, with its tokenizer; prepare_data.py decides itself what is up to date."""
     launcher = launcher or Launcher()
-    command = prepare_command(source, data_root, run.config, launcher.python)
+    source, log = suite.file.data[run.data], data_log(suite, run.data)
+    command = prepare_command(source, suite.data_root, run.config, launcher.python)
     code = children.start([*launcher.container, *command], log, environment)
     if code != 0 and not children.stopping:
         raise ReproduceError(
             f"preparing {source.name} failed with exit code {code}; the last lines of {log}:\n"
             + tail(log)
         )
+
+
+def data_log(suite: Suite, name: str) -> Path:
+    return suite.directory / "logs" / f"prepare-{name}.log"
 
 
 def tail(path: Path, lines: int = 12) -> str:
@@ -121,70 +122,54 @@ def tail(path: Path, lines: int = 12) -> str:
 def execute_run(
     children: Children,
     launcher: Launcher,
-    directory: Path,
     run: Run,
     environment: Mapping[str, str],
     *,
-    only_steps: Callable[[str], bool] = lambda step: True,
+    only_steps: Callable[[Step], bool] = lambda step: True,
 ) -> RunState:
     """All unfinished steps in order; the state is on disk at every moment."""
-    directory.mkdir(parents=True, exist_ok=True)
+    run.directory.mkdir(parents=True, exist_ok=True)
     try:
         # At most one of us works on a run, also across jobs on one file system. train.py has its
         # own lock on the same directory.
-        with FileLock(directory / ".reproduce.lock", timeout=0):
-            return _execute_steps(children, launcher, directory, run, environment, only_steps)
-    except Timeout as error:
-        raise ReproduceError(f"{directory}: another process works on this run") from error
-
-
-def _execute_steps(
-    children: Children,
-    launcher: Launcher,
-    directory: Path,
-    run: Run,
-    environment: Mapping[str, str],
-    only_steps: Callable[[str], bool],
-) -> RunState:
-    evaluations = {step.name: step for step in run.evaluations}
-    state = read_state(directory)
-    for name in step_names(run):
-        if name in done_steps(directory, run) or not only_steps(name):
-            continue
-        if name in evaluations:
-            command = evaluate_command(launcher, directory, run, evaluations[name])
-        else:
-            command = train_command(launcher, directory, run)
-        state = _execute_step(children, directory, run, name, command, environment, state)
-        if state.state != State.RUNNING:
+        with FileLock(run.directory / ".reproduce.lock", timeout=0):
+            state = read_state(run.directory)
+            for step in filter(only_steps, run.steps):
+                if step.name in done_steps(run):
+                    continue
+                command = step_command(launcher, run, step)
+                state = _execute_step(children, run, step, command, environment, state.seconds)
+                if state.state != State.RUNNING:
+                    return state
+            end = State.DONE if is_finished(run) else State.PENDING
+            state = RunState(end, "", 0, state.seconds)
+            write_state(run.directory, state)
             return state
-    end = State.DONE if is_finished(directory, run) else State.PENDING
-    state = RunState(end, "", 0, state.seconds)
-    write_state(directory, state)
-    return state
+    except Timeout as error:
+        raise ReproduceError(f"{run.directory}: another process works on this run") from error
 
 
 def _execute_step(
     children: Children,
-    directory: Path,
     run: Run,
-    name: str,
+    step: Step,
     command: Sequence[str],
     environment: Mapping[str, str],
-    before: RunState,
+    spent: float,
 ) -> RunState:
-    running = RunState(State.RUNNING, name, None, before.seconds, os.getpid(), socket.gethostname())
-    write_state(directory, running)
+    """`spent` seconds went into the run before; the state is left as running if all went well."""
+    here = (os.getpid(), socket.gethostname())
+    write_state(run.directory, RunState(State.RUNNING, step.name, None, spent, *here))
     start = time.monotonic()
-    code = children.start(command, directory / "logs" / f"{name}.log", environment)
+    code = children.start(command, log_path(run, step.name), environment)
     seconds = time.monotonic() - start
-    spent = before.seconds + seconds
     if code == 0:
-        mark_done(directory, name, run, seconds)
-        return RunState(State.RUNNING, name, 0, spent)
+        mark_done(run, step, seconds)
+        return RunState(State.RUNNING, step.name, 0, spent + seconds)
     interrupted = children.stopping or code == EXIT_REQUEUE
-    state = RunState(State.INTERRUPTED if interrupted else State.FAILED, name, code, spent)
-    write_state(directory, state)
+    end = State.INTERRUPTED if interrupted else State.FAILED
+    state = RunState(end, step.name, code, spent + seconds)
+    write_state(run.directory, state)
     return state
 
 
@@ -246,25 +231,19 @@ def prepare_command(
     return [*command, *source.prepare]
 
 
-def train_command(launcher: Launcher, directory: Path, run: Run) -> list[str]:
-    return launcher.command("train", directory / "config.yml", run, [])
-
-
-def evaluate_command(launcher: Launcher, directory: Path, run: Run, step: EvalStep) -> list[str]:
+def step_command(launcher: Launcher, run: Run, step: Step) -> list[str]:
     """Results of different lengths of one task must not overwrite each other: own prefixes."""
+    config = run.directory / "config.yml"
+    if step == TRAIN:
+        return launcher.command("train", config, run, [])
     arguments = ["--eval_tasks", step.task]
+    sets = [f"{key}={json.dumps(value)}" for key, value in step.settings]
     if step.length is not None:
-        prefix = directory / "results" / f"length{step.length}"
-        arguments += [
-            "--eval_results_prefix",
-            str(prefix),
-            "--set",
-            f"eval_lengths=[{step.length}]",
-        ]
-        if step.window is not None:
-            arguments.append(f"eval_window={step.window}")
-    if step.variant:
-        prefix = directory / "results" / step.variant
-        arguments += ["--eval_results_prefix", str(prefix), "--set"]
-        arguments += [f"{key}={json.dumps(value)}" for key, value in step.settings]
-    return launcher.command("evaluate", directory / "config.yml", run, arguments)
+        sets.append(f"eval_lengths=[{step.length}]")
+    if step.window is not None:
+        sets.append(f"eval_window={step.window}")
+    if sets:
+        prefix = step.variant or f"length{step.length}"
+        arguments += ["--eval_results_prefix", str(run.directory / "results" / prefix)]
+        arguments += ["--set", *sets]
+    return launcher.command("evaluate", config, run, arguments)

@@ -3,190 +3,154 @@
 from __future__ import annotations
 
 import os
-import queue
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TextIO
 
 from megatron.errors import ReproduceError
 from megatron.paper.execute import Children, Launcher, execute_run, prepare_data, tail
-from megatron.paper.run_files import RunState, State, move_aside, prepare_run, read_state
+from megatron.paper.run_files import RunState, State, log_path, move_aside, prepare_run, read_state
 from megatron.paper.status import duration, progress_of
 from megatron.paper.suite import Run, Suite
+from megatron.terminal import EXIT_INTERRUPTED
 
-EXIT_INTERRUPTED = 130
 _PLAIN_INTERVAL = 30.0
 _TERMINAL_INTERVAL = 0.5
 
 
-@dataclass(frozen=True)
-class LocalOptions:
-    jobs: int = 1
-    retry_failed: bool = False
-    restart_changed: bool = False
-
-
-@dataclass
-class _Work:
-    suite: Suite
-    root: Path
-    options: LocalOptions
-    children: Children = field(default_factory=Children)
-    outcomes: dict[str, RunState] = field(default_factory=dict)
-    active: dict[str, Run] = field(default_factory=dict)
-    waiting: queue.Queue[Run] = field(default_factory=queue.Queue)
-
-    def directory(self, run: Run) -> Path:
-        return self.suite.run_directory(self.root, run)
-
-
-def run_suite(suite: Suite, root: Path, options: LocalOptions, out: TextIO = sys.stdout) -> int:
+def run_suite(
+    suite: Suite,
+    jobs: int = 1,
+    *,
+    retry_failed: bool = False,
+    restart_changed: bool = False,
+    out: TextIO = sys.stdout,
+) -> int:
     """0 if everything is finished, 1 if a run failed, 130 after Ctrl-C."""
-    work = _Work(suite, root, options)
-    live = LiveLines(out)
-    todo, skipped = _choose(work, live)
-    live.say(f"{suite.name}: {len(suite.runs)} runs, {skipped} finished, {len(todo)} to do")
-    environment = _thread_environment(options.jobs)
-    with _signals_stop(work.children, live):
-        if todo:
-            _prepare_all_data(work, todo, environment, live)
-        _run_all(work, todo, environment, live)
-    return _conclude(work, todo, live)
+    work = _Work(suite, jobs, LiveLines(out))
+    todo = work.choose(retry_failed, restart_changed)
+    with work.signals_stop():
+        work.prepare_data(todo)
+        work.execute(todo)
+    return work.conclude(todo)
 
 
-def _choose(work: _Work, live: LiveLines) -> tuple[list[Run], int]:
-    """Runs to do; writes every config, and reports what earlier attempts left as failed."""
-    todo: list[Run] = []
-    skipped = 0
-    for run in work.suite.runs:
-        directory = work.directory(run)
-        if work.options.restart_changed and (moved := move_aside(directory, run)):
-            live.say(f"{run.name}: config changed, the old run is now {moved.name}")
-        prepare_run(directory, work.suite.name, run)
-        state = progress_of(directory, run).state
-        if state == State.DONE:
-            skipped += 1
-        elif state == State.FAILED and not work.options.retry_failed:
-            work.outcomes[run.name] = read_state(directory)
-        else:
-            todo.append(run)
-    return todo, skipped
+class _Work:
+    """The runs of a suite on this machine, and how each of them ended."""
 
+    def __init__(self, suite: Suite, jobs: int, live: LiveLines) -> None:
+        self._suite, self._jobs, self._live = suite, jobs, live
+        self._children = Children()
+        self._outcomes: dict[str, RunState] = {}
+        self._active: dict[str, Run] = {}
+        self._environment: dict[str, str] = {}
+        if "OMP_NUM_THREADS" not in os.environ:  # otherwise the user has decided
+            self._environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
 
-def _thread_environment(jobs: int) -> dict[str, str]:
-    """Share the cores between the runs, unless the user has decided."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+    def choose(self, retry_failed: bool, restart_changed: bool) -> list[Run]:
+        """Runs to do; writes every config, and notes what earlier attempts left as failed."""
+        todo: list[Run] = []
+        for run in self._suite.runs:
+            if restart_changed and (moved := move_aside(run)):
+                self._live.say(f"{run.name}: config changed, the old run is now {moved.name}")
+            prepare_run(run)
+            state = progress_of(run).state
+            if state == State.FAILED and not retry_failed:
+                self._outcomes[run.name] = read_state(run.directory)
+            elif state != State.DONE:
+                todo.append(run)
+        total = len(self._suite.runs)
+        finished = total - len(todo) - len(self._outcomes)
+        self._live.say(f"{self._suite.name}: {total} runs, {finished} finished, {len(todo)} to do")
+        return todo
 
+    @contextmanager
+    def signals_stop(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM ask the children to save and end; a second Ctrl-C kills them."""
 
-@contextmanager
-def _signals_stop(children: Children, live: LiveLines) -> Iterator[None]:
-    """Ctrl-C and SIGTERM ask the children to save and end; a second Ctrl-C kills them."""
+        def stop(number: int, _frame: object) -> None:
+            if self._children.stopping:
+                self._live.say("killing the runs; their last checkpoints stay")
+                self._children.stop(signal.SIGKILL)
+                return
+            self._live.say("stopping: the runs save and end (once more to kill them)")
+            self._children.stop(signal.SIGTERM)
 
-    def stop(number: int, _frame: object) -> None:
-        if children.stopping:
-            live.say("killing the runs; their last checkpoints stay")
-            children.stop(signal.SIGKILL)
+        if threading.current_thread() is not threading.main_thread():
+            yield
             return
-        live.say("stopping: the runs save and end (once more to kill them)")
-        children.stop(signal.SIGTERM)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _prepare_all_data(
-    work: _Work, todo: list[Run], environment: dict[str, str], live: LiveLines
-) -> None:
-    for source in work.suite.used_data:
-        users = [run for run in todo if run.data == source.name]
-        if not users or work.children.stopping:
-            continue
-        live.say(f"data: {source.title} ({source.prefix(work.suite.data_root)})")
-        log = work.root / work.suite.name / "logs" / f"prepare-{source.name}.log"
-        root = work.suite.data_root
-        prepare_data(work.children, source, root, users[0], log, environment)
-
-
-def _run_all(work: _Work, todo: list[Run], environment: dict[str, str], live: LiveLines) -> None:
-    for run in todo:
-        work.waiting.put(run)
-    threads = [
-        threading.Thread(target=_worker, args=(work, environment, live.say))
-        for _ in range(min(work.options.jobs, len(todo)))
-    ]
-    for thread in threads:
-        thread.start()
-    started = time.monotonic()
-    while any(thread.is_alive() for thread in threads):
-        time.sleep(0.2)
-        live.show(_lines(work, len(todo), time.monotonic() - started))
-    live.clear()
-
-
-def _lines(work: _Work, total: int, elapsed: float) -> list[str]:
-    finished = sum(name not in work.active for name in work.outcomes)
-    active = [progress_of(work.directory(run), run).line() for run in list(work.active.values())]
-    return [*active, f"{finished} of {total} runs ended, {duration(elapsed)} elapsed"]
-
-
-def _worker(work: _Work, environment: dict[str, str], say: Callable[[str], None]) -> None:
-    while not work.children.stopping:
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            run = work.waiting.get_nowait()
-        except queue.Empty:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def prepare_data(self, todo: Sequence[Run]) -> None:
+        for source in self._suite.used_data:
+            users = [run for run in todo if run.data == source.name]
+            if users and not self._children.stopping:
+                place = source.prefix(self._suite.data_root)
+                self._live.say(f"data: {source.title} ({place})")
+                prepare_data(self._children, self._suite, users[0], self._environment)
+
+    def execute(self, todo: Sequence[Run]) -> None:
+        started = time.monotonic()
+        with ThreadPoolExecutor(self._jobs) as pool:
+            futures = [pool.submit(self._execute_one, run) for run in todo]
+            while wait(futures, timeout=0.2).not_done:
+                ended = sum(name not in self._active for name in self._outcomes)
+                elapsed = duration(time.monotonic() - started)
+                active = [progress_of(run).line() for run in list(self._active.values())]
+                total = f"{ended} of {len(todo)} runs ended, {elapsed} elapsed"
+                self._live.show([*active, total])
+        self._live.clear()
+        for future in futures:
+            future.result()  # a defect of ours is not swallowed
+
+    def _execute_one(self, run: Run) -> None:
+        if self._children.stopping:
             return
-        work.active[run.name] = run
+        self._active[run.name] = run
         try:
-            outcome = execute_run(work.children, Launcher(), work.directory(run), run, environment)
+            outcome = execute_run(self._children, Launcher(), run, self._environment)
         except (ReproduceError, OSError) as error:
-            say(f"{run.name}: {error}")
+            self._live.say(f"{run.name}: {error}")
             outcome = RunState(State.FAILED, "start")
-        del work.active[run.name]
-        work.outcomes[run.name] = outcome
-        say(_outcome_line(work.directory(run), run, outcome))
+        del self._active[run.name]
+        self._outcomes[run.name] = outcome
+        line = progress_of(run).line()
+        if outcome.state == State.FAILED:
+            line = f"{run.name} failed in step {outcome.step} (exit code {outcome.exit_code})"
+        elif outcome.seconds:
+            line += f"  ({duration(outcome.seconds)})"
+        self._live.say(line)
 
-
-def _outcome_line(directory: Path, run: Run, outcome: RunState) -> str:
-    line = progress_of(directory, run).line()
-    if outcome.state == State.FAILED:
-        return f"{run.name} failed in step {outcome.step} (exit code {outcome.exit_code})"
-    return f"{line}  ({duration(outcome.seconds)})" if outcome.seconds else line
-
-
-def _conclude(work: _Work, todo: list[Run], live: LiveLines) -> int:
-    failed = [
-        run
-        for run in work.suite.runs
-        if (state := work.outcomes.get(run.name)) and state.state == State.FAILED
-    ]
-    for run in failed:
-        state = work.outcomes[run.name]
-        log = work.directory(run) / "logs" / f"{state.step}.log"
-        live.say(f"failed: {run.name}, step {state.step}, exit code {state.exit_code}: {log}")
-        live.say(tail(log, 6))
-    if failed:
-        live.say("start again with --retry-failed to repeat them")
-    if work.children.stopping:
-        live.say("interrupted; the same command continues")
-        return EXIT_INTERRUPTED
-    unfinished = [run for run in todo if work.outcomes[run.name].state != State.DONE]
-    return 1 if failed or unfinished else 0
+    def conclude(self, todo: Sequence[Run]) -> int:
+        say, outcomes = self._live.say, self._outcomes
+        failed = [
+            run
+            for run in self._suite.runs
+            if run.name in outcomes and outcomes[run.name].state == State.FAILED
+        ]
+        for run in failed:
+            state = outcomes[run.name]
+            log = log_path(run, state.step)
+            say(f"failed: {run.name}, step {state.step}, exit code {state.exit_code}: {log}")
+            say(tail(log, 6))
+        if failed:
+            say("start again with --retry-failed to repeat them")
+        if self._children.stopping:
+            say("interrupted; the same command continues")
+            return EXIT_INTERRUPTED
+        unfinished = [run for run in todo if outcomes[run.name].state != State.DONE]
+        return 1 if failed or unfinished else 0
 
 
 # What the terminal shows: live lines that redraw in place.
@@ -199,7 +163,7 @@ class LiveLines:
         self._out = out
         self._terminal = out.isatty()
         self._shown = 0
-        self._last = 0.0
+        self._last = time.monotonic()
         self._lock = threading.RLock()
 
     def say(self, text: str) -> None:
@@ -210,20 +174,13 @@ class LiveLines:
 
     def show(self, lines: Sequence[str]) -> None:
         """Replace the changing lines, not more often than anyone can read."""
+        interval = _TERMINAL_INTERVAL if self._terminal else _PLAIN_INTERVAL
         with self._lock:
-            now = time.monotonic()
-            interval = _TERMINAL_INTERVAL if self._terminal else _PLAIN_INTERVAL
-            if now - self._last < interval:
+            if time.monotonic() - self._last < interval:
                 return
-            first = self._last == 0.0
-            self._last = now
-            if not self._terminal:
-                if not first:
-                    self._out.write("\n".join(lines) + "\n")
-                    self._out.flush()
-                return
+            self._last = time.monotonic()
             self.clear()
-            width = shutil.get_terminal_size().columns - 1
+            width = shutil.get_terminal_size().columns - 1 if self._terminal else None
             self._out.write("".join(line[:width] + "\n" for line in lines))
             self._out.flush()
             self._shown = len(lines)

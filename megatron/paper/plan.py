@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.atomic_files import fingerprint
 from megatron.data.corpora import SOURCES
 from megatron.evaluation.results_schema import text_table
 from megatron.neox_arguments import NeoXArgs
@@ -38,17 +37,20 @@ _DEMO_TRAIN_FLOPS, _DEMO_EVALUATE_FLOPS = 4.7e10, 3.1e10
 
 @dataclass(frozen=True)
 class Cost:
+    """Hours are of an A100, or of one CPU core for the small models."""
+
+    parameters: int
+    """Without the few of its positional embedding."""
     steps: int
     tokens: int
     train_hours: float
-    """On an A100; on one CPU core for the small models."""
     evaluate_hours: float
     longest_hours: float
     """Of evaluation, the part at the longest length."""
     checkpoint_bytes: float
     evaluation_tokens: int
     memory_bytes: float
-    """Of one process while training."""
+    """Of one process while training, with its logits."""
     on_cpu: bool = False
 
     @property
@@ -56,78 +58,36 @@ class Cost:
         return self.train_hours + self.evaluate_hours
 
 
-@dataclass(frozen=True)
-class _Size:
-    """Of one model, without the few parameters of its positional embedding."""
-
-    parameters: int
-    multiplied: int
-    """Without the embedding, which costs no arithmetic."""
-    memory_bytes: float
-    """Of one process while training, with its logits."""
-
-
-_SIZES: dict[str, _Size] = {}
-"""By model and what its runs have in common, so that hundreds of runs are counted once."""
-_OF_ONE_RUN = ("seed", "save", "load", "data_path", "pos_emb")
-
-
-def _size(run: Run) -> _Size:
-    own = {key: run.config[key] for key in run.config if key not in _OF_ONE_RUN}
-    key = fingerprint([run.gpus, run.data, own])
-    if key not in _SIZES:
-        own_words = _own_vocabulary(run)
-        known = {"vocab_size": own_words} if own_words else {}
-        args = NeoXArgs.from_dict({**run.config, **known})
-        counted = count_parameters(args)
-        micro = int(run.config.get("train_micro_batch_size_per_gpu") or 1)
-        values = micro * run.train_length * counted.padded_vocab_size
-        logits = 8.0 * values / args.parallel.model_parallel_size
-        memory = estimate_memory(args, run.gpus).total + logits
-        total = counted.total - counted.positions
-        _SIZES[key] = _Size(total, total - counted.embedding, memory)
-    return _SIZES[key]
-
-
-def _own_vocabulary(run: Run) -> int | None:
-    """Entries of the vocabulary that a corpus brings itself; its files need not be there yet."""
-    corpus = Path(str(run.config["data_path"])).parent
-    source = SOURCES.get(corpus.name)
-    beside = Path(str(run.config.get("vocab_file", ""))).parent == corpus
-    return source.vocabulary if source and beside else None
-
-
-def _flops_per_token(multiplied: int, layers: int, hidden: int, length: int) -> float:
-    """Of a forward pass: 2 per parameter, and attention over half the sequence on average."""
-    return 2.0 * multiplied + 2.0 * layers * hidden * length
-
-
-def _forward_flops(run: Run, length: int) -> float:
-    config = run.config
-    shape = (int(config["num_layers"]), int(config["hidden_size"]))
-    return _flops_per_token(_size(run).multiplied, *shape, length)
-
-
 def estimate_cost(run: Run) -> Cost:
     """Steps and tokens exactly; time by FLOPs from the paper's steps, or from our demo's."""
-    config = run.config
-    steps = int(config["train_iters"])
-    tokens = steps * _batch(run) * run.train_length
-    parameters, memory = _size(run).parameters, _size(run).memory_bytes
-    on_cpu = parameters < _CPU_PARAMETERS and config.get("precision") == "fp32"
+    args = NeoXArgs.from_dict({**run.config, **_own_vocabulary(run)})
+    counted = count_parameters(args)
+    parameters = counted.total - counted.positions
+    batch = args.batch_plan(run.gpus)
+    steps = int(run.config["train_iters"])
+    tokens = steps * batch.train_batch_size * run.train_length
+    precision = str(run.config.get("precision", "fp32"))
+    on_cpu = parameters < _CPU_PARAMETERS and run.config.get("precision") == "fp32"
     if on_cpu:
         train_rate, evaluate_rate = _DEMO_TRAIN_FLOPS, _DEMO_EVALUATE_FLOPS
     else:
         train_rate = evaluate_rate = _paper_rate(run.method)
-    train = 3 * tokens * _forward_flops(run, run.train_length) / train_rate
-    by_length = _evaluation_tokens(run)
-    evaluate = {n: t * _forward_flops(run, n) / evaluate_rate for n, t in by_length.items()}
-    precision = str(config.get("precision", "fp32"))
+
+    def forward_flops(length: int) -> float:
+        shape = (args.model.num_layers, args.model.hidden_size)
+        # The embedding is looked up and not multiplied.
+        return _flops_per_token(parameters - counted.embedding, *shape, length)
+
+    train = 3 * tokens * forward_flops(run.train_length) / train_rate
+    by_length = _evaluation_tokens(run, args.evaluation.eval_num_sequences)
+    evaluate = {n: own * forward_flops(n) / evaluate_rate for n, own in by_length.items()}
+    logits = batch.micro_batch_size * run.train_length * counted.padded_vocab_size
+    memory = estimate_memory(args, run.gpus).total
+    memory += 8.0 * logits / args.parallel.model_parallel_size
     checkpoint = parameters * _CHECKPOINT_BYTES.get(precision, 14)
-    kept = (
-        int(config.get("keep_last_n_checkpoints") or 1) + 1
-    )  # the next is written before deleting
+    kept = int(run.config.get("keep_last_n_checkpoints") or 1) + 1  # the next is written first
     return Cost(
+        parameters,
         steps,
         tokens,
         train / 3600,
@@ -140,6 +100,19 @@ def estimate_cost(run: Run) -> Cost:
     )
 
 
+def _own_vocabulary(run: Run) -> dict[str, int]:
+    """Entries of the vocabulary that a corpus brings itself; its files need not be there yet."""
+    corpus = Path(str(run.config["data_path"])).parent
+    source = SOURCES.get(corpus.name)
+    beside = Path(str(run.config.get("vocab_file", ""))).parent == corpus
+    return {"vocab_size": source.vocabulary} if source and beside and source.vocabulary else {}
+
+
+def _flops_per_token(multiplied: int, layers: int, hidden: int, length: int) -> float:
+    """Of a forward pass: 2 per parameter, and attention over half the sequence on average."""
+    return 2.0 * multiplied + 2.0 * layers * hidden * length
+
+
 def _paper_rate(method: str) -> float:
     """FLOP/s of the paper's training on an A100."""
     known = published_seconds_per_step()
@@ -148,21 +121,10 @@ def _paper_rate(method: str) -> float:
     return 3 * _PAPER_BATCH_TOKENS * forward / seconds
 
 
-def _batch(run: Run) -> int:
-    config = run.config
-    if config.get("train_batch_size"):
-        return int(config["train_batch_size"])
-    model_parallel = int(config.get("model_parallel_size") or 1)
-    pipe_parallel = int(config.get("pipe_parallel_size") or 1)
-    replicas = max(run.gpus // (model_parallel * pipe_parallel), 1)
-    accumulation = int(config.get("gradient_accumulation_steps") or 1)
-    return int(config.get("train_micro_batch_size_per_gpu") or 1) * accumulation * replicas
-
-
-def _evaluation_tokens(run: Run) -> dict[int, int]:
+def _evaluation_tokens(run: Run, num_sequences: int) -> dict[int, int]:
     """By length, over valid and test."""
     splits = sum(run.config.get(key) is not False for key in ("do_valid", "do_test"))
-    sequences = splits * int(run.config.get("eval_num_sequences") or 320)
+    sequences = splits * num_sequences
     lengths = [int(length) for length in run.config.get("eval_lengths") or []]
     same_tokens = run.config.get("eval_protocol") == "fixed_tokens"
     tokens = {n: sequences * (max(lengths) if same_tokens else n) for n in lengths}
@@ -183,12 +145,15 @@ def plan_text(suite: Suite) -> str:
         fresh = [run for run in runs if run.name not in counted]
         counted |= {run.name for run in fresh}
         rows += _section_rows(section.name, runs, [costs[run.name] for run in fresh])
-    lines = [f"Suite {suite.name}: {suite.about}", "", text_table(head, rows, ["left"])]
+    lines = [f"Suite {suite.name}: {suite.file.about}", "", text_table(head, rows, ["left"])]
     lines += ["", _total_line(list(costs.values()))]
-    small = {name: cost for name, cost in costs.items() if cost.on_cpu}
-    large = {name: cost for name, cost in costs.items() if not cost.on_cpu}
-    lines += _cpu_lines(small.values()) if small else []
-    lines += _gpu_lines([run for run in suite.runs if run.name in large], large) if large else []
+    if small := [cost for cost in costs.values() if cost.on_cpu]:
+        lines.append(
+            f"With -j 2 on two cores about {_time(sum(cost.hours for cost in small) / 2)}. Time: "
+            "estimate by FLOPs from `make demo` on two cores of an AMD EPYC; other machines differ."
+        )
+    if large := [(run, costs[run.name]) for run in suite.runs if not costs[run.name].on_cpu]:
+        lines += _gpu_lines(large)
     lines += ["", *_data_lines(suite)]
     lines.append(
         "Disk: weights and optimizer state of the checkpoints kept, and one more while writing."
@@ -231,29 +196,20 @@ def _total_line(costs: Sequence[Cost]) -> str:
     )
 
 
-def _cpu_lines(costs: Iterable[Cost]) -> list[str]:
-    total = sum(cost.hours for cost in costs)
-    return [
-        f"With -j 2 on two cores about {_time(total / 2)}. Time: estimate by FLOPs from `make "
-        "demo` on two cores of an AMD EPYC; other machines differ."
-    ]
-
-
-def _gpu_lines(runs: Sequence[Run], costs: dict[str, Cost]) -> list[str]:
+def _gpu_lines(costs: Sequence[tuple[Run, Cost]]) -> list[str]:
     """Hours and memory on the GPUs that clusters have."""
-    total = sum(cost.hours for cost in costs.values())
-    evaluate = sum(cost.evaluate_hours for cost in costs.values())
-    longest = sum(cost.longest_hours for cost in costs.values())
+    total = sum(cost.hours for _, cost in costs)
+    evaluate = sum(cost.evaluate_hours for _, cost in costs)
+    longest = sum(cost.longest_hours for _, cost in costs)
     rows = []
     for name, (teraflops, gigabytes) in _GPUS.items():
         faster = _GPUS["A100 40 GB"][0] / teraflops
         row = [name, _time(total * faster), _time(evaluate * faster), _time(longest * faster)]
-        for model in dict.fromkeys(run.model for run in runs):
-            own = [run for run in runs if run.model == model]
-            memory = max(costs[run.name].memory_bytes for run in own)
-            hours = max(costs[run.name].hours for run in own) * faster
+        for model, count in dict.fromkeys((run.model, run.gpus) for run, _ in costs):
+            own = [cost for run, cost in costs if run.model == model]
+            memory = max(cost.memory_bytes for cost in own)
+            hours = max(cost.hours for cost in own) * faster
             fits = "" if memory < 0.9e9 * gigabytes else ", does not fit"
-            count = own[0].gpus
             gpus = f" on {count} GPUs" if count > 1 else ""
             rows.append([*row, model, f"{_time(hours / count)}{gpus}", f"{_bytes(memory)}{fits}"])
             row = ["", "", "", ""]

@@ -48,7 +48,7 @@ from megatron.paper.result_fit import RECALL, Fit
 from megatron.paper.run_files import is_finished, read_history, step_seconds
 from megatron.paper.run_results import ResultSet, finite, read_run
 from megatron.paper.style import PlotFile, save_figure
-from megatron.paper.suite import Suite
+from megatron.paper.suite import TRAIN, Suite
 from megatron.paper.suite_file import DataSet, Layout, Section, TableSpec
 from megatron.paper.tables import (
     Table,
@@ -70,27 +70,25 @@ class ReportFiles:
     """Runs with all their steps done."""
 
 
-def collect_results(suite: Suite, root: Path) -> ResultSet:
+def collect_results(suite: Suite) -> ResultSet:
     """What all runs have so far."""
-    return ResultSet(tuple(read_run(suite.run_directory(root, run), run) for run in suite.runs))
+    return ResultSet(tuple(read_run(run) for run in suite.runs))
 
 
-def make_report(
-    suite: Suite, root: Path, directory: Path | None = None, command: str = ""
-) -> ReportFiles:
+def make_report(suite: Suite, directory: Path | None = None, command: str = "") -> ReportFiles:
     """Write report.html, report.md, tables/ and figures/ of whatever is finished."""
-    directory = directory or root / suite.name / "report"
-    results = collect_results(suite, root)
-    missing = [r.name for r in suite.runs if not is_finished(suite.run_directory(root, r), r)]
+    directory = directory or suite.directory / "report"
+    results = collect_results(suite)
+    missing = [run.name for run in suite.runs if not is_finished(run)]
     chapters = [_section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
     chapters[1:1] = [_claims_chapter(suite, results), *_contrast_chapters(suite, results)]
     chapters += _theory_chapters(suite, results)
-    chapters.append(Chapter("What differs from the paper", notes=list(suite.differs)))
+    chapters.append(Chapter("What differs from the paper", notes=suite.file.differs))
     page = Page(
         f"KERPLE: the {suite.name} suite",
-        suite.about + ".",
-        _facts(suite, root, results, len(missing), command),
+        suite.file.about + ".",
+        _facts(suite, results, len(missing), command),
         chapters,
         _listings(results, missing),
     )
@@ -166,18 +164,18 @@ def _claims_chapter(suite: Suite, results: ResultSet) -> Chapter:
                 continue
             models += section.models
             data |= {item.name: item for item in suite.data_of(section)}
-    findings = check_claims(results.of_models(models), suite.splits[0], tuple(data.values()))
+    findings = check_claims(results.of_models(models), suite.file.splits[0], tuple(data.values()))
     return Chapter("The paper's claims against these results", findings=findings)
 
 
 def _contrast_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
     """One per question of the suite file that has any answer yet."""
     tables = {
-        key: contrast_table(key, contrast, results, suite.splits[0])
-        for key, contrast in suite.contrasts.items()
+        key: contrast_table(key, contrast, results, suite.file.splits[0])
+        for key, contrast in suite.file.contrasts.items()
     }
     return [
-        Chapter(suite.contrasts[key].title, tables=[table])
+        Chapter(suite.file.contrasts[key].title, tables=[table])
         for key, table in tables.items()
         if table
     ]
@@ -196,7 +194,7 @@ def _section_chapter(
     own = results.of_models(section.models)
     chapter = Chapter(section.title)
     if section.table:
-        for index, split in enumerate(suite.splits):
+        for index, split in enumerate(suite.file.splits):
             table = _result_table(section.table, own, split, first=index == 0)
             (chapter.tables if index == 0 else chapter.folded).append(table)
     if RECALL in section.tasks:
@@ -259,7 +257,7 @@ def _figures(suite: Suite, section: Section, results: ResultSet, directory: Path
         if figure is not None:
             plots.append(save_figure(figure, directory, f"{section.name}_{name}", title, caption))
 
-    split, data, methods = suite.splits[0], suite.data_of(section), section.methods
+    split, data, methods = suite.file.splits[0], suite.data_of(section), section.methods
     if section.table:
         by_length = perplexity_by_length(results, split, data, methods)
         add("perplexity", f"Perplexity against length ({split})", _LENGTH_CAPTION, by_length)
@@ -294,9 +292,7 @@ def _figures(suite: Suite, section: Section, results: ResultSet, directory: Path
     return plots
 
 
-def _facts(
-    suite: Suite, root: Path, results: ResultSet, missing: int, command: str
-) -> list[tuple[str, str]]:
+def _facts(suite: Suite, results: ResultSet, missing: int, command: str) -> list[tuple[str, str]]:
     total = len(suite.runs)
     seeds = sorted({run.seed for run in suite.runs})
     facts = [
@@ -307,10 +303,10 @@ def _facts(
     versions = sorted({name for item in results.runs for name in item.versions})
     if versions and versions != [__version__]:
         facts.append(("Results", f"made by version {', '.join(versions)}"))
-    spent = _time_spent(suite, root)
+    spent = _time_spent(suite)
     if spent:
         facts.append(("Time", spent))
-    history = read_history(root / suite.name)
+    history = read_history(suite.directory)
     if history:
         wall = sum(finite(entry.get("seconds")) or 0.0 for entry in history)
         facts.append(("Wall clock", f"{_hours(wall)} in {len(history)} call(s) of run"))
@@ -321,12 +317,9 @@ def _facts(
     return facts
 
 
-def _time_spent(suite: Suite, root: Path) -> str:
-    train = evaluate = 0.0
-    for run in suite.runs:
-        directory = suite.run_directory(root, run)
-        train += step_seconds(directory, "train") or 0.0
-        evaluate += sum(step_seconds(directory, step.name) or 0.0 for step in run.evaluations)
+def _time_spent(suite: Suite) -> str:
+    train = sum(step_seconds(run, TRAIN) or 0.0 for run in suite.runs)
+    evaluate = sum(step_seconds(run, step) or 0.0 for run in suite.runs for step in run.evaluations)
     if not train:
         return ""
     return f"{_hours(train)} training and {_hours(evaluate)} evaluating, summed over runs"

@@ -17,10 +17,11 @@ from megatron.data.recall_text import RECALL_KINDS
 from megatron.errors import ConfigError, EvaluationError
 from megatron.evaluation.results_schema import MODEL_KEYS, Result, read_result, weights_id
 from megatron.neox_arguments.catalogue import canonical_method
+from megatron.neox_arguments.run_keys import EvaluationArgs
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
-from megatron.paper.suite import EvalStep, Run
+from megatron.paper.suite import Run, Step, trained_with
 
-_DEFAULT_PROTOCOL, _DEFAULT_SEQUENCES = "fixed_sequences", 320
+_DEFAULTS = EvaluationArgs()
 RECALL = "recall"
 
 
@@ -43,49 +44,42 @@ class StepCheck:
     """False if the file is of an older version, which did not record all its settings."""
 
 
-def recorded_train_hash(directory: Path) -> str | None:
-    """Hash of the config that training started with, or None if it has not started."""
-    started = (directory / "metrics.jsonl").exists() or (directory / "latest").exists()
-    if not (started or (directory / ".done" / "train.json").exists()):
-        return None
-    value = (read_json(directory / "run.json") or {}).get("train_hash")
-    return str(value) if value else None
+def training_differences(run: Run) -> str:
+    """How the config that a run's directory was trained with differs from the suite's.
 
-
-def training_differences(directory: Path, run: Run) -> str:
-    """How the config that the directory was trained with differs; empty if it is the suite's."""
-    trained_with = recorded_train_hash(directory)
-    if trained_with is None or trained_with == run.train_hash:
+    Empty if it does not, or if training has not started.
+    """
+    files = ("metrics.jsonl", "latest", ".done/train.json")
+    started = any((run.directory / name).exists() for name in files)
+    trained_hash = (read_json(run.directory / "run.json") or {}).get("train_hash")
+    if not started or not trained_hash or str(trained_hash) == run.train_hash:
         return ""
     try:
-        saved = parse_yaml(read_text(directory / "config.yml"), "config.yml")
+        saved = parse_yaml(read_text(run.directory / "config.yml"), "config.yml")
     except ConfigError:
         saved = None
     if not isinstance(saved, dict):
         return "another training config"
-    missing = object()
-    keys = [
-        key
-        for key in sorted({*saved, *run.config})
-        if not key.startswith("eval_")
-        and key not in ("save", "load")
-        and saved.get(key, missing) != run.config.get(key, missing)
+    before, now, missing = trained_with(saved), trained_with(run.config), object()
+    changes = [
+        f"{key} {before.get(key, 'unset')} instead of {now.get(key, 'unset')}"
+        for key in sorted({*before, *now})
+        if before.get(key, missing) != now.get(key, missing)
     ]
-    changes = [f"{k} {saved.get(k, 'unset')} instead of {run.config.get(k, 'unset')}" for k in keys]
     return "trained with " + (", ".join(changes) or "another training config")
 
 
-def _expected(run: Run, step: EvalStep) -> dict[str, Any]:
+def _expected(run: Run, step: Step) -> dict[str, Any]:
     config = {**run.config, **dict(step.settings)}
     lengths = [step.length] if step.length else list(config.get("eval_lengths", []))
-    protocol = config.get("eval_protocol") or _DEFAULT_PROTOCOL
+    protocol = config.get("eval_protocol") or _DEFAULTS.eval_protocol
     expected = {
         "seed": run.seed,
         "pos_emb": canonical_method(run.method),
         "train_length": run.train_length,
         "window": step.window,
         "eval_protocol": protocol,
-        "eval_num_sequences": config.get("eval_num_sequences") or _DEFAULT_SEQUENCES,
+        "eval_num_sequences": config.get("eval_num_sequences") or _DEFAULTS.eval_num_sequences,
         "data_seed": config.get("data_seed") or run.seed,
         "data": Path(str(config.get("data_path"))).name,
         "split": str(config.get("split")),
@@ -103,7 +97,7 @@ def _expected(run: Run, step: EvalStep) -> dict[str, Any]:
     return expected
 
 
-def _recorded(result: Result, step: EvalStep) -> dict[str, Any]:
+def _recorded(result: Result, step: Step) -> dict[str, Any]:
     """The same facts of a file; older ones did not record all."""
     facts: dict[str, Any] = {
         "seed": result.seed,
@@ -135,7 +129,7 @@ def _recorded(result: Result, step: EvalStep) -> dict[str, Any]:
     return facts | {"eval_num_sequences": sequences, "longest length": longest}
 
 
-def _differences(result: Result, run: Run, step: EvalStep) -> str:
+def _differences(result: Result, run: Run, step: Step) -> str:
     """Settings that are not the suite's; empty if all that is recorded agrees."""
     expected, found = _expected(run, step), _recorded(result, step)
     return ", ".join(
@@ -145,12 +139,12 @@ def _differences(result: Result, run: Run, step: EvalStep) -> str:
     )
 
 
-def _outdated(result: Result, run: Run, directory: Path) -> str:
+def _outdated(result: Result, run: Run) -> str:
     """Why the file is not of the run's last checkpoint or data; empty if it is."""
     wanted = int(run.config["train_iters"])
     if result.iteration != wanted:
         return f"of step {result.iteration}, and the run ends at {wanted}"
-    current = weights_id(directory / f"global_step{wanted}") if result.checkpoint_id else None
+    current = weights_id(run.directory / f"global_step{wanted}") if result.checkpoint_id else None
     if current is not None and current != result.checkpoint_id:
         return "of other weights than the checkpoint has now"
     for item in (result.settings or {}).get("data") or []:
@@ -160,7 +154,7 @@ def _outdated(result: Result, run: Run, directory: Path) -> str:
     return ""
 
 
-def _answers(result: Result, step: EvalStep) -> bool:
+def _answers(result: Result, step: Step) -> bool:
     """The step's task, at its window, at its length by position, with a variant's settings."""
     if result.task.removesuffix("_windowed") != step.task or result.window != step.window:
         return False
@@ -176,15 +170,14 @@ def _answers(result: Result, step: EvalStep) -> bool:
 class ResultFiles:
     """The result files of one run directory, sorted into those that count and the others."""
 
-    directory: Path
     run: Run
     results: list[tuple[Path, Result]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     other_training: str = ""
 
     def __post_init__(self) -> None:
-        self.other_training = training_differences(self.directory, self.run)
-        for path in sorted((self.directory / "results").glob("*.json")):
+        self.other_training = training_differences(self.run)
+        for path in sorted((self.run.directory / "results").glob("*.json")):
             try:
                 self.results.append((path, read_result(path)))
             except EvaluationError as error:
@@ -192,7 +185,7 @@ class ResultFiles:
         # Where an older file agrees with a newer one, the newer one is read last and stays.
         self.results.sort(key=lambda item: item[1].format)
 
-    def sort(self, step: EvalStep) -> tuple[list[Result], list[tuple[Fit, Path, str]]]:
+    def sort(self, step: Step) -> tuple[list[Result], list[tuple[Fit, Path, str]]]:
         good: list[Result] = []
         bad: list[tuple[Fit, Path, str]] = []
         for path, result in self.results:
@@ -207,13 +200,13 @@ class ResultFiles:
                 ):
                     continue  # another variant's
                 bad.append((Fit.FOREIGN, path, why))
-            elif why := _outdated(result, self.run, self.directory):
+            elif why := _outdated(result, self.run):
                 bad.append((Fit.OUTDATED, path, why))
             else:
                 good.append(result)
         return good, bad
 
-    def check(self, step: EvalStep) -> StepCheck:
+    def check(self, step: Step) -> StepCheck:
         good, bad = self.sort(step)
         wanted = wanted_cells(self.run, step)
         failed = {
@@ -235,14 +228,14 @@ class ResultFiles:
         return StepCheck(Fit.MISSING, f"not measured: {cells}" if good else "no result")
 
 
-def wanted_cells(run: Run, step: EvalStep) -> list[tuple[str, int]]:
+def wanted_cells(run: Run, step: Step) -> list[tuple[str, int]]:
     """By split, or by kind of recall, and length."""
     lengths = [step.length] if step.length else list(run.config.get("eval_lengths", []))
     groups = tuple(RECALL_KINDS) if step.task == RECALL else run.splits
     return [(group, int(length)) for group in groups for length in lengths]
 
 
-def _cells(result: Result, step: EvalStep) -> Iterator[tuple[str, int]]:
+def _cells(result: Result, step: Step) -> Iterator[tuple[str, int]]:
     if step.task == RECALL:
         yield from ((cell["kind"], cell["length"]) for cell in result.results["grid"])
         return
@@ -253,7 +246,7 @@ def _cells(result: Result, step: EvalStep) -> Iterator[tuple[str, int]]:
         yield from ((split, entry.length) for entry in entries)
 
 
-def check_steps(directory: Path, run: Run) -> dict[str, StepCheck]:
+def check_steps(run: Run) -> dict[str, StepCheck]:
     """Every evaluation of a run: is its result there, and the one that the suite asks for?"""
-    files = ResultFiles(directory, run)
+    files = ResultFiles(run)
     return {step.name: files.check(step) for step in run.evaluations}

@@ -25,7 +25,7 @@ from megatron.atomic_files import read_json, write_text
 from megatron.errors import ReproduceError
 from megatron.paper.result_fit import Fit, check_steps, training_differences
 from megatron.paper.run_results import finite, json_lines
-from megatron.paper.suite import Run, Suite
+from megatron.paper.suite import TRAIN, Run, Step, Suite
 
 
 class State:
@@ -55,16 +55,16 @@ def config_text(run: Run) -> str:
     return head + body
 
 
-def prepare_run(directory: Path, suite_name: str, run: Run) -> None:
+def prepare_run(run: Run) -> None:
     """Write the config and the description; refuse to mix two trainings in one directory."""
-    if different := training_differences(directory, run):
+    if different := training_differences(run):
         raise ReproduceError(
-            f"{directory} holds a run with another training config ({different}). Move it aside, "
-            "or let `tools/reproduce.py run --restart-changed` do that (nothing is deleted)."
+            f"{run.directory} holds a run with another training config ({different}). Move it "
+            "aside, or let `tools/reproduce.py run --restart-changed` do that (nothing is deleted)."
         )
-    write_text(directory / "config.yml", config_text(run), parents=True)
+    write_text(run.directory / "config.yml", config_text(run), parents=True)
     description = {
-        "suite": suite_name,
+        "suite": run.directory.parent.name,
         "run": run.name,
         "sections": list(run.sections),
         "model": run.model,
@@ -73,16 +73,15 @@ def prepare_run(directory: Path, suite_name: str, run: Run) -> None:
         "seed": run.seed,
         "train_hash": run.train_hash,
     }
-    write_text(directory / "run.json", json.dumps(description, indent=1) + "\n")
+    write_text(run.directory / "run.json", json.dumps(description, indent=1) + "\n")
 
 
-def move_aside(directory: Path, run: Run) -> Path | None:
+def move_aside(run: Run) -> Path | None:
     """Rename the directory of a run whose training config changed; None if it need not move."""
-    if not training_differences(directory, run):
+    if not training_differences(run):
         return None
-    target = directory.with_name(f"{directory.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-    directory.rename(target)
-    return target
+    old = f"{run.directory.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
+    return run.directory.rename(run.directory.with_name(old))
 
 
 def read_state(directory: Path) -> RunState:
@@ -108,42 +107,43 @@ def write_state(directory: Path, state: RunState) -> None:
     write_text(directory / "state.json", json.dumps(state.__dict__, indent=1) + "\n", parents=True)
 
 
-def step_names(run: Run) -> list[str]:
-    """Every step of a run, in order."""
-    return ["train", *(step.name for step in run.evaluations)]
-
-
-def trained(directory: Path, run: Run) -> bool:
+def trained(run: Run) -> bool:
     """Whether training is finished, with the config that the suite has now."""
-    return _marker(directory, "train").get("hash") == run.train_hash
+    return _marker(run, TRAIN).get("hash") == run.train_hash
 
 
-def done_steps(directory: Path, run: Run) -> set[str]:
-    """Finished steps: training by its marker, an evaluation by results that the suite can use."""
-    if not trained(directory, run):
+def done_steps(run: Run) -> set[str]:
+    """Names of finished steps: training by its marker, an evaluation by results of use here."""
+    if not trained(run):
         return set()
-    checks = check_steps(directory, run)
-    return {"train", *(name for name, check in checks.items() if check.fit is Fit.COMPLETE)}
+    checks = check_steps(run)
+    return {TRAIN.name, *(name for name, check in checks.items() if check.fit is Fit.COMPLETE)}
 
 
-def is_finished(directory: Path, run: Run) -> bool:
-    return done_steps(directory, run) == set(step_names(run))
+def is_finished(run: Run) -> bool:
+    return done_steps(run) == {step.name for step in run.steps}
 
 
-def mark_done(directory: Path, step: str, run: Run, seconds: float) -> None:
+def mark_done(run: Run, step: Step, seconds: float) -> None:
     """Note that a step ended well: what it depended on, and how long it took."""
-    evaluations = {item.name: run.step_hash(item) for item in run.evaluations}
-    value = {"train": run.train_hash, **evaluations}[step]
-    content = {"hash": value, "seconds": round(seconds, 1), "time": int(time.time())}
-    write_text(directory / ".done" / f"{step}.json", json.dumps(content) + "\n", parents=True)
+    content = {"hash": run.step_hash(step), "seconds": round(seconds, 1), "time": int(time.time())}
+    write_text(_marker_path(run, step), json.dumps(content) + "\n", parents=True)
 
 
-def step_seconds(directory: Path, step: str) -> float | None:
-    return finite(_marker(directory, step).get("seconds"))
+def step_seconds(run: Run, step: Step) -> float | None:
+    return finite(_marker(run, step).get("seconds"))
 
 
-def _marker(directory: Path, step: str) -> dict[str, Any]:
-    return read_json(directory / ".done" / f"{step}.json") or {}
+def _marker(run: Run, step: Step) -> dict[str, Any]:
+    return read_json(_marker_path(run, step)) or {}
+
+
+def _marker_path(run: Run, step: Step) -> Path:
+    return run.directory / ".done" / f"{step.name}.json"
+
+
+def log_path(run: Run, step: str) -> Path:
+    return run.directory / "logs" / f"{step}.log"
 
 
 def record_command(suite_directory: Path, command: str, seconds: float, exit_code: int) -> None:
@@ -174,13 +174,11 @@ def read_history(suite_directory: Path) -> list[dict[str, Any]]:
 _FILES = ("config.yml", "run.json", "metrics.jsonl")
 
 
-def keep_results(suite: Suite, root: Path, target: Path) -> list[str]:
+def keep_results(suite: Suite, target: Path) -> list[str]:
     """Copy the finished runs of a suite to ``target/SUITE``; their names."""
-    kept = []
-    for run in suite.runs:
-        source, copy = suite.run_directory(root, run), suite.run_directory(target, run)
-        if not is_finished(source, run):
-            continue
+    kept = [run for run in suite.runs if is_finished(run)]
+    for run in kept:
+        source, copy = run.directory, target / suite.name / run.name
         copy.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
             shutil.copyfile(source / name, copy / name)
@@ -193,5 +191,4 @@ def keep_results(suite: Suite, root: Path, target: Path) -> list[str]:
                 raise ReproduceError(f"{file}: not a result file; delete it or evaluate again")
             compact = json.dumps(content, separators=(",", ":")) + "\n"
             write_text(copy / "results" / file.name, compact, parents=True)
-        kept.append(run.name)
-    return kept
+    return [run.name for run in kept]

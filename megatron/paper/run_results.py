@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.evaluation.results_schema import PositionEntry, Result
 from megatron.paper.result_fit import RECALL, ResultFiles, StepCheck, wanted_cells
-from megatron.paper.suite import EvalStep, Run
+from megatron.paper.suite import Run, Step
 from megatron.paper.suite_file import Point, Rounding
 
 _WARMUP_STEPS = 10
@@ -61,9 +61,9 @@ class RunResults:
 # What a run has to show.
 
 
-def read_run(directory: Path, run: Run) -> RunResults:
-    """All results of one run directory, which need not exist."""
-    files = ResultFiles(directory, run)
+def read_run(run: Run) -> RunResults:
+    """All results of a run, whose directory need not exist."""
+    files = ResultFiles(run)
     results = RunResults(run, problems=list(files.problems))
     unused: dict[Path, str] = {}
     for step in run.evaluations:
@@ -75,11 +75,11 @@ def read_run(directory: Path, run: Run) -> RunResults:
             _add_cells(results, result, step)
     results.unused = [f"{path}: {why}" for path, why in unused.items()]
     if not files.other_training:
-        _read_training(directory / "metrics.jsonl", results)
+        _read_training(run.directory / "metrics.jsonl", results)
     return results
 
 
-def _add_cells(results: RunResults, result: Result, step: EvalStep) -> None:
+def _add_cells(results: RunResults, result: Result, step: Step) -> None:
     wanted = set(wanted_cells(results.run, step))
     if step.length:
         for split, entry in result.by_position().items():

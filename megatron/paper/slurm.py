@@ -28,16 +28,11 @@ import megatron
 from megatron.atomic_files import read_json, write_text
 from megatron.errors import ConfigError, ReproduceError
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
-from megatron.paper.execute import (
-    EXIT_REQUEUE,
-    Children,
-    Launcher,
-    execute_run,
-    prepare_data,
-    tail,
-)
-from megatron.paper.run_files import RunState, State, is_finished, prepare_run, trained
-from megatron.paper.suite import Run, Suite
+from megatron.paper.execute import Children, Launcher, execute_run, prepare_data, tail
+from megatron.paper.run_files import State, is_finished, log_path, prepare_run, trained
+from megatron.paper.suite import TRAIN, Run, Suite
+from megatron.paper.suite_file import first_problem
+from megatron.terminal import EXIT_REQUEUE
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
@@ -55,105 +50,69 @@ class Job:
     dependency: str = "afterok"
 
 
-def build_jobs(
-    suite: Suite, root: Path, options: ClusterOptions, suite_arguments: list[str]
-) -> list[Job]:
+def build_jobs(suite: Suite, options: ClusterOptions, suite_arguments: list[str]) -> list[Job]:
     """All jobs for the unfinished runs of a suite, in the order of submission."""
-    open_runs = [r for r in suite.runs if not is_finished(suite.run_directory(root, r), r)]
-    directory = root / suite.name / "slurm"
-    script = _Script(suite, directory, time.strftime("%Y%m%d-%H%M%S"), options, suite_arguments)
+    open_runs = [run for run in suite.runs if not is_finished(run)]
+    script = _Script(suite, options, suite_arguments)
     jobs: list[Job] = []
     if open_runs:
-        names = tuple(dict.fromkeys(run.data for run in open_runs))
-        jobs.append(script.job("data", names))
+        jobs.append(script.job("data", tuple(dict.fromkeys(run.data for run in open_runs))))
     for model in dict.fromkeys(run.model for run in open_runs):
-        jobs += _model_jobs(suite, root, script, model, open_runs)
+        own = [run for run in open_runs if run.model == model]
+        names = tuple(run.name for run in own)
+        # Evaluation waits task by task, so both arrays must have the same tasks; a task whose
+        # training is finished ends at once.
+        after, dependency = jobs[0], "afterok"
+        if not all(trained(run) for run in own):
+            after, dependency = script.job("train", names, (jobs[0].name,), one=own[0]), "aftercorr"
+            jobs.append(after)
+        jobs.append(script.job("evaluate", names, (after.name,), dependency, one=own[0]))
     last = tuple(job.name for job in jobs if job.stage == "evaluate")
-    jobs.append(script.job("report", (), after=last, dependency="afterany"))
-    return jobs
-
-
-def _model_jobs(
-    suite: Suite, root: Path, script: _Script, model: str, open_runs: list[Run]
-) -> list[Job]:
-    own = [run for run in open_runs if run.model == model]
-    names = tuple(run.name for run in own)
-    untrained = [run for run in own if not trained(suite.run_directory(root, run), run)]
-    gpus = own[0].gpus
-    jobs = []
-    # Evaluation waits task by task, so both arrays must have the same tasks; a task whose
-    # training is finished ends at once.
-    after: tuple[str, ...] = ("data",)
-    if untrained:
-        jobs.append(script.job("train", names, model=model, gpus=gpus, after=after))
-        after = (jobs[0].name,)
-    dependency = "aftercorr" if untrained else "afterok"
-    jobs.append(
-        script.job("evaluate", names, model=model, gpus=gpus, after=after, dependency=dependency)
-    )
-    return jobs
+    return [*jobs, script.job("report", (), last, "afterany")]
 
 
 class _Script:
     """Fills the templates; every value that reaches a shell is quoted."""
 
-    def __init__(
-        self,
-        suite: Suite,
-        directory: Path,
-        stamp: str,
-        options: ClusterOptions,
-        suite_arguments: list[str],
-    ) -> None:
-        self._suite, self._directory, self._stamp = suite, directory, stamp
-        self._options, self._suite_arguments = options, suite_arguments
+    def __init__(self, suite: Suite, options: ClusterOptions, suite_arguments: list[str]) -> None:
+        self._suite, self._options, self._suite_arguments = suite, options, suite_arguments
+        self._stamp = time.strftime("%Y%m%d-%H%M%S")
+        self._templates = Environment(
+            loader=FileSystemLoader(TEMPLATES),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            trim_blocks=True,
+            autoescape=False,  # noqa: S701 - a shell script; every value is quoted
+        )
+        self._templates.filters |= {"line": _line, "in_double_quotes": _in_double_quotes}
+        self._templates.filters["quote"] = lambda value: shlex.quote(str(value))
 
     def job(
         self,
         stage: str,
         tasks: tuple[str, ...],
-        *,
-        model: str = "",
-        gpus: int = 1,
         after: tuple[str, ...] = (),
         dependency: str = "afterok",
+        *,
+        one: Run | None = None,
     ) -> Job:
-        name = f"{stage}-{model}" if model else stage
-        path = self._directory / f"{self._stamp}-{name}.sbatch"
-        text = self._fill(stage, tasks, path.with_suffix(".tasks"), model, gpus)
-        return Job(name, stage, path, text, tasks, after, dependency)
-
-    def _fill(
-        self, stage: str, tasks: tuple[str, ...], task_file: Path, model: str, gpus: int
-    ) -> str:
-        options = self._options
-        environment = Environment(
-            loader=FileSystemLoader(TEMPLATES),
-            undefined=StrictUndefined,
-            keep_trailing_newline=True,
-            autoescape=False,  # noqa: S701 - a shell script; every value is quoted below
+        """For several data sets, or for runs of which `one` is like the others."""
+        name = f"{stage}-{one.model}" if one else stage
+        path = self._suite.directory / "slurm" / f"{self._stamp}-{name}.sbatch"
+        template = self._templates.get_template(f"{stage}.sbatch.j2")
+        text = template.render(
+            suite=self._suite.name,
+            model=one.model if one else "",
+            gpus=one.gpus if one else 1,
+            last=len(tasks) - 1,
+            options=self._options,
+            on_gpus=stage in ("train", "evaluate"),
+            log_directory=_line((path.parent / "logs").resolve().as_posix()),
+            place=Path.cwd(),
+            package=Path(megatron.__file__).resolve().parents[1],
+            worker=self._worker(path.with_suffix(".tasks") if tasks else None),
         )
-        values: dict[str, object] = {
-            "suite": self._suite.name,
-            "model": model,
-            "gpus": gpus,
-            "last": len(tasks) - 1,
-            "throttle": f"%{options.at_once}" if options.at_once else "",
-            "cpus": options.cpus_per_task,
-            "data_cpus": options.data_cpus,
-            "time": options.time,
-            "evaluate_time": options.evaluate_time,
-            "data_time": options.data_time,
-            "grace": options.grace,
-            "log_directory": _line((self._directory / "logs").resolve().as_posix()),
-            "directives": self._directives(stage),
-            "gpu_directive": self._gpu_directive(gpus),
-            "place": shlex.quote(str(Path.cwd())),
-            "package": shlex.quote(str(Path(megatron.__file__).resolve().parents[1])),
-            "setup": "\n".join([*self._scratch(), *options.setup]) or ":",
-            "worker": self._worker(task_file if tasks else None),
-        }
-        return environment.get_template(f"{stage}.sbatch.j2").render(values)
+        return Job(name, stage, path, text, tasks, after, dependency)
 
     def _worker(self, task_file: Path | None) -> str:
         options = self._options
@@ -166,41 +125,7 @@ class _Script:
             words.append("--one-gpu-per-task")
         if task_file is not None:
             words.append(f"--tasks={task_file}")
-        return " ".join(shlex.quote(word) for word in words)
-
-    def _scratch(self) -> list[str]:
-        """Double quotes: the job's own variables are meant to be expanded."""
-        if self._options.scratch is None:
-            return []
-        place = _line(self._options.scratch).replace("\\", "\\\\").replace('"', '\\"')
-        place = place.replace("`", "\\`").replace("$(", "\\$(")
-        return [
-            f'export TMPDIR="{place}"',
-            'mkdir -p "$TMPDIR"',
-            'export TRITON_CACHE_DIR="$TMPDIR/triton" KERPLE_CACHE_DIR="$TMPDIR/kerple-neox"',
-        ]
-
-    def _directives(self, stage: str) -> str:
-        options = self._options
-        on_gpus = stage in ("train", "evaluate")
-        given = {
-            "account": options.account,
-            "partition": options.partition if on_gpus else options.data_partition,
-            "qos": options.qos,
-            "constraint": options.constraint if on_gpus else None,
-            "mem": options.memory if on_gpus else None,
-        }
-        if not on_gpus and options.data_partition is None:
-            given["partition"] = options.partition
-        lines = [f"#SBATCH --{key}={_line(value)}" for key, value in given.items() if value]
-        lines += [f"#SBATCH {_line(line)}" for line in options.sbatch]
-        return "\n".join(lines) or "# no account, partition or further options given"
-
-    def _gpu_directive(self, gpus: int) -> str:
-        if self._options.no_gpus:
-            return "# CPU only"
-        kind = f"{self._options.gpu_type}:" if self._options.gpu_type else ""
-        return f"#SBATCH --gres=gpu:{_line(kind)}{gpus}"
+        return shlex.join(words)
 
 
 def _line(value: str) -> str:
@@ -210,11 +135,15 @@ def _line(value: str) -> str:
     return value
 
 
-def submit(
-    suite: Suite, root: Path, options: ClusterOptions, suite_arguments: list[str], dry_run: bool
-) -> int:
+def _in_double_quotes(value: str) -> str:
+    """The job's own variables are meant to be expanded, and nothing else."""
+    place = _line(value).replace("\\", "\\\\").replace('"', '\\"')
+    return place.replace("`", "\\`").replace("$(", "\\$(")
+
+
+def submit(suite: Suite, options: ClusterOptions, suite_arguments: list[str], dry_run: bool) -> int:
     """Submit everything, printing each script's name and job number; or print the scripts."""
-    jobs = build_jobs(suite, root, options, suite_arguments)
+    jobs = build_jobs(suite, options, suite_arguments)
     if dry_run:
         for job in jobs:
             waits = f", {job.dependency} {', '.join(job.after)}" if job.after else ""
@@ -228,13 +157,17 @@ def submit(
     if len(jobs) == 1:
         print(f"{suite.name}: every run is finished; only the report is written")
     for run in suite.runs:
-        prepare_run(suite.run_directory(root, run), suite.name, run)
-    directory = root / suite.name / "slurm"
+        prepare_run(run)
+    directory = suite.directory / "slurm"
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     numbers: dict[str, str] = {}
+    known: dict[str, dict[str, Any]] = {}
     for job in jobs:
         numbers[job.name] = _submit_one(job, numbers)
-        _record(directory, jobs, numbers)
+        if job.stage != "report":
+            known[job.name] = {"job": numbers[job.name], "runs": list(job.runs)}
+        # For `status`, after every job, so that an interrupted submission is known too.
+        write_text(directory / "jobs.json", json.dumps(known, indent=1) + "\n")
     return 0
 
 
@@ -257,16 +190,6 @@ def _submit_one(job: Job, numbers: Mapping[str, str]) -> str:
     return number
 
 
-def _record(directory: Path, jobs: list[Job], numbers: Mapping[str, str]) -> None:
-    """For `status`; written after every job, so that an interrupted submission is known too."""
-    content = {
-        job.name: {"job": numbers[job.name], "runs": list(job.runs)}
-        for job in jobs
-        if job.name in numbers and job.stage != "report"
-    }
-    write_text(directory / "jobs.json", json.dumps(content, indent=1) + "\n")
-
-
 def submitted_jobs(suite_directory: Path) -> dict[str, tuple[str, list[str]]]:
     """Job name -> (job number, run names in the order of array tasks) of the last submission."""
     content = read_json(suite_directory / "slurm" / "jobs.json") or {}
@@ -281,43 +204,28 @@ def submitted_jobs(suite_directory: Path) -> dict[str, tuple[str, list[str]]]:
 # What one Slurm array task does; also usable by hand to repeat a single task.
 
 
-def run_task(suite: Suite, root: Path, stage: str, name: str, launcher: Launcher) -> int:
+def run_task(suite: Suite, stage: str, name: str, launcher: Launcher) -> int:
     """Prepare a data set, or train or evaluate a run; the exit code for the batch script."""
     children = Children()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         # srun passes USR1 on to its tasks; on TERM it would end them without a chance to save.
         signal.signal(number, lambda *_: children.stop(signal.SIGUSR1))
     if stage == "data":
-        return _data_task(children, suite, root, name, launcher)
+        user = next((run for run in suite.runs if run.data == name), None)
+        if user is None:
+            raise ReproduceError(f"suite {suite.name} has no data set {name!r}")
+        prepare_data(children, suite, user, {}, launcher)
+        return EXIT_REQUEUE if children.stopping else 0
     run = suite.run_named(name)
-    directory = suite.run_directory(root, run)
-    prepare_run(directory, suite.name, run)
+    prepare_run(run)
     state = execute_run(
-        children,
-        launcher,
-        directory,
-        run,
-        {},
-        only_steps=lambda step: (step == "train") == (stage == "train"),
+        children, launcher, run, {}, only_steps=lambda step: (step == TRAIN) == (stage == "train")
     )
-    return _exit_code(directory, run, state, stage)
-
-
-def _data_task(children: Children, suite: Suite, root: Path, name: str, launcher: Launcher) -> int:
-    users = [run for run in suite.runs if run.data == name]
-    if not users:
-        raise ReproduceError(f"suite {suite.name} has no data set {name!r}")
-    log = root / suite.name / "logs" / f"prepare-{name}.log"
-    prepare_data(children, suite.data[name], suite.data_root, users[0], log, {}, launcher)
-    return EXIT_REQUEUE if children.stopping else 0
-
-
-def _exit_code(directory: Path, run: Run, state: RunState, stage: str) -> int:
     if state.state == State.INTERRUPTED:
         print(f"{run.name}: {stage} interrupted, exit code {EXIT_REQUEUE}", flush=True)
         return EXIT_REQUEUE
     if state.state == State.FAILED:
-        log = directory / "logs" / f"{state.step}.log"
+        log = log_path(run, state.step)
         print(f"{run.name}: {state.step} failed (exit code {state.exit_code}); {log}:")
         print(tail(log), flush=True)
         return 1
@@ -381,9 +289,7 @@ class ClusterOptions(BaseModel):
         except ConfigError as error:
             raise ReproduceError(f"--cluster {error}") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
             known = ", ".join(cls.model_fields)
             raise ReproduceError(
-                f"cluster option {key}: {first['msg']} (options: {known})"
+                f"cluster option {first_problem(error)} (options: {known})"
             ) from error

@@ -6,24 +6,26 @@ import shutil
 import socket
 import subprocess
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from megatron.evaluation.results_schema import text_table
 from megatron.machine import is_running
-from megatron.paper.execute import tail
+from megatron.paper.execute import data_log, tail
 from megatron.paper.result_fit import Fit, check_steps, training_differences
 from megatron.paper.run_files import (
     State,
     done_steps,
     is_finished,
+    log_path,
     read_state,
-    step_names,
     step_seconds,
 )
 from megatron.paper.run_results import finite, read_metrics
 from megatron.paper.slurm import submitted_jobs
-from megatron.paper.suite import Run, Suite
+from megatron.paper.suite import TRAIN, Run, Suite
 
 _TAIL_BYTES = 16384
 
@@ -61,13 +63,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def progress_of(directory: Path, run: Run) -> RunProgress:
+def progress_of(run: Run) -> RunProgress:
     """From the files in the run's directory."""
-    state = read_state(directory)
+    state = read_state(run.directory)
     total = int(run.config["train_iters"])
-    step, loss, pace = _last_metrics(directory / "metrics.jsonl")
+    step, loss, pace = _last_metrics(run.directory / "metrics.jsonl")
     name = state.state
-    if is_finished(directory, run):
+    if is_finished(run):
         name = State.DONE
     elif name == State.DONE:
         name = State.PENDING  # the suite asks for more than was done
@@ -93,105 +95,83 @@ def _last_metrics(path: Path) -> tuple[int, float | None, float | None]:
     return step, loss, pace
 
 
-def status_text(suite: Suite, root: Path) -> str:
+def status_text(suite: Suite) -> str:
     """From the run directories, and squeue where there is one."""
-    queued = queue_states(suite, root)
-    rows, states, notes = [], Counter[str](), []
-    work_left = WorkLeft()
-    for run in suite.runs:
-        directory = suite.run_directory(root, run)
-        progress = progress_of(directory, run)
-        states[progress.state] += 1
-        rows.append([*progress.cells(), queued.get(run.name, "")])
-        work_left.add(directory, run, progress)
-        notes += _unfit(directory, run)
+    queued = queue_states(suite)
+    found = [(run, progress_of(run)) for run in suite.runs]
+    rows = [[*progress.cells(), queued.get(run.name, "")] for run, progress in found]
+    states = Counter(progress.state for _, progress in found)
+    notes = []
+    for run, progress in found:
+        notes += _unfit(run)
         if progress.state == State.FAILED:
-            notes.append(f"  {run.name} failed: {_last_line(directory, progress.stage)}")
+            last = tail(log_path(run, progress.stage), 30).split("\n")
+            reason = next((line.strip() for line in reversed(last) if line.strip()), "no log")
+            notes.append(f"  {run.name} failed: {reason[:160]}")
     head = ["run", "state", "stage", "step", "loss", "left", "queue"]
     align = ["left", "left", "left", "right", "right", "right", "left"]
     summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
-    lines = [text_table(head, rows, align), "", f"{len(rows)} runs: {summary}{work_left.text()}"]
+    lines = [text_table(head, rows, align), "", f"{len(rows)} runs: {summary}{_work_left(found)}"]
     if notes:
         lines += ["", *notes]
     if states[State.FAILED]:
-        lines.append(f"  logs: tools/reproduce.py logs --suite {suite.name} --runs {root}")
+        again = f"--suite {suite.name} --runs {suite.runs_root}"
+        lines.append(f"  logs: tools/reproduce.py logs {again}")
     return "\n".join(lines) + "\n"
 
 
-@dataclass
-class WorkLeft:
+def _work_left(found: Iterable[tuple[Run, RunProgress]]) -> str:
     """Run time that is left, judged by the steps that are finished."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    missing: Counter[str] = field(default_factory=Counter)
-    running: float = 0.0
-
-    def add(self, directory: Path, run: Run, progress: RunProgress) -> None:
-        done = done_steps(directory, run)
-        for name in step_names(run):
-            kind = f"{run.model} {name}"
-            taken = step_seconds(directory, name)
-            if name in done and taken:
-                self.seconds.setdefault(kind, []).append(taken)
-            elif name == "train" and progress.seconds_left is not None and name not in done:
-                self.running += progress.seconds_left
-            elif name not in done:
-                self.missing[kind] += 1
-
-    def text(self) -> str:
-        if not self.missing and not self.running:
-            return ""
-        if any(kind not in self.seconds for kind in self.missing):
-            return ""
-        total = self.running + sum(
-            count * sum(self.seconds[kind]) / len(self.seconds[kind])
-            for kind, count in self.missing.items()
-        )
-        return f"; about {duration(total)} of work left, one run at a time"
+    taken: dict[str, list[float]] = {}
+    missing, running = Counter[str](), 0.0
+    for run, progress in found:
+        done = done_steps(run)
+        for step in run.steps:
+            kind, seconds = f"{run.model} {step.name}", step_seconds(run, step)
+            if step.name in done:
+                taken.setdefault(kind, []).extend([seconds] if seconds else [])
+            elif step == TRAIN and progress.seconds_left is not None:
+                running += progress.seconds_left
+            else:
+                missing[kind] += 1
+    if not (missing or running) or not all(taken.get(kind) for kind in missing):
+        return ""
+    left = running + sum(count * fmean(taken[kind]) for kind, count in missing.items())
+    return f"; about {duration(left)} of work left, one run at a time"
 
 
-def _last_line(directory: Path, step: str) -> str:
-    lines = tail(directory / "logs" / f"{step}.log", 30).strip().splitlines()
-    return next((line.strip()[:160] for line in reversed(lines) if line.strip()), "no log")
-
-
-def logs_text(suite: Suite, root: Path, name: str | None, lines: int) -> str:
+def logs_text(suite: Suite, name: str | None, lines: int) -> str:
     """The end of the logs of one run or data set, or of every run that failed."""
     if name is None:
-        failed = [
-            run.name
-            for run in suite.runs
-            if progress_of(suite.run_directory(root, run), run).state == State.FAILED
-        ]
-        return "\n".join(logs_text(suite, root, run, lines) for run in failed) or "nothing failed\n"
-    if name in suite.data:
-        paths = [root / suite.name / "logs" / f"prepare-{name}.log"]
+        failed = [run.name for run in suite.runs if progress_of(run).state == State.FAILED]
+        return "\n".join(logs_text(suite, run, lines) for run in failed) or "nothing failed\n"
+    if name in suite.file.data:
+        paths = [data_log(suite, name)]
     else:
-        directory = suite.run_directory(root, suite.run_named(name))
+        directory = suite.run_named(name).directory
         step = read_state(directory).step
         paths = sorted((directory / "logs").glob(f"{step or '*'}.log"))
     # What Slurm itself wrote: a job that died before our first line left its reason there.
-    for job, (_, tasks) in submitted_jobs(root / suite.name).items():
+    for job, (_, tasks) in submitted_jobs(suite.directory).items():
         if name in tasks:
-            paths.append(root / suite.name / "slurm" / "logs" / f"{job}-{tasks.index(name)}.log")
+            paths.append(suite.directory / "slurm" / "logs" / f"{job}-{tasks.index(name)}.log")
     shown = [f"==> {path}\n{tail(path, lines)}\n" for path in paths if path.is_file()]
-    return "\n".join(shown) or f"{name}: no log yet under {root / suite.name}\n"
+    return "\n".join(shown) or f"{name}: no log yet under {suite.directory}\n"
 
 
-def _unfit(directory: Path, run: Run) -> list[str]:
-    if different := training_differences(directory, run):
+def _unfit(run: Run) -> list[str]:
+    if different := training_differences(run):
         return [f"  {run.name} was {different}; `run --restart-changed` trains it anew beside it"]
-    checks = check_steps(directory, run)
     return [
         f"  {run.name} {name} will be evaluated again: {check.fit.value}: {check.detail}"
-        for name, check in checks.items()
+        for name, check in check_steps(run).items()
         if check.fit in (Fit.OUTDATED, Fit.FOREIGN)
     ]
 
 
-def queue_states(suite: Suite, root: Path) -> dict[str, str]:
+def queue_states(suite: Suite) -> dict[str, str]:
     """Run name -> "train PENDING (Priority)" from squeue; empty without Slurm or jobs."""
-    submission = submitted_jobs(root / suite.name)
+    submission = submitted_jobs(suite.directory)
     if not submission or shutil.which("squeue") is None:
         return {}
     jobs = ",".join(job for job, _ in submission.values())

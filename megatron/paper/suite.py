@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,10 @@ from megatron.atomic_files import fingerprint
 from megatron.errors import ConfigError, ReproduceError
 from megatron.neox_arguments import NeoXArgs
 from megatron.paper.suite_file import (
-    Contrast,
     DataSet,
-    Model,
     Point,
     Section,
     SuiteFile,
-    TableSpec,
     read_suite_file,
 )
 
@@ -28,8 +26,8 @@ _PLACES = frozenset({"save", "load"})
 
 
 @dataclass(frozen=True)
-class EvalStep:
-    """One call of evaluate.py on a finished run."""
+class Step:
+    """One call of train.py, or of evaluate.py on the finished run."""
 
     task: str
     length: int | None = None
@@ -41,8 +39,10 @@ class EvalStep:
     @property
     def name(self) -> str:
         parts = [self.task, str(self.length or ""), f"w{self.window}" if self.window else ""]
-        parts.append(self.variant)
-        return "-".join(part for part in parts if part)
+        return "-".join(part for part in [*parts, self.variant] if part)
+
+
+TRAIN = Step("train")
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class Run:
     seed: int
     gpus: int
     config: Mapping[str, Any]
+    directory: Path = Path()
+    """Where its files are; train.py may be told to save elsewhere."""
     sections: tuple[str, ...] = ()
-    evaluations: tuple[EvalStep, ...] = ()
+    evaluations: tuple[Step, ...] = ()
     splits: tuple[str, ...] = ("valid",)
     """Those that the report shows; both are evaluated."""
 
@@ -66,35 +68,46 @@ class Run:
         return int(self.config["seq_length"])
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """All of them, in order."""
+        return (TRAIN, *self.evaluations)
+
+    @property
     def train_hash(self) -> str:
         """Of everything that training depends on: evaluation settings may change later."""
-        kept = {
-            key: value
-            for key, value in self.config.items()
-            if not key.startswith("eval_") and key not in _PLACES
-        }
-        return fingerprint(kept)
+        return fingerprint(trained_with(self.config))
 
-    def step_hash(self, step: EvalStep) -> str:
+    def step_hash(self, step: Step) -> str:
+        if step == TRAIN:
+            return self.train_hash
         kept = {key: value for key, value in self.config.items() if key.startswith("eval_")}
         changed = [dict(step.settings)] if step.settings else []
         return fingerprint([self.train_hash, kept, step.task, step.length, step.window, *changed])
 
 
+def trained_with(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that training depends on."""
+    return {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("eval_") and key not in _PLACES
+    }
+
+
 @dataclass(frozen=True)
 class Suite:
+    """A suite file, or the parts of it that were asked for, as runs."""
+
     name: str
-    about: str
-    splits: tuple[str, ...]
+    file: SuiteFile
     sections: tuple[Section, ...]
     runs: tuple[Run, ...]
-    data: Mapping[str, DataSet]
+    runs_root: Path
     data_root: Path
-    contrasts: Mapping[str, Contrast] = field(default_factory=dict)
-    differs: tuple[str, ...] = ()
 
-    def run_directory(self, root: Path, run: Run) -> Path:
-        return root / self.name / run.name
+    @property
+    def directory(self) -> Path:
+        return self.runs_root / self.name
 
     def run_named(self, name: str) -> Run:
         for run in self.runs:
@@ -106,12 +119,11 @@ class Suite:
         return [run for run in self.runs if section.name in run.sections]
 
     def data_of(self, section: Section) -> tuple[DataSet, ...]:
-        return tuple(self.data[name] for name in section.data)
+        return tuple(self.file.data[name] for name in section.data)
 
     @property
     def used_data(self) -> list[DataSet]:
-        names = dict.fromkeys(run.data for run in self.runs)
-        return [self.data[name] for name in names]
+        return [self.file.data[name] for name in dict.fromkeys(run.data for run in self.runs)]
 
 
 def load_suite(
@@ -128,28 +140,25 @@ def load_suite(
     """
     base, _, part = name.partition("/") if not name.endswith((".yml", ".yaml")) else (name, "", "")
     chosen = [*only, part] if part else list(only)
-    file = read_suite_file(base)
-    expansion = _Expansion(Path(base).stem, file, Path(runs_root), Path(data_root), sets or {})
-    suite = expansion.suite()
-    selected = _select(suite, chosen) if chosen else suite
-    _check_configs(selected)
-    return selected
+    file, stem = read_suite_file(base), Path(base).stem
+    expansion = _Expansion(stem, file, Path(runs_root), Path(data_root), sets or {})
+    runs, sections = expansion.runs(), list(file.sections.values())
+    if chosen:
+        runs, sections = _select(stem, runs, sections, chosen)
+    tables = tuple(expansion.with_table(section) for section in sections)
+    _check_configs(stem, runs)
+    return Suite(stem, file, tables, tuple(runs), Path(runs_root), Path(data_root))
 
 
-def _check_configs(suite: Suite) -> None:
-    """What train.py would refuse is refused before anything starts, once for all seeds."""
-    checked: set[tuple[str, str, str]] = set()
-    for run in suite.runs:
-        kind = (run.model, run.data, run.method)
-        if kind in checked:
-            continue
-        checked.add(kind)
+def _check_configs(suite: str, runs: Iterable[Run]) -> None:
+    """What train.py would refuse is refused before anything starts."""
+    for run in runs:
         for key in _COUNTS:
-            _count(run.config, key, f"suite {suite.name}: run {run.name}")
+            _count(run.config, key, f"suite {suite}: run {run.name}")
         try:
             NeoXArgs.from_dict(dict(run.config))
         except ConfigError as error:
-            raise ReproduceError(f"suite {suite.name}: run {run.name}: {error}") from error
+            raise ReproduceError(f"suite {suite}: run {run.name}: {error}") from error
 
 
 class _Expansion:
@@ -159,37 +168,22 @@ class _Expansion:
         self._name, self._file, self._sets = name, file, sets
         self._runs_root, self._data_root = runs_root, data_root
 
-    def suite(self) -> Suite:
+    def runs(self) -> list[Run]:
         runs: dict[str, Run] = {}
-        for name, section in self._file.sections.items():
-            for run in self._section_runs(name, section):
+        for section in self._file.sections.values():
+            for place in product(
+                section.models, section.data, section.methods, section.seeds or self._file.seeds
+            ):
+                run = self._run(section, *place)
                 runs[run.name] = _merge(runs[run.name], run) if run.name in runs else run
-        complete = tuple(self._with_lengths(run) for run in runs.values())
-        return Suite(
-            self._name,
-            self._file.about,
-            tuple(self._file.splits),
-            tuple(self._with_table(section) for section in self._file.sections.values()),
-            complete,
-            self._file.data,
-            self._data_root,
-            self._file.contrasts,
-            tuple(self._file.differs),
-        )
+        return [self._with_lengths(run) for run in runs.values()]
 
     def _model(self, name: str) -> tuple[dict[str, Any], int]:
-        chain: list[Model] = []
-        following: str | None = name
-        while following is not None:
-            chain.append(self._file.models[following])
-            following = chain[-1].extends
-        config: dict[str, Any] = {}
-        gpus = 1
-        for model in reversed(chain):
-            config |= model.config
-            gpus = model.gpus or gpus
+        """The config of a model and of those that it extends, and its GPUs."""
+        model = self._file.models[name]
+        config, gpus = self._model(model.extends) if model.extends else ({}, 1)
         shape = {key: value for key, value in self._sets.items() if key != "eval_lengths"}
-        return config | shape, gpus
+        return config | model.config | shape, model.gpus or gpus
 
     def _lengths(self, section: Section, model: str) -> list[int]:
         """The section's; with --set eval_lengths=[...] those, for every section that has some."""
@@ -200,41 +194,30 @@ class _Expansion:
             raise ReproduceError(f"--set eval_lengths={chosen}: expected a list as [512,1024]")
         return sorted(chosen)
 
-    def _section_runs(self, name: str, section: Section) -> Iterable[Run]:
-        for model in section.models:
-            for data in section.data:
-                for method in section.methods:
-                    for seed in section.seeds or self._file.seeds:
-                        yield self._run(name, section, model, data, method, seed)
-
-    def _run(
-        self, section_name: str, section: Section, model: str, data: str, method: str, seed: int
-    ) -> Run:
+    def _run(self, section: Section, model: str, data: str, method: str, seed: int) -> Run:
         config, gpus = self._model(model)
         name = f"{model}.{data}.{method}.{seed}"
-        directory = (self._runs_root / self._name / name).as_posix()
+        directory = self._runs_root / self._name / name
         config |= self._file.data[data].config | self._file.method_config.get(method, {})
         tokens = self._file.data[data].prefix(self._data_root)
-        config |= {"pos_emb": method, "seed": seed, "data_path": tokens}
-        config |= {"save": directory, "load": directory, "num_gpus": gpus, **self._sets}
-        lengths = self._lengths(section, model)
+        config |= {"pos_emb": method, "seed": seed, "data_path": tokens, "num_gpus": gpus}
+        config |= {"save": directory.as_posix(), "load": directory.as_posix(), **self._sets}
+        config["eval_lengths"] = lengths = self._lengths(section, model)
         longest = max(lengths, default=0) if "eval_lengths" in self._sets else None
-        steps = [EvalStep(task) for task in section.tasks] if lengths else []
+        steps = [Step(task) for task in section.tasks] if lengths else []
         steps += [
-            EvalStep("positionwise", item.length, item.window)
+            Step("positionwise", item.length, item.window)
             for item in section.positionwise
             if item.data == data and method in item.methods
             if longest is None or item.length <= longest
         ]
         steps += [
-            EvalStep("extrapolation", variant=label, settings=tuple(variant.config.items()))
+            Step("extrapolation", variant=label, settings=tuple(variant.config.items()))
             for label, variant in section.variants.items()
             if method in variant.methods
         ]
-        config["eval_lengths"] = lengths
-        splits = tuple(self._file.splits)
-        identity = (name, model, data, method, seed, gpus)
-        return Run(*identity, config, (section_name,), tuple(steps), splits)
+        place = (directory, (section.name,), tuple(steps), tuple(self._file.splits))
+        return Run(name, model, data, method, seed, gpus, config, *place)
 
     def _with_lengths(self, run: Run) -> Run:
         """A run that no table reads has no lengths; `--set key=null` leaves a key out."""
@@ -245,24 +228,19 @@ class _Expansion:
         }
         return replace(run, config=dict(sorted(config.items())))
 
-    def _table_lengths(self, section: Section, table: TableSpec, model: str) -> list[int]:
-        if "eval_lengths" in self._sets or table.lengths is None:
-            return self._lengths(section, model)
-        return list(table.lengths)
-
-    def _train_length(self, model: str) -> int:
-        return _count(self._model(model)[0], "seq_length", f"suite {self._name}: model {model}")
-
-    def _with_table(self, section: Section) -> Section:
+    def with_table(self, section: Section) -> Section:
         """The section's table with what follows from the rest of the file."""
         table = section.table
         if table is None:
             return section
+        own = None if "eval_lengths" in self._sets else table.lengths
+        where = f"suite {self._name}: model"
         points = tuple(
-            Point(train_length=self._train_length(model), length=length)
+            Point(train_length=_count(self._model(model)[0], "seq_length", f"{where} {model}"),
+                  length=length)
             for model in section.models
-            for length in self._table_lengths(section, table, model)
-        )
+            for length in (self._lengths(section, model) if own is None else own)
+        )  # fmt: skip
         filled = {
             "key": section.name,
             "methods": tuple(section.methods),
@@ -292,62 +270,43 @@ def _merge(first: Run, second: Run) -> Run:
     )
 
 
-def _select(suite: Suite, chosen: list[str]) -> Suite:
+def _select(
+    suite: str, runs: list[Run], sections: list[Section], chosen: list[str]
+) -> tuple[list[Run], list[Section]]:
     """Keep what --only names: sections, methods, data sets, or run names with wildcards.
 
     Names of the same kind add up, names of different kinds must all hold:
     `main alibi rpe` keeps the runs of section main with either method.
     """
-    section_names = {section.name for section in suite.sections}
-    methods = {run.method for run in suite.runs}
-    data = {run.data for run in suite.runs}
-    unknown = [
-        item
-        for item in chosen
-        if item not in section_names | methods | data
-        and not any(fnmatch.fnmatch(run.name, item) for run in suite.runs)
-    ]
-    if unknown:
-        known = ", ".join(sorted(section_names | methods | data))
-        raise ReproduceError(
-            f"--only {unknown[0]}: suite {suite.name} has no such section, method, data set or run "
-            f"(have {known}, or a run name with wildcards)"
-        )
-    kinds = [
-        (section_names & set(chosen), lambda run: set(run.sections)),
-        (methods & set(chosen), lambda run: {run.method}),
-        (data & set(chosen), lambda run: {run.data}),
-    ]
-    patterns = [item for item in chosen if item not in section_names | methods | data]
-    runs = [
+    kinds = [{section.name for section in sections}]
+    kinds += [{run.method for run in runs}, {run.data for run in runs}]
+    names = set().union(*kinds)
+    patterns = [item for item in chosen if item not in names]
+    for item in patterns:
+        if not any(fnmatch.fnmatch(run.name, item) for run in runs):
+            raise ReproduceError(
+                f"--only {item}: suite {suite} has no such section, method, data set or run "
+                f"(have {', '.join(sorted(names))}, or a run name with wildcards)"
+            )
+    in_sections, methods, data = (kind & set(chosen) for kind in kinds)
+    kept = [
         run
-        for run in suite.runs
-        if all(not wanted or wanted & values(run) for wanted, values in kinds)
+        for run in runs
+        if (not in_sections or in_sections & set(run.sections))
+        and (not methods or run.method in methods)
+        and (not data or run.data in data)
         and (not patterns or any(fnmatch.fnmatch(run.name, pattern) for pattern in patterns))
     ]
-    if not runs:
-        raise ReproduceError(f"--only {' '.join(chosen)}: no run of suite {suite.name} matches all")
-    wanted_sections = (section_names & set(chosen)) or {
-        name for run in runs for name in run.sections
-    }
-    sections = tuple(
-        _narrowed(section, methods & set(chosen), data & set(chosen))
-        for section in suite.sections
-        if section.name in wanted_sections
-    )
-    return replace(suite, sections=sections, runs=tuple(runs))
-
-
-def _narrowed(section: Section, methods: set[str], data: set[str]) -> Section:
-    """The section's tables with the chosen methods and data sets only."""
-    kept_methods = [name for name in section.methods if not methods or name in methods]
-    kept_data = [name for name in section.data if not data or name in data]
-    kept: dict[str, Any] = {"methods": kept_methods, "data": kept_data}
-    if section.table:
-        kept["table"] = section.table.model_copy(
+    if not kept:
+        raise ReproduceError(f"--only {' '.join(chosen)}: no run of suite {suite} matches all")
+    shown = in_sections or {name for run in kept for name in run.sections}
+    return kept, [
+        section.model_copy(
             update={
-                "methods": tuple(kept_methods),
-                "data": tuple(item for item in section.table.data if item.name in kept_data),
+                "methods": [name for name in section.methods if not methods or name in methods],
+                "data": [name for name in section.data if not data or name in data],
             }
         )
-    return section.model_copy(update=kept)
+        for section in sections
+        if section.name in shown
+    ]

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
@@ -188,21 +188,11 @@ class SuiteFile(_Strict):
     differs: list[str] = []
     """What is not as in the paper, for the report's page."""
 
-    @model_validator(mode="before")
+    @field_validator("data", "sections")
     @classmethod
-    def _name_parts(cls, content: Any) -> Any:
+    def _name_parts(cls, parts: dict[str, Any]) -> dict[str, Any]:
         """Data sets and sections know their own names."""
-        if not isinstance(content, dict):
-            return content
-        for kind in ("data", "sections"):
-            parts = content.get(kind)
-            if isinstance(parts, dict):
-                content = {**content, kind: {k: _named(k, part) for k, part in parts.items()}}
-        return content
-
-
-def _named(name: str, part: Any) -> Any:
-    return {**part, "name": name} if isinstance(part, dict) else part
+        return {name: part.model_copy(update={"name": name}) for name, part in parts.items()}
 
 
 def available_suites() -> list[str]:
@@ -221,11 +211,15 @@ def read_suite_file(name: str) -> SuiteFile:
     try:
         suite = SuiteFile.model_validate(parse_yaml(read_text(path), str(path)))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ReproduceError(f"{path}: {place}: {first['msg']}") from error
+        raise ReproduceError(f"{path}: {first_problem(error)}") from error
     _check_names(path, suite)
     return suite
+
+
+def first_problem(error: ValidationError) -> str:
+    """The place of a file's first mistake, and what is wrong there."""
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
 def _check_names(path: Path, suite: SuiteFile) -> None:

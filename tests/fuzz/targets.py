@@ -200,7 +200,7 @@ def suite_run(folder: Path) -> Target:
     """What a suite keeps in its runs' folders; a broken file is told or left out."""
     root = folder / "runs"
     whole = load_suite("smoke", ["smoke.stdlib.kerple_log.1235"], runs_root=root)
-    directory = write_run(whole, root, whole.runs[0])
+    directory = write_run(whole.runs[0])
     write_state(directory, RunState(State.DONE))
     record_command(root / whole.name, "run --suite smoke", 3.0, 0)
     jobs = root / whole.name / "slurm" / "jobs.json"
@@ -210,14 +210,14 @@ def suite_run(folder: Path) -> Target:
     read_only = ("history.jsonl", "jobs.json")
 
     def read(path: Path) -> None:
-        status_text(whole, root).encode()
-        logs_text(whole, root, whole.runs[0].name, 5).encode()
+        status_text(whole).encode()
+        logs_text(whole, whole.runs[0].name, 5).encode()
         read_history(root / whole.name)
-        collect_results(whole, root)
-        done_steps(directory, whole.runs[0])
+        collect_results(whole)
+        done_steps(whole.runs[0])
         if path.name not in read_only:
-            training_differences(directory, replace(whole.runs[0], seed=1))
-            keep_results(whole, root, folder / "kept")
+            training_differences(replace(whole.runs[0], seed=1))
+            keep_results(whole, folder / "kept")
 
     return Target(folder, files, read, text=True)
 

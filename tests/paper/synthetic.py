@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.recall_text import RECALL_KINDS
-from megatron.paper.run_files import mark_done, prepare_run, step_names
-from megatron.paper.suite import EvalStep, Run, Suite
+from megatron.paper.run_files import mark_done, prepare_run
+from megatron.paper.suite import Run, Step
 
 GROWTH = {
     "kerple_log": -0.06,
@@ -45,7 +45,7 @@ def loss_at(run: Run, length: int) -> float:
     return base + seed_shift + start + GROWTH[run.method] * octaves + bend + noise
 
 
-def result_file(run: Run, step: EvalStep, results: object) -> dict[str, object]:
+def result_file(run: Run, step: Step, results: object) -> dict[str, object]:
     """A result as evaluate.py writes it under the suite's settings."""
     config = run.config
     lengths = [step.length] if step.length else config["eval_lengths"]
@@ -84,7 +84,7 @@ def result_file(run: Run, step: EvalStep, results: object) -> dict[str, object]:
     }
 
 
-def step_result(run: Run, step: EvalStep) -> dict[str, object]:
+def step_result(run: Run, step: Step) -> dict[str, object]:
     if step.task == "positionwise":
         assert step.length is not None
         return result_file(run, step, positions(run, step.length, step.window))
@@ -107,7 +107,7 @@ def step_result(run: Run, step: EvalStep) -> dict[str, object]:
     return result_file(run, step, entries)
 
 
-def recall_result(run: Run, step: EvalStep) -> dict[str, object]:
+def recall_result(run: Run, step: Step) -> dict[str, object]:
     """Half as much with every doubling, a little different by seed."""
     lengths = run.config["eval_lengths"]
     content = result_file(run, step, {})
@@ -120,7 +120,7 @@ def recall_result(run: Run, step: EvalStep) -> dict[str, object]:
     return {**content, "results": {"grid": grid}}
 
 
-def result_name(run: Run, step: EvalStep) -> str:
+def result_name(run: Run, step: Step) -> str:
     if step.length is None:
         return f"step{run.config['train_iters']}_{step.task}.json"
     return f"length{step.length}_{step.task}{f'_window{step.window}' if step.window else ''}.json"
@@ -133,14 +133,13 @@ def write_results(directory: Path, run: Run) -> None:
         path.write_text(json.dumps(step_result(run, step)), encoding="utf-8")
 
 
-def write_run(suite: Suite, root: Path, run: Run) -> Path:
-    directory = suite.run_directory(root, run)
-    prepare_run(directory, suite.name, run)
-    write_results(directory, run)
-    _write_metrics(directory, run)
-    for name in step_names(run):
-        mark_done(directory, name, run, 12.0)
-    return directory
+def write_run(run: Run) -> Path:
+    prepare_run(run)
+    write_results(run.directory, run)
+    _write_metrics(run.directory, run)
+    for step in run.steps:
+        mark_done(run, step, 12.0)
+    return run.directory
 
 
 def positions(run: Run, length: int, window: int | None) -> dict[str, object]:

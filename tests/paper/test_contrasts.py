@@ -20,9 +20,9 @@ from megatron.paper.contrasts import (
     perplexities,
 )
 from megatron.paper.pages import to_markdown
-from megatron.paper.run_files import done_steps, step_names
+from megatron.paper.run_files import done_steps
 from megatron.paper.run_results import Positions, ResultSet, RunResults, read_run
-from megatron.paper.suite import EvalStep, Run, load_suite
+from megatron.paper.suite import Run, Step, load_suite
 from megatron.paper.suite_file import SUITE_DIRECTORY, Contrast, Pair
 from tests.paper.synthetic import write_run
 
@@ -104,25 +104,23 @@ def test_a_variant_needs_results_of_its_own(tmp_path: Path) -> None:
     name = "short.python_projects.kerple_log.1235"
     suite = load_suite("study", [name], runs_root=tmp_path)
     run = suite.run_named(name)
-    variant = EvalStep(
-        "extrapolation", variant="bf16_tables", settings=(("kerple_legacy_bf16", True),)
-    )
+    variant = Step("extrapolation", variant="bf16_tables", settings=(("kerple_legacy_bf16", True),))
     assert variant in run.evaluations
     plain = replace(run, evaluations=tuple(step for step in run.evaluations if not step.variant))
-    folder = write_run(suite, tmp_path, plain)
-    missing = set(step_names(run)) - done_steps(folder, run)
+    folder = write_run(plain)
+    missing = {step.name for step in run.steps} - done_steps(run)
     assert missing == {"extrapolation-bf16_tables"}
 
     own = folder / "results" / "bf16_tables_extrapolation.json"
     content = json.loads((folder / "results" / "step500_extrapolation.json").read_text())
     old = {key: value for key, value in content.items() if key not in ("settings", "version")}
     own.write_text(json.dumps({**old, "format": 1}))
-    assert "extrapolation-bf16_tables" not in done_steps(folder, run)
+    assert "extrapolation-bf16_tables" not in done_steps(run)
     content["settings"]["model"] = {"kerple_legacy_bf16": True}
     content["results"]["valid"][0]["ppl"] = 77.0
     own.write_text(json.dumps(content))
-    assert done_steps(folder, run) == set(step_names(run))
-    results = read_run(folder, run)
+    assert done_steps(run) == {step.name for step in run.steps}
+    results = read_run(run)
     assert results.variants["bf16_tables"]["valid", 128] == 77.0
     assert results.perplexity["valid", 128] != 77.0
     assert not results.unused

@@ -33,8 +33,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> ResultSet:
     root = tmp_path_factory.mktemp("runs")
     suite = load_suite("laptop", ["main", "stdlib"], runs_root=root)
     for run in suite.runs:
-        write_run(suite, root, run)
-    return collect_results(suite, root)
+        write_run(run)
+    return collect_results(suite)
 
 
 def lines(axes):  # type: ignore[no-untyped-def]

@@ -16,11 +16,12 @@ from filelock import FileLock
 
 from megatron.errors import ReproduceError
 from megatron.paper import execute
-from megatron.paper.execute import Launcher, evaluate_command, prepare_command, train_command
-from megatron.paper.local import EXIT_INTERRUPTED, LocalOptions, run_suite
+from megatron.paper.execute import Launcher, prepare_command, step_command
+from megatron.paper.local import run_suite
 from megatron.paper.run_files import State, prepare_run, read_state
 from megatron.paper.status import duration, progress_of, status_text
-from megatron.paper.suite import EvalStep, Run, Suite, load_suite
+from megatron.paper.suite import TRAIN, Run, Step, Suite, load_suite
+from megatron.terminal import EXIT_INTERRUPTED
 from tests.conftest import REPOSITORY
 from tests.paper.synthetic import result_name, step_result
 
@@ -45,21 +46,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     """Replace the real commands; returns a function that sets what they do."""
     behaviour = {"seconds": "0", "fails": "", "failing": ""}
 
-    def command(directory: Path, run: Run, step: EvalStep | None = None) -> list[str]:
+    def command(_launcher: Launcher, run: Run, step: Step) -> list[str]:
         fails = behaviour["fails"] if run.name.endswith(behaviour["failing"]) else ""
-        name, result, content = "train", "", ""
-        if step is not None:
-            name, result = step.name, result_name(run, step)
-            content = json.dumps(step_result(run, step))
-        place = [str(directory), name, behaviour["seconds"], fails]
+        result, content = "", ""
+        if step != TRAIN:
+            result, content = result_name(run, step), json.dumps(step_result(run, step))
+        place = [str(run.directory), step.name, behaviour["seconds"], fails]
         return [sys.executable, "-c", STEP, *place, result, content]
 
-    monkeypatch.setattr(execute, "train_command", lambda _, directory, run: command(directory, run))
-    monkeypatch.setattr(
-        execute,
-        "evaluate_command",
-        lambda _, directory, run, step: command(directory, run, step),
-    )
+    monkeypatch.setattr(execute, "step_command", command)
     monkeypatch.setattr(execute, "prepare_command", lambda *_: [sys.executable, "-c", ""])
     return behaviour.update
 
@@ -68,56 +63,56 @@ def smoke(root: Path, *only: str, **sets: object) -> Suite:
     return load_suite("smoke", only or ["main"], runs_root=root, data_root=root, sets=sets)
 
 
-def calls(suite: Suite, root: Path, run: int = 0) -> list[str]:
-    path = suite.run_directory(root, suite.runs[run]) / "calls"
+def calls(suite: Suite, run: int = 0) -> list[str]:
+    path = suite.runs[run].directory / "calls"
     return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def run(suite: Suite, root: Path, **options: object) -> tuple[int, str]:
+def run(suite: Suite, **options: object) -> tuple[int, str]:
     out = io.StringIO()
-    code = run_suite(suite, root, LocalOptions(**options), out)  # type: ignore[arg-type]
+    code = run_suite(suite, out=out, **options)  # type: ignore[arg-type]
     return code, out.getvalue()
 
 
 def test_every_step_in_order_and_then_nothing(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
     suite = smoke(tmp_path)
-    assert run(suite, tmp_path, jobs=2)[0] == 0
-    assert calls(suite, tmp_path) == [
+    assert run(suite, jobs=2)[0] == 0
+    assert calls(suite) == [
         "train",
         "extrapolation",
         "positionwise-64",
         "positionwise-64-w32",
     ]
-    code, text = run(suite, tmp_path)
+    code, text = run(suite)
     assert code == 0
     assert "4 runs, 4 finished, 0 to do" in text
-    assert len(calls(suite, tmp_path)) == 4
+    assert len(calls(suite)) == 4
 
 
 def test_runs_go_side_by_side(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
     pretend({"seconds": "2"})
     suite = smoke(tmp_path, "alibi")
-    run(suite, tmp_path, jobs=2)
+    run(suite, jobs=2)
     starts = []
     for index in (0, 1):
-        path = suite.run_directory(tmp_path, suite.runs[index]) / "calls"
+        path = suite.runs[index].directory / "calls"
         starts.append(float(path.read_text().split()[1]))
     assert abs(starts[0] - starts[1]) < 1.9
 
 
 def test_only_what_changed_is_repeated(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
-    run(smoke(tmp_path, "alibi"), tmp_path)
+    run(smoke(tmp_path, "alibi"))
     changed = smoke(tmp_path, "alibi", eval_num_sequences=5)
-    assert run(changed, tmp_path)[0] == 0
-    assert calls(changed, tmp_path) == ["train", "extrapolation", "extrapolation"]
+    assert run(changed)[0] == 0
+    assert calls(changed) == ["train", "extrapolation", "extrapolation"]
 
 
 def test_a_changed_training_config_never_mixes_with_the_old_run(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
-    run(smoke(tmp_path, "alibi"), tmp_path)
+    run(smoke(tmp_path, "alibi"))
     changed = smoke(tmp_path, "alibi", train_iters=40)
     with pytest.raises(ReproduceError, match="restart-changed"):
-        run(changed, tmp_path)
-    assert run(changed, tmp_path, restart_changed=True)[0] == 0
+        run(changed)
+    assert run(changed, restart_changed=True)[0] == 0
     kept = list((tmp_path / "smoke").glob("*.old-*"))
     assert len(kept) == 2
     assert (kept[0] / "metrics.jsonl").exists()
@@ -126,32 +121,32 @@ def test_a_changed_training_config_never_mixes_with_the_old_run(tmp_path: Path, 
 def test_failures_are_reported_and_repeated_on_request_only(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
     pretend({"fails": "train", "failing": "1236"})
     suite = smoke(tmp_path, "alibi")
-    code, text = run(suite, tmp_path)
+    code, text = run(suite)
     assert code == 1
     assert "failed: smoke.stdlib.alibi.1236, step train, exit code 3" in text
-    assert calls(suite, tmp_path, 0) == ["train", "extrapolation"]
+    assert calls(suite, 0) == ["train", "extrapolation"]
 
-    code, text = run(suite, tmp_path)
+    code, text = run(suite)
     assert code == 1
     assert "--retry-failed" in text
-    assert calls(suite, tmp_path, 1) == ["train"]
+    assert calls(suite, 1) == ["train"]
 
-    (suite.run_directory(tmp_path, suite.runs[1]) / "mended").touch()
-    assert run(suite, tmp_path, retry_failed=True)[0] == 0
-    assert calls(suite, tmp_path, 1) == ["train", "train", "extrapolation"]
+    (suite.runs[1].directory / "mended").touch()
+    assert run(suite, retry_failed=True)[0] == 0
+    assert calls(suite, 1) == ["train", "train", "extrapolation"]
 
 
 def test_failed_data_preparation_shows_its_log(tmp_path: Path, pretend, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     bad = [sys.executable, "-c", "import sys; print('no space left'); sys.exit(4)"]
     monkeypatch.setattr(execute, "prepare_command", lambda *_: bad)
     with pytest.raises(ReproduceError, match=r"(?s)preparing stdlib failed.*no space left"):
-        run(smoke(tmp_path, "alibi"), tmp_path)
+        run(smoke(tmp_path, "alibi"))
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
     pretend({"seconds": "30"})
     suite = smoke(tmp_path, "alibi")
-    directory = suite.run_directory(tmp_path, suite.runs[0])
+    directory = suite.runs[0].directory
 
     def press_ctrl_c() -> None:
         while not (directory / "metrics.jsonl").exists():
@@ -162,22 +157,22 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path, pretend) ->
 
     threading.Thread(target=press_ctrl_c).start()
     started = time.monotonic()
-    code, text = run(suite, tmp_path)
+    code, text = run(suite)
     assert code == EXIT_INTERRUPTED
     assert time.monotonic() - started < 15
     assert "the same command continues" in text
     assert read_state(directory).state == State.INTERRUPTED
 
     pretend({"seconds": "0"})
-    assert run(suite, tmp_path)[0] == 0
+    assert run(suite)[0] == 0
 
 
 def test_two_commands_do_not_work_on_one_run(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
     suite = smoke(tmp_path, "alibi", "*.1235")
-    directory = suite.run_directory(tmp_path, suite.runs[0])
+    directory = suite.runs[0].directory
     directory.mkdir(parents=True)
     with FileLock(directory / ".reproduce.lock"):
-        code, text = run(suite, tmp_path)
+        code, text = run(suite)
     assert code == 1
     assert "another process works on this run" in text
 
@@ -186,9 +181,9 @@ def test_status_tells_a_dead_process_from_a_running_one(tmp_path: Path, pretend)
     import socket
 
     suite = smoke(tmp_path, "alibi", "*.1235")
-    directory = suite.run_directory(tmp_path, suite.runs[0])
-    prepare_run(directory, suite.name, suite.runs[0])
-    assert "1 runs: 1 pending" in status_text(suite, tmp_path)
+    directory = suite.runs[0].directory
+    prepare_run(suite.runs[0])
+    assert "1 runs: 1 pending" in status_text(suite)
     (directory / "metrics.jsonl").write_text(
         '{"step": 5, "loss": 4.25, "step_seconds": 2.0}\n{"step": 6, "lo', encoding="utf-8"
     )
@@ -199,29 +194,30 @@ def test_status_tells_a_dead_process_from_a_running_one(tmp_path: Path, pretend)
         "host": socket.gethostname(),
     }
     (directory / "state.json").write_text(json.dumps(state))
-    line = progress_of(directory, suite.runs[0])
+    line = progress_of(suite.runs[0])
     assert (line.state, line.step, line.loss, line.seconds_left) == ("running", 5, 4.25, 30.0)
-    assert "0:30" in status_text(suite, tmp_path)
+    assert "0:30" in status_text(suite)
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     (directory / "state.json").write_text(json.dumps({**state, "process": child.pid}))
-    assert progress_of(directory, suite.runs[0]).state == State.INTERRUPTED
+    assert progress_of(suite.runs[0]).state == State.INTERRUPTED
 
 
 def test_commands_are_argument_lists_without_a_shell(tmp_path: Path) -> None:
     suite = load_suite("paper", ["main", "github"], runs_root=tmp_path)
     run_ = suite.runs[0]
-    train = train_command(Launcher(python="py"), tmp_path, run_)
-    assert train[:5] == ["py", "-u", "deepy.py", "train.py", str(tmp_path / "config.yml")]
-    step = EvalStep("positionwise", 4096, 512)
-    evaluate = evaluate_command(Launcher(python="py"), tmp_path, run_, step)
+    config = str(run_.directory / "config.yml")
+    train = step_command(Launcher(python="py"), run_, TRAIN)
+    assert train[:5] == ["py", "-u", "deepy.py", "train.py", config]
+    step = Step("positionwise", 4096, 512)
+    evaluate = step_command(Launcher(python="py"), run_, step)
     joined = " ".join(evaluate)
     assert "--eval_tasks positionwise" in joined
     assert "eval_lengths=[4096] eval_window=512" in joined
-    srun = train_command(Launcher(srun=True, container=["box"], python="py"), tmp_path, run_)
+    srun = step_command(Launcher(srun=True, container=["box"], python="py"), run_, TRAIN)
     assert srun[0] == "srun"
-    assert srun[-5:] == ["box", "py", "-u", "train.py", str(tmp_path / "config.yml")]
-    prepare = prepare_command(suite.data["github"], suite.data_root, run_.config, "py")
+    assert srun[-5:] == ["box", "py", "-u", "train.py", config]
+    prepare = prepare_command(suite.file.data["github"], suite.data_root, run_.config, "py")
     assert prepare[:5] == ["py", "-u", "prepare_data.py", "github", "-d"]
     assert "--vocab-file" in prepare
 

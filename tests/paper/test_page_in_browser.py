@@ -42,8 +42,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     suite = load_suite("laptop", ["main", "stdlib", "*.1235"], runs_root=root)
     for run in suite.runs:
-        write_run(suite, root, run)
-    html = make_report(suite, root, command="python tools/reproduce.py run --suite laptop").html
+        write_run(run)
+    html = make_report(suite, command="python tools/reproduce.py run --suite laptop").html
     measured = html.with_name("measured.html")
     text = html.read_text(encoding="utf-8")
     measured.write_text(text.replace("</body>", f"{MEASURE}</body>"), encoding="utf-8")

@@ -11,10 +11,10 @@ import pytest
 
 from megatron.errors import ReproduceError
 from megatron.paper.cli import main
-from megatron.paper.execute import Launcher, train_command
-from megatron.paper.plan import _size, estimate_cost, plan_text
+from megatron.paper.execute import Launcher, step_command
+from megatron.paper.plan import estimate_cost, plan_text
 from megatron.paper.slurm import ClusterOptions, build_jobs, submit, submitted_jobs
-from megatron.paper.suite import load_suite
+from megatron.paper.suite import TRAIN, load_suite
 from megatron.paper.tables import published_seconds_per_step
 from tests.conftest import REPOSITORY
 from tests.paper.synthetic import write_run
@@ -22,7 +22,7 @@ from tests.paper.synthetic import write_run
 
 def test_parameters_of_the_papers_model() -> None:
     run = load_suite("paper").runs[0]
-    assert _size(run).parameters + 2 * 12 == 162_322_968
+    assert estimate_cost(run).parameters + 2 * 12 == 162_322_968
 
 
 def test_gpu_hours_follow_the_papers_seconds_per_step() -> None:
@@ -60,7 +60,7 @@ def test_laptop_suites_are_planned_in_minutes_on_cores() -> None:
 def test_a_corpus_with_its_own_vocabulary_is_not_counted_with_gpt2s() -> None:
     """The study's models have 4,096 tokens; with 50,257 they would look fifteen times as costly."""
     run = load_suite("study").run_named("short.python_projects.kerple_log.1235")
-    assert _size(run).parameters + 2 * 4 == 1_841_928  # as its results record
+    assert estimate_cost(run).parameters + 2 * 4 == 1_841_928  # as its results record
     cost = estimate_cost(run)
     assert cost.on_cpu
     assert 100 < 3600 * cost.train_hours < 250  # 134 to 166 s were measured
@@ -73,7 +73,8 @@ def test_cores_and_gpus_are_never_added_up() -> None:
     small = load_suite("study", ["short.python_projects.kerple_log.1235"])
     large = load_suite("paper", ["small.github.kerple_log.1235", "main"])
     runs = (*large.runs, replace(small.runs[0], sections=("main",)))
-    both = replace(large, runs=runs, data={**large.data, **small.data})
+    file = large.file.model_copy(update={"data": large.file.data | small.file.data})
+    both = replace(large, runs=runs, file=file)
     costs = [estimate_cost(run) for run in both.runs]
     assert [cost.on_cpu for cost in costs] == [False, True]
     rows = [line for line in plan_text(both).splitlines() if "one core" in line or "A100" in line]
@@ -99,7 +100,7 @@ def test_plan_writes_complete_configs(tmp_path: Path, capsys: pytest.CaptureFixt
 def jobs(tmp_path: Path, *only: str, **options: object):  # type: ignore[no-untyped-def]
     suite = load_suite("paper", only, runs_root=tmp_path)
     chosen = ClusterOptions(**options)  # type: ignore[arg-type]
-    return {job.name: job for job in build_jobs(suite, tmp_path, chosen, ["--suite=paper"])}
+    return {job.name: job for job in build_jobs(suite, chosen, ["--suite=paper"])}
 
 
 def test_stages_wait_for_each_other(tmp_path: Path) -> None:
@@ -177,12 +178,11 @@ def test_srun_repeats_what_it_does_not_inherit(
 ) -> None:
     run = load_suite("paper", ["large"]).runs[0]
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "6")
-    command = train_command(Launcher(srun=True, one_gpu_per_task=True), tmp_path, run)
+    command = step_command(Launcher(srun=True, one_gpu_per_task=True), run, TRAIN)
     assert {"--cpus-per-task=6", "--gpus-per-task=1", "--ntasks=2"} <= set(command)
     monkeypatch.delenv("SLURM_CPUS_PER_TASK")
     assert not any(
-        "gpus" in word or "cpus" in word
-        for word in train_command(Launcher(srun=True), tmp_path, run)
+        "gpus" in word or "cpus" in word for word in step_command(Launcher(srun=True), run, TRAIN)
     )
 
 
@@ -243,11 +243,11 @@ def test_every_script_is_valid_shell(tmp_path: Path) -> None:
 def test_finished_runs_are_not_submitted_again(tmp_path: Path) -> None:
     suite = load_suite("smoke", ["main"], runs_root=tmp_path)
     for run in suite.runs[:-1]:
-        write_run(suite, tmp_path, run)
-    found = {job.name: job for job in build_jobs(suite, tmp_path, ClusterOptions(), [])}
+        write_run(run)
+    found = {job.name: job for job in build_jobs(suite, ClusterOptions(), [])}
     assert found["train-smoke"].runs == (suite.runs[-1].name,)
-    write_run(suite, tmp_path, suite.runs[-1])
-    assert [job.name for job in build_jobs(suite, tmp_path, ClusterOptions(), [])] == ["report"]
+    write_run(suite.runs[-1])
+    assert [job.name for job in build_jobs(suite, ClusterOptions(), [])] == ["report"]
 
 
 def test_dry_run_prints_and_submits_nothing(
@@ -267,7 +267,7 @@ def test_without_slurm_submit_says_what_to_do(
     monkeypatch.setenv("PATH", str(tmp_path))
     suite = load_suite("smoke", runs_root=tmp_path)
     with pytest.raises(ReproduceError, match="login node"):
-        submit(suite, tmp_path, ClusterOptions(), [], dry_run=False)
+        submit(suite, ClusterOptions(), [], dry_run=False)
 
 
 def test_options_cannot_smuggle_lines_into_a_script(tmp_path: Path) -> None:

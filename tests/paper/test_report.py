@@ -11,7 +11,7 @@ import pytest
 
 from megatron.paper.claims import Verdict, check_claims
 from megatron.paper.report import collect_results, make_report
-from megatron.paper.run_files import done_steps, record_command, step_names
+from megatron.paper.run_files import done_steps, record_command
 from megatron.paper.status import status_text
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import DataSet
@@ -27,8 +27,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Suite, Path, Path]
     suite = load_suite("laptop", ONLY, runs_root=root)
     for run in suite.runs:
         if run.method != "sinusoidal" and (run.method, run.seed) != ("rotary", 1237):
-            write_run(suite, root, run)
-    files = make_report(suite, root, command="tools/reproduce.py run --suite laptop")
+            write_run(run)
+    files = make_report(suite, command="tools/reproduce.py run --suite laptop")
     return suite, root, files.directory
 
 
@@ -57,7 +57,7 @@ def test_page_names_command_machine_and_missing_runs(report: tuple[Suite, Path, 
 def test_the_report_quotes_the_run_that_made_it(tmp_path: Path) -> None:
     suite = load_suite("smoke", ["two_processes"], runs_root=tmp_path)
     record_command(tmp_path / "smoke", "python tools/reproduce.py run --suite smoke -j 3", 7200, 0)
-    text = make_report(suite, tmp_path, command="report").markdown.read_text(encoding="utf-8")
+    text = make_report(suite, command="report").markdown.read_text(encoding="utf-8")
     assert "- Command: python tools/reproduce.py run --suite smoke -j 3" in text
     assert "- Wall clock: 2.0 h in 1 call(s)" in text
 
@@ -93,8 +93,8 @@ def test_markdown_links_exist(report: tuple[Suite, Path, Path]) -> None:
 def test_a_table_of_one_seed_has_no_daggers_and_says_so(tmp_path: Path) -> None:
     suite = load_suite("laptop", ["main", "stdlib", "*.1235"], runs_root=tmp_path)
     for run in suite.runs:
-        write_run(suite, tmp_path, run)
-    files = make_report(suite, tmp_path)
+        write_run(run)
+    files = make_report(suite)
     assert "†" not in files.html.read_text(encoding="utf-8")
     assert "†" not in files.markdown.read_text(encoding="utf-8")
     latex = (files.directory / "tables" / "main.tex").read_text(encoding="utf-8")
@@ -111,8 +111,8 @@ def test_a_method_has_one_name_on_the_page(report: tuple[Suite, Path, Path]) -> 
 
 
 def test_claims_are_judged_from_the_numbers(report: tuple[Suite, Path, Path]) -> None:
-    suite, root, _ = report
-    results = collect_results(suite, root)
+    suite = report[0]
+    results = collect_results(suite)
     findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
     verdicts = {finding.claim: finding.verdict for finding in findings}
     assert verdicts["KERPLE-log is below ALiBi at every length"] is Verdict.AGREES
@@ -125,8 +125,8 @@ def test_claims_are_judged_from_the_numbers(report: tuple[Suite, Path, Path]) ->
 
 
 def test_position_wise_claims_compare_with_the_window(report: tuple[Suite, Path, Path]) -> None:
-    suite, root, _ = report
-    results = collect_results(suite, root)
+    suite = report[0]
+    results = collect_results(suite)
     stdlib = (DataSet(name="stdlib", title="stdlib"),)
     name = "KERPLE-log uses what lies beyond the training length: below its own window"
 
@@ -143,8 +143,8 @@ def test_position_wise_claims_compare_with_the_window(report: tuple[Suite, Path,
 
 
 def test_contrary_results_are_reported_as_contrary(report: tuple[Suite, Path, Path]) -> None:
-    suite, root, _ = report
-    results = collect_results(suite, root)
+    suite = report[0]
+    results = collect_results(suite)
     for run in results.runs:
         if run.run.method == "alibi":
             run.perplexity = {key: value * 0.5 for key, value in run.perplexity.items()}
@@ -158,17 +158,17 @@ def test_contrary_results_are_reported_as_contrary(report: tuple[Suite, Path, Pa
 
 def test_unreadable_results_are_named(tmp_path: Path) -> None:
     suite = load_suite("smoke", ["kerple_log", "*.1235"], runs_root=tmp_path)
-    directory = write_run(suite, tmp_path, suite.runs[0])
+    directory = write_run(suite.runs[0])
     broken = directory / "results" / "step20_extrapolation.json"
     broken.write_text('{"task": "extrapolation", "resu', encoding="utf-8")
-    page = make_report(suite, tmp_path).html.read_text(encoding="utf-8")
+    page = make_report(suite).html.read_text(encoding="utf-8")
     assert "step20_extrapolation.json" in page
     assert "Files that could not be read" in page
 
 
 def test_a_report_before_any_run_says_that_all_is_missing(tmp_path: Path) -> None:
     suite = load_suite("paper", ["main"], runs_root=tmp_path)
-    files = make_report(suite, tmp_path)
+    files = make_report(suite)
     text = files.markdown.read_text(encoding="utf-8")
     assert "0 of 90 finished" in text
     assert re.search(r"\| 512 +\| +—<br><sub>paper 23.9 ± 0.6</sub> \|", text)
@@ -180,12 +180,12 @@ def test_a_report_before_any_run_says_that_all_is_missing(tmp_path: Path) -> Non
 )
 def test_a_damaged_metrics_line_is_left_out(tmp_path: Path, line: bytes) -> None:
     suite = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path)
-    directory = write_run(suite, tmp_path, suite.runs[0])
+    directory = write_run(suite.runs[0])
     path = directory / "metrics.jsonl"
     bad = [line, b'{"step": 201, "loss": NaN, "kernel": {"r1": 3, "r2": [1e999]}}', b'{"step": 2']
     path.write_bytes(path.read_bytes() + b"\n".join(bad) + b"\n")
-    assert "1 runs: 1 done" in status_text(suite, tmp_path)
-    assert len(collect_results(suite, tmp_path).runs[0].losses) == 200
+    assert "1 runs: 1 done" in status_text(suite)
+    assert len(collect_results(suite).runs[0].losses) == 200
 
 
 @pytest.mark.parametrize("name", ["state.json", ".done/train.json", "run.json", "metrics.jsonl"])
@@ -194,19 +194,19 @@ def test_a_damaged_metrics_line_is_left_out(tmp_path: Path, line: bytes) -> None
 )
 def test_damaged_run_files_are_no_crash(tmp_path: Path, name: str, content: bytes) -> None:
     suite = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path)
-    directory = write_run(suite, tmp_path, suite.runs[0])
+    directory = write_run(suite.runs[0])
     (directory / name).write_bytes(content)
-    assert "1 runs: 1" in status_text(suite, tmp_path)
-    collect_results(suite, tmp_path)
+    assert "1 runs: 1" in status_text(suite)
+    collect_results(suite)
 
 
 def test_recall_has_its_own_table_and_figure(tmp_path: Path) -> None:
     suite = load_suite("recall", ["kerple_log", "rpe"], runs_root=tmp_path)
     for run in suite.runs:
-        assert step_names(run) == ["train", "recall"]
-        write_run(suite, tmp_path, run)
+        assert [step.name for step in run.steps] == ["train", "recall"]
+        write_run(run)
     run = suite.runs[0]
-    files = make_report(suite, tmp_path)
+    files = make_report(suite)
     assert files.finished == len(suite.runs) == 2
     assert (files.directory / "figures" / "main_recall.png").is_file()
     rows = list(csv.DictReader((files.directory / "tables" / "main.csv").open()))
@@ -214,11 +214,11 @@ def test_recall_has_its_own_table_and_figure(tmp_path: Path) -> None:
     assert float(cell["mean"]) == pytest.approx(100 * 0.45)
     assert cell["seeds"] == "1"
 
-    path = suite.run_directory(tmp_path, run) / "results" / "step1500_recall.json"
+    path = run.directory / "results" / "step1500_recall.json"
     content = json.loads(path.read_text())
     content["results"]["grid"].pop()
     path.write_text(json.dumps(content))
-    assert done_steps(suite.run_directory(tmp_path, run), run) == {"train"}
+    assert done_steps(run) == {"train"}
 
 
 def test_a_page_written_by_hand_gets_the_reports_tables(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_a_page_written_by_hand_gets_the_reports_tables(tmp_path: Path) -> None:
         "Ours.\n<!-- table: main -->\nold\n<!-- end of table -->\nMore.\n"
         "<!-- table: other -->\n<!-- end of table -->\n"
     )
-    write_run(suite, tmp_path, suite.runs[0])
-    make_report(suite, tmp_path, tmp_path / "out")
+    write_run(suite.runs[0])
+    make_report(suite, tmp_path / "out")
     text = page.read_text()
     assert text.startswith("Ours.\n<!-- table: main -->\n\n**main.** Symbols recalled")
     assert "old" not in text and "\nMore.\n" in text and "(no results yet)" in text
-    make_report(suite, tmp_path, tmp_path / "out")
+    make_report(suite, tmp_path / "out")
     assert page.read_text() == text

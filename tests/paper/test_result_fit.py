@@ -26,7 +26,7 @@ from tests.paper.synthetic import write_run
 def one_run(tmp_path: Path) -> tuple[Suite, Run, Path]:
     suite = load_suite("laptop", ["main", "stdlib", "alibi", "*.1235"], runs_root=tmp_path)
     run = suite.runs[0]
-    return suite, run, write_run(suite, tmp_path, run)
+    return suite, run, write_run(run)
 
 
 def change(directory: Path, settings: dict[str, Any] | None = None, **fields: Any) -> Path:
@@ -41,14 +41,14 @@ def change(directory: Path, settings: dict[str, Any] | None = None, **fields: An
 
 
 def fit(directory: Path, run: Run) -> tuple[Fit, str]:
-    check = check_steps(directory, run)["extrapolation"]
+    check = check_steps(run)["extrapolation"]
     return check.fit, check.detail
 
 
 def test_the_suites_own_results_fit(one_run: tuple[Suite, Run, Path]) -> None:
-    _, run, directory = one_run
-    assert {check.fit for check in check_steps(directory, run).values()} == {Fit.COMPLETE}
-    assert "extrapolation" in done_steps(directory, run)
+    run = one_run[1]
+    assert {check.fit for check in check_steps(run).values()} == {Fit.COMPLETE}
+    assert "extrapolation" in done_steps(run)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_other_settings_are_foreign(
     verdict, detail = fit(directory, run)
     assert message in detail
     assert verdict is (Fit.MISSING if message == "no result" else Fit.FOREIGN)
-    assert "extrapolation" not in done_steps(directory, run)
-    assert not read_run(directory, run).perplexity
+    assert "extrapolation" not in done_steps(run)
+    assert not read_run(run).perplexity
 
 
 def test_a_report_leaves_out_what_is_foreign_and_says_so(one_run: tuple[Suite, Run, Path]) -> None:
     suite, _, directory = one_run
     change(directory, {"num_sequences": 2})
-    files = make_report(suite, directory.parents[1])
+    files = make_report(suite)
     table = next(item for item in files.tables if item.key == "main")
     assert not any(entry.cell.present for entry in table.entries), "a foreign number in a table"
     message = "foreign: step500_extrapolation.json is eval_num_sequences 2 instead of 8"
     assert message in files.html.read_text(encoding="utf-8")
-    assert message in status_text(suite, directory.parents[1])
+    assert message in status_text(suite)
 
 
 def test_another_checkpoint_or_other_data_is_outdated(
@@ -111,15 +111,14 @@ def test_another_checkpoint_or_other_data_is_outdated(
 
 def test_a_run_of_another_training_config_is_left_out_whole(tmp_path: Path) -> None:
     old = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path, sets={"train_iters": 20})
-    write_run(old, tmp_path, old.runs[0])
+    write_run(old.runs[0])
     new = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path, sets={"warmup": 0.5})
-    directory = new.run_directory(tmp_path, new.runs[0])
-    found = read_run(directory, new.runs[0])
+    found = read_run(new.runs[0])
     assert not found.perplexity
     assert not found.losses
     assert "trained with warmup 0.05 instead of 0.5" in found.unused[0]
-    assert read_run(directory, old.runs[0]).perplexity
-    assert "was trained with warmup 0.05 instead of 0.5" in status_text(new, tmp_path)
+    assert read_run(old.runs[0]).perplexity
+    assert "was trained with warmup 0.05 instead of 0.5" in status_text(new)
 
 
 def test_a_key_that_an_older_suite_lacked_can_be_left_out(tmp_path: Path) -> None:
@@ -140,7 +139,7 @@ def test_a_length_that_was_tried_and_failed_is_not_tried_for_ever(
     assert fit(directory, run) == (Fit.MISSING, "not measured: valid 4096, test 4096")
     errors = [{"split": s, "length": 4096, "error": "too short"} for s in ("valid", "test")]
     change(directory, errors=errors)
-    check = check_steps(directory, run)["extrapolation"]
+    check = check_steps(run)["extrapolation"]
     assert check.fit is Fit.COMPLETE
     assert check.not_measurable == ("valid at 4096: too short", "test at 4096: too short")
 
@@ -160,9 +159,9 @@ def older(directory: Path, sequences: int) -> None:
 def test_older_files_count_if_what_they_record_agrees(one_run: tuple[Suite, Run, Path]) -> None:
     suite, run, directory = one_run
     older(directory, sequences=8)
-    check = check_steps(directory, run)["extrapolation"]
+    check = check_steps(run)["extrapolation"]
     assert (check.fit, check.recorded) == (Fit.COMPLETE, False)
-    text = make_report(suite, directory.parents[1]).markdown.read_text(encoding="utf-8")
+    text = make_report(suite).markdown.read_text(encoding="utf-8")
     assert "Results of an older version (1)" in text
     older(directory, sequences=2)
     assert fit(directory, run)[0] is Fit.FOREIGN

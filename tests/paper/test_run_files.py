@@ -10,7 +10,7 @@ import pytest
 
 from megatron.paper.cli import main
 from megatron.paper.report import collect_results
-from megatron.paper.run_files import done_steps, step_names
+from megatron.paper.run_files import is_finished
 from megatron.paper.suite import load_suite
 from tests.paper.synthetic import write_run
 
@@ -21,22 +21,20 @@ def test_only_finished_runs_are_kept_and_they_count_elsewhere(
     suite = load_suite("smoke", ["main"], runs_root=tmp_path / "runs")
     first, second, *_ = suite.runs
     for run in (first, second):
-        folder = write_run(suite, tmp_path / "runs", run)
+        folder = write_run(run)
         (folder / "global_step20").mkdir(exist_ok=True)
         (folder / "global_step20" / "weights.pt").write_bytes(b"large")
-    shutil.rmtree(suite.run_directory(tmp_path / "runs", second) / "results")
+    shutil.rmtree(second.directory / "results")
     arguments = ["--suite", "smoke", "--only", "main", "--runs", str(tmp_path / "runs")]
     assert main(["keep", *arguments, "--out", str(tmp_path / "kept")]) == 0
     assert "1 finished runs" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "kept" / "smoke").iterdir()] == [first.name]
     assert not list((tmp_path / "kept").rglob("*.pt"))
-    state = json.loads((suite.run_directory(tmp_path / "kept", first) / "state.json").read_text())
+    state = json.loads((tmp_path / "kept" / "smoke" / first.name / "state.json").read_text())
     assert state["host"] == "" and state["process"] is None
 
     copied = load_suite("smoke", ["main"], runs_root=tmp_path / "kept")
-    assert done_steps(copied.run_directory(tmp_path / "kept", first), first) == set(
-        step_names(first)
-    )
-    there = {item.run.name: item for item in collect_results(copied, tmp_path / "kept").runs}
-    here = {item.run.name: item for item in collect_results(suite, tmp_path / "runs").runs}
+    assert is_finished(copied.run_named(first.name))
+    there = {item.run.name: item for item in collect_results(copied).runs}
+    here = {item.run.name: item for item in collect_results(suite).runs}
     assert there[first.name].perplexity == here[first.name].perplexity != {}
