@@ -82,8 +82,8 @@ def estimate_cost(run: Run) -> Cost:
     by_length = _evaluation_tokens(run, args.evaluation.eval_num_sequences)
     evaluate = {n: own * forward_flops(n) / evaluate_rate for n, own in by_length.items()}
     logits = batch.micro_batch_size * run.train_length * counted.padded_vocab_size
-    memory = estimate_memory(args, run.gpus).total
-    memory += 8.0 * logits / args.parallel.model_parallel_size
+    logit_bytes = 8.0 * logits / args.parallel.model_parallel_size
+    memory = estimate_memory(args, run.gpus).total + logit_bytes
     checkpoint = parameters * _CHECKPOINT_BYTES.get(precision, 14)
     kept = int(run.config.get("keep_last_n_checkpoints") or 1) + 1  # the next is written first
     return Cost(
