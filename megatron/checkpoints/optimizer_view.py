@@ -11,9 +11,9 @@ Three ways to keep fp32 weights and Adam's moments (W: a weight, the bars: data-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,156 +21,111 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.checkpoints.sharding import Sharding, strip_prefix, with_rows
+from megatron.checkpoints.sharding import Sharding, canonical_names, with_rows
 from megatron.checkpoints.universal import STEP, WEIGHT, States
 from megatron.errors import CheckpointError
 from megatron.mpu import TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
 
-
-def _numel(parameter: nn.Parameter) -> int:
-    return whole_shape(parameter).numel()
+Span = tuple[nn.Parameter, int, int, int]
+"""A parameter, where a rank's part of it begins and ends there, and which element is the first."""
 
 
 @dataclass
 class Group:
-    """Parameters whose fp32 numbers lie in one tensor `master`, whole or this rank's part of it."""
+    """Parameters whose fp32 numbers lie in one tensor, of which `master` is this rank's part."""
 
     parameters: list[nn.Parameter]
     master: Tensor
+    offsets: list[int] | None
+    """Where each begins in all ranks' parts, one after the other; None: cut piecewise."""
     process_group: Any = None
-    offsets: list[int] = field(default_factory=list)
-    piecewise: bool = False
+    """None: this rank has all."""
 
     def gather(self, part: Tensor) -> list[Tensor]:
         """Whole tensors from the ranks' parts."""
-        if self.process_group is None:
-            return [part.detach().view(whole_shape(self.parameters[0]))]
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.process_group))]
-        dist.all_gather(parts, part.detach().contiguous(), group=self.process_group)
-        if self.piecewise:
-            return [
-                torch.cat([p[start : start + length] for p in parts])[: _numel(w)].view(
-                    whole_shape(w)
-                )
-                for w, start, length in self._pieces(len(parts))
-            ]
-        flat = torch.cat(parts)
-        return [
-            flat[start : start + _numel(w)].view(whole_shape(w))
-            for w, start in zip(self.parameters, self.offsets, strict=True)
-        ]
+        parts = [part.detach().contiguous()]
+        if self.process_group is not None:
+            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(self.process_group))]
+            dist.all_gather(parts, part.detach().contiguous(), group=self.process_group)
+        spans = [self._spans(rank, len(parts)) for rank in range(len(parts))]
+        wholes = []
+        for pieces in zip(*spans, strict=True):
+            cut = zip(parts, pieces, strict=True)
+            whole = torch.cat([each.view(-1)[start:stop] for each, (_, start, stop, _) in cut])
+            wholes.append(whole.view(whole_shape(pieces[0][0])))
+        return wholes
 
     def scatter(self, wholes: list[Tensor]) -> Tensor:
         """This rank's part of whole tensors."""
-        if self.process_group is None:
-            return wholes[0].reshape(self.master.shape).to(self.master.device)
-        size, rank = dist.get_world_size(self.process_group), dist.get_rank(self.process_group)
         result = torch.zeros_like(self.master)
-        if self.piecewise:
-            for (_, start, length), whole in zip(self._pieces(size), wholes, strict=True):
-                own = whole.reshape(-1)[rank * length : (rank + 1) * length]
-                result[start : start + own.numel()] = own
-            return result
-        flat = torch.zeros(self.master.numel() * size, dtype=result.dtype)
-        for whole, start in zip(wholes, self.offsets, strict=True):
-            flat[start : start + whole.numel()] = whole.reshape(-1)
-        part = self.master.numel()
-        return result.copy_(flat[rank * part : (rank + 1) * part])
+        for whole, (_, start, stop, first) in zip(wholes, self.own_spans(), strict=True):
+            result.view(-1)[start:stop] = whole.reshape(-1)[first : first + stop - start]
+        return result
 
-    def own_spans(self, rank: int, size: int) -> Iterator[tuple[nn.Parameter, int, int]]:
-        """Each parameter and where its elements, or some of them, lie in this rank's part."""
-        part = self.master.numel()
+    def own_spans(self) -> list[Span]:
+        """Where this rank's part holds which elements of each parameter."""
         if self.process_group is None:
-            yield self.parameters[0], 0, part
-        elif self.piecewise:
-            for parameter, start, length in self._pieces(size):
-                own = min(max(_numel(parameter) - rank * length, 0), length)
-                yield parameter, start, start + own
-        else:
-            for parameter, offset in zip(self.parameters, self.offsets, strict=True):
-                start, stop = offset - rank * part, offset + _numel(parameter) - rank * part
-                yield parameter, min(max(start, 0), part), min(max(stop, 0), part)
+            return self._spans(0, 1)
+        return self._spans(
+            dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        )
 
-    def _pieces(self, size: int) -> Iterator[tuple[nn.Parameter, int, int]]:
-        start = 0
-        for parameter in self.parameters:
-            length = -(-_numel(parameter) // size)
-            yield parameter, start, length
-            start += length
-
-
-def _running(parameters: Iterable[nn.Parameter]) -> list[int]:
-    offsets, position = [], 0
-    for parameter in parameters:
-        offsets.append(position)
-        position += _numel(parameter)
-    return offsets
+    def _spans(self, rank: int, size: int) -> list[Span]:
+        spans, part, begin = [], self.master.numel(), 0
+        for number, parameter in enumerate(self.parameters):
+            count = whole_shape(parameter).numel()
+            if self.offsets is None:
+                length = -(-count // size)
+                own = min(max(count - rank * length, 0), length)
+                spans.append((parameter, begin, begin + own, rank * length))
+                begin += length
+            else:
+                offset = self.offsets[number] - rank * part
+                start, stop = (min(max(place, 0), part) for place in (offset, offset + count))
+                spans.append((parameter, start, stop, start - offset))
+        return spans
 
 
 def groups_of(engine: Any) -> list[Group]:
     """How this engine's optimizer keeps its numbers."""
     wrapper = engine.optimizer
     if wrapper is engine.basic_optimizer:
-        return [Group([p], p) for group in wrapper.param_groups for p in group["params"]]
+        return [Group([p], p, [0]) for group in wrapper.param_groups for p in group["params"]]
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # ZeRO 3
-        return [
-            Group(list(parameters), master, wrapper.dp_process_group, piecewise=True)
-            for parameters, master in zip(
-                wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True
-            )
-        ]
+        pairs = zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
+        return [Group(list(group), own, None, wrapper.dp_process_group) for group, own in pairs]
     if hasattr(wrapper, "single_partition_of_fp32_groups"):  # ZeRO 1 and 2
-        offsets = getattr(wrapper, "round_robin_bit16_offsets", None)
-        return [
-            Group(
-                list(parameters),
-                wrapper.single_partition_of_fp32_groups[i],
-                wrapper.real_dp_process_group[i],
-                list(offsets[i]) if offsets else _running(parameters),
-            )
-            for i, parameters in enumerate(wrapper.round_robin_bit16_groups)
-        ]
-    assert hasattr(wrapper, "fp32_groups_flat_partition"), type(wrapper)  # BF16_Optimizer
-    return [
-        Group(
-            list(parameters),
-            wrapper.fp32_groups_flat_partition[i],
-            wrapper.real_dp_process_group[i],
-            _running(parameters),
-        )
-        for i, parameters in enumerate(wrapper.bf16_groups)
-    ]
+        groups, masters = wrapper.round_robin_bit16_groups, wrapper.single_partition_of_fp32_groups
+        offsets = wrapper.round_robin_bit16_offsets
+    else:  # BF16_Optimizer
+        groups, masters = wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
+        offsets = [[0, *accumulate(whole_shape(p).numel() for p in group)] for group in groups]
+    columns = zip(groups, masters, offsets, wrapper.real_dp_process_group, strict=True)
+    return [Group(list(group), *rest) for group, *rest in columns]
 
 
 @torch.no_grad()
 def read(engine: Any) -> Iterator[tuple[nn.Parameter, States]]:
     """Each parameter of this rank's stage with its fp32 weight and the optimizer's states."""
-    common = cache(partial(_common, engine))
+    step = _step_count(engine.basic_optimizer)
     for group in groups_of(engine):
         state = engine.basic_optimizer.state.get(group.master, {})
         columns: dict[str, list[Tensor]] = {WEIGHT: group.gather(group.master)}
         for key, value in sorted(state.items()):  # the same order on all ranks: they gather
             if isinstance(value, Tensor) and value.shape == group.master.shape:
                 columns[key] = group.gather(value)
-            else:  # the step count
-                columns[key] = [common(key)] * len(group.parameters)
-        if state and STEP not in columns and (count := _group_count(engine)) is not None:
-            columns[STEP] = [count] * len(group.parameters)
+        if state and step is not None:
+            columns[STEP] = [step] * len(group.parameters)
         for number, parameter in enumerate(group.parameters):
-            yield parameter, {key: column[number].clone() for key, column in columns.items()}
+            yield parameter, {key: column[number] for key, column in columns.items()}
 
 
-def _common(engine: Any, key: str) -> Tensor:
-    """One count for all: DeepSpeed's fused Adam keeps it with a group's last parameter only."""
-    counts = [float(state[key]) for state in engine.basic_optimizer.state.values() if key in state]
-    return torch.tensor(max(counts), dtype=torch.float32)
-
-
-def _group_count(engine: Any) -> Tensor | None:
-    """apex counts steps in its parameter groups."""
-    counts = [group[STEP] for group in engine.basic_optimizer.param_groups if STEP in group]
-    return torch.tensor(float(max(counts))) if counts else None
+def _step_count(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """One for all: DeepSpeed's fused Adam keeps it with one parameter, apex in the groups."""
+    holders = [*optimizer.state.values(), *optimizer.param_groups]
+    counts = [float(holder[STEP]) for holder in holders if STEP in holder]
+    return torch.tensor(max(counts)) if counts else None
 
 
 @torch.no_grad()
@@ -180,12 +135,12 @@ def write(engine: Any, states: dict[nn.Parameter, States]) -> None:
     for group in groups_of(engine):
         columns = [states[parameter] for parameter in group.parameters]
         group.master.data.copy_(group.scatter([column[WEIGHT] for column in columns]))
-        own = engine.basic_optimizer.state[group.master]
         for key in [key for key in columns[0] if key != WEIGHT]:
             values = [column[key] for column in columns]
-            is_scalar = values[0].dim() == 0
-            own[key] = (
-                _count(optimizer, values[0], group.master) if is_scalar else group.scatter(values)
+            optimizer.state[group.master][key] = (
+                _count(optimizer, values[0], group.master)
+                if values[0].dim() == 0
+                else group.scatter(values)
             )
     _refresh_weights(engine)
 
@@ -214,12 +169,6 @@ def _refresh_weights(engine: Any) -> None:
 
 
 # Whole tensors by canonical name, and the share of them that this rank's engine holds.
-
-
-def canonical_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's name in every layout: `<layer index>.<name>`."""
-    source = Path("model")
-    return {p: strip_prefix(name, source) for name, p in module.named_parameters()}
 
 
 def joined(name: str, value: Tensor, sharding: Sharding, tp: TensorParallel) -> Tensor:

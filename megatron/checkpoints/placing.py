@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.checkpoints.reading import EMBEDDING, Checkpoint, read_checkpoint
-from megatron.checkpoints.sharding import Sharding, split_name, with_rows
+from megatron.checkpoints.sharding import Sharding, canonical_names, split_name, with_rows
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.learned_numbers import constraint_named
@@ -61,8 +61,8 @@ def place_weights(
     weights = _adapted(checkpoint, spec, vocab_size)
     sharding = Sharding.of(spec, neox=False)
     problems: list[str] = []
-    ready: list[tuple[Tensor, Tensor]] = []
-    wanted = dict(_canonical_parameters(module))
+    ready: list[tuple[nn.Parameter, Tensor]] = []
+    wanted = {name: parameter for parameter, name in canonical_names(module).items()}
     for name, parameter in wanted.items():
         whole = weights.get(name)
         if whole is None:
@@ -113,15 +113,6 @@ def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> st
         f"{checkpoint.layout.directory}: {len(problems)} weights do not fit the model.{hint}\n"
         + "\n".join(problems)
     )
-
-
-def _canonical_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a GPTModel or of a PipelineModule's stage under canonical names."""
-    for name, parameter in module.named_parameters():
-        short = name.removeprefix("module.").removeprefix("sequential.")
-        if short.startswith("tied_modules."):
-            short = f"0.{short.split('.', 2)[2]}"
-        yield short, parameter
 
 
 def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) -> dict[str, Tensor]:

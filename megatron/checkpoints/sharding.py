@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.errors import CheckpointError
@@ -55,6 +55,11 @@ def strip_prefix(name: str, source: Path) -> str:
     if index == "tied_modules":
         return f"0.{rest.partition('.')[2]}"
     raise CheckpointError(f"{source}: {name!r:.100} is not `sequential.<index>.<name>`")
+
+
+def canonical_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """The parameters of a model, or of a pipeline's stage, with their canonical names."""
+    return {p: strip_prefix(name, Path("model")) for name, p in module.named_parameters()}
 
 
 def official_kernel_names(pos_emb: str) -> dict[str, str]:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megatron.atomic_files import write_text
 from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.optimizer_view import canonical_names, joined, place, read
+from megatron.checkpoints.optimizer_view import joined, place, read
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
-from megatron.checkpoints.sharding import Sharding
+from megatron.checkpoints.sharding import Sharding, canonical_names
 from megatron.checkpoints.universal import (
     INDEX,
     MODEL_STATES,

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -244,12 +243,9 @@ Span = tuple[int, int]
 
 def kernel_spans(group: Group) -> list[Span]:
     """Where the kernel's elements lie in this rank's part of the flat fp32 numbers."""
-    rank, size = 0, 1
-    if group.process_group is not None:
-        rank, size = dist.get_rank(group.process_group), dist.get_world_size(group.process_group)
     return [
         (start, stop)
-        for parameter, start, stop in group.own_spans(rank, size)
+        for parameter, start, stop, _ in group.own_spans()
         if getattr(parameter, "is_kernel_parameter", False) and stop > start
     ]
 
