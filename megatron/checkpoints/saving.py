@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,144 +20,40 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
-ADVICE = (
-    "Earlier checkpoints are untouched: free disk space or set `save` to another directory, then "
-    "resume."
-)
 
 
-def together(action: Callable[[], T], doing: str, advice: str) -> list[T]:
-    """Run `action` on every rank; the results of all.
+class Save:
+    """One checkpoint, written by all ranks, that is none until all of them `complete` it.
 
-    If it fails on some, all raise the same error, and none waits.
-    """
-    problem: str | None = None
-    cause: Exception | None = None
-    result: T | None = None
-    try:
-        result = action()
-    except (OSError, RuntimeError, CheckpointError) as error:
-        problem, cause = f"{type(error).__name__}: {error}", error
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (problem, result))
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
-    if failed:
-        raise CheckpointError(f"{doing} failed ({'; '.join(failed)}). {advice}") from cause
-    return [value for _, value in answers]
-
-
-def save_checkpoint(
-    engine: Any, store: CheckpointStore, args: NeoXArgs, step: int, progress: dict[str, int]
-) -> Path:
-    """Write checkpoint `step` on all ranks; it becomes visible only when it is complete."""
-
-    def write() -> Sums:
-        files: SafeCheckpointEngine = engine.checkpoint_engine
-        files.begin()
-        _hand_over(engine, store, args, step, progress)
-        return _written(files, store, step)
-
-    keep = args.checkpoint.keep_last_n_checkpoints
-    publish(store, step, write, _doing(store, step), ADVICE, prove=bool(keep))
-    _prune(store, keep)
-    return store.path(step)
-
-
-def _doing(store: CheckpointStore, step: int) -> str:
-    return f"writing checkpoint {tag_of(step)} to {store.directory}"
-
-
-def _prune(store: CheckpointStore, keep: int | None) -> None:
-    if _is_main():  # only now that the newer one is complete, and proven
-        store.prune(keep)
-    dist.barrier()
-
-
-def publish(
-    store: CheckpointStore,
-    step: int,
-    write: Callable[[], Sums],
-    doing: str,
-    advice: str,
-    *,
-    prove: bool = False,
-) -> None:
-    """All ranks write their shares, which appear as one checkpoint; a failure leaves nothing.
-
-    `prove`: read everything back before it counts, because an older one will be deleted for it.
-    """
-    with _leaving_nothing(store, step):
-        _prepare(store, step, doing, advice)
-        _complete(store, step, write, doing, advice, prove=prove)
-
-
-def _prepare(store: CheckpointStore, step: int, doing: str, advice: str) -> None:
-    together(lambda: store.prepare(step) if _is_main() else None, doing, advice)
-
-
-def _complete(
-    store: CheckpointStore,
-    step: int,
-    write: Callable[[], Sums],
-    doing: str,
-    advice: str,
-    *,
-    prove: bool,
-) -> None:
-    shares = together(write, doing, advice)
-    if prove:
-        own = shares[dist.get_rank()]
-        together(lambda: _prove(store.staging / tag_of(step), own), doing, advice)
-    sums = {name: entry for share in shares for name, entry in share.items()}
-    together(lambda: store.commit(step, sums) if _is_main() else None, doing, advice)
-
-
-@contextmanager
-def _leaving_nothing(store: CheckpointStore, step: int) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        if _is_main():
-            store.discard(step)
-        raise
-
-
-def _is_main() -> bool:
-    return dist.get_rank() == 0
-
-
-class BackgroundSave:
-    """`async_save`: a checkpoint that a thread of each rank writes while training goes on.
-
-    Making it takes the copies; all ranks make it, and later `complete` it, after the same steps.
-    Until then it is not a checkpoint: whatever ends the run leaves the older one.
+    Making it calls `hand_over` on every rank, which saves through `files`. With `background`
+    (`async_save`) that takes copies, and a thread of each rank writes them while training goes on.
+    `keep`: how many checkpoints stay; those that go are deleted when all of this one was read back.
     """
 
     def __init__(
         self,
-        engine: Any,
+        files: SafeCheckpointEngine,
         store: CheckpointStore,
-        args: NeoXArgs,
         step: int,
-        progress: dict[str, int],
+        hand_over: Callable[[], None],
+        *,
+        background: bool = False,
+        keep: int | None = None,
     ) -> None:
         self.store, self.step = store, step
-        self._keep = args.checkpoint.keep_last_n_checkpoints
-        self._files: SafeCheckpointEngine = engine.checkpoint_engine
+        self._files, self._keep = files, keep
         self._sums: Sums = {}
         self._problem: Exception | None = None
         self._abandoned = False
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
 
         def take() -> None:
-            self._files.begin(later=True)
-            _hand_over(engine, store, args, step, progress)
-            self._files.finish()
+            files.begin(later=background)
+            hand_over()
+            files.finish()
 
-        doing = _doing(store, step)
-        with _leaving_nothing(store, step):
-            _prepare(store, step, doing, ADVICE)
-            together(take, doing, ADVICE)
+        self._together(lambda: store.prepare(step) if _is_main() else None)
+        self._together(take)
         self._thread.start()
 
     @property
@@ -168,10 +63,12 @@ class BackgroundSave:
 
     def complete(self) -> Path:
         """Wait for all ranks, then make the checkpoint visible and delete older ones."""
-        doing = _doing(self.store, self.step)
-        with _leaving_nothing(self.store, self.step):
-            _complete(self.store, self.step, self._share, doing, ADVICE, prove=False)
-        _prune(self.store, self._keep)
+        shares = self._together(self._share)
+        sums = {name: entry for share in shares for name, entry in share.items()}
+        self._together(lambda: self.store.commit(self.step, sums) if _is_main() else None)
+        if _is_main():  # only now that the newer one is complete, and proven
+            self.store.prune(self._keep)
+        dist.barrier()
         return self.store.path(self.step)
 
     def abandon(self) -> None:
@@ -180,11 +77,14 @@ class BackgroundSave:
         self._thread.join()
 
     def _write(self) -> None:
+        staged = self.store.staging / tag_of(self.step)
         try:
             self._files.write_kept(lambda: not self._abandoned)
-            self._sums = _written(self._files, self.store, self.step)
-            if self._keep:
-                _prove(self.store.staging / tag_of(self.step), self._sums)
+            self._files.finish()
+            self._sums = self._files.sums(staged)
+            for name, (_, expected) in self._sums.items() if self._keep else ():
+                if checksum(staged / name) != expected:
+                    raise CheckpointError(f"{name} reads back differently from what was written")
         except Exception as error:  # for the step that comes to `complete`
             self._problem = error
 
@@ -194,32 +94,62 @@ class BackgroundSave:
             raise self._problem
         return self._sums
 
+    def _together(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank; the results of all.
 
-def _prove(staged: Path, sums: Sums) -> None:
-    for name, (_, expected) in sums.items():
-        if checksum(staged / name) != expected:
-            raise CheckpointError(f"{name} reads back differently from what was written")
+        If it fails on some, all raise the same error, none waits, and nothing is left.
+        """
+        problem: str | None = None
+        cause: Exception | None = None
+        result: T | None = None
+        try:
+            result = action()
+        except (OSError, RuntimeError, CheckpointError) as error:
+            problem, cause = f"{type(error).__name__}: {error}", error
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, (problem, result))
+        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
+        if failed:
+            if _is_main():
+                self.store.discard(self.step)
+            raise CheckpointError(
+                f"writing checkpoint {tag_of(self.step)} to {self.store.directory} failed "
+                f"({'; '.join(failed)}). Earlier checkpoints are untouched: free disk space or "
+                "choose another directory (`save` in the config), then run the same again."
+            ) from cause
+        return [value for _, value in answers]
 
 
-def _hand_over(
-    engine: Any, store: CheckpointStore, args: NeoXArgs, step: int, progress: dict[str, int]
-) -> None:
-    """This rank's files: DeepSpeed's, the random states, and (on rank 0) the config."""
+def _is_main() -> bool:
+    return dist.get_rank() == 0
+
+
+def save_run(
+    engine: Any,
+    store: CheckpointStore,
+    args: NeoXArgs,
+    step: int,
+    progress: dict[str, int],
+    *,
+    background: bool = False,
+) -> Save:
+    """Checkpoint `step` of a training, to be completed by all ranks after the same steps."""
     tag = tag_of(step)
     staged = store.staging / tag
-    engine.save_checkpoint(
-        str(store.staging), tag=tag, client_state=dict(progress), save_latest=False
-    )
-    if not args.checkpoint.no_save_rng:
-        engine.checkpoint_engine.save(rng_state(), str(rng_file(staged)))
-    if _is_main():
-        write_configs(staged / "configs", args)
-        write_layout(staged, args)
 
+    def hand_over() -> None:
+        engine.save_checkpoint(
+            str(store.staging), tag=tag, client_state=dict(progress), save_latest=False
+        )
+        if not args.checkpoint.no_save_rng:
+            engine.checkpoint_engine.save(rng_state(), str(rng_file(staged)))
+        if _is_main():
+            write_configs(staged / "configs", args)
+            write_layout(staged, args)
 
-def _written(files: SafeCheckpointEngine, store: CheckpointStore, step: int) -> Sums:
-    files.finish()
-    return files.sums(store.staging / tag_of(step))
+    keep = args.checkpoint.keep_last_n_checkpoints
+    files = engine.checkpoint_engine
+    return Save(files, store, step, hand_over, background=background, keep=keep)
 
 
 def write_configs(directory: Path, args: NeoXArgs) -> None:

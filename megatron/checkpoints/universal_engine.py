@@ -62,13 +62,12 @@ def export(
 ) -> None:
     """Write this rank's share of a universal checkpoint into `directory` (a global_stepN).
 
-    A write that fails is raised at the end: the ranks meet in collectives between their files.
+    A write that fails is for `finish` to raise: the ranks meet in collectives between their files.
     """
     sharding = Sharding.of(args.model, neox=False)
     names = canonical_names(engine.module)
     writes = parallel.dp_rank == 0 and parallel.tp.rank == 0
     files: SafeCheckpointEngine = engine.checkpoint_engine
-    files.begin()
     step: Tensor | None = None
     for parameter, states in read(engine):
         name = names[parameter]
@@ -87,7 +86,6 @@ def export(
             files.save(model_states(progress), str(directory / file))
         text = json.dumps({"format": 1, **progress}, indent=1)
         files.attempt(lambda: write_text(directory / INDEX, text))
-    files.finish()
 
 
 def progress_of(engine: Any, step: int, consumed_samples: int, vocab_size: int) -> dict[str, Any]:

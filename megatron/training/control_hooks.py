@@ -7,7 +7,6 @@ import signal
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.checkpoints.resuming import Resumed
-from megatron.checkpoints.saving import BackgroundSave, save_checkpoint
+from megatron.checkpoints.saving import Save, save_run
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import NonFiniteError
 from megatron.terminal import EXIT_INTERRUPTED, EXIT_REQUEUE
@@ -214,7 +213,7 @@ class SaveCheckpoints(Hook):
         self.interval, self.scale, self.extra_steps = interval, scale, extra_steps
         self.start, self.samples_per_step = start, samples_per_step
         self.saved_step = -1
-        self.pending: BackgroundSave | None = None
+        self.pending: Save | None = None
 
     def flags(self) -> dict[str, bool]:
         return {"writing": self.pending is not None and not self.pending.is_written}
@@ -268,22 +267,22 @@ class SaveCheckpoints(Hook):
             "iteration": trainer.step,
             "consumed_samples": self.start.samples_at(trainer.step, self.samples_per_step),
         }
-        what = (trainer.stepper.engine, self.store, trainer.args, trainer.step, progress)
+        engine, args = trainer.stepper.engine, trainer.args
+        background = args.checkpoint.async_save
         self.saved_step = trainer.step
-        if trainer.args.checkpoint.async_save:
-            self.pending = BackgroundSave(*what)
-        else:
-            self._tell(trainer, save_checkpoint(*what))
+        self.pending = save_run(
+            engine, self.store, args, trainer.step, progress, background=background
+        )
+        if not background:
+            self._complete(trainer)
 
     def _complete(self, trainer: Trainer) -> None:
         """Make the checkpoint that is being written visible, waiting for it if need be."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._tell(trainer, pending.complete())
-
-    def _tell(self, trainer: Trainer, path: Path) -> None:
-        if trainer.is_main:
-            print(f"saved {path}", flush=True)
+            path = pending.complete()
+            if trainer.is_main:
+                print(f"saved {path}", flush=True)
 
 
 # Validation every `eval_interval` steps, and both splits at the end.

@@ -16,8 +16,8 @@ from megatron.checkpoints.saved_config import (
     as_it_began,
     read_config_file,
 )
-from megatron.checkpoints.saving import publish, write_configs
-from megatron.checkpoints.store import CheckpointStore, Sums, tag_of
+from megatron.checkpoints.saving import Save, write_configs
+from megatron.checkpoints.store import CheckpointStore, tag_of
 from megatron.checkpoints.universal import LATEST
 from megatron.checkpoints.universal_engine import export, progress_of
 from megatron.model import ModelSpec
@@ -58,13 +58,12 @@ def write_universal(
     staged = store.staging / tag_of(at.step)
     progress = progress_of(engine, at.step, at.consumed_samples, vocab_size)
 
-    def write() -> Sums:
+    def write() -> None:
         export(engine, staged, parallel, args, progress)
         if dist.get_rank() == 0:
             write_configs(staged / "configs", args)
-        return dict(engine.checkpoint_engine.sums(staged))
 
-    publish(store, at.step, write, f"writing {store.path(at.step)}", "What was read is untouched.")
+    Save(engine.checkpoint_engine, store, at.step, write).complete()
     if dist.get_rank() == 0:
         write_text(store.directory / LATEST, tag_of(at.step))
     dist.barrier()

@@ -19,7 +19,7 @@ class Crash(BaseException):
 
 
 def save(store: CheckpointStore, step: int, keep: int | None = None) -> None:
-    """What save_checkpoint does with the store."""
+    """What a Save does with the store."""
     store.prepare(step)
     for name in ("mp_rank_00_model_states.pt", "configs/resolved.yml"):
         file = store.staging / f"global_step{step}" / name

@@ -33,7 +33,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.checkpoints import safe_files
 from megatron.checkpoints.resuming import Resumed, resume, rng_state
-from megatron.checkpoints.saving import BackgroundSave, save_checkpoint
+from megatron.checkpoints.saving import Save, save_run
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
@@ -98,9 +98,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         progress = {"iteration": end, "consumed_samples": end * plan.train_batch_size}
 
         def save() -> Path:
-            if args.checkpoint.async_save:
-                return BackgroundSave(engine, store, args, end, progress).complete()
-            return save_checkpoint(engine, store, args, end, progress)
+            background = args.checkpoint.async_save
+            return save_run(engine, store, args, end, progress, background=background).complete()
 
         save_error = on_a_full_disk(case, save)
     if case.get("export"):
@@ -202,7 +201,7 @@ class HeldSave:
     def __init__(self, engine: Any, args: NeoXArgs, case: dict[str, Any]) -> None:
         self.engine, self.args = engine, args
         self.step, self.directory = case.get("background", (None, None))
-        self.saving: BackgroundSave | None = None
+        self.saving: Save | None = None
         self.gate = threading.Event()
         self.real = safe_files.synced_save
 
@@ -218,7 +217,7 @@ class HeldSave:
         size = self.args.batch_plan(dist.get_world_size()).train_batch_size
         progress = {"iteration": step, "consumed_samples": step * size}
         store = CheckpointStore(Path(self.directory))
-        self.saving = BackgroundSave(self.engine, store, self.args, step, progress)
+        self.saving = save_run(self.engine, store, self.args, step, progress, background=True)
 
     def complete(self) -> bool:
         """Whether it was still being written."""
