@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import warnings
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoints.safe_files import load_mapping
+from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_config
 from megatron.checkpoints.sharding import (
     Sharding,
@@ -167,13 +166,7 @@ def open_layout(path: str | Path, iteration: int | None = None) -> Layout:
 
 def _is_hf(directory: Path) -> bool:
     config = directory / "config.json"
-    if not config.is_file():
-        return False
-    try:
-        content = json.loads(config.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{config}: is not valid JSON ({error})") from error
-    return isinstance(content, dict) and "model_type" in content
+    return config.is_file() and "model_type" in read_object(config)
 
 
 def _scan(directory: Path, root: Path) -> Layout:

@@ -7,12 +7,13 @@ that promises more bytes than the file has. Then `torch.load(weights_only=True)`
 
 from __future__ import annotations
 
-import io
+import copy
 import json
 import os
 import pickle
 import pickletools
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,57 +33,31 @@ MAX_PICKLE_BYTES = 1 << 28
 MAX_MEMBERS = 1_000_000
 TORCH_NAMES = frozenset(
     {
-        "collections.OrderedDict",
-        "_codecs.encode",
-        "torch.Size",
-        "torch.device",
-        "torch._utils._rebuild_tensor_v2",
-        "torch._utils._rebuild_parameter",
-        "torch.Tensor",
-        "torch._tensor._rebuild_from_type_v2",
-        "torch.nn.parameter.Parameter",
-        "torch.storage.UntypedStorage",
-        "torch.serialization._get_layout",
-        *(
-            f"torch.{kind}Storage"
-            for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char")
-        ),
-        "torch.ByteStorage",
-        "torch.BoolStorage",
-        *(
-            f"torch.{name}"
-            for name in (
-                "float64", "float32", "float16", "bfloat16",
-                "int64", "int32", "int16", "int8", "uint8", "bool",
-            )
-        ),
+        "collections.OrderedDict", "_codecs.encode", "torch.Size", "torch.device", "torch.Tensor",
+        "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter",
+        "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
+        "torch.storage.UntypedStorage", "torch.serialization._get_layout",
+        "torch.FloatStorage", "torch.DoubleStorage", "torch.HalfStorage", "torch.BFloat16Storage",
+        "torch.LongStorage", "torch.IntStorage", "torch.ShortStorage", "torch.CharStorage",
+        "torch.ByteStorage", "torch.BoolStorage",
+        "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16", "torch.int64",
+        "torch.int32", "torch.int16", "torch.int8", "torch.uint8", "torch.bool",
     }
 )  # fmt: skip
 """What every file of tensors names."""
-
-
-def _others() -> dict[str, Any]:
-    """Plain classes in DeepSpeed's training states: random states, loss scalers, options."""
-    import argparse
-
-    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-    scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
-    number_types = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
-    return {
-        "numpy.ndarray": np.ndarray,
-        "numpy.dtype": np.dtype,
-        **{f"numpy.dtypes.{kind.__name__}": kind for kind in number_types},
-        "numpy._core.multiarray._reconstruct": reconstruct,
-        "numpy.core.multiarray._reconstruct": reconstruct,
-        "numpy._core.multiarray.scalar": scalar,
-        "numpy.core.multiarray.scalar": scalar,
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
-        "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStageEnum,
-        "deepspeed.utils.tensor_fragment.fragment_address": fragment_address,
-        "deepspeed.checkpoint.universal_checkpoint.SubparamShape": SubparamShape,
-        "argparse.Namespace": argparse.Namespace,
-    }
+_ARRAYS: Any = np._core.multiarray  # type: ignore[attr-defined]
+OTHER_NAMES: dict[str, Any] = {
+    f"{found.__module__}.{found.__qualname__}": found
+    for found in (
+        np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"},
+        LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape, Namespace,
+    )
+} | {
+    f"numpy.{core}.multiarray.{name}": getattr(_ARRAYS, name)
+    for core in ("core", "_core")
+    for name in ("_reconstruct", "scalar")
+}  # fmt: skip
+"""Plain classes in DeepSpeed's training states: random states, loss scalers, options."""
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
@@ -109,25 +84,31 @@ def read_object(path: Path) -> dict[str, Any]:
 def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
     """What is stored in one `.pt` file, if it is nothing but data."""
     path = Path(path)
-    names = _checked_names(path)
-    others = _others()
-    if unknown := sorted(names - TORCH_NAMES - others.keys()):
-        raise CheckpointError(
-            f"{path}: refused, because it holds more than data (objects of "
-            f"{', '.join(unknown)[:200]}). Loading them would run code of the file. If you trust "
-            "its origin, save its tensors alone again with torch.save."
-        )
-    allowed = [(found, name) for name, found in others.items()]
+    allowed: list[Any] = [(found, name) for name, found in OTHER_NAMES.items()]
     try:
-        with torch.serialization.safe_globals([*allowed, *_by_own_name(others)]):
+        if unknown := sorted(_checked_names(path) - TORCH_NAMES - OTHER_NAMES.keys()):
+            raise CheckpointError(
+                f"{path}: refused, because it holds more than data (objects of "
+                f"{', '.join(unknown)[:200]}). Loading them would run code of the file. If you "
+                "trust its origin, save its tensors alone again with torch.save."
+            )
+        with torch.serialization.safe_globals(allowed):
             content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such checkpoint file") from None
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: refused, because it holds more than data. Only tensors, plain containers and "
             "DeepSpeed's own state are read."
         ) from error
-    except Exception as error:  # whatever a broken file leads torch to
-        raise CheckpointError(_damaged(path, error)) from error
+    except Exception as error:  # whatever a broken file leads zipfile, pickletools and torch to
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise CheckpointError(
+            f"{path}: cannot be read ({reason}); it is incomplete, damaged or not a checkpoint "
+            "file: copy or save it again"
+        ) from error
     for tensor in _tensors(content):
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise CheckpointError(
@@ -137,43 +118,21 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
     return content
 
 
-def _by_own_name(others: dict[str, Any]) -> list[Any]:
-    return list({id(found): found for found in others.values()}.values())
-
-
-def _damaged(path: Path, error: Exception) -> str:
-    reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return (
-        f"{path}: cannot be read ({reason}); it is incomplete, damaged or not a checkpoint file: "
-        "copy or save it again"
-    )
-
-
 def _checked_names(path: Path) -> set[str]:
     """The classes and functions that the file's pickle names, after checking its archive."""
-    try:
-        size = path.stat().st_size
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-            total = sum(member.file_size for member in members)
-            compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
-            if compressed or total > size or len(members) > MAX_MEMBERS:
-                raise CheckpointError(
-                    f"{path}: refused, because it would unpack to more than the {size} bytes it has"
-                )
-            names: set[str] = set()
-            for member in members:
-                if member.filename.endswith(".pkl"):
-                    if member.file_size > MAX_PICKLE_BYTES:
-                        raise CheckpointError(f"{path}: refused, its table of contents is too big")
-                    names |= _names_in(archive.read(member))
-            return names
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such checkpoint file") from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # zipfile and pickletools raise what they like for garbage
-        raise CheckpointError(_damaged(path, error)) from error
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        total = sum(member.file_size for member in members)
+        compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+        if compressed or total > size or len(members) > MAX_MEMBERS:
+            raise CheckpointError(
+                f"{path}: refused, because it would unpack to more than the {size} bytes it has"
+            )
+        pickles = [member for member in members if member.filename.endswith(".pkl")]
+        if any(member.file_size > MAX_PICKLE_BYTES for member in pickles):
+            raise CheckpointError(f"{path}: refused, its table of contents is too big")
+        return {name for member in pickles for name in _names_in(archive.read(member))}
 
 
 def _names_in(data: bytes) -> set[str]:
@@ -220,45 +179,24 @@ def synced_save(state: Any, path: str | Path) -> tuple[int, str]:
 def host_copy(value: Any) -> Any:
     """`value` as it is now, with its tensors' numbers in host memory; what was shared stays so.
 
-    It is taken apart as torch.save does it: storages by themselves, each once. Copies from a GPU go
-    into pinned memory, all of them at the same time.
+    Copies from a GPU go into pinned memory, all of them at the same time.
     """
-    rest = io.BytesIO()
-    taking = _TakeStorages(rest)
-    taking.dump(value)
-    if any(storage.is_cuda for storage in taking.originals):
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, Any] = {}
+    for tensor in _tensors(value):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = _host_storage(storage)
+        copied = torch.empty(0, dtype=tensor.dtype).set_(
+            storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        if isinstance(tensor, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=False)
+        vars(copied).update(vars(tensor))
+        copies[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    rest.seek(0)
-    return _GiveStorages(rest, taking.copies).load()
-
-
-class _TakeStorages(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.originals: list[torch.UntypedStorage] = []  # kept, so that no address is used twice
-        self.copies: list[torch.UntypedStorage] = []
-        self._places: dict[int, int] = {}
-
-    def persistent_id(self, item: Any) -> tuple[int, torch.dtype] | None:
-        if not isinstance(item, torch.storage.TypedStorage):
-            return None
-        storage = item._untyped_storage
-        if storage._cdata not in self._places:
-            self._places[storage._cdata] = len(self.copies)
-            self.originals.append(storage)
-            self.copies.append(_host_storage(storage))
-        return self._places[storage._cdata], item.dtype
-
-
-class _GiveStorages(pickle.Unpickler):  # of bytes that the same function made
-    def __init__(self, file: io.BytesIO, copies: list[torch.UntypedStorage]) -> None:
-        super().__init__(file)
-        self._copies = copies
-
-    def persistent_load(self, place: tuple[int, torch.dtype]) -> torch.storage.TypedStorage:
-        number, dtype = place
-        storage = self._copies[number]
-        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return copy.deepcopy(value, copies)  # the rest, with these in the tensors' places
 
 
 def _host_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -306,13 +244,12 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         def write() -> None:
-            self._written[Path(path)] = synced_save(state_dict, path)
+            if self._later is None:
+                self._written[Path(path)] = synced_save(state_dict, path)
+            else:
+                self._later.append((host_copy(state_dict), path))
 
-        def keep() -> None:
-            assert self._later is not None
-            self._later.append((host_copy(state_dict), path))
-
-        self.attempt(write if self._later is None else keep)
+        self.attempt(write)
 
     def write_kept(self, wanted: Callable[[], bool]) -> None:
         """Write what was kept for later, while it is `wanted`; called by another thread."""

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from megatron.atomic_files import sync_directory, write_text
+from megatron.atomic_files import read_json, sync_directory, write_text
 from megatron.errors import CheckpointError
 
 TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
@@ -85,7 +85,7 @@ class CheckpointStore:
 
     def prepare(self, step: int) -> None:
         """An empty place to write checkpoint `step` to."""
-        shutil.rmtree(self.staging / tag_of(step), ignore_errors=True)
+        self.discard(step)
         (self.staging / tag_of(step)).mkdir(parents=True)
 
     def commit(self, step: int, sums: Sums | None = None) -> Path:
@@ -227,31 +227,19 @@ def write_checksums(
 def read_checksums(directory: Path) -> Sums | None:
     """What the file says; None if there is none, an error if it cannot be used."""
     path = directory / CHECKSUMS
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"{CHECKSUMS} is too large to be one")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         return None
-    except (OSError, ValueError, RecursionError):
-        raise CheckpointError(f"{CHECKSUMS} is not readable") from None
-    if not isinstance(content, dict) or not content:
-        raise CheckpointError(f"{CHECKSUMS} lists no files")
+    content = read_json(path) if path.stat().st_size <= MAX_BYTES else None
+    if not content:
+        raise CheckpointError(f"{CHECKSUMS} is not readable, or lists no files")
     sums: Sums = {}
     for name, entry in content.items():
-        if not _is_entry(entry) or not _stays_inside(name):
-            raise CheckpointError(f"{CHECKSUMS} is not readable (entry {name!r:.80})")
-        sums[name] = (entry[0], entry[1])
+        match entry:
+            case [int(size), str(crc)] if _stays_inside(name):
+                sums[name] = (size, crc)
+            case _:
+                raise CheckpointError(f"{CHECKSUMS} is not readable (entry {name!r:.80})")
     return sums
-
-
-def _is_entry(entry: Any) -> bool:
-    return (
-        isinstance(entry, list)
-        and len(entry) == 2
-        and type(entry[0]) is int
-        and isinstance(entry[1], str)
-    )
 
 
 def _stays_inside(name: str) -> bool:
@@ -343,8 +331,8 @@ def _acquire(lock: FileLock, directory: Path) -> None:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        owner = _read_owner(directory)
-        if owner is None or owner[0] == socket.gethostname():
+        here = socket.gethostname()
+        if (read_json(directory / OWNER) or {}).get("host", here) == here:
             raise
         print(
             f"{directory}: locked by {_owner(directory)}; waiting up to {WAIT_SECONDS} s for it "
@@ -354,23 +342,16 @@ def _acquire(lock: FileLock, directory: Path) -> None:
         lock.acquire(timeout=WAIT_SECONDS, poll_interval=1)
 
 
+def _owner(directory: Path) -> str:
+    match read_json(directory / OWNER):
+        case {"host": str(host), "process": int(process)}:
+            return f"process {process} on {host:.80}"
+    return "another process"
+
+
 def release(directory: Path) -> None:
     """Let another training have the directory."""
     lock = _held.pop(directory.resolve(), None)
     if lock is not None:
         (directory / OWNER).unlink(missing_ok=True)
         lock.release()
-
-
-def _owner(directory: Path) -> str:
-    owner = _read_owner(directory)
-    return "another process" if owner is None else f"process {owner[1]} on {owner[0]}"
-
-
-def _read_owner(directory: Path) -> tuple[str, int] | None:
-    """Host and process that hold the directory."""
-    try:
-        about: Any = json.loads((directory / OWNER).read_text(encoding="utf-8"))
-        return str(about["host"])[:80], int(about["process"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
