@@ -67,11 +67,8 @@ def write_hf(
     if problem:
         warnings.warn(f"the export has no tokenizer: {problem}", stacklevel=2)
     ours = isinstance(config, KerpleNeoXConfig)
-    weights = to_hf_names(
-        cast_weights(checkpoint.weights, dtype),
-        spec.num_layers,
-        head="lm_head.weight" if ours else "embed_out.weight",
-    )
+    weights = cast_weights(checkpoint.weights, dtype)
+    weights = to_hf_names(weights, spec.num_layers, config.model_type)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     for path in folder.glob("*.safetensors"):  # written for their owner's eyes only
         path.chmod(0o666 & ~_umask())

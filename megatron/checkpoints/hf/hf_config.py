@@ -25,12 +25,12 @@ _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_tanh")
 
 
 # What transformers' GPTNeoXConfig can say; any other key must be as it is by default.
-_PLAIN_KEYS = {
+_SAME_NAME = {
     "num_layers", "hidden_size", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "seq_length", "pos_emb", "rotary_pct", "rotary_emb_base",
-    "activation", "gpt_j_residual", "use_bias_in_attn_linear", "hidden_dropout",
+    "max_position_embeddings", "gpt_j_residual", "use_bias_in_attn_linear", "hidden_dropout",
     "attention_dropout", "init_method_std",
 }  # fmt: skip
+_SAID_OTHERWISE = {"seq_length", "pos_emb", "rotary_pct", "rotary_emb_base", "activation"}
 # What rotary models never look at.
 _OF_OTHER_POSITIONS = {
     "rpe_num_buckets", "rpe_max_distance", "kerple_constraint", "kerple_bias_scale",
@@ -40,7 +40,8 @@ _OF_OTHER_POSITIONS = {
 
 def is_plain_gpt_neox(spec: ModelSpec) -> bool:
     """Whether transformers' own GPTNeoXForCausalLM computes exactly this model."""
-    shaping = {key.key for key in hugging_face_keys()} - _PLAIN_KEYS - _OF_OTHER_POSITIONS
+    free = _SAME_NAME | _SAID_OTHERWISE | _OF_OTHER_POSITIONS
+    shaping = {key.key for key in hugging_face_keys()} - free
     return (
         canonical_name(spec.pos_emb) == "rotary"
         and spec.activation_name in ("gelu", "gelu_tanh", "relu")
@@ -52,18 +53,24 @@ def hf_config(
     spec: ModelSpec, *, iteration: int, eos: int | None, own_kernel: bool
 ) -> PretrainedConfig:
     """GPTNeoXConfig where that is the same model, else KerpleNeoXConfig."""
-    values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
-    values |= {
+    keys = hugging_face_keys()
+    values = {key.name: getattr(spec, key.key) for key in keys}
+    common = {key.name: values[key.name] for key in keys if key.key in _SAME_NAME} | {
         "vocab_size": spec.padded_vocab_size,
         "intermediate_size": spec.ffn_size,
-        "attention_window": spec.attention_window,
-        "hidden_act": spec.activation_name,
         "tie_word_embeddings": not spec.no_weight_tying,
         "bos_token_id": eos,
         "eos_token_id": eos,
     }
+    act = spec.activation_name
     if is_plain_gpt_neox(spec):
-        return _gpt_neox_config(values, spec)
+        common |= {
+            "hidden_act": "gelu_pytorch_tanh" if act == "gelu_tanh" else act,
+            "layer_norm_eps": spec.layernorm_epsilon,
+            "rotary_pct": spec.rotary_pct,
+            "rotary_emb_base": spec.rotary_emb_base,
+        }
+        return GPTNeoXConfig(**common)
     pos_emb = canonical_name(spec.pos_emb)
     if pos_emb not in METHODS and not own_kernel:
         raise CheckpointError(
@@ -72,8 +79,10 @@ def hf_config(
             "write_hf(..., with_kernel_source=True))."
         )
     scaling = spec.rope_scaling
-    values |= {
+    values |= common | {
         "pos_emb": pos_emb,
+        "hidden_act": act,
+        "attention_window": spec.attention_window,
         "norm_eps": getattr(spec, NORM_EPSILONS[spec.norm]),
         "rotary_scaling": scaling.model_dump(exclude_none=True) if scaling else None,
         "iteration": iteration,
@@ -81,30 +90,17 @@ def hf_config(
     return KerpleNeoXConfig(**values)
 
 
-def _gpt_neox_config(values: dict[str, Any], spec: ModelSpec) -> GPTNeoXConfig:
-    same = (
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-        "intermediate_size", "max_position_embeddings", "use_parallel_residual", "attention_bias",
-        "hidden_dropout", "attention_dropout", "initializer_range", "tie_word_embeddings",
-        "bos_token_id", "eos_token_id", "rotary_pct",
-    )  # fmt: skip
-    act = spec.activation_name
-    theirs: dict[str, Any] = {name: values[name] for name in same}
-    theirs |= {
-        "hidden_act": "gelu_pytorch_tanh" if act == "gelu_tanh" else act,
-        "layer_norm_eps": spec.layernorm_epsilon,
-        "rotary_emb_base": spec.rotary_emb_base,
-    }
-    return GPTNeoXConfig(**theirs)
-
-
 def args_from_hf(config: PretrainedConfig, source: Path) -> NeoXArgs:
     """The NeoX config of a Hugging Face folder of ours, or of a GPT-NeoX one."""
-    if isinstance(config, KerpleNeoXConfig):
-        values = _from_kerple(config, source)
-    else:
-        values = _from_gpt_neox(config, source)
+    ours = isinstance(config, KerpleNeoXConfig)
+    values = {
+        key.key: getattr(config, key.name)
+        for key in hugging_face_keys()
+        if ours or key.key in _SAME_NAME
+    }
+    values |= _from_kerple(config) if ours else _from_gpt_neox(config, source)
     values |= {
+        **_activation(config.hidden_act, source),
         "no_weight_tying": not config.tie_word_embeddings,
         "train_micro_batch_size_per_gpu": 1,
     }
@@ -123,43 +119,29 @@ def _activation(name: str, source: Path) -> dict[str, Any]:
     return {"activation": name}
 
 
-def _from_kerple(config: KerpleNeoXConfig, source: Path) -> dict[str, Any]:
-    values = {key.key: getattr(config, key.name) for key in hugging_face_keys()}
+def _from_kerple(config: Any) -> dict[str, Any]:
     window: int | None = config.attention_window
-    return values | {
+    return {
         "sliding_window_width": None if window is None else window - 1,
         NORM_EPSILONS[config.norm]: config.norm_eps,
-        **_activation(config.hidden_act, source),
     }
 
 
-def _from_gpt_neox(config: PretrainedConfig, source: Path) -> dict[str, Any]:
-    values: Any = config
-    rope: Mapping[str, Any] = getattr(values, "rope_parameters", None) or {}
+def _from_gpt_neox(config: Any, source: Path) -> dict[str, Any]:
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind != "default":
         raise CheckpointError(
             f"{source / 'config.json'}: rope_type {kind!r} is not converted; only plain rotary is"
         )
-    share = rope.get("partial_rotary_factor", getattr(values, "rotary_pct", 0.25))
-    base = rope.get("rope_theta", getattr(values, "rotary_emb_base", 10000))
+    share = rope.get("partial_rotary_factor", getattr(config, "rotary_pct", 0.25))
+    base = rope.get("rope_theta", getattr(config, "rotary_emb_base", 10000))
     return {
-        "num_layers": values.num_hidden_layers,
-        "hidden_size": values.hidden_size,
-        "num_attention_heads": values.num_attention_heads,
-        "intermediate_size": values.intermediate_size,
-        "max_position_embeddings": values.max_position_embeddings,
-        "seq_length": values.max_position_embeddings,
-        "gpt_j_residual": values.use_parallel_residual,
-        "use_bias_in_attn_linear": values.attention_bias,
-        "hidden_dropout": values.hidden_dropout,
-        "attention_dropout": values.attention_dropout,
-        "init_method_std": values.initializer_range,
+        "seq_length": config.max_position_embeddings,
         "pos_emb": "rotary",
         "rotary_pct": share,
         "rotary_emb_base": base,
-        "layernorm_epsilon": values.layer_norm_eps,
-        **_activation(values.hidden_act, source),
+        "layernorm_epsilon": config.layer_norm_eps,
     }
 
 
@@ -167,27 +149,34 @@ def _from_gpt_neox(config: PretrainedConfig, source: Path) -> dict[str, Any]:
 
 _LAYER = re.compile(r"^gpt_neox\.layers\.(\d+)\.(.+)$")
 _BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
-_HEADS = ("lm_head.weight", "embed_out.weight")
+HEADS = {"kerple_neox": "lm_head.weight", "gpt_neox": "embed_out.weight"}
+"""What a model of either type calls its head."""
+
+
+def _prefixes(num_layers: int, head: str) -> dict[str, str]:
+    """Ours and theirs, outside the layers."""
+    return {
+        "0.word_embeddings.": "gpt_neox.embed_in.",
+        "0.position_embeddings.": "gpt_neox.embed_positions.",
+        "1.embedding.": "gpt_neox.positions.",
+        f"{num_layers + 3}.norm.": "gpt_neox.final_layer_norm.",
+        f"{num_layers + 4}.final_linear.weight": head,
+    }
 
 
 def to_hf_names(
-    weights: Mapping[str, Tensor], num_layers: int, head: str = "lm_head.weight"
+    weights: Mapping[str, Tensor], num_layers: int, model_type: str
 ) -> dict[str, Tensor]:
     """Canonical names to Hugging Face's."""
-    return {_to_hf(name, num_layers, head): tensor for name, tensor in weights.items()}
+    prefixes = _prefixes(num_layers, HEADS[model_type])
+    return {_to_hf(name, prefixes): tensor for name, tensor in weights.items()}
 
 
-def _to_hf(name: str, num_layers: int, head: str) -> str:
+def _to_hf(name: str, prefixes: Mapping[str, str]) -> str:
+    for ours, theirs in prefixes.items():
+        if name.startswith(ours):
+            return theirs + name[len(ours) :]
     index, rest = split_name(name)
-    if index == 0:
-        embedding, _, leaf = rest.partition(".")
-        return f"gpt_neox.{'embed_in' if 'word' in embedding else 'embed_positions'}.{leaf}"
-    if index == 1:
-        return rest.replace("embedding.", "gpt_neox.positions.", 1)
-    if index == num_layers + 3:
-        return rest.replace("norm.", "gpt_neox.final_layer_norm.", 1)
-    if index == num_layers + 4:
-        return head
     return f"gpt_neox.layers.{index - FIRST_LAYER}.{rest}"
 
 
@@ -195,25 +184,22 @@ def from_hf_names(
     weights: Mapping[str, Tensor], num_layers: int, *, tied: bool
 ) -> dict[str, Tensor]:
     """Hugging Face's names to canonical ones; buffers and a tied head are left out."""
-    result: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        if _BUFFERS.search(name) or (tied and name in _HEADS):
-            continue
-        result[_from_hf(name, num_layers)] = tensor
-    return result
+    prefixes = {
+        theirs: ours
+        for head in HEADS.values()
+        for ours, theirs in _prefixes(num_layers, head).items()
+    }
+    return {
+        _from_hf(name, prefixes, num_layers): tensor
+        for name, tensor in weights.items()
+        if not _BUFFERS.search(name) and not (tied and name in HEADS.values())
+    }
 
 
-def _from_hf(name: str, num_layers: int) -> str:
+def _from_hf(name: str, prefixes: Mapping[str, str], num_layers: int) -> str:
     if match := _LAYER.match(name):
         return f"{int(match[1]) + FIRST_LAYER}.{match[2]}"
-    if name in _HEADS:
-        return f"{num_layers + 4}.final_linear.weight"
-    for theirs, ours in (
-        ("gpt_neox.embed_in.", "0.word_embeddings."),
-        ("gpt_neox.embed_positions.", "0.position_embeddings."),
-        ("gpt_neox.positions.", "1.embedding."),
-        ("gpt_neox.final_layer_norm.", f"{num_layers + 3}.norm."),
-    ):
+    for theirs, ours in prefixes.items():
         if name.startswith(theirs):
             return ours + name[len(theirs) :]
     # Kept under an index of no layer, so that it is listed among the misfits.
