@@ -188,27 +188,18 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     config_class = KerpleNeoXConfig
     base_model_prefix = "gpt_neox"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "embed_in"
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _keep_in_fp32_modules_strict = ["positions", "sinks", "softmax_scale"]  # noqa: RUF012
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=std)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, RMSNorm):
+        super()._init_weights(module)  # matrices, embeddings and torch's norms
+        if isinstance(module, RMSNorm):
             nn.init.ones_(module.scale)
         elif isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
-        elif isinstance(module, nn.LayerNorm):
-            nn.init.ones_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
         elif isinstance(module, TableEmbedding):
             _start(module, module.initial_values())
         elif isinstance(module, Attention):
@@ -242,12 +233,6 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_in
-
-    def set_input_embeddings(self, value: Any) -> None:
-        self.embed_in = value
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -273,7 +258,8 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             self._with_positions(x, position_ids), self.config.hidden_dropout, self.training
         )
         scores = self._scores(x, past, past_key_values, attention_mask)
-        at_once = fits_at_once(x, scores) and self._shares_tables
+        shares_tables = all(layer.positions is None for layer in self.layers)
+        at_once = shares_tables and fits_at_once(x, scores)
         bias, weight = scores.dense() if at_once else (None, None)
         cos, sin = self._angles(position_ids)
         want_attentions = bool(
@@ -301,15 +287,6 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             attentions=tuple(attentions) if want_attentions else None,
         )
 
-    @property
-    def _own_scores(self) -> bool:
-        """Whether heads have scores of their own even without tables."""
-        return bool(self.config.forget_gate or self.config.attention_sinks)
-
-    @property
-    def _shares_tables(self) -> bool:
-        return all(layer.positions is None for layer in self.layers)
-
     def _angles(self, position_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if self.rotary is None:
             return None, None
@@ -334,10 +311,9 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self, x: Tensor, past: int | Tensor, cache: Any, attention_mask: Tensor | None
     ) -> Scores:
         keys = cache_capacity(cache) or int(past) + x.shape[1]
-        heads = self.config.num_attention_heads if self._own_scores else 1
-        tables: Tables = (None, None)
-        if self.positions is not None:
-            tables = self.positions(keys)
+        gates_or_sinks = self.config.forget_gate or self.config.attention_sinks
+        heads = self.config.num_attention_heads if gates_or_sinks else 1
+        tables: Tables = (None, None) if self.positions is None else self.positions(keys)
         return Scores(
             tables, past, x.shape[1], keys, self.config.attention_window,
             allowed_keys(attention_mask, keys), x.device, heads=heads,
@@ -355,12 +331,6 @@ class KerpleNeoXForCausalLM(KerpleNeoXPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: Any) -> None:
-        self.lm_head = new_embeddings
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -370,8 +340,6 @@ class KerpleNeoXForCausalLM(KerpleNeoXPreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
@@ -383,8 +351,7 @@ class KerpleNeoXForCausalLM(KerpleNeoXPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
+            **kwargs,
         )
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, last])
