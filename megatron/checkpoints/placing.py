@@ -116,8 +116,7 @@ def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> st
 
 
 def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) -> dict[str, Tensor]:
-    weights = dict(checkpoint.weights)
-    _adapt_kernel(weights, checkpoint.spec, spec)
+    weights = with_constraint(checkpoint.weights, checkpoint.spec, spec.kerple_constraint)
     if spec.kerple_share == "per_layer" and checkpoint.spec.kerple_share == "all":
         for name in [name for name in weights if name.startswith("1.embedding.")]:
             shared = weights.pop(name)
@@ -128,21 +127,22 @@ def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) ->
     return weights
 
 
-def _adapt_kernel(weights: dict[str, Tensor], source: ModelSpec, target: ModelSpec) -> None:
-    """Constraints store the same value differently: translate between them."""
-    if source.kerple_constraint == target.kerple_constraint:
-        return
-    cls = positional_embedding_class(source.pos_emb)
-    if not issubclass(cls, DistanceKernel):
-        return
-    old = constraint_named(source.kerple_constraint)
-    new = constraint_named(target.kerple_constraint)
+def with_constraint(
+    weights: Mapping[str, Tensor], spec: ModelSpec, constraint: str
+) -> dict[str, Tensor]:
+    """Constraints store the same value differently: a model's kernel as another would store it."""
+    cls = positional_embedding_class(spec.pos_emb)
+    if constraint == spec.kerple_constraint or not issubclass(cls, DistanceKernel):
+        return dict(weights)
+    old, new = constraint_named(spec.kerple_constraint), constraint_named(constraint)
+    result = dict(weights)
     for name, raw in weights.items():
         rest = split_name(name)[1]
         bounds = cls.learnable.get(rest.rpartition(".")[2])
         if bounds is not None and rest.startswith(("embedding.", "positions.")):
             with torch.no_grad():
-                weights[name] = new.raw(old.value(raw.float(), bounds), bounds)
+                result[name] = new.raw(old.value(raw.float(), bounds), bounds)
+    return result
 
 
 def _adapt_vocabulary(weights: dict[str, Tensor], spec: ModelSpec, vocab_size: int) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import ModelSpec
@@ -164,13 +163,8 @@ def meaning_then(saved: Mapping[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if "lr_decay_rule" not in saved:
         changes["lr_decay_rule"] = "earlier"
-    if "mlp_multiple_of" not in saved:  # GPT-NeoX's rules for these came with it
-        changes |= _sizes_then(saved)
-    return changes
-
-
-def _sizes_then(saved: Mapping[str, Any]) -> dict[str, Any]:
-    changes: dict[str, Any] = {}
+    if "mlp_multiple_of" in saved:  # GPT-NeoX's rules for the rest came with it
+        return changes
     activation = saved.get("activation")
     if activation in GATED_ACTIVATIONS:  # the size was the width, in steps of 64 by default
         width = saved.get("intermediate_size") or -(-(8 * saved["hidden_size"] // 3) // 64) * 64
@@ -225,18 +219,6 @@ PATHS = frozenset(
 """Files may move to another directory; their contents are compared by the run's manifest."""
 
 
-class Difference(NamedTuple):
-    """A key, its value in the checkpoint, and its value now."""
-
-    key: str
-    saved: Any
-    now: Any
-
-    def __str__(self) -> str:
-        saved, now = _short(self.saved), _short(self.now)
-        return f"{self.key} is {saved} in the checkpoint and {now} in the config"
-
-
 def check_agreement(
     directory: Path, args: NeoXArgs, *, batch_size: int | None, saved_batch_size: int | None
 ) -> list[str]:
@@ -251,18 +233,21 @@ def check_agreement(
     saved |= meaning_then(saved)
     found = differences(saved, args)
     if saved_batch_size and batch_size and saved_batch_size != batch_size:
-        found.append(Difference("train_batch_size", saved_batch_size, batch_size))
+        found["train_batch_size"] = (saved_batch_size, batch_size)
+    told = {
+        key: f"{key} is {_short(before)} in the checkpoint and {_short(now)} in the config"
+        for key, (before, now) in found.items()
+    }
     allowed = set(args.checkpoint.allow_changed or ())
-    refused = [one for one in found if allowed.isdisjoint({one.key, one.key.partition(".")[0]})]
+    refused = [key for key in found if allowed.isdisjoint({key, key.partition(".")[0]})]
     if refused:
-        keys = ", ".join(dict.fromkeys(one.key for one in refused))
         raise CheckpointError(
             f"{directory}: this config is not the one it was trained with: "
-            f"{'; '.join(map(str, refused))}. Set it back; or start a new run with another `save` "
-            "(and `finetune: true` to begin from these weights); or, to continue with the change, "
-            f"add allow_changed: [{keys}]."
+            f"{'; '.join(told[key] for key in refused)}. Set it back; or start a new run with "
+            "another `save` (and `finetune: true` to begin from these weights); or, to continue "
+            f"with the change, add allow_changed: [{', '.join(refused)}]."
         )
-    lines = [f"{one}, as allow_changed says" for one in found]
+    lines = [f"{difference}, as allow_changed says" for difference in told.values()]
     before, now = saved.get("train_iters"), args.optimization.train_iters
     if isinstance(before, int) and now is not None and now != before:
         lines.append(
@@ -272,59 +257,33 @@ def check_agreement(
     return lines
 
 
-def differences(saved: Mapping[str, Any], args: NeoXArgs) -> list[Difference]:
-    """Keys that decide what the run computes and are not what they were."""
-    now = args.to_dict()
+def differences(saved: Mapping[str, Any], args: NeoXArgs) -> dict[str, tuple[Any, Any]]:
+    """Keys that decide what the run computes and are not what they were: both values."""
     options = args.optimization
     chosen = options.override_lr_scheduler or options.use_checkpoint_lr_scheduler
     free = FREE | (SCHEDULE if chosen else frozenset())
-    keys = [key for key, group in OWNER.items() if group in COMPARED_GROUPS and key not in free]
-    found = []
-    for key in [*keys, *COMPARED_BESIDES]:
-        default = _default(key)
-        before, after = saved.get(key, default), now.get(key, default)
-        if key == "pos_emb":
-            before, after = _canonical(before), _canonical(after)
-        if key == "optimizer":
-            found += _optimizer_differences(before, after, free)
-        elif _plain(key, before) != _plain(key, after):
-            found.append(Difference(key, before, after))
-    return found
-
-
-def _optimizer_differences(before: Any, after: Any, free: frozenset[str]) -> list[Difference]:
-    """`optimizer: {type, params: {...}}`, one difference per value."""
-    flat = [_flat_optimizer(value) for value in (before, after)]
-    return [
-        Difference(f"optimizer.{name}", flat[0].get(name), flat[1].get(name))
-        for name in sorted({*flat[0], *flat[1]})
-        if name.removeprefix("params.") not in free and flat[0].get(name) != flat[1].get(name)
-    ]
-
-
-def _flat_optimizer(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {}
-    kind = str(value.get("type", "")).lower()
-    params = value.get("params")
-    inner = params if isinstance(params, dict) else {}
-    # Several names for one and the same arithmetic.
-    adam = ("adam", "adamw", "fused_adam", "cpu_adam", "cpu_torch_adam")
+    before, now = _compared(saved, free), _compared(args.to_dict(), free)
     return {
-        "type": "adam" if kind in adam else kind,
-        **{f"params.{name}": _number(item) for name, item in inner.items()},
+        key: (before.get(key), now.get(key))
+        for key in before | now
+        if _plain(key, before.get(key)) != _plain(key, now.get(key))
     }
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_number(item) for item in value]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number else value
-
-
-def _canonical(name: Any) -> Any:
-    return canonical_method(name) if isinstance(name, str) else name
+def _compared(config: Mapping[str, Any], free: frozenset[str]) -> dict[str, Any]:
+    """The values to compare, those of `optimizer: {type, params: {...}}` one by one."""
+    keys = [key for key, group in OWNER.items() if group in COMPARED_GROUPS and key not in free]
+    values = {key: config.get(key, _default(key)) for key in [*keys, *COMPARED_BESIDES]}
+    optimizer = values.pop("optimizer")
+    if isinstance(optimizer, dict):
+        kind, params = str(optimizer.get("type", "")).lower(), optimizer.get("params")
+        # Several names for one and the same arithmetic.
+        adam = ("adam", "adamw", "fused_adam", "cpu_adam", "cpu_torch_adam")
+        values["optimizer.type"] = "adam" if kind in adam else kind
+        for name, value in params.items() if isinstance(params, dict) else ():
+            if name not in free:
+                values[f"optimizer.params.{name}"] = value
+    return values
 
 
 def _default(key: str) -> Any:
@@ -333,10 +292,13 @@ def _default(key: str) -> Any:
     return default.model_dump(exclude_none=True) if hasattr(default, "model_dump") else default
 
 
-def _plain(key: str, value: Any) -> str:
+def _plain(key: str, value: Any) -> Any:
+    """A value to compare by."""
+    if key == "pos_emb" and isinstance(value, str):
+        return canonical_method(value)
     if key in PATHS and value is not None:
-        value = [Path(str(item)).name for item in (value if isinstance(value, list) else [value])]
-    return json.dumps(_number(value), sort_keys=True, default=str)
+        return [Path(str(item)).name for item in (value if isinstance(value, list) else [value])]
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _short(value: Any) -> str:

@@ -41,7 +41,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from torch import Tensor, nn
 
-from megatron.checkpoints.safe_files import load_file, read_object
+from megatron.checkpoints.safe_files import load_file, load_mapping, read_object
 from megatron.checkpoints.sharding import Sharding, split_name, strip_prefix
 from megatron.errors import CheckpointError
 from megatron.mpu.parallel_layers import whole_shape
@@ -50,7 +50,7 @@ PARAMETERS = "zero"
 OPTIMIZER = "optimizer_state.pt"
 INDEX = "universal.json"
 LATEST = "latest_universal"
-NEEDED = {"iteration", "consumed_samples", "lr_scheduler", "skipped_steps"}
+COUNTS = ("iteration", "consumed_samples", "skipped_steps")
 # DeepSpeed looks for the first without ZeRO 3, for the second with it.
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 STEP = "step"
@@ -108,34 +108,22 @@ def common_step(directory: Path) -> Tensor:
 
 
 def read_progress(directory: Path) -> dict[str, Any]:
-    """Where training stood: our index, or what DeepSpeed's converter copied."""
-    if (directory / INDEX).is_file():
-        return _index_of(directory / INDEX)
-    return progress_in_model_states(directory)
-
-
-def _index_of(file: Path) -> dict[str, Any]:
-    content = read_object(file)
-    if content.get("format") != 1:
-        raise CheckpointError(f"{file}: is not format 1 of a universal checkpoint's index")
-    counts = ("iteration", "consumed_samples", "skipped_steps")
-    if not all(type(content.get(key)) is int for key in counts) or "schedule" not in content:
-        raise CheckpointError(f"{file}: does not say where training stood")
-    return content
-
-
-def progress_in_model_states(directory: Path) -> dict[str, Any]:
-    """Where training stood, from DeepSpeed's own file."""
-    file = next((directory / name for name in MODEL_STATES if (directory / name).is_file()), None)
-    if file is None:
+    """Where training stood: our index, or else DeepSpeed's own file."""
+    names = [name for name in (INDEX, *MODEL_STATES) if (directory / name).is_file()]
+    if not names:
         raise CheckpointError(f"{directory}: neither {INDEX} nor {MODEL_STATES[0]} is there")
-    state = load_file(file)
-    if not isinstance(state, dict) or not state.keys() >= NEEDED:
+    file = directory / names[0]
+    content = read_object(file) if file.name == INDEX else load_mapping(file)
+    if file.name == INDEX and content.get("format") != 1:
+        raise CheckpointError(f"{file}: is not format 1 of a universal checkpoint's index")
+    schedule = "schedule" if file.name == INDEX else "lr_scheduler"
+    if schedule not in content or any(type(content.get(key)) is not int for key in COUNTS):
         raise CheckpointError(
-            f"{file}: does not say where training stood ({', '.join(sorted(NEEDED))}); only "
+            f"{file}: does not say where training stood ({', '.join(COUNTS)}, {schedule}); only "
             "checkpoints of train.py can be resumed"
         )
-    return {"schedule" if key == "lr_scheduler" else key: state[key] for key in NEEDED}
+    kept = {key: content[key] for key in (*COUNTS, "vocab_size") if key in content}
+    return {**kept, "schedule": content[schedule]}
 
 
 # What DeepSpeed wants to know of a model to write or read its universal checkpoints.

@@ -36,7 +36,6 @@ from megatron.checkpoints.universal import (
     optimizer_state,
     other_names,
     parameter_folders,
-    progress_in_model_states,
     read_progress,
     read_states,
 )
@@ -161,7 +160,7 @@ def load_zero3_weights(
         return {WEIGHT: _found(name, weights, directory).detach()}
 
     place(engine, whole_weight, Sharding.of(model, neox=False), tp, directory)
-    progress = progress_in_model_states(directory)
+    progress = read_progress(directory)
     continue_from(engine, progress, schedule=schedule)
     return progress
 

@@ -10,6 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from megatron.checkpoints.placing import with_constraint
 from megatron.checkpoints.reading import Checkpoint
 from megatron.checkpoints.saved_config import RESOLVED
 from megatron.checkpoints.sharding import (
@@ -22,9 +23,7 @@ from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
-from megatron.model.learned_numbers import constraint_named
-from megatron.model.position_base import DistanceKernel
-from megatron.model.position_names import canonical_name, positional_embedding_class
+from megatron.model.position_names import canonical_name
 from megatron.model.positional_embeddings import alibi_slopes
 from megatron.neox_arguments import OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import method
@@ -80,7 +79,8 @@ def write_neox(
     """A checkpoint that GPT-NeoX (or, for KERPLE kernels, the official code) loads."""
     spec = checkpoint.spec
     config = neox_config(checkpoint.args, spec, mp=mp, pp=pp)
-    weights = neox_weights(cast_weights(checkpoint.weights, dtype), spec)
+    # The official code clamps its kernel's values, which is our `ste`.
+    weights = with_constraint(cast_weights(checkpoint.weights, dtype), spec, "ste")
     shards = [
         neox_shard(shard, spec, rank, mp)
         for rank, shard in enumerate(split_weights(weights, Sharding.of(spec, neox=True), mp))
@@ -159,32 +159,20 @@ _NOT_THEIRS = KEYS_OF_OURS | {
 }
 
 
-def is_official_kerple(spec: ModelSpec) -> bool:
-    """Whether only the official KERPLE code has this kernel."""
-    known = method(spec.pos_emb)
-    return known is not None and known.official is not None
-
-
 def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[str, Any]:
     """The YAML to keep beside the weights: keys that they know, and an error for what they lack."""
     known = method(spec.pos_emb)
-    pos_emb = known.name if known else spec.pos_emb
-    lacking = []
+    lacking = [key for key in (*SCORE_TERMS, "rope_scaling") if getattr(spec, key)]
     if known is None or not (known.in_neox or known.official):
         lacking.append(f"pos_emb: {spec.pos_emb}")
-    if is_official_kerple(spec) and spec.kerple_bias_scale == "pre":
-        lacking.append("kerple_bias_scale: pre")
-    if is_official_kerple(spec):  # older than these keys of GPT-NeoX
-        lacking += [
-            f"pos_emb: {spec.pos_emb} with {key}"
-            for key in ("num_kv_heads", "use_qk_layernorm")
-            if getattr(spec, key)
-        ]
-    if spec.kerple_share == "per_layer" and pos_emb not in ("rotary", "learned", "none", "alibi"):
+    elif known.official:  # older than these keys of GPT-NeoX
+        newer = [key for key in ("num_kv_heads", "use_qk_layernorm") if getattr(spec, key)]
+        lacking += [f"pos_emb: {spec.pos_emb} with {key}" for key in newer]
+        if spec.kerple_bias_scale == "pre":
+            lacking.append("kerple_bias_scale: pre")
+    without_kernel = ("rotary", "learned", "none", "alibi")
+    if spec.kerple_share == "per_layer" and (known is None or known.name not in without_kernel):
         lacking.append("kerple_share: per_layer")
-    lacking += [key for key in SCORE_TERMS if getattr(spec, key)]
-    if spec.rope_scaling:
-        lacking.append("rope_scaling")
     if lacking:
         raise CheckpointError(
             f"neither GPT-NeoX nor the official KERPLE code has {', '.join(lacking)}; "
@@ -201,25 +189,13 @@ def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[st
     return config
 
 
-def neox_weights(weights: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Kernel values as the official code stores them: it knows no softplus, it clamps."""
-    cls = positional_embedding_class(spec.pos_emb)
-    if spec.kerple_constraint == "ste" or not issubclass(cls, DistanceKernel):
-        return dict(weights)
-    constraint = constraint_named(spec.kerple_constraint)
-    result = dict(weights)
-    for parameter, bounds in cls.learnable.items():
-        name = f"1.embedding.{parameter}"
-        with torch.no_grad():
-            result[name] = constraint.value(weights[name].float(), bounds)
-    return result
-
-
 def neox_shard(
     shard: Mapping[str, Tensor], spec: ModelSpec, rank: int, mp: int
 ) -> dict[str, Tensor]:
     """One model-parallel rank's weights under their names, the kernel written into each layer."""
     kernel = {ours: theirs for theirs, ours in official_kernel_names(spec.pos_emb).items()}
+    known = method(spec.pos_emb)
+    is_official = known is not None and known.official is not None
     per_layer: dict[str, Tensor] = {}
     result: dict[str, Tensor] = {}
     for name, tensor in shard.items():
@@ -229,7 +205,7 @@ def neox_shard(
             stored = tensor if parameter == "weight" else tensor.reshape(-1, 1, 1)
             per_layer[f"attention.rpe.{kernel[parameter]}"] = stored
             continue
-        if not is_official_kerple(spec):
+        if not is_official:
             rest = rest.replace("mlp.dense_h_to_4h.", "mlp.linear1.")
             rest = rest.replace("mlp.dense_4h_to_h.", "mlp.linear2.")
         result[f"{index}.{rest}"] = tensor
