@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoints.reading import Checkpoint, Layout
 from megatron.checkpoints.safe_files import load_mapping
@@ -76,34 +75,27 @@ def _is_kernel(name: str) -> bool:
     return split_name(name)[1].startswith(("embedding.", "positions."))
 
 
-@dataclass(frozen=True)
-class KernelReport:
-    """One kernel: its values per head in effect, and how far each head looks."""
+def kernel_of(checkpoint: Checkpoint, longest: int = 20480) -> list[dict[str, Any]]:
+    """The kernels of a checkpoint: one, or one per layer; none where positions are not tables.
 
-    layer: int | None
-    values: dict[str, list[float]]
-    effective_lengths: list[int | None] = field(default_factory=list)
-    """None: further than the longest distance looked at."""
-
-
-def kernel_of(checkpoint: Checkpoint, longest: int = 20480) -> list[KernelReport]:
-    """The kernels of a checkpoint: one, or one per layer; none where positions are not tables."""
+    Each with its values per head in effect, and how far each head looks (None: beyond `longest`).
+    """
     spec = checkpoint.spec
     module = build_positional_embedding(spec.pos_emb, PositionOptions(spec))
     if not isinstance(module, TableEmbedding):
         return []
-    per_layer = spec.kerple_share == "per_layer"
-    prefixes: list[tuple[int | None, str]] = (
-        [(n, f"{FIRST_LAYER + n}.positions.") for n in range(spec.num_layers)]
-        if per_layer
-        else [(None, "1.embedding.")]
-    )
-    return [_report(module, checkpoint, layer, prefix, longest) for layer, prefix in prefixes]
+    prefixes: dict[int | None, str] = {None: "1.embedding."}
+    if spec.kerple_share == "per_layer":
+        prefixes = {n: f"{FIRST_LAYER + n}.positions." for n in range(spec.num_layers)}
+    return [
+        {"layer": layer, **_report(module, checkpoint, prefix, longest)}
+        for layer, prefix in prefixes.items()
+    ]
 
 
 def _report(
-    module: TableEmbedding, checkpoint: Checkpoint, layer: int | None, prefix: str, longest: int
-) -> KernelReport:
+    module: TableEmbedding, checkpoint: Checkpoint, prefix: str, longest: int
+) -> dict[str, Any]:
     state = {
         name.removeprefix(prefix): tensor.float()
         for name, tensor in checkpoint.weights.items()
@@ -118,38 +110,29 @@ def _report(
         ) from error
     with torch.no_grad():
         bias = module(longest + 1).bias
-    lengths = effective_length(bias, longest) if bias is not None else []
-    values = {name: value.tolist() for name, value in module.kernel_values().items()}
-    return KernelReport(layer, values, lengths)
+    return {
+        "values": {name: value.tolist() for name, value in module.kernel_values().items()},
+        "effective_lengths": effective_length(bias, longest) if bias is not None else [],
+    }
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One weight or config key in which two checkpoints differ."""
-
-    name: str
-    what: str
-    size: float = math.inf
-
-
-def compare(first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
+def compare(first: Checkpoint, second: Checkpoint) -> Iterator[dict[str, Any]]:
     """Config keys, then weights: absent, of another shape, or of other values."""
     ours, theirs = first.args.to_dict(), second.args.to_dict()
     for key in sorted({*ours, *theirs}):
         if ours.get(key) != theirs.get(key):
-            yield Difference(key, f"{ours.get(key)!r} | {theirs.get(key)!r}")
+            what = f"{ours.get(key)!r} | {theirs.get(key)!r}"
+            yield {"name": key, "what": what, "size": math.inf}
     for name in sorted({*first.weights, *second.weights}, key=split_name):
         a, b = first.weights.get(name), second.weights.get(name)
+        size = math.inf
         if a is None or b is None:
-            yield Difference(name, f"only in the {'second' if a is None else 'first'}")
+            what = f"only in the {'second' if a is None else 'first'}"
         elif a.shape != b.shape:
-            yield Difference(name, f"shape {tuple(a.shape)} | {tuple(b.shape)}")
-        elif (largest := _largest_difference(a, b)) > 0:
+            what = f"shape {tuple(a.shape)} | {tuple(b.shape)}"
+        else:
+            size = float((a.float() - b.float()).abs().max()) if a.numel() else 0.0
             spread = float(a.float().std(correction=0))
-            yield Difference(
-                name, f"differs by up to {largest:.3g} (standard deviation {spread:.3g})", largest
-            )
-
-
-def _largest_difference(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).abs().max()) if a.numel() else 0.0
+            what = f"differs by up to {size:.3g} (standard deviation {spread:.3g})"
+        if size > 0:
+            yield {"name": name, "what": what, "size": size}

@@ -13,7 +13,7 @@ in a plain model, `tied_modules.embedding.x` for a tied embedding in a pipeline.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,27 +167,43 @@ def conversion_info(
     shapes: Mapping[str, tuple[int, ...]], sharding: Sharding, tp_size: int
 ) -> dict[str, Any]:
     """Patterns of parameter names by how their tensor-parallel slices are joined."""
-    names = {name: strip_prefix(name, Path("model")) for name in shapes}
-    words = [name for name, canonical in names.items() if _is_cut_by_word(canonical, sharding)]
-    info = {
-        TP_REPLICATED_PARAMETER_PATTERNS: [n for n, c in names.items() if sharding.dim(c) is None],
-        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: [
-            n for n, c in names.items() if sharding.dim(c) == 1
-        ],
-        PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: [
-            n for n, c in names.items() if len(_parts(c, shapes[n], sharding)) == 2
-        ],
-        VOCABULARY_PARAMETER_PATTERNS: words,
-        # The embedding of a tied head is on the last stage too.
-        PIPELINE_REPLICATED_PARAMETER_PATTERNS: [n for n in names if n.startswith(TIED)],
+    names: dict[str, set[str]] = {
+        TP_REPLICATED_PARAMETER_PATTERNS: set(),
+        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: set(),
+        PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: set(),
+        VOCABULARY_PARAMETER_PATTERNS: set(),
+        PIPELINE_REPLICATED_PARAMETER_PATTERNS: set(),
     }
-    return {
+    rows, uneven, widths = 0, {}, {}
+    for name, shape in shapes.items():
+        canonical = strip_prefix(name, Path("model"))
+        pattern, dim = _pattern(name, canonical), sharding.dim(canonical)
+        parts = _parts(canonical, shape, sharding)
+        if dim is None:
+            names[TP_REPLICATED_PARAMETER_PATTERNS].add(pattern)
+        elif dim == 1:
+            names[PARAMETER_WITH_ROW_PARALLELISM_PATTERNS].add(pattern)
+        if len(set(parts)) > 1:  # queries, keys and values of grouped heads
+            whole = (tuple(part * tp_size for part in parts), *shape[1:])
+            uneven[pattern] = {"patterns": [pattern], "shape": whole, "partition_dim": 0}
+            widths[pattern] = [[part] * tp_size for part in parts]
+        elif len(parts) == 2:
+            names[PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0].add(pattern)
+        if _is_cut_by_word(canonical, sharding):
+            names[VOCABULARY_PARAMETER_PATTERNS].add(pattern)
+            rows = max(rows, shape[0])
+        if name.startswith(TIED):  # the embedding of a tied head is on the last stage too
+            names[PIPELINE_REPLICATED_PARAMETER_PATTERNS].add(pattern)
+    info = {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         # DeepSpeed drops the rows from here on. Rows of padding are trained like others: keep all.
-        ORIGINAL_VOCAB_SIZE: max((shapes[name][0] for name in words), default=0) * tp_size,
-        **{key: _patterns(found) for key, found in info.items()},
-        **_uneven_parts(shapes, names, sharding, tp_size),
+        ORIGINAL_VOCAB_SIZE: rows * tp_size,
+        **{key: sorted(found) for key, found in names.items()},
     }
+    if uneven:
+        info[PARAMETER_WITH_SUB_PARAMS] = list(uneven.values())
+        info[SUB_PARAM_SHARD_WIDTHS] = widths
+    return info
 
 
 def _parts(name: str, shape: Sequence[int], sharding: Sharding) -> list[int]:
@@ -195,38 +211,15 @@ def _parts(name: str, shape: Sequence[int], sharding: Sharding) -> list[int]:
     return [] if dim is None else sharding.parts(name, shape[dim])
 
 
-def _uneven_parts(
-    shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str], sharding: Sharding, tp: int
-) -> dict[str, Any]:
-    """Queries, keys and values of grouped heads: whole sizes, and each rank's share of them."""
-    described, widths = {}, {}
-    for name, canonical in names.items():
-        parts = _parts(canonical, shapes[name], sharding)
-        if len(set(parts)) > 1:
-            (pattern,) = _patterns([name])
-            whole = tuple(part * tp for part in parts)
-            shape = (whole, *shapes[name][1:])
-            described[pattern] = {"patterns": [pattern], "shape": shape, "partition_dim": 0}
-            widths[pattern] = [[part] * tp for part in parts]
-    if not described:
-        return {}
-    return {PARAMETER_WITH_SUB_PARAMS: list(described.values()), SUB_PARAM_SHARD_WIDTHS: widths}
-
-
 def _is_cut_by_word(name: str, sharding: Sharding) -> bool:
     return sharding.has_vocabulary_rows(name) and sharding.dim(name) == 0
 
 
-def _patterns(names: Iterable[str]) -> list[str]:
+def _pattern(name: str, canonical: str) -> str:
     """One expression for the same parameter of all layers; DeepSpeed wants every one used."""
-    found = set()
-    for name in names:
-        if name.startswith(TIED):
-            found.add(f"{re.escape(name)}$")
-        else:
-            rest = split_name(strip_prefix(name, Path("model")))[1]
-            found.add(rf"(sequential\.)?\d+\.{re.escape(rest)}$")
-    return sorted(found)
+    if name.startswith(TIED):
+        return f"{re.escape(name)}$"
+    return rf"(sequential\.)?\d+\.{re.escape(split_name(canonical)[1])}$"
 
 
 def optimizer_state(param_groups: list[dict[str, Any]], step: Tensor | None) -> dict[str, Any]:

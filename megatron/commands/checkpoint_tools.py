@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -57,9 +56,9 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     if args.other is not None:
         other = read_checkpoint(args.other)
         content["other"] = describe(other)
-        content["differences"] = [dataclasses.asdict(d) for d in compare(checkpoint, other)]
+        content["differences"] = list(compare(checkpoint, other))
         return content
-    content["kernels"] = [dataclasses.asdict(k) for k in kernel_of(checkpoint, args.longest)]
+    content["kernels"] = kernel_of(checkpoint, args.longest)
     if not args.no_weights:
         content["weights"] = list(_weights(checkpoint))
     return content

@@ -75,7 +75,7 @@ def find_released(directory: Path) -> list[Released]:
         config["train_iters"] = checkpoint.iteration
         run = Run(folder.name, "released", data, method, seed, 1, config)
         kernels = kernel_of(checkpoint)
-        values = kernels[0].values if kernels else {}
+        values = kernels[0]["values"] if kernels else {}
         results = RunResults(run, kernel=values, last_step=checkpoint.iteration)
         released.append(Released(folder, checkpoint.args, results))
     if not released:
