@@ -246,15 +246,7 @@ def read_checkpoint(
 
         return read_hf_checkpoint(layout)
     args, native = _config_of(layout, config)
-    shards = [
-        canonical_shard(
-            shard,
-            pos_emb=args.model.pos_emb,
-            num_layers=args.model.num_layers,
-            tied=not args.model.no_weight_tying,
-        )
-        for shard in _read_shards(layout)
-    ]
+    shards = [canonical_shard(shard, args.model) for shard in _read_shards(layout)]
     weights = merge_shards(shards, _sharding(args.model, shards, native=native))
     if EMBEDDING not in weights:
         raise CheckpointError(f"{layout.directory}: holds no word_embeddings.weight at layer 0")

@@ -9,10 +9,10 @@ The canonical name is `<layer index>.<name inside the layer>`, as in our own mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -72,17 +72,16 @@ def official_kernel_names(pos_emb: str) -> dict[str, str]:
     return {theirs: ours for ours, theirs in known.official_parameters.items()}
 
 
-def canonical_shard(
-    shard: Mapping[str, Tensor], *, pos_emb: str, num_layers: int, tied: bool
-) -> dict[str, Tensor]:
+def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, Tensor]:
     """One model-parallel rank's weights under canonical names, buffers left out."""
-    kernel = official_kernel_names(pos_emb)
+    kernel = official_kernel_names(model.pos_emb)
+    tied_head = None if model.no_weight_tying else f"{model.num_layers + 4}.word_embeddings.weight"
     result: dict[str, Tensor] = {}
     for name, tensor in shard.items():
         index, rest = split_name(name)
         if rest.startswith(_BUFFERS):
             continue
-        if tied and index == num_layers + 4 and rest == "word_embeddings.weight":
+        if f"{index}.{rest}" == tied_head:
             result.setdefault("0.word_embeddings.weight", tensor)
             continue
         if rest.startswith(_RPE) and rest[len(_RPE) :] in kernel:
@@ -110,32 +109,22 @@ def join_gate(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _position_names(weights: Iterable[str]) -> dict[str, list[str]]:
-    """Kernel parameter -> its names in the layers."""
-    found: dict[str, list[str]] = {}
-    for name in weights:
-        _, rest = split_name(name)
-        if rest.startswith("positions."):
-            found.setdefault(rest[len("positions.") :], []).append(name)
-    return found
-
-
 def share_positions(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The official code writes its one kernel into every layer: keep it once, at index 1.
 
     Under pipeline parallelism its stages trained copies of their own. Where copies differ, they
     stay per layer, and the model is built with `kerple_share: per_layer`.
     """
-    positions = _position_names(weights)
-    for names in positions.values():
-        first = weights[names[0]]
-        if any(not torch.equal(first, weights[name]) for name in names[1:]):
-            return weights
-    moved = {name for names in positions.values() for name in names}
-    result = {name: tensor for name, tensor in weights.items() if name not in moved}
-    for parameter, names in positions.items():
-        result[f"1.embedding.{parameter}"] = weights[names[0]]
-    return result
+    shared: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        _, rest = split_name(name)
+        if rest.startswith("positions."):
+            once = rest.replace("positions.", "1.embedding.", 1)
+            if not torch.equal(shared.setdefault(once, tensor), tensor):
+                return weights
+        else:
+            shared[name] = tensor
+    return shared
 
 
 # Model-parallel shards to whole tensors and back, by canonical name.
@@ -298,15 +287,10 @@ def split_weights(
 
 def read_zero3_shards(layout: Layout) -> list[dict[str, Tensor]]:
     """Each model-parallel rank's tensors, whole, in fp32, named `<index>.<name>`."""
-    shards = []
-    for mp_rank in range(layout.mp_size):
-        shapes = _shapes(layout, mp_rank)
-        pieces = _flat_pieces(layout, mp_rank)
-        whole = _join(shapes, pieces, layout.directory)
-        shards.append(
-            {strip_prefix(name, layout.directory): tensor for name, tensor in whole.items()}
-        )
-    return shards
+    return [
+        _join(_shapes(layout, mp_rank), _flat_pieces(layout, mp_rank), layout.directory)
+        for mp_rank in range(layout.mp_size)
+    ]
 
 
 def _shapes(layout: Layout, mp_rank: int) -> dict[str, torch.Size]:
@@ -326,21 +310,13 @@ def _shapes(layout: Layout, mp_rank: int) -> dict[str, torch.Size]:
 
 def _flat_pieces(layout: Layout, mp_rank: int) -> list[Tensor]:
     """Each data-parallel rank's vector, its parameter groups one after the other."""
-    paths: dict[int, Path] = {
-        dp_rank: path
-        for (dp_rank, rank), path in layout.zero_optimizer_files.items()
-        if rank == mp_rank
-    }
     pieces: list[Tensor] = []
     count = None
-    for dp_rank in range(max(paths, default=-1) + 1):
-        if dp_rank not in paths:
-            break
-        state: dict[str, Any] = load_mapping(paths[dp_rank])
-        optimizer = state.get("optimizer_state_dict") or {}
+    while path := layout.zero_optimizer_files.get((len(pieces), mp_rank)):
+        optimizer = load_mapping(path).get("optimizer_state_dict") or {}
         flat = optimizer.get("fp32_flat_groups")
         if flat is None:
-            raise CheckpointError(f"{paths[dp_rank]}: holds no fp32_flat_groups of ZeRO stage 3")
+            raise CheckpointError(f"{path}: holds no fp32_flat_groups of ZeRO stage 3")
         count = optimizer.get("partition_count", count)
         pieces.append(torch.cat([group.flatten() for group in flat]))
     if not pieces or (isinstance(count, int) and count != len(pieces)):
@@ -362,6 +338,6 @@ def _join(shapes: dict[str, torch.Size], pieces: list[Tensor], source: Path) -> 
         numel = shape.numel()
         length = -(-numel // len(pieces))
         parts = [piece[start : start + length] for piece in pieces]
-        result[name] = torch.cat(parts)[:numel].view(shape)
+        result[strip_prefix(name, source)] = torch.cat(parts)[:numel].view(shape)
         start += length
     return result

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron.atomic_files import read_json
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
@@ -64,7 +65,7 @@ def _library_of(tokenizer: Tokenizer) -> LibraryTokenizer | None:
 
 def _byte_level(size: int) -> LibraryTokenizer:
     """Every byte of the text is its own id: a BPE without merges over GPT-2's byte letters."""
-    vocabulary = {letter: byte for byte, letter in _byte_letters().items() if byte > 0}
+    vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items() if byte > 0}
     vocabulary[BYTE_LEVEL_MARK] = 0
     vocabulary |= {f"<|unused{i}|>": i for i in range(256, size)}
     library = LibraryTokenizer(models.BPE(vocabulary, []))
@@ -74,14 +75,6 @@ def _byte_level(size: int) -> LibraryTokenizer:
     library.decoder = decoders.Sequence([nothing, decoders.ByteLevel()])
     library.add_special_tokens([BYTE_LEVEL_MARK])
     return library
-
-
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter for each byte."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    letters = {byte: chr(byte) for byte in printable}
-    rest = [byte for byte in range(256) if byte not in printable]
-    return letters | {byte: chr(256 + place) for place, byte in enumerate(rest)}
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
@@ -147,7 +140,9 @@ def _needed(tree: ast.Module, cls: type, pos_emb: str) -> list[ast.stmt]:
             f"pos_emb: {pos_emb!r} is not defined at the top of its file; only such a class can "
             "travel with an export"
         )
-    if any(not _is_register(decorator) for decorator in own.decorator_list):
+    called = [each.func for each in own.decorator_list if isinstance(each, ast.Call)]
+    registers = [each for each in called if isinstance(each, ast.Name) and each.id == "register"]
+    if len(registers) < len(own.decorator_list):
         raise CheckpointError(
             f"pos_emb: {pos_emb!r}: decorators other than @register do not travel"
         )
@@ -164,20 +159,13 @@ def _needed(tree: ast.Module, cls: type, pos_emb: str) -> list[ast.stmt]:
     return [*(node for node in tree.body if node in chosen and node is not own), own]
 
 
-def _is_register(decorator: ast.expr) -> bool:
-    called = decorator.func if isinstance(decorator, ast.Call) else None
-    return isinstance(called, ast.Name) and called.id == "register"
-
-
 def _bindings(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-    if isinstance(node, ast.Assign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return [name.id for t in targets for name in ast.walk(t) if isinstance(name, ast.Name)]
-    return []
+    names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
+    return [name.id for name in names if isinstance(name.ctx, ast.Store)]
 
 
 def _travelling(text: str, node: ast.stmt, path: str) -> str:

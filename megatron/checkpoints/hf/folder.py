@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -70,10 +69,9 @@ def write_hf(
     weights = cast_weights(checkpoint.weights, dtype)
     weights = to_hf_names(weights, spec.num_layers, config.model_type)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
+    _write_config(config, folder, weights["gpt_neox.embed_in.weight"].dtype)
     for path in folder.glob("*.safetensors"):  # written for their owner's eyes only
-        path.chmod(0o666 & ~_umask())
-    stored = weights["gpt_neox.embed_in.weight"].dtype
-    _write_config(config, folder, stored)
+        path.chmod((folder / "config.json").stat().st_mode)
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
     if ours:
         _write_code(folder)
@@ -103,12 +101,6 @@ def _write_own_kernel(folder: Path, pos_emb: str) -> None:
     model = folder / "modeling_kerple.py"
     line = f"from .{Path(OWN_KERNEL).stem} import {cls.__name__}  # noqa: E402, F401\n"
     model.write_text(model.read_text(encoding="utf-8") + "\n" + line, encoding="utf-8")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str | None]:
