@@ -16,7 +16,7 @@ from megatron.atomic_files import write_text
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.store import CheckpointStore, tag_of
 from megatron.checkpoints.universal import is_universal
-from megatron.checkpoints.universal_engine import load_universal, load_zero3_weights
+from megatron.checkpoints.universal_engine import load_whole
 from megatron.errors import CheckpointError, KerpleError
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds
@@ -74,13 +74,13 @@ def _load(
     fresh = args.checkpoint.finetune
     optimizer = not (args.checkpoint.no_load_optim or fresh)
     schedule = not fresh
-    if is_universal(directory):
-        return load_universal(
+    universal = is_universal(directory)
+    if not universal:
+        check_layout(directory, args)
+    if universal or (args.optimization.zero_stage_in_effect == 3 and not optimizer):
+        return load_whole(
             engine, directory, args, parallel.tp, optimizer=optimizer, schedule=schedule
         )
-    check_layout(directory, args)
-    if args.optimization.zero_stage_in_effect == 3 and not optimizer:
-        return load_zero3_weights(engine, directory, args.model, parallel.tp, schedule=schedule)
     try:
         _, progress = engine.load_checkpoint(
             str(store.directory),

@@ -20,24 +20,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import (
-    CAT_DIM,
-    ORIGINAL_VOCAB_SIZE,
-    PARAM,
-    PARAM_N_SUB_PARAMS,
-    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
-    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
-    PARAMETER_WITH_SUB_PARAMS,
-    PIPELINE_REPLICATED_PARAMETER_PATTERNS,
-    SUB_PARAM_SHAPE,
-    SUB_PARAM_SHARD_WIDTHS,
-    TP_REPLICATED_PARAMETER_PATTERNS,
-    UNIVERSAL_CHECKPOINT_INFO,
-    UNIVERSAL_CHECKPOINT_VERSION_KEY,
-    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-    VOCAB_TENSOR,
-    VOCABULARY_PARAMETER_PATTERNS,
-)
+from deepspeed.checkpoint import constants as ds
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from torch import Tensor, nn
 
@@ -79,10 +62,9 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return {name: _tensor_in(place / f"{WEIGHT}.pt", mmap=True) for name, place in folders.items()}
 
 
-def read_states(folder: Path, *, optimizer: bool) -> States:
-    """One parameter's fp32 weight and, if asked for, the optimizer's states."""
-    files = sorted(folder.glob("*.pt")) if optimizer else [folder / f"{WEIGHT}.pt"]
-    states = {file.stem: _tensor_in(file) for file in files}
+def read_states(folder: Path) -> States:
+    """One parameter's fp32 weight and the optimizer's states."""
+    states = {file.stem: _tensor_in(file) for file in sorted(folder.glob("*.pt"))}
     if WEIGHT not in states:
         raise CheckpointError(f"{folder}: holds no {WEIGHT}.pt")
     return states
@@ -133,18 +115,18 @@ TIED = "tied_modules."
 
 def described(name: str, whole: Tensor, sharding: Sharding) -> dict[str, Any]:
     """A whole tensor and how tensor parallelism cuts it, as DeepSpeed's loader expects it."""
-    entry: dict[str, Any] = {PARAM: whole}
+    entry: dict[str, Any] = {ds.PARAM: whole}
     dim = sharding.dim(name)
     if dim is not None:
-        entry[CAT_DIM] = dim
+        entry[ds.CAT_DIM] = dim
     parts = _parts(name, whole.shape, sharding)
     if len(set(parts)) > 1:
         shape = (tuple(parts), *whole.shape[1:])
-        entry[SUB_PARAM_SHAPE] = SubparamShape(patterns=[], shape=shape, partition_dim=0)
+        entry[ds.SUB_PARAM_SHAPE] = SubparamShape(patterns=[], shape=shape, partition_dim=0)
     elif len(parts) > 1:
-        entry[PARAM_N_SUB_PARAMS] = len(parts)
+        entry[ds.PARAM_N_SUB_PARAMS] = len(parts)
     if _is_cut_by_word(name, sharding):
-        entry[VOCAB_TENSOR] = True
+        entry[ds.VOCAB_TENSOR] = True
     return entry
 
 
@@ -160,7 +142,7 @@ def note_cuts(module: nn.Module, sharding: Sharding, tp_size: int) -> None:
     stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(stages, own)
     shapes = {name: shape for stage in stages for name, shape in stage.items()}
-    setattr(module, UNIVERSAL_CHECKPOINT_INFO, conversion_info(shapes, sharding, tp_size))
+    setattr(module, ds.UNIVERSAL_CHECKPOINT_INFO, conversion_info(shapes, sharding, tp_size))
 
 
 def conversion_info(
@@ -168,11 +150,11 @@ def conversion_info(
 ) -> dict[str, Any]:
     """Patterns of parameter names by how their tensor-parallel slices are joined."""
     names: dict[str, set[str]] = {
-        TP_REPLICATED_PARAMETER_PATTERNS: set(),
-        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: set(),
-        PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: set(),
-        VOCABULARY_PARAMETER_PATTERNS: set(),
-        PIPELINE_REPLICATED_PARAMETER_PATTERNS: set(),
+        ds.TP_REPLICATED_PARAMETER_PATTERNS: set(),
+        ds.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: set(),
+        ds.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: set(),
+        ds.VOCABULARY_PARAMETER_PATTERNS: set(),
+        ds.PIPELINE_REPLICATED_PARAMETER_PATTERNS: set(),
     }
     rows, uneven, widths = 0, {}, {}
     for name, shape in shapes.items():
@@ -180,29 +162,29 @@ def conversion_info(
         pattern, dim = _pattern(name, canonical), sharding.dim(canonical)
         parts = _parts(canonical, shape, sharding)
         if dim is None:
-            names[TP_REPLICATED_PARAMETER_PATTERNS].add(pattern)
+            names[ds.TP_REPLICATED_PARAMETER_PATTERNS].add(pattern)
         elif dim == 1:
-            names[PARAMETER_WITH_ROW_PARALLELISM_PATTERNS].add(pattern)
+            names[ds.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS].add(pattern)
         if len(set(parts)) > 1:  # queries, keys and values of grouped heads
             whole = (tuple(part * tp_size for part in parts), *shape[1:])
             uneven[pattern] = {"patterns": [pattern], "shape": whole, "partition_dim": 0}
             widths[pattern] = [[part] * tp_size for part in parts]
         elif len(parts) == 2:
-            names[PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0].add(pattern)
+            names[ds.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0].add(pattern)
         if _is_cut_by_word(canonical, sharding):
-            names[VOCABULARY_PARAMETER_PATTERNS].add(pattern)
+            names[ds.VOCABULARY_PARAMETER_PATTERNS].add(pattern)
             rows = max(rows, shape[0])
         if name.startswith(TIED):  # the embedding of a tied head is on the last stage too
-            names[PIPELINE_REPLICATED_PARAMETER_PATTERNS].add(pattern)
+            names[ds.PIPELINE_REPLICATED_PARAMETER_PATTERNS].add(pattern)
     info = {
-        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        ds.UNIVERSAL_CHECKPOINT_VERSION_KEY: ds.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         # DeepSpeed drops the rows from here on. Rows of padding are trained like others: keep all.
-        ORIGINAL_VOCAB_SIZE: rows * tp_size,
+        ds.ORIGINAL_VOCAB_SIZE: rows * tp_size,
         **{key: sorted(found) for key, found in names.items()},
     }
     if uneven:
-        info[PARAMETER_WITH_SUB_PARAMS] = list(uneven.values())
-        info[SUB_PARAM_SHARD_WIDTHS] = widths
+        info[ds.PARAMETER_WITH_SUB_PARAMS] = list(uneven.values())
+        info[ds.SUB_PARAM_SHARD_WIDTHS] = widths
     return info
 
 
@@ -250,7 +232,7 @@ def model_states(progress: Mapping[str, Any]) -> dict[str, Any]:
         "iteration": progress["iteration"],
         "consumed_samples": progress["consumed_samples"],
         "ds_version": deepspeed.__version__,
-        UNIVERSAL_CHECKPOINT_INFO: {
-            UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE
+        ds.UNIVERSAL_CHECKPOINT_INFO: {
+            ds.UNIVERSAL_CHECKPOINT_VERSION_KEY: ds.UNIVERSAL_CHECKPOINT_VERSION_VALUE
         },
     }

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.atomic_files import write_text
 from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.optimizer_view import joined, place, read
+from megatron.checkpoints.optimizer_view import read, write
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
-from megatron.checkpoints.sharding import Sharding, canonical_names
+from megatron.checkpoints.sharding import Sharding, canonical_names, with_rows
 from megatron.checkpoints.universal import (
     INDEX,
     MODEL_STATES,
@@ -32,22 +33,22 @@ from megatron.checkpoints.universal import (
     States,
     common_step,
     described,
+    is_universal,
     model_states,
     optimizer_state,
     other_names,
     parameter_folders,
     read_progress,
     read_states,
+    read_weights,
 )
 from megatron.errors import CheckpointError
 from megatron.mpu import ParallelState, TensorParallel
+from megatron.mpu.parallel_layers import whole_shape
 from megatron.tokenizer import padded_vocab_size
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
-    from megatron.neox_arguments.model_keys import ModelArgs
-
-T = TypeVar("T")
 
 NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems
 
@@ -71,13 +72,17 @@ def export(
     for parameter, states in read(engine):
         name = names[parameter]
         step = states.get(STEP)
-        whole = {key: joined(name, value, sharding, parallel.tp) for key, value in states.items()}
+        whole = {key: _joined(name, value, sharding, parallel.tp) for key, value in states.items()}
         # A tied embedding lies on the last stage too.
         is_copy = name.startswith("0.") and not parallel.is_first_stage
         if writes and not is_copy:
-            _write_parameter(files, directory / PARAMETERS, name, whole, sharding)
-            links = other_names(name, tied=not args.model.no_weight_tying)
-            files.attempt(partial(_link, directory / PARAMETERS, name, links))
+            folder = directory / PARAMETERS / name
+            files.makedirs(str(folder), exist_ok=True)
+            for key, value in whole.items():
+                content = value if key == STEP else described(name, value, sharding)
+                files.save(content, str(folder / f"{key}.pt"))
+            others = other_names(name, tied=not args.model.no_weight_tying)
+            files.attempt(partial(_link, folder, others))
     if dist.get_rank() == 0:
         groups = engine.basic_optimizer.param_groups
         files.save(optimizer_state(groups, step), str(directory / PARAMETERS / OPTIMIZER))
@@ -98,26 +103,26 @@ def progress_of(engine: Any, step: int, consumed_samples: int, vocab_size: int) 
     }
 
 
-def _write_parameter(
-    files: SafeCheckpointEngine, root: Path, name: str, whole: States, sharding: Sharding
-) -> None:
-    files.makedirs(str(root / name), exist_ok=True)
-    for key, value in whole.items():
-        content = value if key == STEP else described(name, value, sharding)
-        files.save(content, str(root / name / f"{key}.pt"))
+def _joined(name: str, value: Tensor, sharding: Sharding, tp: TensorParallel) -> Tensor:
+    """All tensor-parallel ranks' slices as one; scalars (the step count) as they are."""
+    if tp.size == 1 or value.dim() == 0:
+        return value
+    shards = [torch.empty_like(value) for _ in range(tp.size)]
+    dist.all_gather(shards, value.contiguous(), group=tp.group)
+    return sharding.merge(name, shards).contiguous()
 
 
-def _link(root: Path, name: str, others: list[str]) -> None:
+def _link(folder: Path, others: list[str]) -> None:
     """DeepSpeed's loader looks for a folder under the name in its module; ours does not."""
     try:
         for other in others:
-            (root / other).symlink_to(name, target_is_directory=True)
+            (folder.parent / other).symlink_to(folder.name, target_is_directory=True)
     except OSError as error:
         if error.errno not in NO_LINKS_HERE:
             raise
 
 
-def load_universal(
+def load_whole(
     engine: Any,
     directory: Path,
     args: NeoXArgs,
@@ -126,67 +131,58 @@ def load_universal(
     optimizer: bool,
     schedule: bool,
 ) -> dict[str, Any]:
-    """Set this rank's weights and optimizer from whole tensors; returns where training stood."""
-    progress = read_progress(directory)
-    folders = parameter_folders(directory)
+    """Set this rank's weights and optimizer from whole tensors; returns where training stood.
 
-    step = cache(partial(common_step, directory))
-
-    def whole_states(name: str) -> States:
-        states = read_states(_found(name, folders, directory), optimizer=optimizer)
-        if "exp_avg" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
-            states[STEP] = step()
-        _check_optimizer(engine, states, directory)
-        return states
-
-    padded = _padded_vocabulary(progress, args)
-    sharding = Sharding.of(args.model, neox=False)
-    place(engine, whole_states, sharding, tp, directory, padded_vocabulary=padded)
-    continue_from(engine, progress, schedule=schedule)
-    return progress
-
-
-def load_zero3_weights(
-    engine: Any, directory: Path, model: ModelArgs, tp: TensorParallel, *, schedule: bool
-) -> dict[str, Any]:
-    """The weights of a checkpoint of ZeRO 3, without its optimizer.
-
-    DeepSpeed takes them from the newest checkpoint, whichever was asked for, and executes what it
-    reads.
+    `directory` is a universal checkpoint or, without its optimizer, one of ZeRO 3: DeepSpeed takes
+    those weights from the newest checkpoint, whichever was asked for, and executes what it reads.
     """
-    weights = read_checkpoint(directory).weights
-
-    def whole_weight(name: str) -> States:
-        return {WEIGHT: _found(name, weights, directory).detach()}
-
-    place(engine, whole_weight, Sharding.of(model, neox=False), tp, directory)
     progress = read_progress(directory)
-    continue_from(engine, progress, schedule=schedule)
-    return progress
-
-
-def _check_optimizer(engine: Any, states: States, directory: Path) -> None:
-    is_adam = "betas" in engine.basic_optimizer.defaults
-    if len(states) > 1 and is_adam != ("exp_avg" in states):
-        raise CheckpointError(
-            f"{directory} was trained with another kind of optimizer than optimizer.type asks for "
-            f"(it holds {', '.join(sorted(states))}); set that one, or no_load_optim: true"
-        )
-
-
-def _found(name: str, there: Mapping[str, T], directory: Path) -> T:
-    if name not in there:
-        raise CheckpointError(f"{directory}: holds no {name}, which this config's model has")
-    return there[name]
-
-
-def continue_from(engine: Any, progress: dict[str, Any], *, schedule: bool) -> None:
-    """Set DeepSpeed's counters and, if asked for, the schedule."""
-    engine.global_steps = int(progress["iteration"])
-    engine.global_samples = int(progress["consumed_samples"])
-    engine.skipped_steps = int(progress["skipped_steps"])
+    sharding = Sharding.of(args.model, neox=False)
+    rows = _padded_vocabulary(progress, args)
+    states: dict[nn.Parameter, States] = {}
+    for parameter, name, whole in _whole_states(engine, directory, optimizer=optimizer):
+        shape = whole_shape(parameter)
+        share = {key: _share(name, v, shape, sharding, tp, rows) for key, v in whole.items()}
+        if share[WEIGHT].shape != shape:
+            raise CheckpointError(
+                f"{directory}: {name} gives {tuple(share[WEIGHT].shape)}, but this config's model "
+                f"has {tuple(shape)}; resume with the model settings it was trained with"
+            )
+        states[parameter] = share
+    write(engine, states)
+    engine.global_steps = progress["iteration"]
+    engine.global_samples = progress["consumed_samples"]
+    engine.skipped_steps = progress["skipped_steps"]
     if schedule:
         engine.lr_scheduler.load_state_dict(progress["schedule"])
+    return progress
+
+
+def _whole_states(
+    engine: Any, directory: Path, *, optimizer: bool
+) -> Iterator[tuple[nn.Parameter, str, States]]:
+    """This rank's parameters, their names, and what the checkpoint holds for them."""
+    there: Any
+    if optimizer:
+        there = parameter_folders(directory)
+    elif is_universal(directory):
+        there = read_weights(directory)
+    else:
+        there = read_checkpoint(directory).weights
+    step = cache(partial(common_step, directory))
+    is_adam = "betas" in engine.basic_optimizer.defaults
+    for parameter, name in canonical_names(engine.module).items():
+        if name not in there:
+            raise CheckpointError(f"{directory}: holds no {name}, which this config's model has")
+        states = read_states(there[name]) if optimizer else {WEIGHT: there[name].detach()}
+        if "exp_avg" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
+            states[STEP] = step()
+        if len(states) > 1 and is_adam != ("exp_avg" in states):
+            raise CheckpointError(
+                f"{directory} was trained with another kind of optimizer than optimizer.type asks "
+                f"for (it holds {', '.join(sorted(states))}); set that one, or no_load_optim: true"
+            )
+        yield parameter, name, states
 
 
 def _padded_vocabulary(progress: dict[str, Any], args: NeoXArgs) -> int | None:
@@ -198,3 +194,24 @@ def _padded_vocabulary(progress: dict[str, Any], args: NeoXArgs) -> int | None:
         args.model.make_vocab_size_divisible_by,
         args.parallel.model_parallel_size,
     )
+
+
+def _share(
+    name: str,
+    value: Tensor,
+    shape: torch.Size,
+    sharding: Sharding,
+    tp: TensorParallel,
+    rows: int | None,
+) -> Tensor:
+    """This rank's part, of shape `shape`, of a whole tensor; a vocabulary has `rows` here."""
+    if value.dim() == 0:
+        return value
+    if value.dim() == 1 and len(shape) > 1:  # DeepSpeed's converter flattens what ZeRO 3 saved
+        whole, dim = list(shape), sharding.dim(name)
+        if dim is not None:
+            whole[dim] *= tp.size
+        value = value.view(whole) if value.numel() == torch.Size(whole).numel() else value
+    if rows is not None and sharding.has_vocabulary_rows(name):
+        value = with_rows(value, rows)
+    return sharding.split(name, value, tp.rank, tp.size)

@@ -136,14 +136,15 @@ def test_a_malicious_universal_checkpoint_is_refused(tmp_path: Path) -> None:
     folder, target = tmp_path / "zero" / "0.word_embeddings.weight", tmp_path / "owned"
     folder.mkdir(parents=True)
     for file, read in (
-        ("exp_avg.pt", lambda: read_states(folder, optimizer=True)),
-        ("fp32.pt", lambda: read_states(folder, optimizer=False)),
+        ("exp_avg.pt", lambda: read_states(folder)),
+        ("fp32.pt", lambda: read_states(folder)),
         ("fp32.pt", lambda: read_weights(tmp_path)),
     ):
         torch.save({"param": torch.ones(2), "extra": Malicious(target)}, folder / file)
         with pytest.raises(CheckpointError, match="holds more than"):
             read()
         assert not target.exists()
+        (folder / file).unlink()
 
 
 def _forge_checksums(checkpoint: Path) -> None:
@@ -195,7 +196,7 @@ def test_weights_of_zero_3_are_read_without_its_optimizer_by_no_unsafe_loader(
     copied = parameter_folders(tmp_path / "copy" / "global_step0")
     assert copied.keys() == weights.keys()
     for name, folder in copied.items():
-        states = read_states(folder, optimizer=True)
+        states = read_states(folder)
         assert torch.equal(states["fp32"], weights[name]), name
         assert not any(states[key].any() for key in ("exp_avg", "exp_avg_sq") if key in states)
     (file,) = (save / "global_step1").glob("*_optim_states.pt")

@@ -123,7 +123,7 @@ def universal(folder: Path) -> Target:
         model = _read_and_use(folder)
         CheckpointStore(folder).verify(5)  # as every resumed run does
         folders = parameter_folders(step)
-        states = [_sums(read_states(place, optimizer=True)) for place in folders.values()]
+        states = [_sums(read_states(place)) for place in folders.values()]
         return model, read_progress(step), states
 
     target = _checkpoint(folder, step, sums=True)
