@@ -145,12 +145,9 @@ def tokenizer_of(settings: TokenizerArgs, source: Path) -> Any:
 
 def _found(file: str, source: Path) -> str:
     """A file of the config, or one of the same name beside the checkpoint."""
-    if Path(file).exists():
-        return file
-    for folder in (source, source.parent, source / "tokenizer", source.parent / "tokenizer"):
-        if (folder / Path(file).name).exists():
-            return str(folder / Path(file).name)
-    return file
+    folders = (source, source.parent, source / "tokenizer", source.parent / "tokenizer")
+    places = [Path(file), *(folder / Path(file).name for folder in folders)]
+    return next((str(place) for place in places if place.exists()), file)
 
 
 # Runs of our own that began before a key existed go on as they began.

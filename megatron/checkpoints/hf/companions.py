@@ -170,16 +170,16 @@ def _bindings(node: ast.stmt) -> list[str]:
 
 def _travelling(text: str, node: ast.stmt, path: str) -> str:
     """The statement as it is; imports of our formulas made relative, others checked."""
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        return text
     if isinstance(node, ast.ImportFrom):
-        module = node.module or ""
+        module = "." * node.level + (node.module or "")
         home = module.removeprefix("megatron.model.")
-        if node.level == 0 and module.startswith("megatron.model.") and home in TRAVELLING:
+        if home != module and home in TRAVELLING:
             return text.replace(f"from {module} ", f"from .{home} ", 1)
-        modules = [module if node.level == 0 else "."]
-    else:
+        modules = [module]
+    elif isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]
+    else:
+        return text
     for module in modules:
         top = module.partition(".")[0]
         if top not in sys.stdlib_module_names and top not in ON_ANY_MACHINE:

@@ -25,31 +25,13 @@ class KerpleNeoXConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ("past_key_values",)
     attribute_map: ClassVar[dict[str, str]] = NAMES
 
-    def __init__(
-        self,
-        vocab_size: int = 50304,
-        norm_eps: float = 1e-5,
-        iteration: int = 0,
-        use_cache: bool = True,
-        tie_word_embeddings: bool = False,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-        pad_token_id: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, vocab_size: int = 50304, **kwargs: Any) -> None:
+        own = {"norm_eps": 1e-5, "iteration": 0, "use_cache": True}
         self.vocab_size = vocab_size
-        self.norm_eps = norm_eps
-        self.iteration = iteration
-        self.use_cache = use_cache
-        for key, default in DEFAULTS.items():
+        for key, default in (DEFAULTS | own).items():
             setattr(self, key, kwargs.pop(key, default))
-        kwargs |= {
-            "tie_word_embeddings": tie_word_embeddings,
-            "bos_token_id": bos_token_id,
-            "eos_token_id": eos_token_id,
-            "pad_token_id": pad_token_id,
-        }
-        super().__init__(**kwargs)
+        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        super().__init__(**{"tie_word_embeddings": False, **tokens, **kwargs})
 
     @property
     def head_dim(self) -> int:
