@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 from megatron.model.layer_formulas import (
     GATED,
@@ -153,7 +155,7 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
 
 
-class Layer(nn.Module):
+class Layer(GradientCheckpointingLayer):
     def __init__(self, config: KerpleNeoXConfig, layer_idx: int) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config)
@@ -249,8 +251,8 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        checkpointing = self.gradient_checkpointing and self.training
-        if use_cache and past_key_values is None and not checkpointing:
+        recomputes = self.gradient_checkpointing and self.training  # and would cache twice
+        if use_cache and past_key_values is None and not recomputes:
             past_key_values = DynamicCache()
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         position_ids = absolute_positions(position_ids, attention_mask, past, x)
@@ -271,12 +273,9 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         attentions: list[Any] = []
         for layer in self.layers:
             # each tensor an argument of its own, so that checkpoints carry gradients through all
-            inputs = (x, bias, weight, cos, sin, scores, past_key_values, want_attentions)
-            if checkpointing:
-                checkpoint: Any = self._gradient_checkpointing_func
-                x, probabilities = checkpoint(layer.__call__, *inputs)
-            else:
-                x, probabilities = layer(*inputs)
+            x, probabilities = layer(
+                x, bias, weight, cos, sin, scores, past_key_values, want_attentions
+            )
             hidden_states.append(x)
             attentions.append(probabilities)
         x = self.final_layer_norm(x)
@@ -331,6 +330,7 @@ class KerpleNeoXForCausalLM(KerpleNeoXPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -340,10 +340,9 @@ class KerpleNeoXForCausalLM(KerpleNeoXPreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         outputs = self.gpt_neox(
             input_ids,
             attention_mask=attention_mask,
@@ -360,11 +359,10 @@ class KerpleNeoXForCausalLM(KerpleNeoXPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        result = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-        return result.to_tuple() if return_dict is False else result
