@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 
@@ -84,21 +84,9 @@ def place_weights(
     if problems:
         raise CheckpointError(_misfits(checkpoint, spec, problems))
     with torch.no_grad():
-        for parameter, share in ready:
-            with _whole(parameter):
+        for parameter, share in ready:  # ZeRO 3 has cut up what it puts together in the block
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.copy_(share)
-
-
-def _whole(parameter: Tensor) -> AbstractContextManager[Any]:
-    """A parameter that ZeRO 3 has cut up is put together, and cut again after the block."""
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    gathered: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-        [parameter], modifier_rank=0
-    )
-    return gathered
 
 
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> str:

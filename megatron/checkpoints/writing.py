@@ -36,15 +36,11 @@ def cast_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> di
     """Weights in another precision; a head's few numbers stay fp32."""
     if dtype is None:
         return dict(weights)
+    few = ("embedding.", "positions.", "attention.sinks", "attention.softmax_scale")
     return {
-        name: tensor.float() if _stays_fp32(name) else tensor.to(dtype)
+        name: tensor.float() if split_name(name)[1].startswith(few) else tensor.to(dtype)
         for name, tensor in weights.items()
     }
-
-
-def _stays_fp32(name: str) -> bool:
-    own = ("embedding.", "positions.", "attention.sinks", "attention.softmax_scale")
-    return split_name(name)[1].startswith(own)
 
 
 def write_native(

@@ -275,22 +275,18 @@ def _evaluation(root: Path, iteration: int) -> str:
 
 def _extrapolation(result: dict[str, Any]) -> str:
     splits = {name: rows for name, rows in result.get("results", {}).items() if rows}
-    by_length: dict[int, dict[str, float]] = {}
+    by_length: dict[int, dict[str, str]] = {}
     for split, rows in splits.items():
         for row in rows:
-            by_length.setdefault(int(row["length"]), {})[split] = float(row["ppl"])
+            by_length.setdefault(int(row["length"]), {})[split] = f"{float(row['ppl']):.3f}"
     header = "| length | " + " | ".join(f"{split} perplexity" for split in splits) + " |"
     lines = [
-        f"| {length} | " + " | ".join(_number(values.get(split)) for split in splits) + " |"
+        f"| {length} | " + " | ".join(values.get(split, "") for split in splits) + " |"
         for length, values in sorted(by_length.items())
     ]
     rule = "|---" * (len(splits) + 1) + "|"
     protocol = f"Protocol: {result.get('protocol')}; trained at {result.get('train_length')}."
     return "\n".join([protocol, "", header, rule, *lines, ""])
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def _manifest(root: Path) -> str:
