@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -18,18 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from tqdm import tqdm
 
-from megatron.atomic_files import write_json
-from megatron.data.chunks import (
-    DOCUMENT_SPLITTERS,
-    Chunk,
-    EncodedChunk,
-    Encoder,
-    Problem,
-    read_chunks,
-)
-from megatron.data.indexed_dataset import bin_path, describe_tokenizer, idx_path, manifest_path
+from megatron.data.chunks import DOCUMENT_SPLITTERS, Chunk, read_chunks, texts_of_line
+from megatron.data.indexed_dataset import describe_tokenizer
 from megatron.data.streams import list_files
 from megatron.data.writer import IndexedDatasetWriter, best_dtype
 from megatron.errors import DataError
@@ -39,6 +32,7 @@ log = logging.getLogger(__name__)
 
 CHUNKS_PER_WORKER = 8  # how far reading may run ahead; bounds the memory
 PROBLEMS_SHOWN = 10
+MAX_PROBLEMS_PER_CHUNK, MAX_PROBLEMS = 20, 1000
 PARENT_POLL_SECONDS = 2.0
 
 
@@ -57,19 +51,113 @@ class PreprocessOptions:
     progress: bool = True
 
 
-@dataclass
-class Outcome:
-    """What one run read and wrote."""
+@dataclass(frozen=True)
+class Problem:
+    """A place in the input that could not be used, and why."""
 
-    prefixes: list[Path] = field(default_factory=list)
-    documents: int = 0
-    tokens: int = 0
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+@dataclass
+class Tally:
+    """What was read, and what of it could not be used."""
+
     text_characters: int = 0
     empty_documents: int = 0
     left_out: int = 0
     broken_lines: int = 0
     problems: list[Problem] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        self.text_characters += other.text_characters
+        self.empty_documents += other.empty_documents
+        self.left_out += other.left_out
+        self.broken_lines += other.broken_lines
+        self.problems += other.problems[: MAX_PROBLEMS - len(self.problems)]
+
+
+@dataclass
+class Outcome(Tally):
+    """What one run read and wrote."""
+
+    prefixes: list[Path] = field(default_factory=list)
+    documents: int = 0
+    tokens: int = 0
     source_hash: str = ""
+
+
+@dataclass
+class Encoded(Tally):
+    """For each key the tokens of a chunk's documents, packed, and how many each has."""
+
+    data: list[bytes] = field(default_factory=list)
+    sizes: list[list[int]] = field(default_factory=list)
+    ends_document: bool = True
+    consumed: int = 0
+
+
+class Encoder:
+    """Turns chunks into tokens; one lives in every worker process."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, options: PreprocessOptions, dtype: np.dtype[Any]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._dtype = dtype
+        self._fix: Callable[[str], str] | None = None
+        if options.ftfy:
+            from ftfy import fix_text
+
+            self._fix = fix_text
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        result = Encoded(ends_document=chunk.ends_document, consumed=chunk.consumed)
+        for texts in (
+            self._read_lines(chunk, result) if chunk.is_json else self._texts(chunk, result)
+        ):
+            result.text_characters += sum(len(text) for text in texts)
+            if self._fix:
+                texts = [self._fix(text) for text in texts]
+            ids = self._tokenizer.tokenize_batch(texts)
+            if self._options.append_eod:
+                for tokens in ids if chunk.ends_document else ids[:-1]:
+                    tokens.append(self._tokenizer.eod)
+            result.sizes.append([len(tokens) for tokens in ids])
+            result.data.append(b"".join(np.array(tokens, self._dtype).tobytes() for tokens in ids))
+        return result
+
+    def _texts(self, chunk: Chunk, result: Encoded) -> list[list[str]]:
+        texts = [part.decode("utf-8", "replace") for part in chunk.parts if part]
+        result.empty_documents += len(chunk.parts) - len(texts)
+        return [texts for _ in self._options.keys]
+
+    def _read_lines(self, chunk: Chunk, result: Encoded) -> list[list[str]]:
+        """The text of every key of every line; broken lines are noted, never fatal here."""
+        columns: list[list[str]] = [[] for _ in self._options.keys]
+        for number, line in enumerate(chunk.parts, start=chunk.first_line):
+            if line.isspace():
+                continue
+            try:
+                texts = texts_of_line(line, self._options.keys, self._options.where)
+            except (ValueError, RecursionError) as error:
+                result.broken_lines += 1
+                if len(result.problems) < MAX_PROBLEMS_PER_CHUNK:
+                    result.problems.append(Problem(chunk.file, number, str(error)))
+                continue
+            if texts is None:
+                result.left_out += 1
+            elif not any(texts):
+                result.empty_documents += 1
+            else:
+                for column, text in zip(columns, texts, strict=True):
+                    column.append(text)
+        return columns
 
 
 def available_cores() -> int:
@@ -115,14 +203,7 @@ def preprocess(
         kinds = ", ".join(sorted({path.suffix or path.name for path in unknown})[:8])
         log.warning("%d files that are not text are left out (%s)", len(unknown), kinds)
     dtype = best_dtype(tokenizer.vocab_size)
-    encoder = Encoder(
-        tokenizer,
-        options.keys,
-        dtype,
-        append_eod=options.append_eod,
-        ftfy=options.ftfy,
-        where=options.where,
-    )
+    encoder = Encoder(tokenizer, options, dtype)
     outcome = Outcome(prefixes=output_prefixes(output_prefix, options.keys))
     digest = hashlib.blake2b(digest_size=16)
     with ExitStack() as stack:
@@ -132,17 +213,32 @@ def preprocess(
         chunks = _hashed(read_chunks(files, options.splitter), digest)
         bar = stack.enter_context(_progress_bar(files, options.progress))
         for encoded in _encoded(chunks, encoder, options.workers):
-            _write(writers, encoded)
-            _account(outcome, encoded, options.strict)
+            for writer, data, sizes in zip(writers, encoded.data, encoded.sizes, strict=True):
+                writer.add_packed(data, sizes, ends_document=encoded.ends_document)
+            outcome.add(encoded)
+            if options.strict and encoded.problems:
+                raise DataError(f"{encoded.problems[0]} (--strict: nothing was written)")
             _advance(bar, outcome, encoded)
         if not writers[0].num_sequences:
             raise DataError(_nothing_usable(outcome, files))
-        for prefix in outcome.prefixes:  # an older description must never meet the new files
-            manifest_path(prefix).unlink(missing_ok=True)
-        outcome.documents, outcome.tokens = writers[0].num_sequences, writers[0].num_tokens
+    outcome.documents, outcome.tokens = writers[0].num_sequences, writers[0].num_tokens
     outcome.source_hash = digest.hexdigest()
-    checksums = [writer.checksums for writer in writers]
-    _write_manifests(outcome, tokenizer, options, manifest or {}, checksums)
+    for writer in writers:
+        writer.write_manifest(
+            {
+                "text_characters": outcome.text_characters,
+                "empty_documents": outcome.empty_documents,
+                "broken_lines": outcome.broken_lines,
+                "left_out": outcome.left_out,
+                "source_hash": outcome.source_hash,
+                "tokenizer": describe_tokenizer(tokenizer),
+                "append_eod": options.append_eod,
+                "ftfy": options.ftfy,
+                "splitter": options.splitter,
+                "where": options.where,
+                **(manifest or {}),
+            }
+        )
     return outcome
 
 
@@ -167,7 +263,7 @@ class _Worker:
         cls.encoder = encoder
 
     @classmethod
-    def run(cls, chunk: Chunk) -> EncodedChunk:
+    def run(cls, chunk: Chunk) -> Encoded:
         return cls.encoder.encode(chunk)
 
 
@@ -178,14 +274,14 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def _encoded(chunks: Iterator[Chunk], encoder: Encoder, workers: int) -> Iterator[EncodedChunk]:
+def _encoded(chunks: Iterator[Chunk], encoder: Encoder, workers: int) -> Iterator[Encoded]:
     """Results in input order; at most a few chunks per worker are under way."""
     if workers <= 1:
         yield from map(encoder.encode, chunks)
         return
     # fork: the encoder is inherited, not copied through a pipe
     context = multiprocessing.get_context("fork")
-    waiting: deque[Future[EncodedChunk]] = deque()
+    waiting: deque[Future[Encoded]] = deque()
     with ProcessPoolExecutor(workers, context, _Worker.start, (encoder, os.getpid())) as pool:
         try:
             for chunk in chunks:
@@ -203,27 +299,6 @@ def _encoded(chunks: Iterator[Chunk], encoder: Encoder, workers: int) -> Iterato
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _write(writers: Sequence[IndexedDatasetWriter], encoded: EncodedChunk) -> None:
-    for writer, data, sizes in zip(writers, encoded.data, encoded.sizes, strict=True):
-        if not encoded.piece:
-            writer.add_packed(data, sizes)
-            continue
-        writer.add_piece(data)
-        if encoded.ends_document:
-            writer.end_document()
-
-
-def _account(outcome: Outcome, encoded: EncodedChunk, strict: bool) -> None:
-    outcome.text_characters += encoded.text_characters
-    outcome.empty_documents += encoded.empty
-    outcome.left_out += encoded.left_out
-    outcome.broken_lines += encoded.broken
-    room = 1000 - len(outcome.problems)
-    outcome.problems += encoded.problems[:room]
-    if strict and encoded.problems:
-        raise DataError(f"{encoded.problems[0]} (--strict: nothing was written)")
-
-
 def _progress_bar(files: Sequence[Path], enabled: bool) -> tqdm[Any]:
     total = sum(path.stat().st_size for path in files)
     return tqdm(
@@ -231,7 +306,7 @@ def _progress_bar(files: Sequence[Path], enabled: bool) -> tqdm[Any]:
     )
 
 
-def _advance(bar: tqdm[Any], outcome: Outcome, encoded: EncodedChunk) -> None:
+def _advance(bar: tqdm[Any], outcome: Outcome, encoded: Encoded) -> None:
     bar.update(max(0, min(encoded.consumed, int(bar.total or 0)) - bar.n))
     elapsed = bar.format_dict["elapsed"] or 1e-9
     bar.set_postfix_str(f"{outcome.text_characters / 1e6 / elapsed:.1f} MB text/s", refresh=False)
@@ -244,35 +319,3 @@ def _nothing_usable(outcome: Outcome, files: Sequence[Path]) -> str:
         f"{outcome.broken_lines} broken lines, {outcome.empty_documents} empty documents, "
         f"{outcome.left_out} left out by --where.{shown}"
     )
-
-
-def _write_manifests(
-    outcome: Outcome,
-    tokenizer: Tokenizer,
-    options: PreprocessOptions,
-    extra: dict[str, Any],
-    checksums: Sequence[dict[str, str]],
-) -> None:
-    for prefix, sums in zip(outcome.prefixes, checksums, strict=True):
-        write_json(
-            manifest_path(prefix),
-            {
-                "format": 1,
-                "documents": outcome.documents,
-                "tokens": outcome.tokens,
-                "text_characters": outcome.text_characters,
-                "empty_documents": outcome.empty_documents,
-                "broken_lines": outcome.broken_lines,
-                "source_hash": outcome.source_hash,
-                "tokenizer": describe_tokenizer(tokenizer),
-                "append_eod": options.append_eod,
-                "ftfy": options.ftfy,
-                "splitter": options.splitter,
-                "where": [list(pair) for pair in options.where],
-                "left_out": outcome.left_out,
-                "bin_bytes": bin_path(prefix).stat().st_size,
-                "idx_bytes": idx_path(prefix).stat().st_size,
-                **sums,
-                **extra,
-            },
-        )

@@ -9,11 +9,11 @@ import lzma
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import zstandard
 
@@ -25,7 +25,6 @@ TEXT_SUFFIXES = frozenset(
     | {".rb", ".pl", ".sh", ".sql", ".r", ".jl", ".scala", ".hs", ".lua", ".swift", ".kt"}
 )
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
-COMPRESSED_SUFFIXES = frozenset({".zst", ".gz", ".bz2", ".xz"})
 ARCHIVE_SUFFIXES = frozenset({".tar", ".tgz", ".zip"})
 READ_SIZE = 1 << 20
 ZSTD_SLICE = 2048
@@ -41,6 +40,15 @@ DECODING_ERRORS = (
 )
 
 
+_DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
+    ".zst": lambda raw: io.BufferedReader(_ZstdReader(raw), READ_SIZE),
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".tgz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
+
+
 @dataclass(frozen=True)
 class TextFile:
     """A readable stream of text: its name for messages, whether it is JSON lines, its bytes."""
@@ -53,9 +61,8 @@ class TextFile:
 def plain_suffix(name: str) -> str:
     """The suffix below any compression: ``.jsonl`` for ``a.jsonl.zst``."""
     path = Path(name)
-    if path.suffix.lower() in COMPRESSED_SUFFIXES:
-        path = path.with_suffix("")
-    return path.suffix.lower()
+    compressed = path.suffix.lower() in _DECOMPRESSORS.keys() - ARCHIVE_SUFFIXES
+    return (path.with_suffix("") if compressed else path).suffix.lower()
 
 
 def list_files(paths: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -99,47 +106,42 @@ def open_members(path: Path, raw: BinaryIO) -> Iterator[Iterator[TextFile]]:
 def _members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
     suffix = plain_suffix(path.name)
     if suffix == ".zip":
-        yield from _zip_members(path, raw)
+        members = zip_members(raw)
     elif suffix in ARCHIVE_SUFFIXES:
-        yield from _tar_members(path, raw)
+        members = tar_members(decompressed(path.name, raw))
     else:
         yield _text_file(str(path), raw)
+        return
+    for name, stream in members:
+        yield _text_file(f"{path}:{name}", stream)
 
 
 def _text_file(name: str, raw: BinaryIO) -> TextFile:
-    return TextFile(name, plain_suffix(name) in JSON_SUFFIXES, _decompressed(name, raw))
+    return TextFile(name, plain_suffix(name) in JSON_SUFFIXES, decompressed(name, raw))
 
 
-def _tar_members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
-    # ".tgz" and friends; "r|" reads strictly forward, so that nothing is unpacked to disk
-    name = f"{path.stem}.tar.gz" if path.suffix.lower() == ".tgz" else path.name
-    with tarfile.open(fileobj=_decompressed(name, raw), mode="r|") as archive:
+def tar_members(stream: BinaryIO) -> Iterator[tuple[str, BinaryIO]]:
+    """Files with their names; "r|" reads strictly forward, so that nothing is unpacked to disk."""
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
             if member.isfile():
                 handle = archive.extractfile(member)
                 assert handle is not None
-                yield _text_file(f"{path}:{member.name}", cast(BinaryIO, handle))
+                yield member.name, cast(BinaryIO, handle)
 
 
-def _zip_members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
+def zip_members(raw: BinaryIO) -> Iterator[tuple[str, BinaryIO]]:
     with zipfile.ZipFile(raw) as archive:
         for info in sorted(archive.infolist(), key=lambda i: i.filename):
             if not info.is_dir():
-                with archive.open(info) as handle:
-                    yield _text_file(f"{path}:{info.filename}", cast(BinaryIO, handle))
+                with archive.open(info) as handle:  # its own `readline` is slow
+                    yield info.filename, cast(BinaryIO, io.BufferedReader(handle, READ_SIZE))
 
 
-def _decompressed(name: str, raw: BinaryIO) -> BinaryIO:
-    suffix = Path(name).suffix.lower()
-    if suffix == ".zst":
-        return cast(BinaryIO, io.BufferedReader(_ZstdReader(raw), READ_SIZE))
-    if suffix == ".gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    if suffix == ".bz2":
-        return cast(BinaryIO, bz2.BZ2File(raw))
-    if suffix == ".xz":
-        return cast(BinaryIO, lzma.LZMAFile(raw))
-    return raw
+def decompressed(name: str, raw: BinaryIO) -> BinaryIO:
+    """The stream, unpacked as the suffix of ``name`` says."""
+    unpack = _DECOMPRESSORS.get(Path(name).suffix.lower())
+    return raw if unpack is None else cast(BinaryIO, unpack(raw))
 
 
 class _ZstdReader(io.RawIOBase):

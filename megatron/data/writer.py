@@ -7,7 +7,7 @@ import os
 import shutil
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -15,7 +15,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.atomic_files import publish, remove_leftovers, temporary_name, write_json
+from megatron.atomic_files import (
+    atomic_writer,
+    publish,
+    remove_leftovers,
+    temporary_name,
+    write_json,
+)
 from megatron.data.indexed_dataset import (
     DTYPES,
     HEADER,
@@ -55,9 +61,8 @@ class IndexedDatasetWriter:
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._sizes = array("i")
         self._boundaries = array("q", [0])
-        self._open_tokens: int | None = None  # length so far of a document written in pieces
-        self.checksums: dict[str, str] = {}
-        """CRC-32 of both files, for the manifest; known once ``close`` has succeeded."""
+        self._open_tokens = 0  # length so far of a document written in pieces
+        self._checksums: dict[str, str] = {}  # CRC-32 of both files, for the manifest
         self._crc = 0
         for path in (bin_path(self.prefix), idx_path(self.prefix)):
             remove_leftovers(path)
@@ -73,52 +78,30 @@ class IndexedDatasetWriter:
         return int(np.frombuffer(self._sizes, np.int32).sum(dtype=np.int64))
 
     def add_document(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
-        """One document as one sequence."""
-        self.add_sequence(tokens)
-        self.end_document()
-
-    def add_sequence(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
         values = np.asarray(tokens)
         if values.ndim != 1:
             raise DataError(f"a sequence must have one dimension, not shape {values.shape}")
         self._check_range(values)
-        self.add_packed(values.astype(self.dtype).tobytes(), [len(values)], end_documents=False)
-
-    def end_document(self) -> None:
-        if self._open_tokens is not None:
-            size, self._open_tokens = self._open_tokens, None
-            self.add_packed(b"", [size], end_documents=False, written=True)
-        self._boundaries.append(len(self._sizes))
-
-    def add_piece(self, data: bytes | memoryview) -> None:
-        """Tokens, packed in this file's dtype, of a document that ``end_document`` will end."""
-        if self._handle is None:
-            raise DataError(f"{self.prefix}: the writer is closed")
-        self._put(data)
-        self._open_tokens = (self._open_tokens or 0) + len(data) // self.dtype.itemsize
+        self.add_packed(values.astype(self.dtype).tobytes(), [len(values)])
 
     def add_packed(
-        self,
-        data: bytes | memoryview,
-        sizes: Sequence[int],
-        *,
-        end_documents: bool = True,
-        written: bool = False,
+        self, data: bytes | memoryview, sizes: Sequence[int], *, ends_document: bool = True
     ) -> None:
-        """Several sequences already packed in this file's dtype, each normally a document."""
-        if self._handle is None:
-            raise DataError(f"{self.prefix}: the writer is closed")
-        if not written and sum(sizes) * self.dtype.itemsize != len(data):
+        """Documents already packed in this file's dtype; the last may go on in the next call."""
+        if sum(sizes) * self.dtype.itemsize != len(data):
             raise DataError(f"{self.prefix}: {len(data)} bytes do not hold {sum(sizes)} tokens")
-        if sizes and max(sizes) > MAX_SEQUENCE:
+        lengths = list(sizes)
+        if lengths:
+            lengths[0] += self._open_tokens
+            self._open_tokens = 0 if ends_document else lengths.pop()
+        if lengths and max(lengths) > MAX_SEQUENCE:
             raise DataError(
-                f"{self.prefix}: a document of {max(sizes)} tokens; the limit is 2^31-1"
+                f"{self.prefix}: a document of {max(lengths)} tokens; the limit is 2^31-1"
             )
         self._put(data)
         first = len(self._sizes) + 1
-        self._sizes.extend(sizes)
-        if end_documents:
-            self._boundaries.extend(range(first, first + len(sizes)))
+        self._sizes.extend(lengths)
+        self._boundaries.extend(range(first, first + len(lengths)))
 
     def extend(self, other: IndexedDataset) -> None:
         """Append another dataset of the same dtype, keeping its documents."""
@@ -128,28 +111,19 @@ class IndexedDatasetWriter:
                 f"{self.dtype.name}; only datasets made with the same tokenizer can be merged"
             )
         shift = len(self._sizes)
-        if _is_contiguous(other):
-            self._append_file(other)
-        else:
-            for index in range(len(other)):
-                self.add_sequence(other[index])
-        boundaries = other.doc_idx[1:] + shift
-        self._boundaries.frombytes(boundaries.astype(np.int64).tobytes())
-
-    def _append_file(self, other: IndexedDataset) -> None:
-        assert self._handle is not None
-        remaining = other.total_tokens * self.dtype.itemsize
-        with bin_path(other.prefix).open("rb") as source:
-            while remaining:
-                chunk = source.read(min(COPY_CHUNK, remaining))
-                if not chunk:
-                    raise DataError(f"{bin_path(other.prefix)}: ended while it was being copied")
-                self._put(chunk)
-                remaining -= len(chunk)
+        blocks = (
+            _file_blocks(other)
+            if _is_contiguous(other)
+            else (other[i].tobytes() for i in range(len(other)))
+        )
+        for block in blocks:
+            self._put(block)
         self._sizes.frombytes(other.sizes.astype(np.int32).tobytes())
+        self._boundaries.frombytes((other.doc_idx[1:] + shift).astype(np.int64).tobytes())
 
     def _put(self, data: Any) -> None:
-        assert self._handle is not None
+        if self._handle is None:
+            raise DataError(f"{self.prefix}: the writer is closed")
         self._handle.write(data)
         self._crc = zlib.crc32(data, self._crc)
 
@@ -168,7 +142,6 @@ class IndexedDatasetWriter:
         """Write the index and let both files appear; the index last."""
         if self._handle is None:
             return
-        index = idx_path(self.prefix)
         if not self._sizes:
             self.abort()
             raise DataError(f"{self.prefix}: no documents were added, nothing is written")
@@ -176,34 +149,40 @@ class IndexedDatasetWriter:
         os.fsync(self._handle.fileno())
         self._handle.close()
         self._handle = None
-        temporary_index = temporary_name(index)
+        index = self._index()
+        self._checksums = {"bin_crc32": f"{self._crc:08x}", "idx_crc32": f"{zlib.crc32(index):08x}"}
         try:
-            with temporary_index.open("wb") as handle:
-                self._write_index(handle)
+            with atomic_writer(idx_path(self.prefix)) as handle:
+                handle.write(index)
                 handle.flush()
-                os.fsync(handle.fileno())
-            with temporary_index.open("rb") as handle:
-                index_sum = zlib.crc32(handle.read())
-            self.checksums = {"bin_crc32": f"{self._crc:08x}", "idx_crc32": f"{index_sum:08x}"}
-            # An older index, or older checksums, must never meet the new tokens.
-            index.unlink(missing_ok=True)
-            manifest_path(self.prefix).unlink(missing_ok=True)
-            publish(self._temporary, bin_path(self.prefix))
-            publish(temporary_index, index)
+                os.fsync(handle.fileno())  # a full disk shows before anything is replaced
+                # An older index, or older checksums, must never meet the new tokens.
+                idx_path(self.prefix).unlink(missing_ok=True)
+                manifest_path(self.prefix).unlink(missing_ok=True)
+                publish(self._temporary, bin_path(self.prefix))
         finally:
-            temporary_index.unlink(missing_ok=True)
             self._temporary.unlink(missing_ok=True)
 
-    def _write_index(self, handle: BinaryIO) -> None:
+    def _index(self) -> bytes:
         sizes = np.frombuffer(self._sizes, np.int32)
         pointers = np.zeros(len(sizes), np.int64)
         np.cumsum(sizes[:-1], dtype=np.int64, out=pointers[1:])
         pointers *= self.dtype.itemsize
         boundaries = np.frombuffer(self._boundaries, np.int64)
-        handle.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(sizes), len(boundaries)))
-        handle.write(sizes.astype("<i4").data)
-        handle.write(pointers.astype("<i8").data)
-        handle.write(boundaries.astype("<i8").data)
+        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(sizes), len(boundaries))
+        arrays = ((sizes, "<i4"), (pointers, "<i8"), (boundaries, "<i8"))
+        return header + b"".join(array.astype(kind).tobytes() for array, kind in arrays)
+
+    def write_manifest(self, content: dict[str, Any]) -> None:
+        """The JSON beside the closed pair: ``content``, and what the writer knows itself."""
+        measured = {
+            "format": 1,
+            "documents": self.num_sequences,
+            "tokens": self.num_tokens,
+            "bin_bytes": bin_path(self.prefix).stat().st_size,
+            "idx_bytes": idx_path(self.prefix).stat().st_size,
+        }
+        write_json(manifest_path(self.prefix), measured | self._checksums | content)
 
     def abort(self) -> None:
         """Drop everything; the previous dataset under this name, if any, stays as it was."""
@@ -242,14 +221,13 @@ def merge_datasets(inputs: Sequence[str | Path], output: str | Path) -> IndexedD
     free = shutil.disk_usage(output.parent).free
     if needed > free:
         raise DataError(f"{output}: needs {needed} bytes, only {free} are free on that disk")
-    manifest_path(output).unlink(missing_ok=True)
     with IndexedDatasetWriter(output, datasets[0].dtype) as writer:
         for dataset in datasets:
             writer.extend(dataset)
-    merged = IndexedDataset(output)
     if tokenizer is not None:
-        _describe_merged(merged, prefixes, tokenizer)
-    return merged
+        merged_from = [path.name for path in prefixes]
+        writer.write_manifest({"tokenizer": tokenizer, "merged_from": merged_from})
+    return IndexedDataset(output)
 
 
 def _common_tokenizer(inputs: Sequence[Path]) -> dict[str, object] | None:
@@ -266,23 +244,18 @@ def _common_tokenizer(inputs: Sequence[Path]) -> dict[str, object] | None:
     return described[0][1] if all(tokenizer for _, tokenizer in described) else None
 
 
-def _describe_merged(
-    merged: IndexedDataset, inputs: Sequence[Path], tokenizer: dict[str, object]
-) -> None:
-    output = merged.prefix
-    content = {
-        "format": 1,
-        "documents": len(merged),
-        "tokens": merged.total_tokens,
-        "tokenizer": tokenizer,
-        "merged_from": [path.name for path in inputs],
-        "bin_bytes": bin_path(output).stat().st_size,
-        "idx_bytes": idx_path(output).stat().st_size,
-    }
-    write_json(manifest_path(output), content)
-
-
 def _is_contiguous(dataset: IndexedDataset) -> bool:
     """True when the sequences follow each other from byte 0, as every normal writer lays them."""
     ends = np.cumsum(dataset.sizes, dtype=np.int64) * dataset.dtype.itemsize
     return int(dataset.pointers[0]) == 0 and bool((dataset.pointers[1:] == ends[:-1]).all())
+
+
+def _file_blocks(dataset: IndexedDataset) -> Iterator[bytes]:
+    left = dataset.total_tokens * dataset.dtype.itemsize
+    with bin_path(dataset.prefix).open("rb") as source:
+        while left:
+            block = source.read(min(COPY_CHUNK, left))
+            if not block:
+                raise DataError(f"{bin_path(dataset.prefix)}: ended while it was being copied")
+            left -= len(block)
+            yield block

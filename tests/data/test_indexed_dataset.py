@@ -46,17 +46,33 @@ def test_every_dtype_survives_a_round_trip(tmp_path: Path, dtype: np.dtype) -> N
     assert list(data.doc_idx) == [0, 1, 2, 3]
 
 
-def test_several_sequences_in_one_document(tmp_path: Path) -> None:
+def test_a_document_in_pieces(tmp_path: Path) -> None:
+    def packed(*tokens: int) -> bytes:
+        return np.array(tokens, "<u2").tobytes()
+
     with IndexedDatasetWriter(tmp_path / "d") as writer:
-        writer.add_sequence([1, 2])
-        writer.add_sequence([3])
-        writer.end_document()
-        writer.add_piece(np.array([4, 5], "<u2").tobytes())
-        writer.add_piece(np.array([6], "<u2").tobytes())
-        writer.end_document()
+        writer.add_packed(packed(1, 2, 3), [2, 1], ends_document=False)
+        writer.add_packed(packed(4, 5), [2], ends_document=False)
+        writer.add_packed(b"", [])
+        writer.add_packed(packed(6, 7, 8), [1, 2])
+        with pytest.raises(DataError, match="2 bytes do not hold 2 tokens"):
+            writer.add_packed(packed(1), [2])
     data = IndexedDataset(tmp_path / "d")
-    assert [list(data[i]) for i in range(len(data))] == [[1, 2], [3], [4, 5, 6]]
-    assert list(data.doc_idx) == [0, 2, 3]
+    assert [list(data[i]) for i in range(len(data))] == [[1, 2], [3, 4, 5, 6], [7, 8]]
+    assert list(data.doc_idx) == [0, 1, 2, 3]
+
+
+def test_merging_keeps_documents_of_several_sequences_and_leaves_out_holes(tmp_path: Path) -> None:
+    """As other programs may write them."""
+    bin_path(tmp_path / "holes").write_bytes(np.arange(100, dtype="<u2").tobytes())
+    arrays = (np.array([3, 5, 2], "<i4"), np.array([20, 0, 100], "<i8"), np.array([0, 2, 3], "<i8"))
+    header = HEADER.pack(MAGIC, 1, 8, 3, 3)
+    idx_path(tmp_path / "holes").write_bytes(header + b"".join(a.tobytes() for a in arrays))
+    write(tmp_path / "a", [[7]])
+    merged = merge_datasets([tmp_path / "a", tmp_path / "holes"], tmp_path / "m")
+    documents = [list(merged[i]) for i in range(len(merged))]
+    assert documents == [[7], [10, 11, 12], [0, 1, 2, 3, 4], [50, 51]]
+    assert list(merged.doc_idx) == [0, 1, 3, 4]
 
 
 def test_a_token_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

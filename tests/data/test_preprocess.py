@@ -173,6 +173,9 @@ def test_several_keys_make_several_datasets(tmp_path: Path) -> None:
     run([tmp_path / "a.jsonl"], tmp_path / "out", keys=("text", "title"), append_eod=False)
     assert documents(tmp_path / "out_text_document") == ["one", "two"]
     assert documents(tmp_path / "out_title_document") == ["T", "T"]
+    for key, tokens in (("text", 6), ("title", 2)):
+        manifest = read_manifest(tmp_path / f"out_{key}_document")
+        assert manifest is not None and manifest["tokens"] == tokens
 
 
 def test_ftfy_repairs_encodings(tmp_path: Path) -> None:
@@ -236,12 +239,11 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     def slow_chunks() -> Any:
         for number in range(200):
             consumed.append(number)
-            yield chunks_module.Chunk("texts", "x", parts=[b"text"])
+            yield chunks_module.Chunk("x", parts=[b"text"])
 
-    from megatron.data.chunks import Encoder
-    from megatron.data.preprocess import CHUNKS_PER_WORKER, _encoded
+    from megatron.data.preprocess import CHUNKS_PER_WORKER, Encoder, _encoded
 
-    encoder = Encoder(BYTES, ["text"], np.dtype("<u2"), append_eod=True, ftfy=False)
+    encoder = Encoder(BYTES, PreprocessOptions(), np.dtype("<u2"))
     results = _encoded(slow_chunks(), encoder, 2)
     for done, _ in enumerate(results, start=1):
         assert len(consumed) - done <= 2 * CHUNKS_PER_WORKER
@@ -358,6 +360,7 @@ def test_merging_shards_by_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert documents(tmp_path / "all") == ended(["s1", "s2"])
     manifest = read_manifest(tmp_path / "all")
     assert manifest is not None and manifest["tokenizer"]["type"] == "CharLevelTokenizer"
+    assert {"bin_crc32", "idx_crc32"} <= manifest.keys()
     assert (
         command_run(
             "merge_datasets", ["--input", str(tmp_path), "--output-prefix", str(tmp_path / "x")]
