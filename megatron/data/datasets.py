@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron.data.gpt_dataset import (
     SPLIT_NAMES,
+    GPTDataset,
     Sample,
     SampleDataset,
-    build_split_dataset,
     build_train_valid_test_datasets,
 )
-from megatron.data.index_cache import Arrays, cached_arrays, default_cache_dir
+from megatron.data.index_cache import Arrays, cache_directory, cached_arrays
 from megatron.data.indexed_dataset import IndexedDataset, check_tokenizer
 from megatron.errors import DataError
 from megatron.neox_arguments.run_keys import DataArgs
@@ -88,24 +87,11 @@ def build_datasets(
         )
     if data.data_path:
         raise DataError("data_path and train/valid/test_data_paths are both set; keep one of them")
-    blends: list[SampleDataset | None] = []
-    for i, name in enumerate(SPLIT_NAMES):
-        if not paths[i] or num_samples[i] == 0:
-            blends.append(None)
-            continue
-        tokens = [IndexedDataset(path, warmup=data.mmap_warmup) for path in paths[i]]
-        blends.append(
-            _blend(
-                tokens,
-                _weights(data, name, tokens),
-                num_samples[i],
-                seq_length if i == 0 else (seq_length_val or seq_length),
-                seed,
-                name=name,
-                cache_dir=data.data_cache_dir,
-                vocab_size=vocab_size,
-            )
-        )
+    lengths = (seq_length, seq_length_val or seq_length, seq_length_val or seq_length)
+    blends = [
+        _blend(data, name, count, length, seed, vocab_size) if own and count else None
+        for name, own, count, length in zip(SPLIT_NAMES, paths, num_samples, lengths, strict=True)
+    ]
     return blends[0], blends[1], blends[2]
 
 
@@ -125,19 +111,12 @@ def _weights(data: DataArgs, name: str, tokens: Sequence[IndexedDataset]) -> lis
 
 
 def _blend(
-    tokens: Sequence[IndexedDataset],
-    weights: Sequence[float],
-    num_samples: int,
-    length: int,
-    seed: int,
-    *,
-    name: str,
-    cache_dir: str | None,
-    vocab_size: int | None,
-) -> SampleDataset:
-    counts = samples_per_dataset(weights, num_samples)
+    data: DataArgs, name: str, num_samples: int, length: int, seed: int, vocab_size: int | None
+) -> BlendedDataset:
+    files = [IndexedDataset(path, warmup=data.mmap_warmup) for path in _paths(data, name)]
+    weights = _weights(data, name, files)
     parts = [
-        build_split_dataset(
+        GPTDataset(
             file,
             0,
             len(file),
@@ -145,13 +124,15 @@ def _blend(
             samples,
             seed,
             name=f"{name}_{i}",
-            cache_dir=cache_dir,
+            cache_dir=data.data_cache_dir,
             vocab_size=vocab_size,
         )
-        for i, (file, samples) in enumerate(zip(tokens, counts, strict=True))
+        for i, (file, samples) in enumerate(
+            zip(files, samples_per_dataset(weights, num_samples), strict=True)
+        )
     ]
-    directory = Path(cache_dir) if cache_dir is not None else default_cache_dir(tokens[0].prefix)
-    return BlendedDataset(parts, weights, num_samples, cache_dir=directory.expanduser())
+    directory = cache_directory(data.data_cache_dir, files[0].prefix)
+    return BlendedDataset(parts, weights, num_samples, directory)
 
 
 # Several datasets as one, in fixed proportions and a fixed order, as NeoX blends them.
@@ -183,9 +164,7 @@ def weights_by_num_documents(num_documents: Sequence[int], alpha: float = 1.0) -
     )
 
 
-def blending_order(
-    weights: Sequence[float], num_samples: int
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def blending_order(weights: Sequence[float], num_samples: int) -> Arrays:
     """For each item its dataset and its number there: always the dataset furthest behind."""
     order = np.empty(num_samples, np.uint8)
     taken = [0] * len(weights)
@@ -203,7 +182,7 @@ def blending_order(
     for d in datasets:
         where = order == d
         numbers[where] = np.arange(int(where.sum()))
-    return order, numbers
+    return {"order": order, "numbers": numbers}
 
 
 class BlendedDataset:
@@ -214,27 +193,12 @@ class BlendedDataset:
         datasets: Sequence[SampleDataset],
         weights: Sequence[float],
         num_samples: int,
-        *,
-        cache_dir: Path | None = None,
+        cache_dir: Path,
     ) -> None:
-        if len(datasets) != len(weights):
-            raise DataError(f"{len(datasets)} datasets but {len(weights)} weights")
         if not 1 <= len(datasets) <= 255:
             raise DataError(f"{len(datasets)} datasets; between 1 and 255 can be blended")
         self.datasets = list(datasets)
-        self.weights = normalised_weights(weights)
-        arrays = self._order(num_samples, cache_dir)
-        self.order, self.numbers = arrays["order"], arrays["numbers"]
-
-    def _order(self, num_samples: int, cache_dir: Path | None) -> Arrays:
-        """Found one sample after another, about a microsecond each: worth keeping."""
-
-        def build() -> Arrays:
-            order, numbers = blending_order(self.weights, num_samples)
-            return {"order": order, "numbers": numbers}
-
-        if cache_dir is None:
-            return build()
+        shares = normalised_weights(weights)
 
         def check(arrays: Arrays) -> str | None:
             if arrays.keys() != {"order", "numbers"}:
@@ -246,8 +210,15 @@ class BlendedDataset:
                 return "it names samples that are not there"
             return None
 
-        key = {"format": 1, "weights": self.weights, "samples": num_samples}
-        return cached_arrays(key, build, directory=cache_dir, name="blend", check=check)
+        # Found one sample after another, about a microsecond each: worth keeping.
+        arrays = cached_arrays(
+            {"format": 1, "weights": shares, "samples": num_samples},
+            lambda: blending_order(shares, num_samples),
+            directory=cache_dir,
+            name="blend",
+            check=check,
+        )
+        self.order, self.numbers = arrays["order"], arrays["numbers"]
 
     def __len__(self) -> int:
         return len(self.order)

@@ -14,33 +14,18 @@ whose sequence numpy guarantees never to change; that makes the order equal to t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.index_cache import Arrays, cached_arrays, default_cache_dir
+from megatron.data.index_cache import Arrays, cache_directory, cached_arrays
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 
 UINT32_SAMPLES = 2**32 - 2
 INT32_DOCUMENTS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class SampleIndex:
-    """Where each sample of a split lies.
-
-    Sample ``s`` starts at position ``s * length`` of the stream, in the document
-    ``documents[searchsorted(ends, position, "right")]``; nothing per sample need be stored but the
-    order in which samples are served.
-    """
-
-    documents: npt.NDArray[np.int32]  # the stream's documents, in order
-    ends: npt.NDArray[np.int64]  # position in the stream just past each of them
-    order: npt.NDArray[Any]  # sample number served as item i
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
@@ -76,28 +61,31 @@ def number_of_epochs(tokens_per_epoch: int, length: int, num_samples: int) -> in
 
 def build_sample_index(
     sizes: npt.NDArray[np.int32], first: int, last: int, length: int, epochs: int, seed: int
-) -> SampleIndex:
-    """Index of ``epochs`` passes over documents ``first`` to ``last`` (exclusive)."""
-    tokens = int(sizes[first:last].sum(dtype=np.int64))
-    if tokens == 0:
-        raise DataError(f"documents {first} to {last - 1} hold no tokens")
+) -> Arrays:
+    """Where each sample of ``epochs`` passes over documents ``first`` to ``last`` (exclusive) lies.
+
+    ``documents`` are the stream's, in order, ``ends`` the positions in it just past each, and
+    ``order`` the sample served as item i. Nothing more need be stored for a sample: it starts at
+    position ``s * length``, in ``documents[searchsorted(ends, position, "right")]``.
+    """
     if last > INT32_DOCUMENTS:
         raise DataError(f"{last} documents; at most 2^31-1 can be indexed")
     generator = np.random.RandomState(seed)
     documents = np.tile(np.arange(first, last, dtype=np.int32), epochs)
     generator.shuffle(documents)
     ends = np.cumsum(sizes[documents], dtype=np.int64)
-    total_samples = (epochs * tokens - 1) // length
+    total_samples = (int(ends[-1]) - 1) // length
     order = np.arange(
         total_samples, dtype=np.uint32 if total_samples < UINT32_SAMPLES else np.int64
     )
     generator.shuffle(order)
-    return SampleIndex(documents, ends, order)
+    return {"documents": documents, "ends": ends, "order": order}
 
 
 # Samples of fixed length from a token file, in the official order.
 
 SPLIT_NAMES = ("train", "valid", "test")
+INDEX_ARRAYS = ("documents", "ends", "order")
 INDEX_FORMAT = 1  # part of the cache key: raise it whenever the arrays' meaning changes
 Sample = dict[str, npt.NDArray[np.int64]]
 
@@ -130,30 +118,71 @@ def read_stream(
 
 
 class GPTDataset:
-    """Item i is ``{"text": int64[length + 1]}``: the tokens and, shifted by one, their labels."""
+    """At least ``num_samples`` samples from documents ``first`` to ``last`` (exclusive).
+
+    Item i is ``{"text": int64[length + 1]}``: the tokens and, shifted by one, their labels.
+    """
 
     def __init__(
         self,
         tokens: IndexedDataset,
-        index: SampleIndex,
+        first: int,
+        last: int,
         length: int,
+        num_samples: int,
+        seed: int,
         *,
         name: str = "train",
-        num_samples: int = 0,
-        tokens_per_epoch: int | None = None,
+        cache_dir: str | Path | None = None,
         vocab_size: int | None = None,
     ) -> None:
         if tokens.dtype.kind == "f":
             raise DataError(f"{tokens.prefix}: holds {tokens.dtype.name}, not token ids")
+        if length < 1:
+            raise DataError(f"sequence length {length}: must be at least 1")
+        if num_samples < 0:
+            raise DataError(f"{num_samples} samples asked for; must not be negative")
         self.tokens = tokens
-        self.index = index
         self.length = length
         self.name = name
-        self.tokens_per_epoch = tokens_per_epoch
+        self.vocab_size = vocab_size
+        self.tokens_per_epoch = int(tokens.sizes[first:last].sum(dtype=np.int64))
+        if self.tokens_per_epoch == 0:
+            raise DataError(
+                f"{tokens.prefix}: the {name} documents ({first} to {last - 1}) hold no tokens; "
+                "change the split or use more data"
+            )
+        epochs = number_of_epochs(self.tokens_per_epoch, length, num_samples)
+        arrays = self._index(first, last, epochs, seed, cache_directory(cache_dir, tokens.prefix))
+        self._documents, self._ends, self._order = (arrays[key] for key in INDEX_ARRAYS)
+        if not len(self._order):
+            raise DataError(
+                f"{tokens.prefix}: the {name} documents hold only {self.tokens_per_epoch} tokens, "
+                f"fewer than one sample of length {length} needs; change the split or use more data"
+            )
         # The official dataset counts one sample fewer than it shuffles. We do the same, except
         # where that would be fewer than were asked for.
-        self._served = max(len(index.order) - 1, num_samples, 1)
-        self.vocab_size = vocab_size
+        self._served = max(len(self._order) - 1, num_samples, 1)
+
+    def _index(self, first: int, last: int, epochs: int, seed: int, directory: Path) -> Arrays:
+        """The sample index, from the cache if it is there; the key holds all that it depends on."""
+        sizes, length = self.tokens.sizes, self.length
+        return cached_arrays(
+            {
+                "format": INDEX_FORMAT,
+                "sizes": self.tokens.sizes_digest(),
+                "documents": [first, last],
+                "length": length,
+                "epochs": epochs,
+                "seed": seed,
+            },
+            lambda: build_sample_index(sizes, first, last, length, epochs, seed),
+            directory=directory,
+            name=f"{self.tokens.prefix.name}_{self.name}",
+            check=lambda arrays: _problem(
+                arrays, first, last, epochs * self.tokens_per_epoch, epochs, length
+            ),
+        )
 
     def __len__(self) -> int:
         return self._served
@@ -161,106 +190,26 @@ class GPTDataset:
     def __getitem__(self, item: int) -> Sample:
         if not -len(self) <= item < len(self):
             raise IndexError(f"{self.name} sample {item} of {len(self)}")
-        sample = int(self.index.order[item if item >= 0 else item + len(self)])
+        sample = int(self._order[item if item >= 0 else item + len(self)])
         start, count = sample * self.length, self.length + 1
-        text = read_stream(self.tokens, self.index.documents, self.index.ends, start, count)
-        if self.vocab_size is not None:
-            self._check_vocabulary(text)
-        return {"text": text}
-
-    def _check_vocabulary(self, text: npt.NDArray[np.int64]) -> None:
-        assert self.vocab_size is not None
+        text = read_stream(self.tokens, self._documents, self._ends, start, count)
         low, high = int(text.min()), int(text.max())
-        if low < 0 or high >= self.vocab_size:
+        if self.vocab_size is not None and (low < 0 or high >= self.vocab_size):
             raise DataError(
                 f"{self.tokens.prefix}: token {low if low < 0 else high} is outside the "
                 f"vocabulary of {self.vocab_size}; the data was made with another tokenizer. "
                 "Set tokenizer_type, vocab_file and merge_file to the ones it was prepared with."
             )
-
-
-def build_split_dataset(
-    tokens: IndexedDataset,
-    first: int,
-    last: int,
-    length: int,
-    num_samples: int,
-    seed: int,
-    *,
-    name: str = "train",
-    cache_dir: str | Path | None = None,
-    vocab_size: int | None = None,
-) -> GPTDataset:
-    """At least ``num_samples`` samples from documents ``first`` to ``last`` (exclusive)."""
-    if length < 1:
-        raise DataError(f"sequence length {length}: must be at least 1")
-    if num_samples < 0:
-        raise DataError(f"{num_samples} samples asked for; must not be negative")
-    amount = int(tokens.sizes[first:last].sum(dtype=np.int64))
-    if amount == 0:
-        raise DataError(
-            f"{tokens.prefix}: the {name} documents ({first} to {last - 1}) hold no tokens; "
-            "change the split or use more data"
-        )
-    epochs = number_of_epochs(amount, length, num_samples)
-    directory = Path(cache_dir) if cache_dir is not None else default_cache_dir(tokens.prefix)
-    index = _cached_index(tokens, first, last, length, epochs, seed, directory, name)
-    if not len(index.order):
-        raise DataError(
-            f"{tokens.prefix}: the {name} documents hold only {amount} tokens, fewer than one "
-            f"sample of length {length} needs; change the split or use more data"
-        )
-    return GPTDataset(
-        tokens,
-        index,
-        length,
-        name=name,
-        num_samples=num_samples,
-        tokens_per_epoch=amount,
-        vocab_size=vocab_size,
-    )
-
-
-def _cached_index(
-    tokens: IndexedDataset,
-    first: int,
-    last: int,
-    length: int,
-    epochs: int,
-    seed: int,
-    directory: Path,
-    name: str,
-) -> SampleIndex:
-    """The sample index, from the cache if it is there; the key holds all that it depends on."""
-
-    def build() -> Arrays:
-        index = build_sample_index(tokens.sizes, first, last, length, epochs, seed)
-        return {"documents": index.documents, "ends": index.ends, "order": index.order}
-
-    def check(arrays: Arrays) -> str | None:
-        tokens_in_split = int(tokens.sizes[first:last].sum(dtype=np.int64))
-        return _problem(arrays, first, last, epochs * tokens_in_split, epochs, length)
-
-    key = {
-        "format": INDEX_FORMAT,
-        "sizes": tokens.sizes_digest(),
-        "documents": [first, last],
-        "length": length,
-        "epochs": epochs,
-        "seed": seed,
-    }
-    name = f"{tokens.prefix.name}_{name}"
-    directory = directory.expanduser()
-    return SampleIndex(**cached_arrays(key, build, directory=directory, name=name, check=check))
+        return {"text": text}
 
 
 def _problem(
     arrays: Arrays, first: int, last: int, total_tokens: int, epochs: int, length: int
 ) -> str | None:
     """Why a stored index cannot be this split's; None if every place it names exists."""
-    if arrays.keys() != {"documents", "ends", "order"}:
+    if arrays.keys() != set(INDEX_ARRAYS):
         return "it holds other arrays"
-    documents, ends, order = arrays["documents"], arrays["ends"], arrays["order"]
+    documents, ends, order = (arrays[key] for key in INDEX_ARRAYS)
     samples = (total_tokens - 1) // length
     if not len(documents) == len(ends) == (last - first) * epochs or len(order) != samples:
         return "its arrays have other lengths"
@@ -299,7 +248,7 @@ def build_train_valid_test_datasets(
             datasets.append(None)  # no documents, or none asked for and none possible
             continue
         datasets.append(
-            build_split_dataset(
+            GPTDataset(
                 tokens,
                 bounds[i],
                 bounds[i + 1],

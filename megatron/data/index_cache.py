@@ -25,13 +25,14 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, Field
 
 from megatron.atomic_files import atomic_writer
 
@@ -41,29 +42,41 @@ MAGIC = b"KNXINDEX"
 PREAMBLE = struct.Struct("<8sII")
 ALIGNMENT = 64
 LOCK_TIMEOUT_SECONDS = 600.0
-# Never "|O": an object array's bytes are addresses, and numpy follows them.
-DTYPES = frozenset({"|u1", "<u2", "<i4", "<u4", "<i8"})
-MAX_ARRAYS = 16
 MAX_HEADER = 1 << 20
 Arrays = dict[str, npt.NDArray[Any]]
-Check = Callable[[Arrays], str | None]
-"""What is wrong with arrays whose checksums fit; None: nothing."""
+
+
+class _Entry(BaseModel):
+    """One array of plain numbers."""
+
+    name: str
+    # Never "|O": an object array's bytes are addresses, and numpy follows them.
+    dtype: Literal["|u1", "<u2", "<i4", "<u4", "<i8"]
+    length: int = Field(ge=0)
+    offset: int = Field(ge=PREAMBLE.size, multiple_of=ALIGNMENT)
+    crc32: int
+
+
+class _Header(BaseModel):
+    key: dict[str, Any]
+    arrays: list[_Entry] = Field(min_length=1, max_length=16)
+    size: int
 
 
 class _InvalidEntryError(Exception):
     """Why an entry on disk cannot be used."""
 
 
-def user_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "kerple-neox" / "index"
-
-
-def default_cache_dir(prefix: Path) -> Path:
-    """Beside the data when that directory can be written, otherwise the user's cache."""
+def cache_directory(chosen: str | Path | None, prefix: Path) -> Path:
+    """The user's choice; else beside the data if one can write there, else the user's cache."""
+    if chosen is not None:
+        return Path(chosen).expanduser()
     beside = prefix.parent / "index_cache"
-    writable = os.access(beside if beside.is_dir() else prefix.parent, os.W_OK)
-    return beside if writable else user_cache_dir()
+    if os.access(beside if beside.is_dir() else prefix.parent, os.W_OK):
+        return beside
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kerple-neox" / "index"
+    )
 
 
 def cached_arrays(
@@ -72,10 +85,14 @@ def cached_arrays(
     *,
     directory: Path,
     name: str,
-    check: Check | None = None,
+    check: Callable[[Arrays], str | None],
 ) -> Arrays:
-    """The arrays for ``key``: from ``directory`` if a valid entry is there, else built and kept."""
-    path = directory / f"{name}_{_digest(key)}.index"
+    """The arrays for ``key``: from ``directory`` if a valid entry is there, else built and kept.
+
+    ``check`` says what is wrong with arrays whose checksums fit; None: nothing.
+    """
+    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12)
+    path = directory / f"{name}_{digest.hexdigest()}.index"
     arrays = _try_read(path, key, check)
     if arrays is not None:
         return arrays
@@ -90,13 +107,8 @@ def cached_arrays(
     except OSError as error:
         log.warning("index cache %s cannot be written (%s); continuing in memory", directory, error)
         return build()
-    stored = _try_read(path, key, check)
+    stored = _try_read(path, key, check)  # mapped, so that ranks share the memory
     return built if stored is None else stored
-
-
-def _digest(key: Mapping[str, Any]) -> str:
-    text = json.dumps(key, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def write_entry(path: Path, key: Mapping[str, Any], arrays: Arrays) -> None:
@@ -137,11 +149,12 @@ def _aligned(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
-def _try_read(path: Path, key: Mapping[str, Any], check: Check | None) -> Arrays | None:
+def _try_read(
+    path: Path, key: Mapping[str, Any], check: Callable[[Arrays], str | None]
+) -> Arrays | None:
     try:
         arrays = read_entry(path, key)
-        problem = None if check is None else check(arrays)
-        if problem is not None:
+        if problem := check(arrays):
             raise _InvalidEntryError(problem)
         return arrays
     except FileNotFoundError:
@@ -154,72 +167,47 @@ def _try_read(path: Path, key: Mapping[str, Any], check: Check | None) -> Arrays
 def read_entry(path: Path, key: Mapping[str, Any]) -> Arrays:
     """Map a stored entry after checking all of it."""
     size = path.stat().st_size
-    content = _read_header(path, size)
-    if content.get("key") != json.loads(json.dumps(dict(key))):
+    header = _read_header(path, size)
+    if header.key != json.loads(json.dumps(dict(key))):
         raise _InvalidEntryError("made for other data")
-    if content.get("size") != size:
-        raise _InvalidEntryError(f"{size} bytes instead of {content.get('size')!r:.40}")
-    entries = content.get("arrays")
-    if not isinstance(entries, list) or not 1 <= len(entries) <= MAX_ARRAYS:
-        raise _InvalidEntryError("its header lists no arrays")
+    if header.size != size:
+        raise _InvalidEntryError(f"{size} bytes instead of {header.size}")
     arrays: Arrays = {}
-    for entry in entries:
-        name, dtype, length, offset, checksum = _checked_entry(entry, size)
-        array: npt.NDArray[Any] = (
-            np.memmap(path, dtype, "r", offset=offset, shape=(length,)).view(np.ndarray)
-            if length
-            else np.empty(0, dtype)
-        )
-        if zlib.crc32(array.data) != checksum:
-            raise _InvalidEntryError(f"checksum of {name} does not fit")
-        arrays[name] = array
+    for entry in header.arrays:
+        dtype = np.dtype(entry.dtype)
+        if entry.offset + entry.length * dtype.itemsize > size:
+            raise _InvalidEntryError(f"{entry.name!r:.40} lies outside the file")
+        array: npt.NDArray[Any] = np.empty(0, dtype)
+        if entry.length:
+            shape = (entry.length,)
+            array = np.memmap(path, dtype, "r", entry.offset, shape).view(np.ndarray)
+        if zlib.crc32(array.data) != entry.crc32:
+            raise _InvalidEntryError(f"checksum of {entry.name:.40} does not fit")
+        arrays[entry.name] = array
     return arrays
 
 
-def _read_header(path: Path, size: int) -> dict[str, Any]:
+def _read_header(path: Path, size: int) -> _Header:
     with path.open("rb") as handle:
         preamble = handle.read(PREAMBLE.size)
         if len(preamble) < PREAMBLE.size:
             raise _InvalidEntryError("truncated")
         magic, length, checksum = PREAMBLE.unpack(preamble)
-        header = handle.read(min(length, size, MAX_HEADER))
-    if magic != MAGIC or len(header) != length or zlib.crc32(header) != checksum:
+        text = handle.read(min(length, size, MAX_HEADER))
+    if magic != MAGIC or len(text) != length or zlib.crc32(text) != checksum:
         raise _InvalidEntryError("not an index cache, or its header is damaged")
     try:
-        content = json.loads(header)
+        return _Header.model_validate(json.loads(text), strict=True)
     except (ValueError, RecursionError) as error:
-        raise _InvalidEntryError("its header is not JSON") from error
-    if not isinstance(content, dict):
-        raise _InvalidEntryError("its header is not a JSON object")
-    return content
-
-
-def _checked_entry(entry: Any, size: int) -> tuple[str, np.dtype[Any], int, int, int]:
-    """Name, type, length, place and checksum of one array, if they can be what they say."""
-    if not isinstance(entry, dict):
-        raise _InvalidEntryError("an array is not described")
-    name, kind = entry.get("name"), entry.get("dtype")
-    if not isinstance(name, str) or not isinstance(kind, str) or kind not in DTYPES:
-        raise _InvalidEntryError(f"array {name!r:.40} of type {kind!r:.40} is none of ours")
-    numbers = [entry.get(field) for field in ("length", "offset", "crc32")]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise _InvalidEntryError(f"the place of {name!r:.40} is not given in numbers")
-    length, offset, checksum = (int(number) for number in numbers if number is not None)
-    dtype = np.dtype(kind)
-    if offset < PREAMBLE.size or offset % ALIGNMENT or offset + length * dtype.itemsize > size:
-        raise _InvalidEntryError(f"{name!r:.40} lies outside the file")
-    return name, dtype, length, offset, checksum
+        raise _InvalidEntryError("its header is none of ours") from error
 
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Best effort: after the timeout, or where locks do not exist, we simply build as well."""
     lock = FileLock(path)
-    try:
+    with suppress(Timeout, OSError, NotImplementedError):
         lock.acquire(timeout=LOCK_TIMEOUT_SECONDS)
-    except (Timeout, OSError, NotImplementedError):
-        yield
-        return
     try:
         yield
     finally:

@@ -28,7 +28,6 @@ from torch import Tensor
 from megatron.data.gpt_dataset import (
     SPLIT_NAMES,
     GPTDataset,
-    build_split_dataset,
     read_stream,
     split_bounds,
 )
@@ -120,7 +119,7 @@ def fixed_sequences(
         usable = min(wanted, file.predictable // length)
         if not usable:
             continue
-        dataset = build_split_dataset(
+        dataset = GPTDataset(
             file.tokens,
             file.first,
             file.last,

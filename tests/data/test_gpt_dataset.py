@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
 from megatron.data.gpt_dataset import (
     GPTDataset,
-    build_sample_index,
-    build_split_dataset,
     number_of_epochs,
     parse_split,
     split_bounds,
@@ -80,8 +78,7 @@ def test_samples_are_windows_of_the_shuffled_stream(
         for document in documents:
             writer.add_document(document)
     epochs = number_of_epochs(sum(sizes), length, samples)
-    index = build_sample_index(np.array(sizes, np.int32), 0, len(sizes), length, epochs, seed)
-    dataset = GPTDataset(IndexedDataset(prefix), index, length, num_samples=samples)
+    dataset = GPTDataset(IndexedDataset(prefix), 0, len(sizes), length, samples, seed)
 
     generator = np.random.RandomState(seed)
     order = np.array(list(range(len(sizes))) * epochs, np.int32)
@@ -143,7 +140,7 @@ def test_a_split_too_short_for_one_sample(tmp_path: Path) -> None:
     _, valid, _ = build_train_valid_test_datasets(make(tmp_path), "39,1", (5, 3, 0), 7, 50)
     assert valid is not None and len(valid) >= 3  # several epochs of the one document
     with pytest.raises(DataError, match="fewer than one sample"):
-        build_split_dataset(IndexedDataset(make(tmp_path)), 39, 40, 50, 0, 1234, name="valid")
+        GPTDataset(IndexedDataset(make(tmp_path)), 39, 40, 50, 0, 1234, name="valid")
 
 
 def test_documents_without_tokens_are_refused(tmp_path: Path) -> None:

@@ -20,10 +20,9 @@ from megatron.data import index_cache as cache_module
 from megatron.data.index_cache import (
     MAGIC,
     PREAMBLE,
+    cache_directory,
     cached_arrays,
-    default_cache_dir,
     read_entry,
-    user_cache_dir,
     write_entry,
 )
 
@@ -42,7 +41,7 @@ class Builder:
 
 
 def get(directory: Path, builder: Builder, key: dict[str, Any] = KEY) -> dict[str, Any]:
-    arrays = cached_arrays(key, builder, directory=directory, name="toy")
+    arrays = cached_arrays(key, builder, directory=directory, name="toy", check=lambda _: None)
     np.testing.assert_array_equal(arrays["a"], np.arange(1000))
     np.testing.assert_array_equal(arrays["b"], np.arange(7) * 3)
     return arrays
@@ -214,10 +213,11 @@ def test_read_only_data_uses_the_users_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    assert default_cache_dir(tmp_path / "d") == tmp_path / "index_cache"
+    assert cache_directory(None, tmp_path / "d") == tmp_path / "index_cache"
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert default_cache_dir(tmp_path / "d") == user_cache_dir()
-    assert user_cache_dir().is_relative_to(tmp_path / "home")
+    own = tmp_path / "home" / "kerple-neox" / "index"
+    assert cache_directory(None, tmp_path / "d") == own
+    assert cache_directory("~/elsewhere", tmp_path / "d") == Path("~/elsewhere").expanduser()
 
 
 def _rank(directory: Path, barrier: Any, results: Any) -> None:
