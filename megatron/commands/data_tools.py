@@ -25,7 +25,7 @@ from megatron.data.streams import list_files
 from megatron.errors import DataError
 from megatron.terminal import say_next, shown_command
 from megatron.tokenizer import TOKENIZERS, build_tokenizer
-from megatron.tokenizer.vocabularies import MERGES, TRAINERS, VOCABULARY
+from megatron.tokenizer.vocabularies import MERGES, TRAINABLE, VOCABULARY, train_vocabulary
 
 DEFAULT_CORPUS = "enwik8"  # GPT-NeoX's
 
@@ -325,7 +325,7 @@ def _tokenizer_parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH")
     parser.add_argument("--output-dir", required=True, type=Path)
     parser.add_argument("--vocab-size", type=int, default=32768)
-    parser.add_argument("--type", choices=sorted(TRAINERS), default="GPT2BPETokenizer")
+    parser.add_argument("--type", choices=TRAINABLE, default="GPT2BPETokenizer")
     parser.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
     parser.add_argument(
         "--pattern",
@@ -347,8 +347,8 @@ def train_tokenizer(argv: Sequence[str] | None = None) -> int:
     files, _ = list_files(args.input)
     texts = read_texts(files, args.jsonl_key, args.max_megabytes)
     check_writable(args.output_dir / "vocab.json", "--output-dir")
-    size = TRAINERS[args.type](
-        texts, args.output_dir, args.vocab_size, not args.quiet, args.pattern
+    size = train_vocabulary(
+        args.type, texts, args.output_dir, args.vocab_size, not args.quiet, args.pattern
     )
     print(f"{args.type} with {size} tokens -> {args.output_dir}")
     return 0

@@ -225,7 +225,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
         "type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
-        "fingerprint": tokenizer.fingerprint(),
+        "fingerprint": tokenizer.fingerprint,
     }
 
 

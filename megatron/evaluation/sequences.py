@@ -25,12 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.data.gpt_dataset import (
-    SPLIT_NAMES,
-    GPTDataset,
-    read_stream,
-    split_bounds,
-)
+from megatron.data.gpt_dataset import SPLIT_NAMES, GPTDataset, read_stream, split_bounds
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import EvaluationError
 from megatron.evaluation.tasks import Split

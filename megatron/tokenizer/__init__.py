@@ -6,8 +6,8 @@ import difflib
 from pathlib import Path
 
 from megatron.errors import TokenizerError
-from megatron.tokenizer import tokenizer_kinds
-from megatron.tokenizer.base import TOKENIZERS, Tokenizer, TokenizerFiles, padded_vocab_size
+from megatron.tokenizer.base import Tokenizer, TokenizerFiles, padded_vocab_size
+from megatron.tokenizer.tokenizer_kinds import TOKENIZERS
 
 __all__ = [
     "TOKENIZERS",
@@ -15,7 +15,6 @@ __all__ = [
     "TokenizerError",
     "build_tokenizer",
     "padded_vocab_size",
-    "tokenizer_kinds",
 ]
 
 

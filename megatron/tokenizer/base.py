@@ -1,13 +1,12 @@
-"""What every tokenizer offers, and the registry of NeoX's ``tokenizer_type`` names."""
+"""What every tokenizer offers, the files it is made from, and the counting of words."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
 
 import regex
 
@@ -53,19 +52,17 @@ class TokenizerFiles:
 class Tokenizer(ABC):
     """Text to token ids and back."""
 
-    name: ClassVar[str] = ""
-    _eod: int
-    _digest: str
+    vocab_size: int
+    """Number of ids, before padding."""
+    eod: int
+    """The id that ends a document."""
+    fingerprint: str
+    """Changes whenever the same text may get other ids; kept beside the data."""
 
     @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of ids, before padding."""
-
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._eod
+    def name(self) -> str:
+        """NeoX's ``tokenizer_type``."""
+        return type(self).__name__
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]: ...
@@ -76,26 +73,6 @@ class Tokenizer(ABC):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Many texts at once; libraries that can do this faster override it."""
         return [self.tokenize(text) for text in texts]
-
-    def fingerprint(self) -> str:
-        """Changes whenever the same text may get other ids; kept beside the data."""
-        return self._digest
-
-
-Builder = Callable[[TokenizerFiles], Tokenizer]
-TOKENIZERS: dict[str, Builder] = {}
-_T = TypeVar("_T", bound=type[Tokenizer])
-
-
-def register(name: str) -> Callable[[_T], _T]:
-    """Make a tokenizer class available under a NeoX ``tokenizer_type``."""
-
-    def add(cls: _T) -> _T:
-        cls.name = name
-        TOKENIZERS[name] = cls
-        return cls
-
-    return add
 
 
 def file_digest(*paths: Path) -> str:

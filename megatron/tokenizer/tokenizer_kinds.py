@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -15,7 +15,6 @@ from megatron.tokenizer.base import (
     Tokenizer,
     TokenizerFiles,
     file_digest,
-    register,
 )
 
 EOD_CANDIDATES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -24,36 +23,43 @@ MERGE_NAMES = ("gpt2-merges.txt", "merges.txt", "vocab.bpe")
 
 
 class _LibraryTokenizer(Tokenizer):
-    """Shared by everything the library runs; subclasses build the tokenizer and find its eod."""
+    """Shared by everything the library runs; subclasses build it from ``source``."""
 
-    def __init__(self, library: tokenizers.Tokenizer, eod: int, digest: str, special: bool) -> None:
+    special = True  # whether the file's own template adds tokens, as NeoX lets it
+    eod_candidates: tuple[str, ...] = EOD_CANDIDATES
+
+    def __init__(self, library: tokenizers.Tokenizer, source: Path, fingerprint: str) -> None:
         self._library = library
-        self._eod = eod
-        self._digest = digest
-        self._special = special  # whether the file's own template adds tokens, as NeoX lets it
-
-    @property
-    def vocab_size(self) -> int:
-        return self._library.get_vocab_size()
+        self.vocab_size = library.get_vocab_size()
+        self.fingerprint = fingerprint
+        found = [library.token_to_id(token) for token in self.eod_candidates]
+        if not any(eod is not None for eod in found):
+            raise TokenizerError(
+                f"vocab_file {source}: none of {', '.join(self.eod_candidates)} is in its "
+                "vocabulary, so documents cannot be ended"
+            )
+        self.eod = next(eod for eod in found if eod is not None)
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._library.encode(_valid(text), add_special_tokens=self._special).ids)
+        return list(self._library.encode(_valid(text), add_special_tokens=self.special).ids)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         valid = [_valid(text) for text in texts]
-        encodings = self._library.encode_batch_fast(valid, add_special_tokens=self._special)
+        encodings = self._library.encode_batch_fast(valid, add_special_tokens=self.special)
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         return self._library.decode(list(token_ids), skip_special_tokens=False)
 
 
-@register("GPT2BPETokenizer")
 class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE from a vocabulary and a merges file.
 
     As in NeoX, ``<|endoftext|>`` written inside a text is ordinary text; only ``eod`` ends one.
     """
+
+    special = False
+    eod_candidates = (END_OF_TEXT,)
 
     def __init__(self, files: TokenizerFiles) -> None:
         vocab = files.in_directory(VOCAB_NAMES, self.name)
@@ -68,10 +74,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         library = tokenizers.Tokenizer(model)
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = decoders.ByteLevel()
-        eod = library.token_to_id(END_OF_TEXT)
-        if eod is None:
-            raise TokenizerError(f"vocab_file {vocab}: has no {END_OF_TEXT} to end documents with")
-        super().__init__(library, eod, file_digest(vocab, merges), special=False)
+        super().__init__(library, vocab, file_digest(vocab, merges))
 
 
 def _merge_file(files: TokenizerFiles, vocab: Path, kind: str) -> Path:
@@ -84,45 +87,29 @@ def _merge_file(files: TokenizerFiles, vocab: Path, kind: str) -> Path:
     return files.require("merge_file", kind)
 
 
-@register("HFTokenizer")
 class HFTokenizer(_LibraryTokenizer):
     """Any ``tokenizer.json``."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         path = files.in_directory(("tokenizer.json",), self.name)
-        library = _load_json(path)
-        eod = _find_eod(library)
-        if eod is None:
-            raise TokenizerError(
-                f"vocab_file {path}: none of {', '.join(EOD_CANDIDATES)} is in its vocabulary, "
-                "so documents cannot be ended"
-            )
-        super().__init__(library, eod, file_digest(path), special=True)
+        super().__init__(_load_json(path), path, file_digest(path))
 
 
-@register("HFGPT2Tokenizer")
 class HFGPT2Tokenizer(_LibraryTokenizer):
     """GPT-2's tokenizer as Hugging Face ships it: a local folder, or a name on its hub."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         source = files.vocab_file or Path("gpt2")
-        library = _local_gpt2(files) if source.exists() else _from_hub(str(source))
-        eod = _find_eod(library)
-        if eod is None:
-            raise TokenizerError(f"{source}: has no {END_OF_TEXT} to end documents with")
-        digest = f"hub:{source}" if not source.exists() else file_digest(*_vocabulary_files(source))
-        super().__init__(library, eod, digest, special=True)
-
-
-def _local_gpt2(files: TokenizerFiles) -> tokenizers.Tokenizer:
-    assert files.vocab_file is not None
-    if files.vocab_file.is_dir() and (files.vocab_file / "tokenizer.json").is_file():
-        return _load_json(files.vocab_file / "tokenizer.json")
-    if files.vocab_file.name == "tokenizer.json":
-        return _load_json(files.vocab_file)
-    library = GPT2BPETokenizer(files)._library
-    library.add_special_tokens([END_OF_TEXT])
-    return library
+        if not source.exists():
+            super().__init__(_from_hub(str(source)), source, f"hub:{source}")
+            return
+        whole = source / "tokenizer.json" if source.is_dir() else source
+        if whole.name == "tokenizer.json" and whole.is_file():
+            library = _load_json(whole)
+        else:
+            library = GPT2BPETokenizer(files)._library
+            library.add_special_tokens([END_OF_TEXT])
+        super().__init__(library, source, file_digest(*_vocabulary_files(source)))
 
 
 def _vocabulary_files(source: Path) -> list[Path]:
@@ -152,14 +139,6 @@ def _load_json(path: Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-def _find_eod(library: tokenizers.Tokenizer) -> int | None:
-    for token in EOD_CANDIDATES:
-        found: int | None = library.token_to_id(token)
-        if found is not None:
-            return found
-    return None
-
-
 def _valid(text: str) -> str:
     """Lone surrogates, which JSON may hold, cannot be passed on: replace them."""
     try:
@@ -169,20 +148,15 @@ def _valid(text: str) -> str:
     return text
 
 
-@register("CharLevelTokenizer")
 class CharLevelTokenizer(Tokenizer):
     """NeoX's numbers: 512 ids, of which 0 to 255 are bytes; 0 ends a document, 1 pads."""
 
-    pad = 1
-    _eod = 0
-    _digest = "bytes-512"
+    vocab_size = 512
+    eod = 0
+    fingerprint = "bytes-512"
 
     def __init__(self, files: TokenizerFiles | None = None) -> None:
         """It needs no files."""
-
-    @property
-    def vocab_size(self) -> int:
-        return 512
 
     def tokenize(self, text: str) -> list[int]:
         # Lone surrogates, as in damaged JSON, become the replacement character's bytes.
@@ -193,7 +167,6 @@ class CharLevelTokenizer(Tokenizer):
         return bytes(i for i in token_ids if 0 < i < 256).decode("utf-8", "replace")
 
 
-@register("SPMTokenizer")
 class SPMTokenizer(Tokenizer):
     """Documents end with ``<|endoftext|>`` if the model has it, else with its own end token."""
 
@@ -209,17 +182,14 @@ class SPMTokenizer(Tokenizer):
                 f"vocab_file {path}: not a SentencePiece model ({error}). Train one with "
                 "tools/train_tokenizer.py --type SPMTokenizer."
             ) from error
-        eod = self._library.PieceToId("<|endoftext|>")
+        eod = self._library.PieceToId(END_OF_TEXT)
         if eod == self._library.unk_id():
             eod = self._library.eos_id()
         if eod < 0:
-            raise TokenizerError(f"vocab_file {path}: has no <|endoftext|> and no end token")
-        self._eod = int(eod)
-        self._digest = file_digest(path)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._library.GetPieceSize())
+            raise TokenizerError(f"vocab_file {path}: has no {END_OF_TEXT} and no end token")
+        self.eod = int(eod)
+        self.vocab_size = int(self._library.GetPieceSize())
+        self.fingerprint = file_digest(path)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._library.EncodeAsIds(text.encode("utf-8", "replace").decode()))
@@ -237,7 +207,6 @@ SPLIT_PATTERN = (
 )
 
 
-@register("TiktokenTokenizer")
 class TiktokenTokenizer(Tokenizer):
     """``vocab_file`` is a name such as ``cl100k_base``, or the path of a ``.tiktoken`` file."""
 
@@ -250,15 +219,12 @@ class TiktokenTokenizer(Tokenizer):
             raise TokenizerError(f"TiktokenTokenizer needs vocab_file: a .tiktoken file or {names}")
         if source.is_file():
             self._library = _from_file(source)
-            self._digest = file_digest(source)
+            self.fingerprint = file_digest(source)
         else:
             self._library = _from_name(str(source))
-            self._digest = f"tiktoken:{source}"
-        self._eod = int(self._library.eot_token)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._library.n_vocab)
+            self.fingerprint = f"tiktoken:{source}"
+        self.eod = int(self._library.eot_token)
+        self.vocab_size = int(self._library.n_vocab)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._library.encode_ordinary(text))
@@ -303,3 +269,16 @@ def _from_name(name: str):  # type: ignore[no-untyped-def]
             f"({type(error).__name__}). Without a network, give the path of a .tiktoken file, or "
             "set TIKTOKEN_CACHE_DIR to a folder that holds it."
         ) from error
+
+
+TOKENIZERS: dict[str, Callable[[TokenizerFiles], Tokenizer]] = {
+    kind.__name__: kind
+    for kind in (
+        GPT2BPETokenizer,
+        HFTokenizer,
+        HFGPT2Tokenizer,
+        CharLevelTokenizer,
+        SPMTokenizer,
+        TiktokenTokenizer,
+    )
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PADDING = "<|padding|>"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
+TRAINABLE = ("GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer")
 
 
 def check_pattern(pattern: str) -> None:
@@ -83,31 +84,23 @@ def _not_empty(texts: Iterator[str]) -> Iterator[str]:
     yield from texts
 
 
-def _gpt2_bpe(
-    texts: Iterator[str], folder: Path, size: int, progress: bool, pattern: str | None
+def train_vocabulary(
+    kind: str, texts: Iterator[str], folder: Path, size: int, progress: bool, pattern: str | None
 ) -> int:
-    _refuse_pattern("GPT2BPETokenizer", pattern)
-    return write_gpt2_files(train_byte_pairs(texts, size, progress), folder)
-
-
-def _hugging_face(
-    texts: Iterator[str], folder: Path, size: int, progress: bool, pattern: str | None
-) -> int:
+    """Write the files of one of the ``TRAINABLE`` kinds; the number of its tokens."""
+    if pattern is not None and kind != "HFTokenizer":
+        raise TokenizerError(f"--pattern: {kind} has its own; use --type HFTokenizer")
+    if kind == "SPMTokenizer":
+        return _sentence_piece(texts, folder, size, progress)
     tokenizer = train_byte_pairs(texts, size, progress, pattern)
+    if kind == "GPT2BPETokenizer":
+        return write_gpt2_files(tokenizer, folder)
     with atomic_writer(folder / "tokenizer.json") as handle:
         handle.write(tokenizer.to_str(pretty=True).encode())
     return int(tokenizer.get_vocab_size())
 
 
-def _refuse_pattern(kind: str, pattern: str | None) -> None:
-    if pattern is not None:
-        raise TokenizerError(f"--pattern: {kind} has its own; use --type HFTokenizer")
-
-
-def _sentence_piece(
-    texts: Iterator[str], folder: Path, size: int, progress: bool, pattern: str | None
-) -> int:
-    _refuse_pattern("SPMTokenizer", pattern)
+def _sentence_piece(texts: Iterator[str], folder: Path, size: int, progress: bool) -> int:
     import sentencepiece
 
     lines = (line for text in _not_empty(texts) for line in text.splitlines() if line)
@@ -129,11 +122,3 @@ def _sentence_piece(
     with atomic_writer(folder / "tokenizer.model") as handle:
         handle.write(model.getvalue())
     return size
-
-
-TRAINERS: dict[str, Callable[[Iterator[str], Path, int, bool, str | None], int]] = {
-    "GPT2BPETokenizer": _gpt2_bpe,
-    "HFTokenizer": _hugging_face,
-    "SPMTokenizer": _sentence_piece,
-}
-"""tokenizer_type -> (texts, folder, size, progress, pattern): writes files, counts tokens."""
