@@ -15,7 +15,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,12 +72,9 @@ def download(remote: RemoteFile, directory: Path, *, progress: bool = True) -> P
 
 def _check_provable(url: str, remote: RemoteFile) -> None:
     """Over plain http anybody on the way can change a file: then its hash must be known."""
-    host = urllib.parse.urlsplit(url).hostname
-    if (
-        url.startswith("http://")
-        and remote.sha256 is None
-        and host not in ("127.0.0.1", "localhost")
-    ):
+    parts = urllib.parse.urlsplit(url)
+    local = parts.hostname in ("127.0.0.1", "localhost")
+    if parts.scheme == "http" and remote.sha256 is None and not local:
         raise DownloadError(
             f"{url}: not fetched, because over plain http, and with no published hash, nothing "
             "proves what arrives. Fetch it yourself from a source you trust and pass --input."
@@ -141,7 +137,22 @@ def _continue(url: str, target: Path, progress: bool) -> bool:
         start, total = _position(response, start)
         identity = response.headers.get("ETag") or response.headers.get("Last-Modified")
         write_json(note_path, {"url": url, "total": total, "identity": identity})
-        _copy(response, part, start, total, progress, target.name)
+        bar = tqdm(
+            total=total,
+            initial=start,
+            unit="B",
+            unit_scale=True,
+            desc=target.name,
+            disable=None if progress else True,
+        )
+        with part.open("r+b" if start else "wb") as handle, bar:
+            handle.truncate(start)
+            handle.seek(start)
+            while block := response.read(BLOCK):
+                handle.write(block)
+                bar.update(len(block))
+            handle.flush()
+            os.fsync(handle.fileno())
     return total is None or part.stat().st_size == total
 
 
@@ -157,41 +168,15 @@ def _position(response: Any, wanted: int) -> tuple[int, int | None]:
     return 0, int(length) if length is not None else None
 
 
-def _copy(
-    response: Any, part: Path, start: int, total: int | None, progress: bool, name: str
-) -> None:
-    with (
-        part.open("r+b" if start else "wb") as handle,
-        tqdm(
-            total=total,
-            initial=start,
-            unit="B",
-            unit_scale=True,
-            desc=name,
-            disable=None if progress else True,
-        ) as bar,
-    ):
-        handle.truncate(start)
-        handle.seek(start)
-        while block := response.read(BLOCK):
-            handle.write(block)
-            bar.update(len(block))
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
 def _accept(part: Path, target: Path, remote: RemoteFile, url: str) -> Path:
     """Verify the finished file; one that is wrong is removed, so that it is not resumed."""
     size = part.stat().st_size
     digest = file_sha256(part)
-    problems: Sequence[str] = [
-        text
-        for text, wrong in (
-            (f"{size} bytes instead of {remote.size}", remote.size not in (None, size)),
-            (f"sha256 {digest} instead of {remote.sha256}", remote.sha256 not in (None, digest)),
-        )
-        if wrong
-    ]
+    problems = []
+    if remote.size not in (None, size):
+        problems.append(f"{size} bytes instead of {remote.size}")
+    if remote.sha256 not in (None, digest):
+        problems.append(f"sha256 {digest} instead of {remote.sha256}")
     note = _beside(target, ".part.json")
     if problems:
         part.unlink()

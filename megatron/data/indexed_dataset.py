@@ -56,13 +56,11 @@ def prefix_of(path: str | Path) -> Path:
 
 
 def bin_path(prefix: str | Path) -> Path:
-    prefix = Path(prefix)
-    return prefix.with_name(prefix.name + ".bin")
+    return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    prefix = Path(prefix)
-    return prefix.with_name(prefix.name + ".idx")
+    return Path(f"{prefix}.idx")
 
 
 class IndexedDataset:
@@ -216,8 +214,7 @@ def _check_sum(buffer: mmap.mmap, path: Path, expected: str | None) -> None:
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    prefix = prefix_of(prefix)
-    return prefix.with_name(prefix.name + ".json")
+    return Path(f"{prefix_of(prefix)}.json")
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:

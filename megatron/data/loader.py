@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,16 +44,13 @@ def build_data_loader(
     pin_memory: bool = False,
 ) -> BatchLoader:
     """The micro-batches of this rank, in order, read by ``num_workers`` processes."""
-    options: dict[str, Any] = {}
-    if num_workers > 0:
-        options = {"prefetch_factor": 4, "persistent_workers": False}
     return BatchLoader(
         dataset,  # type: ignore[arg-type]  # any object with length and items will do
         batch_sampler=sampler,
         num_workers=num_workers,
         pin_memory=pin_memory,
         collate_fn=collate,
-        **options,
+        prefetch_factor=4 if num_workers else None,
     )
 
 
@@ -121,14 +118,9 @@ class ResumableBatchSampler:
         start = self.consumed_samples
         while self.at_end == "wrap" or start + self.global_batch <= self.total_samples:
             for micro_step in range(self.grad_accum):
-                yield self.micro_batch(start // self.global_batch, micro_step)
+                first = start + (micro_step * self.dp_size + self.dp_rank) * self.micro_batch_size
+                yield [i % self.total_samples for i in range(first, first + self.micro_batch_size)]
             start += self.global_batch
-
-    def micro_batch(self, step: int, micro_step: int) -> list[int]:
-        """The samples of this rank in one micro-step of one training step."""
-        first = step * self.global_batch
-        first += (micro_step * self.dp_size + self.dp_rank) * self.micro_batch_size
-        return [i % self.total_samples for i in range(first, first + self.micro_batch_size)]
 
 
 # From a batch of text to model inputs, labels and the mask of counted positions.

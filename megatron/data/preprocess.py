@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 from tqdm import tqdm
 
-from megatron.data.chunks import DOCUMENT_SPLITTERS, Chunk, read_chunks, texts_of_line
+from megatron.data.chunks import Chunk, read_chunks, texts_of_line
 from megatron.data.indexed_dataset import describe_tokenizer
 from megatron.data.streams import list_files
 from megatron.data.writer import IndexedDatasetWriter, best_dtype
@@ -195,34 +195,21 @@ def preprocess(
     manifest: dict[str, Any] | None = None,
 ) -> Outcome:
     """Tokenize ``inputs`` into one dataset per key; ``manifest`` adds entries to their JSON."""
-    if options.splitter not in DOCUMENT_SPLITTERS:
-        known = ", ".join(DOCUMENT_SPLITTERS)
-        raise DataError(f'text splitter "{options.splitter}" is unknown; use one of {known}')
     files, unknown = list_files(list(inputs))
     if unknown:
         kinds = ", ".join(sorted({path.suffix or path.name for path in unknown})[:8])
         log.warning("%d files that are not text are left out (%s)", len(unknown), kinds)
     dtype = best_dtype(tokenizer.vocab_size)
     encoder = Encoder(tokenizer, options, dtype)
-    outcome = Outcome(prefixes=output_prefixes(output_prefix, options.keys))
-    digest = hashlib.blake2b(digest_size=16)
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedDatasetWriter(prefix, dtype)) for prefix in outcome.prefixes
+            stack.enter_context(IndexedDatasetWriter(prefix, dtype))
+            for prefix in output_prefixes(output_prefix, options.keys)
         ]
-        chunks = _hashed(read_chunks(files, options.splitter), digest)
-        bar = stack.enter_context(_progress_bar(files, options.progress))
-        for encoded in _encoded(chunks, encoder, options.workers):
-            for writer, data, sizes in zip(writers, encoded.data, encoded.sizes, strict=True):
-                writer.add_packed(data, sizes, ends_document=encoded.ends_document)
-            outcome.add(encoded)
-            if options.strict and encoded.problems:
-                raise DataError(f"{encoded.problems[0]} (--strict: nothing was written)")
-            _advance(bar, outcome, encoded)
+        outcome = _tokenize(files, encoder, options, writers)
         if not writers[0].num_sequences:
             raise DataError(_nothing_usable(outcome, files))
     outcome.documents, outcome.tokens = writers[0].num_sequences, writers[0].num_tokens
-    outcome.source_hash = digest.hexdigest()
     for writer in writers:
         writer.write_manifest(
             {
@@ -242,11 +229,39 @@ def preprocess(
     return outcome
 
 
-def _hashed(chunks: Iterable[Chunk], digest: Any) -> Iterator[Chunk]:
-    for chunk in chunks:
-        for part in chunk.parts:
-            digest.update(part)
-        yield chunk
+def _tokenize(
+    files: Sequence[Path],
+    encoder: Encoder,
+    options: PreprocessOptions,
+    writers: Sequence[IndexedDatasetWriter],
+) -> Outcome:
+    outcome = Outcome(prefixes=[writer.prefix for writer in writers])
+    digest = hashlib.blake2b(digest_size=16)
+
+    def hashed_chunks() -> Iterator[Chunk]:
+        for chunk in read_chunks(files, options.splitter):
+            for part in chunk.parts:
+                digest.update(part)
+            yield chunk
+
+    with tqdm(
+        total=sum(path.stat().st_size for path in files),
+        unit="B",
+        unit_scale=True,
+        desc="tokenizing",
+        disable=None if options.progress else True,
+    ) as bar:
+        for encoded in _encoded(hashed_chunks(), encoder, options.workers):
+            for writer, data, sizes in zip(writers, encoded.data, encoded.sizes, strict=True):
+                writer.add_packed(data, sizes, ends_document=encoded.ends_document)
+            outcome.add(encoded)
+            if options.strict and encoded.problems:
+                raise DataError(f"{encoded.problems[0]} (--strict: nothing was written)")
+            bar.update(max(0, encoded.consumed - bar.n))
+            speed = outcome.text_characters / 1e6 / (bar.format_dict["elapsed"] or 1e-9)
+            bar.set_postfix_str(f"{speed:.1f} MB text/s", refresh=False)
+    outcome.source_hash = digest.hexdigest()
+    return outcome
 
 
 class _Worker:
@@ -297,19 +312,6 @@ def _encoded(chunks: Iterator[Chunk], encoder: Encoder, workers: int) -> Iterato
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _progress_bar(files: Sequence[Path], enabled: bool) -> tqdm[Any]:
-    total = sum(path.stat().st_size for path in files)
-    return tqdm(
-        total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None if enabled else True
-    )
-
-
-def _advance(bar: tqdm[Any], outcome: Outcome, encoded: Encoded) -> None:
-    bar.update(max(0, min(encoded.consumed, int(bar.total or 0)) - bar.n))
-    elapsed = bar.format_dict["elapsed"] or 1e-9
-    bar.set_postfix_str(f"{outcome.text_characters / 1e6 / elapsed:.1f} MB text/s", refresh=False)
 
 
 def _nothing_usable(outcome: Outcome, files: Sequence[Path]) -> str:
