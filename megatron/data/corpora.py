@@ -7,7 +7,6 @@ import sysconfig
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from megatron.atomic_files import atomic_writer
@@ -30,8 +29,8 @@ class Source:
     """One corpus: what it is, where it lies, under which terms, and how it is read.
 
     ``reader`` names a document splitter of megatron.data.chunks for its plain-text files (JSON
-    lines carry their own documents). ``collect`` replaces the download for corpora that come from
-    elsewhere.
+    lines carry their own documents). ``packages`` or ``collect`` replace the download for corpora
+    that come from elsewhere.
     """
 
     name: str
@@ -39,6 +38,7 @@ class Source:
     licence: str
     reader: str = "file"
     files: tuple[RemoteFile, ...] = ()
+    packages: tuple[Package, ...] = ()
     collect: Callable[[Path], list[Path]] | None = None
     small: bool = False  # byte-level tokens by default, as nothing else is at hand
     vocabulary: int | None = None  # size of the byte-pair vocabulary that it brings, if it does
@@ -91,18 +91,6 @@ def _django_docs(directory: Path) -> list[Path]:
                 record = {"text": stream.read().decode("utf-8", "replace"), "path": page.name}
                 handle.write((json.dumps(record) + "\n").encode())
     return [output]
-
-
-def _from_packages(
-    name: str, description: str, licence: str, packages: tuple[Package, ...]
-) -> Source:
-    return Source(
-        name,
-        description,
-        licence,
-        collect=partial(collect_packages, packages),
-        vocabulary=STUDY_VOCABULARY,
-    )
 
 
 STUDY_VOCABULARY = 4096
@@ -280,25 +268,28 @@ SOURCES: dict[str, Source] = {
             collect=write_recall_corpus,
             small=True,
         ),
-        _from_packages(
+        Source(
             "python_projects",
             "code: the Python sources of SymPy 1.13.3 and Twisted 24.10.0 (38 MB), through pip",
             "BSD-3-Clause, MIT",
-            PYTHON_PROJECTS,
+            packages=PYTHON_PROJECTS,
+            vocabulary=STUDY_VOCABULARY,
         ),
-        _from_packages(
+        Source(
             "english_docs",
             "English: An Anarchist FAQ, the manuals of Perl and Python (31 MB), through apt-get "
             "on Debian 12",
             "GPL-2+ or GFDL-1.3+, Artistic or GPL-1+, PSF",
-            ENGLISH_DOCS,
+            packages=ENGLISH_DOCS,
+            vocabulary=STUDY_VOCABULARY,
         ),
-        _from_packages(
+        Source(
             "latex_docs",
             "LaTeX: manuals and sample articles of TeX Live's packages (33 MB of 530 MB "
             "downloaded), through apt-get on Debian 12",
             "each package's own, mostly LPPL",
-            LATEX_DOCS,
+            packages=LATEX_DOCS,
+            vocabulary=STUDY_VOCABULARY,
         ),
     )
 }
@@ -307,6 +298,8 @@ SOURCES: dict[str, Source] = {
 def fetch(source: Source, directory: Path, *, progress: bool = True) -> list[Path]:
     """Local files of a corpus; what can be done without its mirrors is in the error."""
     try:
+        if source.packages:
+            return collect_packages(source.packages, directory)
         if source.collect is not None:
             return source.collect(directory)
         return [download(file, directory, progress=progress) for file in source.files]

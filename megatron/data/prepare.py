@@ -64,7 +64,9 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
     inputs = _inputs(source, folder, request, made)
     if inputs is None:
         return prefix, None
-    options = replace(request.options, splitter=_splitter(source, request))
+    options = request.options
+    if options.splitter == "auto":
+        options = replace(options, splitter=source.reader)
     files, _ = list_files(inputs)
     if source.vocabulary:
         request = _with_own_vocabulary(source.vocabulary, request, folder, files)
@@ -101,8 +103,9 @@ def _needs_no_source(
     """
     if made.get("tokenizer") != describe_tokenizer(tokenizer):
         return False
-    origin = made.get("source") if isinstance(made.get("source"), dict) else {}
-    assert isinstance(origin, dict)
+    origin = made.get("source")
+    if not isinstance(origin, dict):
+        origin = {}
     if request.inputs:
         gone = not any(path.exists() for path in request.inputs)
         same_filter = made.get("where", []) == [list(pair) for pair in request.options.where]
@@ -145,12 +148,6 @@ def _source(name: str, request: PrepareRequest) -> Source:
         f'corpus "{name}" is unknown; there are {", ".join(SOURCES)}. '
         "Give your own text a name with --input PATH NAME."
     )
-
-
-def _splitter(source: Source, request: PrepareRequest) -> str:
-    """The user's choice; else the corpus's own reader."""
-    chosen = request.options.splitter
-    return source.reader if chosen == "auto" else chosen
 
 
 def gpt2_files(directory: Path) -> tuple[Path, Path] | None:
