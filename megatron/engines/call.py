@@ -7,7 +7,7 @@ same `Call` and may rely on what is checked here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,11 @@ class Call:
         return self.k.shape[2]
 
     @property
+    def offset(self) -> int:
+        """Position of the first query."""
+        return self.k_len - self.q_len
+
+    @property
     def reach(self) -> int:
         """How many of the nearest keys a query may see: the window, or all."""
         return self.k_len if self.window is None else self.window
@@ -60,35 +65,21 @@ class Call:
 
     def in_fp32(self, besides: Sequence[str] = ()) -> Call:
         """The same call with tensors outside of autograd, in fp32 but for some."""
-        tensors = zip(OPERANDS, self.operands(), strict=True)
-        outside = {name: x.detach() for name, x in tensors if x is not None}
-        in_fp32: dict[str, Any] = {
-            name: x if name in besides or not x.is_floating_point() else x.float()
-            for name, x in outside.items()
-        }
-        return replace(self, **in_fp32)
+        changed: dict[str, Any] = {}
+        for name, x in zip(OPERANDS, self.operands(), strict=True):
+            if x is not None:
+                stays = name in besides or not x.is_floating_point()
+                changed[name] = x.detach() if stays else x.detach().float()
+        return replace(self, **changed)
 
+    def fitted(self, gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+        """Gradients of operands in their order, dtypes and shapes.
 
-@dataclass(frozen=True)
-class Gradients:
-    """The gradients of a call's operands, in fp32, those of its terms as wide as they can be.
-
-    Tables: the distances 0 .. Lk-1. key_bias: [B, H, Lk]. sink: [B, H, Lq].
-    """
-
-    q: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    bias: Tensor | None = None
-    weight: Tensor | None = None
-    key_bias: Tensor | None = None
-    first_key: None = None  # it has none
-    sink: Tensor | None = None
-
-    def fitted(self, call: Call) -> list[Tensor | None]:
-        """In the order, dtypes and shapes of the call's operands."""
-        found = (getattr(self, name) for name in OPERANDS)
-        return [_fitted(grad, x) for grad, x in zip(found, call.operands(), strict=True)]
+        They may be as wide as an engine makes them: tables over the distances 0 .. Lk-1, key_bias
+        [B, H, Lk], sink [B, H, Lq].
+        """
+        operands = zip(OPERANDS, self.operands(), strict=True)
+        return [_fitted(gradients.get(name), x) for name, x in operands]
 
 
 def _fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
@@ -102,12 +93,12 @@ def _fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
     return grad.sum_to_size(operand.shape).to(operand.dtype)
 
 
-@dataclass(frozen=True)
-class Made:
-    """What an engine's forward made: the output and its rows' logsumexp, in the engine's terms."""
-
-    out: Tensor
-    lse: Tensor
+def rows_apart(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """New memory for [B, H, L, D] as [B, L, H, D]: merging the heads afterwards is then a view."""
+    batch, heads, length, dim = shape
+    return torch.empty(batch, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
 
 def key_origin(key_bias: Tensor, q_len: int) -> Tensor:
@@ -124,47 +115,29 @@ def key_origin(key_bias: Tensor, q_len: int) -> Tensor:
 
 
 def sink_rows(call: Call) -> Tensor | None:
-    """The sink of every query less its key origin, [B, H, Lq]; None without a sink."""
+    """The sink of every query less its key origin, [B, H, Lq]; None without a sink. No autograd."""
     if call.sink is None:
         return None
-    batch, heads, q_len, _ = call.q.shape
-    sink = call.sink.detach()
-    rows = sink[:, None] if sink.dim() == 1 else sink
+    rows = call.sink[:, None] if call.sink.dim() == 1 else call.sink
     if call.key_bias is not None:
-        rows = rows - key_origin(call.key_bias.detach(), q_len)
-    return rows.expand(batch, heads, q_len)
+        rows = rows - key_origin(call.key_bias, call.q_len)
+    return rows.expand(call.q.shape[:3])
 
 
-def scale_of(q: Tensor, scale: float | None) -> float:
-    """1/sqrt(D) unless given (a q without D is refused by the check)."""
-    if scale is not None:
-        return float(scale)
-    return 1.0 / math.sqrt(q.shape[-1]) if q.dim() > 0 and q.shape[-1] > 0 else 1.0
-
-
-def checked_call(
-    q: Tensor, *others: Tensor | None, scale: float | None = None, **options: Any
-) -> Call:
-    """The call of `attention`'s arguments, checked."""
-    call = Call(q, *others, **options)  # type: ignore[arg-type]
-    return checked(replace(call, scale=scale_of(q, scale)))
-
-
-def checked(call: Call) -> Call:
-    """The call, if its parts fit together; `EngineError` with the fix otherwise."""
+def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> Call:
+    """The call of `attention`'s arguments; `EngineError` with the fix if they do not fit."""
+    call = Call(*tensors, **options)
     _check_qkv(call.q, call.k, call.v)
-    for name, table in (("bias", call.bias), ("weight", call.weight)):
-        if table is not None:
-            _check_table(name, table, call.q, call.k_len)
     _check_terms(call)
     if call.window is not None and call.window < 1:
         raise EngineError(f"window={call.window}: must be at least 1, so that a query sees itself")
     if not 0.0 <= call.dropout < 1.0:
         raise EngineError(f"dropout={call.dropout}: must be at least 0 and below 1")
-    if not math.isfinite(call.scale):
-        raise EngineError(f"scale={call.scale}: must be a finite number")
+    scale = 1.0 / math.sqrt(call.q.shape[-1]) if scale is None else float(scale)
+    if not math.isfinite(scale):
+        raise EngineError(f"scale={scale}: must be a finite number")
     hides_nothing = call.window is not None and call.window >= call.k_len
-    return replace(call, window=None) if hides_nothing else call
+    return replace(call, scale=scale, window=None if hides_nothing else call.window)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -194,35 +167,34 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise EngineError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
 
 
-def _check_table(name: str, table: Tensor, q: Tensor, k_len: int) -> None:
-    heads = q.shape[1]
-    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < k_len:
-        raise EngineError(
-            f"{name} must be a table [heads={heads}, at least {k_len} distances]; got"
-            f" {tuple(table.shape)}: compute the table for the length of the keys"
-        )
-    _check_floating(name, table, q)
-
-
 def _check_terms(call: Call) -> None:
-    q, k_len = call.q, call.k_len
-    key_bias, first_key, sink = call.key_bias, call.first_key, call.sink
+    q, k_len, first_key = call.q, call.k_len, call.first_key
     batch, heads, q_len, _ = q.shape
-    if key_bias is not None:
-        _check_floating("key_bias", key_bias, q)
-        allowed = [(b, h, k_len) for b in (1, batch) for h in (1, heads)]
-        if tuple(key_bias.shape) not in allowed:
+    for name in ("bias", "weight", "key_bias", "sink"):
+        x = getattr(call, name)
+        if x is not None and not (x.is_floating_point() and x.device == q.device):
             raise EngineError(
-                f"key_bias must be [batch={batch} or 1, heads={heads} or 1, keys={k_len}]; got"
-                f" {tuple(key_bias.shape)}"
+                f"{name} must be floating and on {q.device}; got {x.dtype} on {x.device}"
             )
-    if sink is not None:
-        _check_floating("sink", sink, q)
-        if tuple(sink.shape) not in ((heads,), (batch, heads, q_len)):
+    for name, table in (("bias", call.bias), ("weight", call.weight)):
+        if table is None:
+            continue
+        if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < k_len:
             raise EngineError(
-                f"sink must be [heads={heads}] or [batch={batch}, heads={heads}, queries={q_len}];"
-                f" got {tuple(sink.shape)}"
+                f"{name} must be a table [heads={heads}, at least {k_len} distances]; got"
+                f" {tuple(table.shape)}: compute the table for the length of the keys"
             )
+    shapes = [(b, h, k_len) for b in (1, batch) for h in (1, heads)]
+    if call.key_bias is not None and tuple(call.key_bias.shape) not in shapes:
+        raise EngineError(
+            f"key_bias must be [batch={batch} or 1, heads={heads} or 1, keys={k_len}]; got"
+            f" {tuple(call.key_bias.shape)}"
+        )
+    if call.sink is not None and tuple(call.sink.shape) not in ((heads,), (batch, heads, q_len)):
+        raise EngineError(
+            f"sink must be [heads={heads}] or [batch={batch}, heads={heads}, queries={q_len}];"
+            f" got {tuple(call.sink.shape)}"
+        )
     if first_key is not None:
         if first_key.dtype not in (torch.int32, torch.int64) or first_key.device != q.device:
             raise EngineError(
@@ -233,23 +205,18 @@ def _check_terms(call: Call) -> None:
             raise EngineError(
                 f"first_key must be [batch={batch}, queries={q_len}]; got {tuple(first_key.shape)}"
             )
+        if not torch.compiler.is_compiling():
+            check_first_key(call)
 
 
 def check_first_key(call: Call) -> None:
     """Look at the numbers of first_key: only for tensors on CPU, where that does not wait."""
-    if call.first_key is None:
-        return
     first = call.first_key
-    own = torch.arange(call.k_len - call.q_len, call.k_len)
+    if first is None or first.device.type != "cpu":
+        return
+    own = torch.arange(call.offset, call.k_len)
     if (first < 0).any() or (first > own).any() or (first.diff(dim=-1) < 0).any():
         raise EngineError(
             "first_key must rise (or stay) from query to query, from 0 at least to the query's own"
             " position at most: the keys of a query are those from its first_key to its own"
-        )
-
-
-def _check_floating(name: str, tensor: Tensor, q: Tensor) -> None:
-    if not tensor.is_floating_point() or tensor.device != q.device:
-        raise EngineError(
-            f"{name} must be floating and on {q.device}; got {tensor.dtype} on {tensor.device}"
         )

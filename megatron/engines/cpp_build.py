@@ -18,12 +18,11 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from megatron.atomic_files import temporary_name
 from megatron.errors import EngineError
 
 _SOURCES = Path(__file__).parent / "cpp"
@@ -83,14 +82,15 @@ def _open(path: Path) -> ctypes.CDLL:
 
 def _build() -> Path:
     compiler = _find_compiler()
-    name = f"attention-{_fingerprint(compiler)}.so"
-    directory = _cache_directory()
-    target = directory / name
-    if target.exists():
-        return target
-    with _locked(target.with_suffix(".lock")):
-        if not target.exists():  # another process may have built it meanwhile
-            _compile(compiler, target)
+    target = _cache_directory() / f"attention-{_fingerprint(compiler)}.so"
+    lock = target.with_suffix(".lock")
+    try:
+        if not target.exists():
+            with FileLock(lock, timeout=_TIMEOUT_SECONDS):
+                if not target.exists():  # another process may have built it meanwhile
+                    _compile(compiler, target)
+    except Timeout as error:  # rather than stall a training run
+        raise BuildError(f"another process holds {lock}") from error
     return target
 
 
@@ -126,8 +126,8 @@ def _cpu_features() -> str:
 
 
 def _cache_directory() -> Path:
-    chosen = os.environ.get("KERPLE_CACHE_DIR")
-    base = Path(chosen) if chosen else _user_cache() / "kerple-neox"
+    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    base = Path(os.environ.get("KERPLE_CACHE_DIR") or shared / "kerple-neox")
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not _is_private(base):
@@ -147,26 +147,10 @@ def _is_private(directory: Path) -> bool:
     return about.st_uid == os.getuid() and not about.st_mode & 0o022
 
 
-def _user_cache() -> Path:
-    chosen = os.environ.get("XDG_CACHE_HOME")
-    return Path(chosen) if chosen else Path("~/.cache").expanduser()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file; gives up after a while rather than stall a training run."""
-    try:
-        with FileLock(path, timeout=_TIMEOUT_SECONDS):
-            yield
-    except Timeout as error:
-        raise BuildError(f"another process holds {path}") from error
-
-
 def _compile(compiler: str, target: Path) -> None:
     errors = ""
     for cpu_flags in _CPU_FLAGS:
-        with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".tmp", delete=False) as file:
-            temporary = Path(file.name)
+        temporary = temporary_name(target)
         command = [compiler, *_FLAGS, *cpu_flags, "-o", str(temporary)]
         result = subprocess.run(
             [*command, str(_SOURCES / "attention.cpp")],
@@ -180,6 +164,6 @@ def _compile(compiler: str, target: Path) -> None:
                 os.fsync(file.fileno())
             temporary.replace(target)
             return
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
         errors = result.stderr.strip().splitlines()[0] if result.stderr.strip() else "no message"
     raise BuildError(f"{Path(compiler).name} failed: {errors}")

@@ -1,6 +1,7 @@
 """The CPU engine: O(length) memory in forward and backward, fp32 inside, exact pruning by decay.
 
-Runs the compiled C++ implementation where there is a compiler, the PyTorch one elsewhere. Under
+Runs the compiled C++ implementation where there is a compiler, the PyTorch one elsewhere. Their
+logsumexp of the output's rows is in a form that only the same one understands. Under
 `torch.compile` a call is one node of the graph, a torch operator. Operators take tensors and
 numbers only and always return tensors: a gradient that nobody needs is empty. Eager calls go
 another way, which costs less for each call.
@@ -12,46 +13,33 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.engines.call import OPERANDS, Call, Gradients, Made, check_first_key, checked_call
+from megatron.engines.call import OPERANDS, Call, check_first_key, checked_call, rows_apart
 from megatron.engines.cpp_build import load_library
 from megatron.engines.cpu_compiled import CompiledBackend
 from megatron.engines.cpu_torch import TorchBackend
 from megatron.engines.pruning import DecayBounds, TileCount, decay_bounds
 
-
-class Backend(Protocol):
-    """What C++ and PyTorch have in common; results are fp32.
-
-    The logsumexp of the rows is in a form that only the same backend understands.
-    """
-
-    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Made, TileCount]: ...
-
-    def backward(
-        self, call: Call, bounds: DecayBounds | None, made: Made, grad: Tensor, wanted: set[str]
-    ) -> Gradients: ...
+Backend = CompiledBackend | TorchBackend
 
 
 def tiled_attention(call: Call) -> Tensor:
     if torch.compiler.is_compiling():
         out, _ = _forward_operator(*call.operands(), call.window, call.scale, call.pruning)
         return out
-    check_first_key(call)
     return _Tiled.apply(call, *call.operands())
 
 
 def tiled_forward_with_count(*tensors: Tensor, **options: Any) -> tuple[Tensor, TileCount]:
     """`attention` without gradients, and how many tiles the pruning left to visit."""
     call = checked_call(*tensors, **options)
-    check_first_key(call)
-    made, count = _current_backend().forward(call, _bounds_of(call))
-    return made.out.to(call.q.dtype), count
+    out, _, count = _current_backend().forward(call, _bounds_of(call))
+    return out, count
 
 
 def _bounds_of(call: Call) -> DecayBounds | None:
@@ -64,25 +52,15 @@ def _current_backend() -> Backend:
 
 
 _TORCH = TorchBackend()
-
-
-@functools.cache
-def _compiled_backend(library: Any) -> Backend:
-    return CompiledBackend(library)
-
-
-def _forward(call: Call, bounds: DecayBounds | None, backend: Backend) -> Made:
-    """The output in the call's dtype, and the logsumexp of its rows."""
-    made, _ = backend.forward(call, bounds)
-    return Made(made.out.to(call.q.dtype), made.lse)
+_compiled_backend = functools.cache(CompiledBackend)
 
 
 def _backward(
-    call: Call, bounds: DecayBounds | None, backend: Backend, made: Made, grad: Tensor, needed: Any
+    call: Call, bounds: DecayBounds | None, backend: Backend, made: Sequence[Tensor], needed: Any
 ) -> list[Tensor | None]:
     """The gradients of the operands that are needed, in their dtypes and shapes."""
     wanted = {name for name, needs in zip(OPERANDS, needed, strict=True) if needs}
-    return backend.backward(call, bounds, made, grad, wanted).fitted(call)
+    return call.fitted(backend.backward(call, bounds, made, wanted))
 
 
 class _Tiled(torch.autograd.Function):
@@ -91,29 +69,26 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         ctx.bounds, ctx.backend = _bounds_of(call), _current_backend()
-        made = _forward(call, ctx.bounds, ctx.backend)
-        ctx.save_for_backward(*tensors, made.out, made.lse)
+        out, lse, _ = ctx.backend.forward(call, ctx.bounds)
+        ctx.save_for_backward(*tensors, out, lse)
         ctx.settings = (call.window, call.scale)
-        return made.out
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         call, needed = Call(*tensors, *ctx.settings), ctx.needs_input_grad[1:]
-        return None, *_backward(call, ctx.bounds, ctx.backend, Made(out, lse), grad, needed)
+        return None, *_backward(call, ctx.bounds, ctx.backend, (out, lse, grad), needed)
 
 
 # The same as operators, for torch.compile.
 
-_TENSORS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? weight, Tensor? key_bias,"
-    " Tensor? first_key, Tensor? sink"
-)
-_MADE = "Tensor out, Tensor lse"
+_TENSORS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in OPERANDS)
 _SETTINGS = "SymInt? window, float scale, bool pruning"
 _FORWARD = f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)"
-_BACKWARD = f"({_MADE}, Tensor grad, bool[] needed, {_TENSORS}, {_SETTINGS}) -> Tensor[]"
+_MADE = "Tensor out, Tensor lse, Tensor grad"
+_BACKWARD = f"({_MADE}, bool[] needed, {_TENSORS}, {_SETTINGS}) -> Tensor[]"
 # Compiled code on disk is found by an operator's name: another version's must have another name.
 _VERSION = hashlib.sha256((_FORWARD + _BACKWARD).encode()).hexdigest()[:8]
 
@@ -122,8 +97,8 @@ _VERSION = hashlib.sha256((_FORWARD + _BACKWARD).encode()).hexdigest()[:8]
 def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _call_of(arguments)
     check_first_key(call)
-    made = _forward(call, _bounds_of(call), _current_backend())
-    return _laid_out(made.out), made.lse
+    out, lse, _ = _current_backend().forward(call, _bounds_of(call))
+    return _laid_out(out), lse
 
 
 def _call_of(arguments: Sequence[Any]) -> Call:
@@ -134,7 +109,7 @@ def _call_of(arguments: Sequence[Any]) -> Call:
 
 @_forward_operator.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _rows_apart(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return rows_apart(q.shape, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -144,10 +119,9 @@ def _backward_operator(
     out: Tensor, lse: Tensor, grad: Tensor, needed: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
     call = _call_of(arguments)
-    made = Made(out, lse)
-    grads = _backward(call, _bounds_of(call), _current_backend(), made, grad, needed)
+    grads = _backward(call, _bounds_of(call), _current_backend(), (out, lse, grad), needed)
     return [
-        out.new_empty(0) if grad is None or not needs else _settled(grad)
+        out.new_empty(0) if grad is None or not needs else _laid_out(grad)
         for grad, needs in zip(grads, needed, strict=True)
     ]
 
@@ -157,7 +131,7 @@ def _(out: Tensor, _lse: Any, _grad: Any, needed: Sequence[bool], *others: Any) 
     return [
         out.new_empty(0)
         if x is None or not needs
-        else (_rows_apart(x) if x.dim() == 4 else x.new_empty(x.shape))
+        else (rows_apart(x.shape, x.dtype) if x.dim() == 4 else x.new_empty(x.shape))
         for x, needs in zip(others[: len(OPERANDS)], needed, strict=True)
     ]
 
@@ -178,17 +152,9 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 _forward_operator.register_autograd(_differentiate, setup_context=_save)
 
 
-def _rows_apart(x: Tensor) -> Tensor:
-    """New memory for [B, H, L, D] laid out as [B, L, H, D]: what both backends promise here."""
-    batch, heads, length, dim = x.shape
-    return x.new_empty(batch, length, heads, dim).transpose(1, 2)
-
-
 def _laid_out(x: Tensor) -> Tensor:
-    _, heads, length, dim = x.shape
-    expected = (length * heads * dim, dim, heads * dim, 1)
-    return x if x.stride() == expected else _rows_apart(x).copy_(x)
-
-
-def _settled(grad: Tensor) -> Tensor:
-    return _laid_out(grad) if grad.dim() == 4 else grad.contiguous()
+    """As the fake operators promise."""
+    if x.dim() != 4:
+        return x.contiguous()
+    expected = rows_apart(x.shape, x.dtype)
+    return x if x.stride() == expected.stride() else expected.copy_(x)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, Gradients, Made, key_origin, sink_rows
+from megatron.engines.call import Call, key_origin, rows_apart, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount
 
 _LOG2E = math.log2(math.e)
@@ -22,39 +22,31 @@ _TASKS_PER_THREAD = 4
 _GROUPED_TASKS_PER_THREAD = 2  # longer ones; and every part has its own gradient of q
 
 
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
 class _Rows(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("batch", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-    ]
+    _fields_ = _fields(ctypes.c_void_p, "data") + _fields(ctypes.c_int64, "batch head row")
 
 
 class _Problem(ctypes.Structure):
     """Mirror of `struct Problem` in cpp/problem.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads")),
-        *((name, ctypes.c_int64) for name in ("q_len", "k_len", "dim")),
-        *((name, ctypes.c_int64) for name in ("window", "bf16", "threads", "parts")),
-        ("scale", ctypes.c_float),
-        ("prune_log2", ctypes.c_float),
-        *((name, _Rows) for name in ("q", "k", "v", "out", "grad_out")),
-        *((name, _Rows) for name in ("grad_q", "grad_k", "grad_v")),
-        *((name, ctypes.c_void_p) for name in ("lse", "bias", "weight")),
-        *((name, ctypes.c_void_p) for name in ("grad_bias", "grad_weight")),
-        *((name, ctypes.c_void_p) for name in ("bias_after", "weight_after")),
-        ("key_bias", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("key_batch", "key_head")),
-        *((name, ctypes.c_void_p) for name in ("key_origin", "grad_key_bias")),
-        *((name, ctypes.c_void_p) for name in ("sink", "grad_sink", "first_key")),
-        *((name, ctypes.c_int64) for name in ("table_row", "tiles", "tiles_visited")),
+        *_fields(ctypes.c_int64, "batch heads kv_heads q_len k_len dim window bf16 threads parts"),
+        *_fields(ctypes.c_float, "scale prune_log2"),
+        *_fields(_Rows, "q k v out grad_out grad_q grad_k grad_v"),
+        *_fields(ctypes.c_void_p, "lse bias weight grad_bias grad_weight bias_after weight_after"),
+        *_fields(ctypes.c_void_p, "key_bias"),
+        *_fields(ctypes.c_int64, "key_batch key_head"),
+        *_fields(ctypes.c_void_p, "key_origin grad_key_bias sink grad_sink first_key"),
+        *_fields(ctypes.c_int64, "table_row tiles tiles_visited"),
     ]
 
 
 class CompiledBackend:
-    """The C++ engine behind the interface that `tiled` expects."""
+    """The C++ engine behind the interface of `TorchBackend`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -67,50 +59,40 @@ class CompiledBackend:
         keeps = self._bf16 and call.q.dtype == torch.bfloat16
         return call.in_fp32(besides=("q", "k", "v") if keeps else ())
 
-    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Made, TileCount]:
-        call = self._readable(call)
+    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
+        dtype, call = call.q.dtype, self._readable(call)
         batch, heads, q_len, dim = call.q.shape
         job = _Job(call, bounds, self._vector, batch * heads)
-        out = _rows_apart(batch, heads, q_len, job.dim)
+        out = job.set_new_rows("out", batch, heads, q_len)
         lse = torch.empty(batch, heads, q_len)
-        job.set_rows("out", out)
         job.set_pointer("lse", lse)
         self._library.attention_forward(ctypes.byref(job.problem))
         tiles = TileCount(job.problem.tiles, job.problem.tiles_visited)
-        return Made(out[..., :dim], lse), tiles
+        return out[..., :dim].to(dtype), lse, tiles
 
     def backward(
-        self, call: Call, bounds: DecayBounds | None, made: Made, grad: Tensor, wanted: set[str]
-    ) -> Gradients:
+        self, call: Call, bounds: DecayBounds | None, made: Sequence[Tensor], wanted: set[str]
+    ) -> dict[str, Tensor]:
         call = self._readable(call)
         batch, heads, q_len, dim = call.q.shape
         kv_heads = call.k.shape[1]
         job = _Job(call, bounds, self._vector, batch * kv_heads)
         parts = job.problem.parts
-        job.set_rows("out", made.out.to(call.q.dtype))
+        out, lse, grad = made
+        job.set_rows("out", out.to(call.q.dtype))
         job.set_rows("grad_out", grad.to(call.q.dtype))
-        job.set_pointer("lse", made.lse)
-        grad_q = _rows_apart(parts * batch, heads, q_len, job.dim)
-        grad_k = _rows_apart(batch, kv_heads, call.k_len, job.dim)
-        grad_v = _rows_apart(batch, kv_heads, call.k_len, job.dim)
-        for name, rows in (("grad_q", grad_q), ("grad_k", grad_k), ("grad_v", grad_v)):
-            job.set_rows(name, rows)
-        grad_bias = job.set_table_gradient("grad_bias") if "bias" in wanted else None
-        grad_weight = job.set_table_gradient("grad_weight") if "weight" in wanted else None
-        grad_key_bias = job.set_gradient("key_bias", call.k_len) if "key_bias" in wanted else None
-        grad_sink = job.set_gradient("sink", q_len) if "sink" in wanted else None
+        job.set_pointer("lse", lse)
+        rows = {"q": job.set_new_rows("grad_q", parts * batch, heads, q_len)}
+        rows |= {x: job.set_new_rows(f"grad_{x}", batch, kv_heads, call.k_len) for x in "kv"}
+        lengths = {"key_bias": call.k_len, "sink": q_len}
+        terms = {x: job.set_gradient(x, n) for x, n in lengths.items() if x in wanted}
+        tables = {x: job.set_table_gradient(x) for x in ("bias", "weight") if x in wanted}
         self._library.attention_backward(ctypes.byref(job.problem))
         if parts > 1:
-            grad_q = grad_q.view(parts, batch, heads, q_len, job.dim).sum(0)
-        return Gradients(
-            grad_q[..., :dim],
-            grad_k[..., :dim],
-            grad_v[..., :dim],
-            _by_distance(grad_bias, call.k_len),
-            _by_distance(grad_weight, call.k_len),
-            grad_key_bias,
-            sink=grad_sink,
-        )
+            rows["q"] = rows["q"].view(parts, batch, heads, q_len, job.dim).sum(0)
+        visible = slice(_MARGIN, _MARGIN + call.k_len)
+        by_distance = {name: x.sum(0)[:, visible].flip(-1) for name, x in tables.items()}
+        return {name: x[..., :dim] for name, x in rows.items()} | terms | by_distance
 
 
 class _Job:
@@ -150,6 +132,11 @@ class _Job:
         self._alive.append(tensor)
         setattr(self.problem, name, _Rows(tensor.data_ptr(), *tensor.stride()[:3]))
 
+    def set_new_rows(self, name: str, batch: int, heads: int, length: int) -> Tensor:
+        rows = rows_apart((batch, heads, length, self.dim))
+        self.set_rows(name, rows)
+        return rows
+
     def set_gradient(self, name: str, length: int) -> Tensor:
         grad = torch.empty(self.problem.batch, self.problem.heads, length)
         self.set_pointer(f"grad_{name}", grad)
@@ -158,8 +145,8 @@ class _Job:
     def set_table_gradient(self, name: str) -> Tensor:
         problem = self.problem
         shape = (problem.parts * problem.batch, problem.heads, problem.table_row)
-        grad = torch.zeros(shape, dtype=torch.float32)
-        self.set_pointer(name, grad, _MARGIN)
+        grad = torch.zeros(shape)
+        self.set_pointer(f"grad_{name}", grad, _MARGIN)
         return grad
 
     def _set_tables(self, call: Call, heads: int, k_len: int) -> None:
@@ -206,15 +193,3 @@ def _parts(threads: int, pairs: int, grouped: bool) -> int:
         return 1
     tasks = threads * (_GROUPED_TASKS_PER_THREAD if grouped else _TASKS_PER_THREAD)
     return max(1, -(-tasks // pairs))
-
-
-def _rows_apart(batch: int, heads: int, length: int, dim: int) -> Tensor:
-    """[B, H, L, D] in memory as [B, L, H, D], as the model's next reshape wants it."""
-    return torch.empty(batch, length, heads, dim).transpose(1, 2)
-
-
-def _by_distance(grad: Any, k_len: int) -> Tensor | None:
-    if grad is None:
-        return None
-    total: Tensor = grad.sum(0)[:, _MARGIN : _MARGIN + k_len]
-    return total.flip(-1)

@@ -12,12 +12,13 @@ Pruned heads see a window of their own; heads of similar windows go together.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, Gradients, Made, key_origin, sink_rows
+from megatron.engines.call import Call, key_origin, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount, head_windows
 from megatron.engines.reference import flipped_view, reversed_table
 
@@ -25,20 +26,10 @@ _FORWARD_ROWS = 256
 _ROWS = 128
 _HEADS = 4
 _PRUNED_HEADS = 2
-_TILE = 128  # unit in which visited scores are counted
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Heads that are computed together, and how many of the nearest keys they see."""
-
-    heads: Tensor
-    window: int
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Queries [start, stop) against keys [first, last): slices of the flipped queries and keys."""
+class _Block(NamedTuple):
+    """A slice of the flipped queries, the keys that it sees, and where their tables begin."""
 
     queries: slice
     keys: slice
@@ -50,7 +41,7 @@ class _Block:
 
 
 def _blocks(call: Call, b: int, window: int, rows: int) -> list[_Block]:
-    q_len, offset = call.q_len, call.k_len - call.q_len
+    q_len, offset = call.q_len, call.offset
     blocks = []
     for start in range(0, q_len, rows):
         stop = min(q_len, start + rows)
@@ -62,7 +53,8 @@ def _blocks(call: Call, b: int, window: int, rows: int) -> list[_Block]:
     return blocks
 
 
-def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[_Group]:
+def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[tuple[Tensor, int]]:
+    """Heads that are computed together, and how many of the nearest keys they see."""
     heads = call.q.shape[1]
     if bounds is None or call.bias is None:
         order, windows = list(range(heads)), [call.reach] * heads
@@ -70,98 +62,82 @@ def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[_Group]:
         windows = [min(call.reach, window) for window in head_windows(call, bounds).tolist()]
         order = sorted(range(heads), key=windows.__getitem__)
         size = _PRUNED_HEADS
-    return [
-        _Group(torch.tensor(order[i : i + size]), max(windows[h] for h in order[i : i + size]))
-        for i in range(0, heads, size)
-    ]
+    together = (order[i : i + size] for i in range(0, heads, size))
+    return [(torch.tensor(group), max(windows[h] for h in group)) for group in together]
 
 
 class TorchBackend:
-    """Tiled attention out of torch operations only."""
+    """Tiled attention out of torch operations only; inside, everything is fp32."""
 
-    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Made, TileCount]:
-        call = call.in_fp32()
-        batch, heads = call.q.shape[:2]
-        terms = _Terms(call, _FORWARD_ROWS)
-        out = torch.empty_like(call.q)
-        lse = call.q.new_empty(call.q.shape[:3])
-        at_once = heads if terms.flash and heads == call.k.shape[1] else _HEADS
-        visited = 0
-        for group in _groups(call, bounds, at_once):
-            for b in range(batch):
-                part = _Heads(call, terms, b, group.heads)
+    def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
+        dtype, call = call.q.dtype, call.in_fp32()
+        plain = call.weight is None and call.key_bias is None and call.sink is None
+        at_once = call.q.shape[1] if plain and call.heads_per_key_head == 1 else _HEADS
+        out, lse = torch.empty_like(call.q), call.q.new_empty(call.q.shape[:3])
+        total = visited = 0
+        for heads, window in _groups(call, bounds, at_once):
+            for b in range(call.q.shape[0]):
+                part = _Heads(call, b, heads, _FORWARD_ROWS)
                 part_out, part_lse = torch.empty_like(part.q), part.q.new_empty(part.q.shape[:2])
-                for block in _blocks(call, b, group.window, _FORWARD_ROWS):
+                blocks = _blocks(call, b, window, _FORWARD_ROWS)
+                for block in blocks:
                     rows = block.queries
                     part_out[:, rows], part_lse[:, rows] = part.forward(block)
-                out[b, group.heads] = part_out.flip(1)
-                lse[b, group.heads] = part_lse.flip(1)
-                visited += len(group.heads) * _count_tiles(call, b, group.window)
-        total = sum(heads * _count_tiles(call, b, call.reach) for b in range(batch))
-        return Made(out, lse), TileCount(total, visited)
+                out[b, heads], lse[b, heads] = part_out.flip(1), part_lse.flip(1)
+                unpruned = _blocks(call, b, call.reach, _FORWARD_ROWS)
+                visited += len(heads) * sum(block.shape[1] for block in blocks)
+                total += len(heads) * sum(block.shape[1] for block in unpruned)
+        return out.to(dtype), lse, TileCount(total, visited)
 
     def backward(
-        self, call: Call, bounds: DecayBounds | None, made: Made, grad: Tensor, wanted: set[str]
-    ) -> Gradients:
-        call, lines = call.in_fp32(), (made.out.float(), grad.float(), made.lse)
-        terms = _Terms(call, _ROWS)
-        sums = _Sums(call, terms, wanted)
-        for group in _groups(call, bounds, _HEADS):
-            for b in range(call.q.shape[0]):
-                part = _Heads(call, terms, b, group.heads)
-                rows = [x[b, group.heads].flip(1) for x in lines]
-                blocks = _blocks(call, b, group.window, _ROWS)
-                walk = _Backward(part, blocks, *rows)
+        self, call: Call, bounds: DecayBounds | None, made: Sequence[Tensor], wanted: set[str]
+    ) -> dict[str, Tensor]:
+        """The gradients by operand; `made` are the output, its logsumexp and its gradient."""
+        call, lines = call.in_fp32(), [x.float() for x in made]
+        batch, heads = call.q.shape[:2]
+        shapes: dict[str, tuple[int, ...]] = {
+            "bias": (heads, call.k_len),
+            "weight": (heads, call.k_len),
+            "key_bias": (batch, heads, call.k_len),
+            "sink": (batch, heads, call.q_len),
+        }
+        sums = {name: call.q.new_zeros(x) for name, x in shapes.items() if name in wanted}
+        sums |= {name: torch.zeros_like(getattr(call, name)) for name in "qkv"}
+        for group, window in _groups(call, bounds, _HEADS):
+            for b in range(batch):
+                blocks = _blocks(call, b, window, _ROWS)
+                part = _Heads(call, b, group, _ROWS)
+                walk = _Backward(part, blocks, *(x[b, group].flip(1) for x in lines))
                 for block in blocks:
                     walk.step(block, wanted)
-                sums.add(walk, b, group.heads)
-        return sums.gradients()
+                walk.add_to(sums, call, b, group)
+        return sums
 
 
-def _count_tiles(call: Call, b: int, window: int) -> int:
-    return sum(-(-block.shape[1] // _TILE) for block in _blocks(call, b, window, _TILE))
-
-
-class _Terms:
-    """What is added to the scores, laid out for blocks of `rows` queries.
+class _Heads:
+    """A few heads of one sequence: flipped, scaled queries; keys, values; terms of the scores.
 
     The tables are reversed, with room for the future; what belongs to queries is flipped.
     """
 
-    def __init__(self, call: Call, rows: int) -> None:
-        batch, heads, q_len, _ = call.q.shape
-        k_len = call.k_len
-        bias = call.q.new_zeros(heads, k_len) if call.bias is None else call.bias
+    def __init__(self, call: Call, b: int, heads: Tensor, rows: int) -> None:
+        key_heads, k_len = heads // call.heads_per_key_head, call.k_len
+        self.q = call.q[b, heads].flip(1).mul_(call.scale)
+        self.k, self.v = call.k[b, key_heads], call.v[b, key_heads]
+        bias = self.q.new_zeros(len(heads), k_len) if call.bias is None else call.bias[heads]
         self.bias = reversed_table(bias, k_len, rows, -math.inf)
         if call.window is not None:
             self.bias[:, : k_len - call.window] = -math.inf
-        weight = call.weight
-        self.weight = None if weight is None else reversed_table(weight, k_len, rows, 0.0)
-        self.key_bias = self.origin = self.first_key = None
+        self.weight = self.key_bias = self.origin = self.first_key = self.sink = None
+        if call.weight is not None:
+            self.weight = reversed_table(call.weight[heads], k_len, rows, 0.0)
         if call.key_bias is not None:
-            self.key_bias = call.key_bias.expand(batch, heads, k_len)
-            self.origin = key_origin(call.key_bias, q_len).flip(-1).expand(batch, heads, q_len)
+            self.key_bias = call.key_bias.expand(*call.q.shape[:2], k_len)[b, heads]
+            self.origin = key_origin(self.key_bias, call.q_len).flip(-1)
         if call.first_key is not None:
-            self.first_key = call.first_key.flip(-1)
-        sink = sink_rows(call)
-        self.sink = None if sink is None else sink.flip(-1)
-        self.flash = self.weight is None and self.key_bias is None and self.sink is None
-
-
-class _Heads:
-    """The tensors of a few heads of one sequence: flipped, scaled queries; keys, values, terms."""
-
-    def __init__(self, call: Call, terms: _Terms, b: int, heads: Tensor) -> None:
-        key_heads = heads // call.heads_per_key_head
-        self.q = call.q[b, heads].flip(1).mul_(call.scale)
-        self.k, self.v = call.k[b, key_heads], call.v[b, key_heads]
-        self.bias = terms.bias[heads]
-        self.weight = None if terms.weight is None else terms.weight[heads]
-        self.key_bias = None if terms.key_bias is None else terms.key_bias[b, heads]
-        self.origin = None if terms.origin is None else terms.origin[b, heads]
-        self.sink = None if terms.sink is None else terms.sink[b, heads]
-        self.first_key = None if terms.first_key is None else terms.first_key[b]
-        self.flash = terms.flash
+            self.first_key = call.first_key[b].flip(-1)
+        if (sink := sink_rows(call)) is not None:
+            self.sink = sink[b, heads].flip(-1)
 
     def mask(self, block: _Block) -> Tensor:
         """What is added to a block's scores; a view of the table if that is all."""
@@ -186,7 +162,7 @@ class _Heads:
         return flipped_view(self.weight, block.table_start, *block.shape)
 
     def forward(self, block: _Block) -> tuple[Tensor, Tensor]:
-        if self.flash:
+        if self.weight is None and self.key_bias is None and self.sink is None:
             q, k, v = self.q[:, block.queries], self.k[:, block.keys], self.v[:, block.keys]
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q[None], k[None], v[None], 0.0, False, attn_mask=self.mask(block)[None], scale=1.0
@@ -206,7 +182,7 @@ class _Backward:
     """The backward of a few heads of one sequence; the buffers serve all blocks."""
 
     def __init__(
-        self, part: _Heads, blocks: list[_Block], out: Tensor, grad_out: Tensor, lse: Tensor
+        self, part: _Heads, blocks: list[_Block], out: Tensor, lse: Tensor, grad_out: Tensor
     ) -> None:
         self.part, self.grad_out = part, grad_out
         self.lse = lse[..., None]
@@ -217,12 +193,6 @@ class _Backward:
         self.key_bias = part.k.new_zeros(part.k.shape[:2])
         size = len(part.q) * max(rows * (rows + cols) for rows, cols in (x.shape for x in blocks))
         self._probs, self._grads = part.q.new_empty(size), part.q.new_empty(size)
-
-    def sink(self) -> Tensor | None:
-        """The sink has no value: its gradient is its probability times -delta."""
-        if self.part.sink is None:
-            return None
-        return (self.part.sink - self.lse[..., 0]).exp() * self.negative_delta[..., 0]
 
     def step(self, block: _Block, wanted: set[str]) -> None:
         rows, cols = block.shape
@@ -272,37 +242,17 @@ class _Backward:
         total = flat.view(len(padded), rows, width).sum(1)
         table[:, block.table_start : block.table_start + width] += total
 
-
-class _Sums:
-    """The gradients of the whole call, out of those of its heads and sequences."""
-
-    def __init__(self, call: Call, terms: _Terms, wanted: set[str]) -> None:
-        self._call = call
-        self.q = torch.empty_like(call.q)
-        self.k, self.v = torch.zeros_like(call.k), torch.zeros_like(call.v)
-        self.bias = torch.zeros_like(terms.bias) if "bias" in wanted else None
-        self.weight = torch.zeros_like(terms.bias) if "weight" in wanted else None
-        shape = call.q.shape[:2]
-        self.key_bias = call.q.new_empty(*shape, call.k_len) if "key_bias" in wanted else None
-        self.sink = call.q.new_empty(*shape, call.q_len) if "sink" in wanted else None
-
-    def add(self, walk: _Backward, b: int, heads: Tensor) -> None:
-        key_heads = heads // self._call.heads_per_key_head
-        self.q[b, heads] = walk.q.flip(1).mul_(self._call.scale)
-        self.k[b].index_add_(0, key_heads, walk.k)
-        self.v[b].index_add_(0, key_heads, walk.v)
-        if self.bias is not None:
-            self.bias[heads] += walk.bias
-        if self.weight is not None:
-            self.weight[heads] += walk.weight
-        if self.key_bias is not None:
-            self.key_bias[b, heads] = walk.key_bias
-        if self.sink is not None and (sink := walk.sink()) is not None:
-            self.sink[b, heads] = sink.flip(-1)
-
-    def gradients(self) -> Gradients:
-        bias, weight = (
-            None if table is None else table[:, : self._call.k_len].flip(-1)
-            for table in (self.bias, self.weight)
-        )
-        return Gradients(self.q, self.k, self.v, bias, weight, self.key_bias, sink=self.sink)
+    def add_to(self, sums: dict[str, Tensor], call: Call, b: int, heads: Tensor) -> None:
+        key_heads = heads // call.heads_per_key_head
+        sums["q"][b, heads] = self.q.flip(1).mul_(call.scale)
+        sums["k"][b].index_add_(0, key_heads, self.k)
+        sums["v"][b].index_add_(0, key_heads, self.v)
+        for name, table in (("bias", self.bias), ("weight", self.weight)):
+            if name in sums:
+                sums[name][heads] += table[:, : call.k_len].flip(-1)
+        if "key_bias" in sums:
+            sums["key_bias"][b, heads] = self.key_bias
+        if self.part.sink is not None and "sink" in sums:
+            # it has no value: its gradient is its probability times -delta
+            share = (self.part.sink - self.lse[..., 0]).exp()
+            sums["sink"][b, heads] = (share * self.negative_delta[..., 0]).flip(-1)

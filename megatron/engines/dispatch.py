@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, checked, checked_call, scale_of
+from megatron.engines.call import Call, checked_call
 from megatron.errors import EngineError
 
 ENGINES = ("auto", "naive", "tiled", "triton")
@@ -56,14 +56,14 @@ def attention(
     length and dropout. `pruning` lets an engine leave out keys whose bias has provably decayed
     below rounding. `generator` seeds the dropout.
     """
-    scale = scale_of(q, scale)
-    call = Call(
-        q, k, v, bias, weight, key_bias, first_key, sink, window, scale, dropout, pruning, generator
+    call = checked_call(
+        *(q, k, v, bias, weight, key_bias, first_key, sink),
+        window=window,
+        scale=scale,
+        dropout=dropout,
+        pruning=pruning,
+        generator=generator,
     )
-    return _run(checked(call), engine)
-
-
-def _run(call: Call, engine: str) -> Tensor:
     chosen = choose_engine(call, engine)
     if chosen == "triton":
         from megatron.engines.triton_attention import triton_attention
@@ -117,11 +117,11 @@ def _why_dense(call: Call) -> str:
 
 def _check_dense_fits(call: Call) -> None:
     batch, heads, queries, _ = call.q.shape
-    size = 4 * batch * heads * queries * call.k.shape[2]
+    size = 4 * batch * heads * queries * call.k_len
     if size > DENSE_LIMIT:
         raise EngineError(
             f"dense attention would hold {size / 2**30:.0f} GB of scores for {queries} queries and "
-            f"{call.k.shape[2]} keys; the engines that need no such room cannot run: "
+            f"{call.k_len} keys; the engines that need no such room cannot run: "
             f"{_why_dense(call)}. attention_engine: naive does it all the same."
         )
 
@@ -145,8 +145,6 @@ def why_not_triton(call: Call) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not call.q.is_cuda and not interpreted:
         return f"it runs on GPU, the tensors are on {call.q.device}; use engine 'auto' or 'tiled'"
-    try:
-        from megatron.engines.triton_attention import can_run
-    except ImportError as error:
-        return f"triton cannot be imported ({error}); install it, or use engine 'naive'"
+    from megatron.engines.triton_attention import can_run
+
     return can_run(call)

@@ -84,7 +84,7 @@ def _suffix_max(table: Tensor) -> Tensor:
 def head_windows(call: Call, bounds: DecayBounds) -> Tensor:
     """For each head, how many of the nearest keys its queries need, [heads]."""
     q_BHLD, k_BHLD, v_BHLD = call.q.float(), call.k.float(), call.v.float()
-    own = slice(call.k_len - call.q_len, None)
+    own = slice(call.offset, None)
     group = call.heads_per_key_head
     q_BKgLD = q_BHLD.unflatten(1, (-1, group))
     own_score_BHL = (q_BKgLD * k_BHLD[:, :, None, own]).sum(-1).flatten(1, 2) * call.scale

@@ -6,27 +6,16 @@ O(Lq * Lk) memory. The others are tested against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.engines.call import Call, check_first_key, key_origin
-
-
-class Placing(NamedTuple):
-    """How scores become logits: their scale, and which keys a query may see."""
-
-    scale: float
-    window: int | None
-    q_offset: int  # position of the first query
+from megatron.engines.call import Call, key_origin
 
 
 def naive_attention(call: Call) -> Tensor:
-    if call.q.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_first_key(call)
     batch, heads, q_len, _ = call.q.shape
     # All queries of a key head are rows of one product: k and v are not copied for each head.
     pairs = batch * call.k.shape[1]
@@ -73,55 +62,29 @@ def fused_softmax(
     sink: Tensor | None = None,
     scale: float = 1.0,
     window: int | None = None,
-    q_offset: int | None = None,
     dropout: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Softmax over the keys of `scores * scale * weight[d] + bias[d]`, d = distance to the key.
 
-    The query in row i stands at position `q_offset + i` (default: the queries are the last
-    positions, `q_offset = Lk - Lq`) and sees the keys at distance 0 .. window-1. key_bias,
-    first_key and sink are those of `attention`.
+    The other arguments are those of `attention`, which has checked them.
     """
-    q_len, k_len = scores.shape[-2:]
-    if q_offset is None:
-        q_offset = k_len - q_len
-    _check_rows_see_a_key(q_len, k_len, window, q_offset)
-    for name, table in (("bias", bias), ("weight", weight)):
-        if table is not None and table.shape[-1] < q_offset + q_len:
-            raise ValueError(
-                f"{name} table has {table.shape[-1]} distances, the scores need"
-                f" {q_offset + q_len}: compute the table for that length"
-            )
-    placing = Placing(scale, window, q_offset)
-    plain = key_bias is None and first_key is None and sink is None
-    triton_softmax = _triton_softmax(scores, bias, weight) if scores.is_cuda and plain else None
-    if triton_softmax is not None:
-        probs = triton_softmax(scores, bias, weight, placing)
-    else:
-        probs = _FusedSoftmax.apply(placing, scores, bias, weight, key_bias, first_key, sink)
+    terms = (bias, weight, key_bias, first_key, sink)
+    probs = _probabilities(scores, scale, window, *terms)
     return _dropout(probs, dropout, generator) if dropout > 0.0 else probs
 
 
-def _check_rows_see_a_key(q_len: int, k_len: int, window: int | None, q_offset: int) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: must be at least 1, so that a query sees itself")
-    if q_offset < 0 or q_offset + q_len > k_len:
-        raise ValueError(
-            f"q_offset={q_offset} with {q_len} queries and {k_len} keys: every query needs the key"
-            f" at its own position; use 0 <= q_offset <= {k_len - q_len}"
-        )
-
-
-def _triton_softmax(
-    scores: Tensor, bias: Tensor | None, weight: Tensor | None
-) -> Callable[..., Tensor] | None:
-    """The Triton kernel, where there is Triton and it takes these tensors."""
-    try:
+def _probabilities(
+    scores: Tensor, scale: float, window: int | None, *terms: Tensor | None
+) -> Tensor:
+    bias, weight, *others = terms
+    if scores.is_cuda and all(x is None for x in others):
         from megatron.engines.triton_softmax import can_run_softmax, triton_fused_softmax
-    except ImportError:  # a GPU build of torch without triton
-        return None
-    return triton_fused_softmax if can_run_softmax(scores, bias, weight) is None else None
+
+        if can_run_softmax(scores) is None:
+            return triton_fused_softmax(scores, bias, weight, scale, window)
+    probs: Tensor = _FusedSoftmax.apply(scale, window, scores, *terms)
+    return probs
 
 
 def _dropout(probs: Tensor, dropout: float, generator: torch.Generator | None) -> Tensor:
@@ -135,15 +98,13 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _hide_invisible(
-    logits: Tensor, window: int | None, q_offset: int, first_key: Tensor | None
-) -> None:
+def _hide_invisible(logits: Tensor, window: int | None, first_key: Tensor | None) -> None:
     """-inf in place for keys in the future, beyond the window, and before the first key."""
     q_len, k_len = logits.shape[-2:]
     ones = torch.ones(q_len, k_len, dtype=torch.bool, device=logits.device)
-    hidden = ones.triu(q_offset + 1)
+    hidden = ones.triu(k_len - q_len + 1)
     if window is not None:
-        hidden |= ones.tril(q_offset - window)
+        hidden |= ones.tril(k_len - q_len - window)
     if first_key is not None:
         position = torch.arange(k_len, device=logits.device)
         hidden = hidden | (position < first_key[:, None, :, None])
@@ -157,54 +118,37 @@ def _softmax_with_sink(logits: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     return logits.sub_(lse).exp_(), (sink - lse).exp()
 
 
-def _logits(
-    placing: Placing,
-    scores: Tensor,
-    tables: Sequence[Tensor | None],
-    key_bias: Tensor | None,
-    first_key: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """The logits, and the key origin of each row, [.., Lq, 1], where there is a key bias."""
-    q_len = scores.shape[-2]
-    visible = placing.q_offset + q_len  # later keys are in every query's future
-    dtype = _compute_dtype(scores.dtype)
-    logits = scores.to(dtype) * placing.scale
-    seen = logits[..., :visible]
-    bias, weight = tables
-    if weight is not None:
-        seen.mul_(dense_matrix(weight.to(dtype), q_len, visible, 0.0))
-    if bias is not None:
-        seen.add_(dense_matrix(bias.to(dtype), q_len, visible, 0.0))
-    origin: Tensor | None = None
-    if key_bias is not None:
-        keys = key_bias[..., :visible].to(dtype)
-        origin = key_origin(keys, q_len)[..., None]
-        seen.add_(keys[:, :, None] - origin)
-    _hide_invisible(logits, placing.window, placing.q_offset, first_key)
-    return logits, origin
-
-
 class _FusedSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, placing: Placing, scores: Tensor, *terms: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, scale: float, window: int | None, scores: Tensor, *terms: Tensor | None
+    ) -> Tensor:
         bias, weight, key_bias, first_key, sink = terms
-        logits, origin = _logits(placing, scores, (bias, weight), key_bias, first_key)
+        q_len, k_len = scores.shape[-2:]
+        dtype = _compute_dtype(scores.dtype)
+        logits = scores.to(dtype) * scale
+        if weight is not None:
+            logits.mul_(dense_matrix(weight.to(dtype), q_len, k_len))
+        if bias is not None:
+            logits.add_(dense_matrix(bias.to(dtype), q_len, k_len))
+        origin: Tensor | float = 0.0
+        if key_bias is not None:
+            origin = key_origin(key_bias.to(dtype), q_len)[..., None]
+            logits.add_(key_bias.to(dtype)[:, :, None] - origin)
+        _hide_invisible(logits, window, first_key)
         sink_probs = None
         if sink is not None:
-            rows = sink.to(logits.dtype)[..., None]
+            rows = sink.to(dtype)[..., None]
             rows = rows[:, None] if sink.dim() == 1 else rows
-            probs, sink_probs = _softmax_with_sink(
-                logits, rows if origin is None else rows - origin
-            )
+            probs, sink_probs = _softmax_with_sink(logits, rows - origin)
         else:
             probs = torch.softmax(logits, dim=-1)
             if key_bias is not None:  # a row of -inf alone
                 probs.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
         probs = probs.to(scores.dtype)
-        needs_scores = weight is not None and ctx.needs_input_grad[3]
-        saved_scores = scores if needs_scores else None
+        saved_scores = scores if weight is not None and ctx.needs_input_grad[4] else None
         ctx.save_for_backward(probs, weight, saved_scores, bias, key_bias, sink, sink_probs)
-        ctx.placing = placing
+        ctx.scale = scale
         return probs
 
     @staticmethod
@@ -212,34 +156,29 @@ class _FusedSoftmax(torch.autograd.Function):
     def backward(ctx: Any, grad_probs: Tensor) -> tuple[Tensor | None, ...]:
         probs_saved, weight, scores, bias, key_bias, sink, sink_probs = ctx.saved_tensors
         dtype = _compute_dtype(probs_saved.dtype)
-        q_len, scale = probs_saved.shape[-2], ctx.placing.scale
-        visible = ctx.placing.q_offset + q_len
-        probs = probs_saved[..., :visible].to(dtype)
-        grad_logits = grad_probs[..., :visible].to(dtype) * probs
+        probs = probs_saved.to(dtype)
+        grad_logits = grad_probs.to(dtype) * probs
         expected = grad_logits.sum(-1, keepdim=True)
         grad_logits.sub_(probs * expected)
         del probs
-        _, needs_scores, needs_bias, _, needs_key_bias, _, needs_sink = ctx.needs_input_grad
+        *_, needs_scores, needs_bias, _, needs_key_bias, _, needs_sink = ctx.needs_input_grad
         grad_bias = grad_weight = grad_scores = grad_key_bias = grad_sink = None
         if bias is not None and needs_bias:
             grad_bias = _table_gradient(grad_logits.sum(0), bias)
         if key_bias is not None and needs_key_bias:
-            grad_key_bias = torch.zeros_like(key_bias)
-            by_key = grad_logits.sum(-2)
-            grad_key_bias[..., :visible] = by_key.sum_to_size(grad_key_bias[..., :visible].shape)
+            grad_key_bias = grad_logits.sum(-2).sum_to_size(key_bias.shape).to(key_bias.dtype)
         if sink is not None and needs_sink:
             grad_rows = (-sink_probs * expected)[..., 0]
             grad_rows = grad_rows.sum((0, 2)) if sink.dim() == 1 else grad_rows
             grad_sink = grad_rows.to(sink.dtype)
         if scores is not None:
-            product = (grad_logits * scores[..., :visible]).sum(0)
-            grad_weight = _table_gradient(product.mul_(scale), weight)
+            product = (grad_logits * scores).sum(0)
+            grad_weight = _table_gradient(product.mul_(ctx.scale), weight)
         if needs_scores:
             if weight is not None:
-                grad_logits.mul_(dense_matrix(weight.to(dtype), q_len, visible, 0.0))
-            grad_scores = torch.zeros_like(probs_saved)
-            grad_scores[..., :visible] = grad_logits.mul_(scale)
-        return None, grad_scores, grad_bias, grad_weight, grad_key_bias, None, grad_sink
+                grad_logits.mul_(dense_matrix(weight.to(dtype), *grad_logits.shape[-2:]))
+            grad_scores = grad_logits.mul_(ctx.scale).to(probs_saved.dtype)
+        return None, None, grad_scores, grad_bias, grad_weight, grad_key_bias, None, grad_sink
 
 
 def _table_gradient(grad_matrix: Tensor, table: Tensor) -> Tensor:
@@ -280,32 +219,24 @@ def flipped_view(reversed_: Tensor, start: int, rows: int, cols: int) -> Tensor:
     )
 
 
-def dense_matrix(table: Tensor, q_len: int, k_len: int, fill: float) -> Tensor:
-    """`[heads, q_len, k_len]` with `table[:, distance]`, and `fill` where the key is in the future.
+def dense_matrix(table: Tensor, q_len: int, k_len: int) -> Tensor:
+    """`[heads, q_len, k_len]` with `table[:, distance]`, and 0 where the key is in the future.
 
     The queries are the last `q_len` of the `k_len` positions.
     """
-    padded = reversed_table(table, k_len, q_len - 1, fill)
+    padded = reversed_table(table, k_len, q_len - 1, 0.0)
     return flipped_view(padded, 0, q_len, k_len).flip(-2)
-
-
-def sum_flipped_diagonals(matrix: Tensor) -> Tensor:
-    """Adjoint of `flipped_view`: `[heads, rows, cols]` to sums over r + c, `[heads, rows+cols-1]`.
-
-    Each row is padded by `rows` zeros and the whole read again one element narrower, which moves
-    row r by r places: diagonals become columns.
-    """
-    heads, rows, cols = matrix.shape
-    padded = torch.nn.functional.pad(matrix, (0, rows))
-    width = rows + cols - 1
-    flat = padded.reshape(heads, rows * (rows + cols))
-    return flat[:, : rows * width].view(heads, rows, width).sum(1)
 
 
 def sum_by_distance(matrix: Tensor) -> Tensor:
     """Adjoint of `dense_matrix`: `[heads, q_len, k_len]` to `[heads, k_len]` over distances 0...
 
-    Entries in the future are left out.
+    Each row, the last query's first, is padded by `q_len` zeros and the whole read again one
+    element narrower, which moves row r by r places: diagonals become columns. Entries in the future
+    are left out.
     """
-    k_len = matrix.shape[-1]
-    return sum_flipped_diagonals(matrix.flip(-2))[:, :k_len].flip(-1)
+    heads, q_len, k_len = matrix.shape
+    width = q_len + k_len - 1
+    flat = torch.nn.functional.pad(matrix.flip(-2), (0, q_len)).flatten(1)
+    by_diagonal = flat[:, : q_len * width].view(heads, q_len, width).sum(1)
+    return by_diagonal[:, :k_len].flip(-1)

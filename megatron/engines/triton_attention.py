@@ -16,17 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.engines import triton_runtime
-from megatron.engines.call import OPERANDS, Call, Gradients
-from megatron.engines.triton_launch import (
-    BackwardResult,
-    Wanted,
-    backward_launches,
-    forward_launches,
-    table_gradient,
-)
+from megatron.engines.call import OPERANDS, Call
+from megatron.engines.triton_launch import backward_launches, forward_launches, table_gradient
 from megatron.engines.triton_problem import ALIGNMENT, Problem, aligned, build_problem
 from megatron.engines.triton_pruning import visible_distances
-from megatron.engines.triton_runtime import cdiv, device_of, next_power_of_2
+from megatron.engines.triton_runtime import cdiv, next_power_of_2, run_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
@@ -89,51 +83,30 @@ class _TritonAttention(torch.autograd.Function):
     def forward(ctx: Any, call: Call, visible: Tensor | None, *tensors: Tensor | None) -> Tensor:
         problem = build_problem(call, visible)
         launches, out, lse = forward_launches(problem)
-        with device_of(out):
-            for launch in launches:
-                launch.run()
+        run_on(out, *launches)
         # q, k and v are the problem's: not kept twice where it had to copy them
-        ctx.save_for_backward(*tensors[3:], *problem.tensors(), out, lse)
-        ctx.settings = (problem.window, problem.scale, problem.arch)
+        laid_out = (*problem.operands(), problem.own, problem.visible)
+        ctx.save_for_backward(*tensors[3:], *laid_out, out, lse)
+        ctx.settings = {"window": problem.window, "scale": problem.scale, "arch": problem.arch}
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, out, lse = ctx.saved_tensors
+        *saved, own, visible, out, lse = ctx.saved_tensors
         terms = len(OPERANDS) - 3
-        problem = Problem(*saved[terms:], *ctx.settings)
+        problem = Problem(*saved[terms:], **ctx.settings | {"own": own, "visible": visible})
         given = Call(problem.q, problem.k, problem.v, *saved[:terms])
-        needs = dict(zip(OPERANDS, ctx.needs_input_grad[2:], strict=True))
-        wanted = Wanted(
-            q=needs["q"],
-            keys=needs["k"] or needs["v"] or needs["key_bias"],
-            bias=needs["bias"],
-            weight=needs["weight"],
-            key_bias=needs["key_bias"],
-        )
-        launches, result = backward_launches(problem, out, lse, aligned(grad_out), wanted)
-        with device_of(out):
-            for launch in launches:
-                launch.run()
-        grads = _gradients(problem, result, lse if needs["sink"] else None)
-        return None, None, *grads.fitted(given)
-
-
-def _gradients(problem: Problem, result: BackwardResult, lse: Tensor | None) -> Gradients:
-    """What the kernels left, put together; the sink's gradient with `lse`."""
-    bands, weight_bands = result.dbias_bands, result.dweight_bands
-    return Gradients(
-        q=result.dq,
-        k=result.dk,
-        v=result.dv,
-        bias=None if bands is None else table_gradient(problem, bands),
-        weight=None
-        if weight_bands is None
-        else table_gradient(problem, weight_bands, problem.scale),
-        key_bias=result.dkey_bias,
-        sink=None if lse is None else _sink_gradient(problem, lse, result.delta),
-    )
+        needed = zip(OPERANDS, ctx.needs_input_grad[2:], strict=True)
+        wanted = {name for name, needs in needed if needs}
+        launches, found, delta = backward_launches(problem, out, lse, aligned(grad_out), wanted)
+        run_on(out, *launches)
+        for name in found.keys() & {"bias", "weight"}:
+            factor = problem.scale if name == "weight" else 1.0
+            found[name] = table_gradient(problem, found[name], factor)
+        if "sink" in wanted:
+            found["sink"] = _sink_gradient(problem, lse, delta)
+        return None, None, *given.fitted(found)
 
 
 def _sink_gradient(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor:

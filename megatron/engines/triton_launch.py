@@ -7,12 +7,12 @@ checked is what runs. Tile sizes come from triton_tiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.engines.call import rows_apart
 from megatron.engines.triton_backward import (
     attention_band_kernel,
     attention_delta_kernel,
@@ -26,30 +26,13 @@ from megatron.engines.triton_tiles import Tiles, steep_warps, tiles_of
 
 # fp32 products as three TF32 products on the tensor cores: close to fp32. No effect on bf16, fp16.
 _FP32_PRODUCTS = "tf32x3"
+# operands whose gradients one kernel makes
+_OF_KEYS = {"k", "v", "key_bias"}
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Which gradients a backward has to compute."""
-
-    q: bool = True
-    keys: bool = True  # of k, v or the key bias
-    bias: bool = False
-    weight: bool = False
-    key_bias: bool = False
-
-
-@dataclass(frozen=True)
-class BackwardResult:
-    """What the backward kernels fill."""
-
-    delta: Tensor  # [B * H, padded Lq]
-    dq: Tensor | None
-    dk: Tensor | None
-    dv: Tensor | None
-    dkey_bias: Tensor | None  # [B, H, Lk] fp32
-    dbias_bands: Tensor | None  # [B, H, bands, 2, squares, columns] fp32: see `table_gradient`
-    dweight_bands: Tensor | None
+# What the backward's kernels fill: gradients by operand, those of the tables as bands,
+# [B, H, bands, 2, squares, columns] fp32 (see `table_gradient`).
+Filled = dict[str, Tensor]
 
 
 def _tiles(kernel: str, problem: Problem) -> Tiles:
@@ -59,11 +42,10 @@ def _tiles(kernel: str, problem: Problem) -> Tiles:
 
 def _sizes(problem: Problem, reverse: bool) -> tuple[Any, ...]:
     """The numbers that all kernels take last (triton_forward.NUMBERS)."""
-    q_length, k_length = problem.q.shape[2], problem.k.shape[2]
-    return (
-        problem.q.shape[1], problem.group, q_length, k_length, problem.window,
-        table_layout(k_length, reverse)[0], problem.scale * LOG2E,
-    )  # fmt: skip
+    start, _ = table_layout(problem.k_len, reverse)
+    lengths = (problem.q_len, problem.k_len, problem.reach)
+    heads = (problem.q.shape[1], problem.heads_per_key_head)
+    return *heads, *lengths, start, problem.scale * LOG2E
 
 
 def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, Any]:
@@ -76,7 +58,7 @@ def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, A
         BLOCK_M=tiles.queries,
         BLOCK_N=tiles.keys,
         CAUSAL=causal,
-        WINDOW=causal and problem.window < problem.k.shape[2],
+        WINDOW=causal and problem.window is not None,
         PRECISION=_FP32_PRODUCTS,
         STAGES=tiles.stages,
     )
@@ -91,10 +73,9 @@ def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, A
 def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
     """The forward's launches, and the tensors they fill: out [B, H, Lq, D] and lse."""
     q = problem.q
-    batch, heads, q_length, head_dim = q.shape
+    batch, heads, q_length, _ = q.shape
     tiles = _tiles("forward", problem)
-    # [B, L, H, D] in memory: merging the heads afterwards is then a view
-    out = q.new_empty(batch, q_length, heads, head_dim).transpose(1, 2)
+    out = rows_apart(q.shape, q.dtype, q.device)
     lse = q.new_empty(batch * heads, problem.padded_rows, dtype=torch.float32)
     launches, terms = terms_of(problem, reverse=True)
     rows = (rows_of(x) for x in (q, problem.k, problem.v, out))
@@ -127,8 +108,8 @@ def _query_ends(problem: Problem, keys: int) -> Tensor | None:
     """For each block of keys, one past the last query that sees one of them: [B, blocks]."""
     if problem.first_key is None:
         return None
-    k_length = problem.k.shape[2]
-    last = torch.arange(keys - 1, cdiv(k_length, keys) * keys, keys, device=problem.q.device)
+    end = cdiv(problem.k_len, keys) * keys
+    last = torch.arange(keys - 1, end, keys, device=problem.q.device)
     last = last.to(torch.int32).expand(problem.first_key.shape[0], -1).contiguous()
     # the rows that fill up the end begin beyond every key
     return torch.searchsorted(problem.first_key, last, right=True, out_int32=True)
@@ -140,14 +121,13 @@ def _product_factor(problem: Problem) -> float:
 
 
 def _dkdv_launch(
-    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, terms: Terms
+    problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor, filled: Filled, terms: Terms
 ) -> Launch:
     k = problem.k
     tiles = _tiles("dkdv", problem)
-    assert result.dk is not None and result.dv is not None
-    rows = (rows_of(x) for x in (problem.q, k, problem.v, grad, result.dk, result.dv))
+    rows = (rows_of(x) for x in (problem.q, k, problem.v, grad, filled["k"], filled["v"]))
     arguments = (
-        *rows, terms, _query_ends(problem, tiles.keys), lse, result.delta, result.dkey_bias,
+        *rows, terms, _query_ends(problem, tiles.keys), lse, delta, filled.get("key_bias"),
         *_sizes(problem, reverse=False), _product_factor(problem),
     )  # fmt: skip
     grid = (cdiv(k.shape[2], tiles.keys), k.shape[0] * k.shape[1])
@@ -155,43 +135,41 @@ def _dkdv_launch(
 
 
 def _dq_launch(
-    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, terms: Terms
+    problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor, filled: Filled, terms: Terms
 ) -> Launch:
     q = problem.q
     tiles = _tiles("dq", problem)
-    assert result.dq is not None
-    rows = (rows_of(x) for x in (q, problem.k, problem.v, grad, result.dq))
+    rows = (rows_of(x) for x in (q, problem.k, problem.v, grad, filled["q"]))
     sizes = _sizes(problem, reverse=True)
-    arguments = (*rows, terms, lse, result.delta, *sizes, _product_factor(problem))
+    arguments = (*rows, terms, lse, delta, *sizes, _product_factor(problem))
     grid = (cdiv(q.shape[2], tiles.queries), q.shape[0] * q.shape[1])
     return Launch(attention_dq_kernel, grid, arguments, _options(problem, tiles))
 
 
-def band_shift(offset: int, columns: int) -> int:
+def _band_shift(offset: int, columns: int) -> int:
     """Distances by which all bands are moved, so that their blocks of keys begin at multiples."""
     return -offset % columns
 
 
-def band_count(reach: int, offset: int, tiles: Tiles) -> int:
-    """Bands of `keys` distances whose tiles hold a distance below `reach`."""
-    last = reach + tiles.keys - 2 + band_shift(offset, tiles.keys)
+def _band_count(problem: Problem, tiles: Tiles) -> int:
+    """Bands of `keys` distances whose tiles hold a distance below the reach."""
+    last = problem.reach + tiles.keys - 2 + _band_shift(problem.offset, tiles.keys)
     return last // tiles.keys + tiles.queries // tiles.keys
 
 
 def _band_launches(
-    problem: Problem, grad: Tensor, lse: Tensor, result: BackwardResult, terms: Terms
+    problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor, filled: Filled, terms: Terms
 ) -> list[Launch]:
     """One launch with a weight table; without, one for gentle bands and one for steep ones."""
-    q, k = problem.q, problem.k
+    q = problem.q
     tiles = _tiles("band", problem)
-    rows = (rows_of(x) for x in (q, k, problem.v, grad))
+    rows = (rows_of(x) for x in (q, problem.k, problem.v, grad))
     arguments = (
-        *rows, terms, lse, result.delta, result.dbias_bands, result.dweight_bands,
+        *rows, terms, lse, delta, filled.get("bias"), filled.get("weight"),
         *_sizes(problem, reverse=True), 0,
     )  # fmt: skip
     options = _options(problem, tiles, masked=False)
-    bands = band_count(min(problem.window, k.shape[2]), problem.offset, tiles)
-    grid = (bands, q.shape[0] * q.shape[1])
+    grid = (_band_count(problem, tiles), q.shape[0] * q.shape[1])
     if problem.weight is not None:
         return [Launch(attention_band_kernel, grid, arguments, options | {"IN_LOOP": True})]
     warps = steep_warps(problem.block_d, q.dtype, tiles.warps)
@@ -199,55 +177,42 @@ def _band_launches(
     return [Launch(attention_band_kernel, grid, arguments, options | kind) for kind in kinds]
 
 
-def _results(problem: Problem, lse: Tensor, wanted: Wanted) -> BackwardResult:
-    batch, heads, q_length, head_dim = problem.q.shape
-    _, key_heads, k_length, _ = problem.k.shape
+def _to_fill(problem: Problem, lse: Tensor, wanted: set[str]) -> Filled:
+    """Memory for the gradients that are wanted; k and v share a kernel with the key bias."""
+    filled: Filled = {}
+    for name in ("q", "k", "v"):
+        if name in wanted or (name != "q" and wanted & _OF_KEYS):
+            x: Tensor = getattr(problem, name)
+            filled[name] = rows_apart(x.shape, x.dtype, x.device)
+    batch, heads = problem.q.shape[:2]
+    if "key_bias" in wanted:
+        filled["key_bias"] = lse.new_empty(batch, heads, problem.k_len)
     tiles = _tiles("band", problem)
-    bands = band_count(min(problem.window, k_length), problem.offset, tiles)
-    # [B, L, H, D] in memory, as for the output
-
-    def like(x: Tensor, length: int, count: int) -> Tensor:
-        return x.new_empty(batch, length, count, head_dim).transpose(1, 2)
-
-    def shares(table: Tensor | None, asked: bool) -> Tensor | None:
-        if table is None or not asked:
-            return None
-        shape = (batch, heads, bands, 2, tiles.queries // tiles.keys, tiles.keys)
-        return lse.new_empty(shape)
-
-    has_key_grad = wanted.key_bias and problem.key_bias is not None
-    return BackwardResult(
-        delta=torch.empty_like(lse),
-        dq=like(problem.q, q_length, heads) if wanted.q else None,
-        dk=like(problem.k, k_length, key_heads) if wanted.keys else None,
-        dv=like(problem.v, k_length, key_heads) if wanted.keys else None,
-        dkey_bias=lse.new_empty(batch, heads, k_length) if has_key_grad else None,
-        dbias_bands=shares(problem.bias, wanted.bias),
-        dweight_bands=shares(problem.weight, wanted.weight),
-    )
+    bands = (_band_count(problem, tiles), 2, tiles.queries // tiles.keys, tiles.keys)
+    tables = (name for name in ("bias", "weight") if name in wanted)
+    return filled | {name: lse.new_empty(batch, heads, *bands) for name in tables}
 
 
 def backward_launches(
-    problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, wanted: Wanted
-) -> tuple[list[Launch], BackwardResult]:
-    """The backward's launches in order, and the tensors that they fill."""
-    result = _results(problem, lse, wanted)
-    launches = [_delta_launch(problem, out, grad, result.delta, lse)]
-    if wanted.keys:
+    problem: Problem, out: Tensor, lse: Tensor, grad: Tensor, wanted: set[str]
+) -> tuple[list[Launch], Filled, Tensor]:
+    """The backward's launches in order, and what they fill; delta, [B * H, padded Lq], last."""
+    delta, filled = torch.empty_like(lse), _to_fill(problem, lse, wanted)
+    launches = [_delta_launch(problem, out, grad, delta, lse)]
+    if wanted & _OF_KEYS:
         made, terms = terms_of(problem, reverse=False)
-        launches += [*made, _dkdv_launch(problem, grad, lse, result, terms)]
-    has_bands = result.dbias_bands is not None or result.dweight_bands is not None
-    if wanted.q or has_bands:
+        launches += [*made, _dkdv_launch(problem, grad, lse, delta, filled, terms)]
+    if wanted & {"q", "bias", "weight"}:
         made, terms = terms_of(problem, reverse=True)
         launches += made
-        if wanted.q:
-            launches.append(_dq_launch(problem, grad, lse, result, terms))
-        if has_bands:
-            launches += _band_launches(problem, grad, lse, result, terms)
-    return launches, result
+        if "q" in wanted:
+            launches.append(_dq_launch(problem, grad, lse, delta, filled, terms))
+        if wanted & {"bias", "weight"}:
+            launches += _band_launches(problem, grad, lse, delta, filled, terms)
+    return launches, filled, delta
 
 
-def table_gradient(problem: Problem, bands: Tensor, factor: float = 1.0) -> Tensor:
+def table_gradient(problem: Problem, bands: Tensor, factor: float) -> Tensor:
     """The gradient of a table, [H, Lk], from its bands' diagonals; 0 where nobody looks.
 
     Square R of band j (the first band is 1 - squares) has in its first row the distances from
@@ -259,8 +224,8 @@ def table_gradient(problem: Problem, bands: Tensor, factor: float = 1.0) -> Tens
     for square in range(squares):
         total[:, square + 1 : square + 1 + count] += shares[:, :, 0, square]
         total[:, square : square + count] += shares[:, :, 1, square]
-    start = squares * columns + band_shift(problem.offset, columns)
-    used = min(problem.window, problem.k.shape[2])
-    grad = shares.new_zeros(heads, problem.k.shape[2])
-    grad[:, :used] = total.flatten(1)[:, start : start + used] * factor
+    start = squares * columns + _band_shift(problem.offset, columns)
+    grad = shares.new_zeros(heads, problem.k_len)
+    used = slice(start, start + problem.reach)
+    grad[:, : problem.reach] = total.flatten(1)[:, used] * factor
     return grad

@@ -23,7 +23,7 @@ keys (dK and dV) read it as it is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -75,21 +75,16 @@ class Terms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """An attention call whose tensors are laid out as the kernels want them."""
+class Problem(Call):
+    """A call whose tensors are laid out as the kernels want them, outside of autograd.
 
-    q: Tensor  # [B, H, Lq, D], D a multiple of 16
-    k: Tensor  # [B, Hk, Lk, D], H a multiple of Hk
-    v: Tensor
-    bias: Tensor | None  # [H, >= Lk]
-    weight: Tensor | None
-    key_bias: Tensor | None  # [B, H, padded Lk] fp32
-    own: Tensor | None  # [B, H, padded Lq] fp32, finite
-    first_key: Tensor | None  # [B, padded Lq] int32
-    sink: Tensor | None  # [B, H, padded Lq] fp32, base 2, relative to `own`
-    visible: Tensor  # [H] int32
-    window: int
-    scale: float
+    The head dim is a multiple of 16 and the rows of q, k and v are aligned. Key biases are
+    [B, H, padded Lk] fp32; what belongs to queries is [.., padded Lq]: first keys int32, the sink
+    fp32, in base 2 and relative to `own`.
+    """
+
+    own: Tensor | None = None  # [B, H, padded Lq] fp32, finite: subtracted from key biases
+    visible: Tensor | None = None  # [H] int32
     arch: int = 80  # compute capability, times ten
 
     @property
@@ -101,24 +96,8 @@ class Problem:
         return max(32, next_power_of_2(self.head_dim))
 
     @property
-    def group(self) -> int:
-        """Query heads that share a key head."""
-        return int(self.q.shape[1] // self.k.shape[1])
-
-    @property
-    def offset(self) -> int:
-        """Position of the first query."""
-        return int(self.k.shape[2] - self.q.shape[2])
-
-    @property
     def padded_rows(self) -> int:
-        return padded(self.q.shape[2])
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.q, self.k, self.v, self.bias, self.weight, self.key_bias, self.own,
-            self.first_key, self.sink, self.visible,
-        )  # fmt: skip
+        return padded(self.q_len)
 
 
 def padded(length: int) -> int:
@@ -129,17 +108,14 @@ def _padded(x: Tensor, fill: float = 0.0) -> Tensor:
     return F.pad(x, (0, padded(x.shape[-1]) - x.shape[-1]), value=fill).contiguous()
 
 
-def _in_fp32(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().float()
-
-
 def build_problem(call: Call, visible: Tensor | None) -> Problem:
     """Lay out a call; q, k and v are not copied if they already fit.
 
     `visible` (int32 [H]) is a promise that keys at distance visible[h] or more contribute nothing
     that survives rounding: tiles wholly beyond it are not visited.
     """
-    q, k, v = (aligned(x.detach()) for x in (call.q, call.k, call.v))
+    call = call.in_fp32(besides=("q", "k", "v", "bias", "weight"))
+    q, k, v = (aligned(x) for x in (call.q, call.k, call.v))
     if visible is None:  # one more load in the kernels is cheaper than kernels of two kinds
         visible = torch.full((q.shape[1],), call.reach, dtype=torch.int32, device=q.device)
     visible = visible.to(device=q.device, dtype=torch.int32).contiguous()
@@ -149,18 +125,15 @@ def build_problem(call: Call, visible: Tensor | None) -> Problem:
         visible = visible.minimum(_longest_reach(first_key, call.k_len))
         first_key = _padded(first_key, fill=2**31 - 1)
     key_bias = own = sink = None
-    call = replace(call, key_bias=_in_fp32(call.key_bias), sink=_in_fp32(call.sink))
     if call.key_bias is not None:
         own = _padded(key_origin(call.key_bias, call.q_len).expand(q.shape[:3]))
         # bands have tiles that stick out at the end by a tile's rows and columns
         key_bias = _padded(F.pad(call.key_bias, (0, 2 * ROW_MULTIPLE)).expand(*q.shape[:2], -1))
     if (rows := sink_rows(call)) is not None:
         sink = _padded((rows * LOG2E).clamp(min=NO_SCORE), fill=NO_SCORE)
-    bias, weight = (None if x is None else x.detach() for x in (call.bias, call.weight))
-    return Problem(
-        q, k, v, bias, weight, key_bias, own, first_key, sink, visible, call.reach, call.scale,
-        architecture(q.device),
-    )  # fmt: skip
+    operands = (q, k, v, call.bias, call.weight, key_bias, first_key, sink)
+    arch = architecture(q.device)
+    return Problem(*operands, call.window, call.scale, own=own, visible=visible, arch=arch)
 
 
 def architecture(device: torch.device) -> int:
@@ -234,12 +207,11 @@ def _table_copies(
     table: Tensor, problem: Problem, *, reverse: bool, fill: float, factor: float
 ) -> Launch:
     """The launch that fills the copies (its second argument) of `table * factor`."""
-    start, stride = table_layout(problem.k.shape[2], reverse)
+    start, stride = table_layout(problem.k_len, reverse)
     table = table if table.stride(1) == 1 else table.contiguous()
     heads = table.shape[0]
     copies = torch.empty(heads, COPIES, stride, dtype=torch.float32, device=table.device)
-    used = min(problem.k.shape[2], problem.window)
-    arguments = (table, copies, table.stride(0), stride, used, start, factor)
+    arguments = (table, copies, table.stride(0), stride, problem.reach, start, factor)
     options = {"REVERSED": reverse, "FILL": fill, "BLOCK": _BLOCK, "num_warps": 4}
     options["enable_fp_fusion"] = True
     return Launch(table_copies_kernel, (cdiv(stride, _BLOCK), COPIES, heads), arguments, options)
@@ -259,7 +231,7 @@ def terms_of(problem: Problem, reverse: bool) -> tuple[list[Launch], Terms]:
     bias, weight = (None if launch is None else launch.arguments[1] for launch in launches)
     terms = Terms(
         bias, weight, problem.key_bias, problem.own, problem.first_key, problem.visible,
-        copy_stride=table_layout(problem.k.shape[2], reverse)[1],
+        copy_stride=table_layout(problem.k_len, reverse)[1],
         key_stride=0 if problem.key_bias is None else problem.key_bias.shape[2],
         row_stride=problem.padded_rows,
     )  # fmt: skip

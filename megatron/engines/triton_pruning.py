@@ -27,7 +27,7 @@ from megatron.engines.call import Call
 from megatron.engines.pruning import EPSILON_LOG2, MIN_KEYS
 from megatron.engines.triton_forward import head_of_program, line_of, load_tile
 from megatron.engines.triton_problem import aligned, rows_of
-from megatron.engines.triton_runtime import Launch, cdiv, device_of, jit, next_power_of_2, tl
+from megatron.engines.triton_runtime import Launch, cdiv, jit, next_power_of_2, run_on, tl
 
 _ROWS = 64
 _DISTANCES = 1024
@@ -138,36 +138,26 @@ def _excess(key_bias: Tensor, q_length: int, heads: int) -> Tensor:
     return most.expand(heads).contiguous()
 
 
-def pruning_launches(call: Call) -> tuple[Launch, Launch, Tensor, Tensor, Tensor]:
-    """(launch, launch, partial norms, norms, visible): reduce partial to norms in between."""
-    q, k, v = (aligned(x.detach()) for x in (call.q, call.k, call.v))
-    batch, heads, q_length, head_dim = q.shape
-    blocks = cdiv(call.k_len, _ROWS)
-    partial = torch.zeros(batch, heads, blocks, 8, dtype=torch.float32, device=q.device)
-    norms = partial.new_empty(heads, 8)
-    visible = torch.empty(heads, dtype=torch.int32, device=q.device)
-    rows = (rows_of(x) for x in (q, k, v))
-    arguments = (*rows, partial, heads, call.heads_per_key_head, q_length, call.k_len)
-    options = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)), "ROWS": _ROWS}
-    common = {"num_warps": 4, "enable_fp_fusion": True}
-    first = Launch(norms_kernel, (blocks, batch * heads), arguments, options | common)
-    extra = None if call.key_bias is None else _excess(call.key_bias, q_length, heads)
-    tables = [None if x is None else x.detach().contiguous() for x in (call.bias, call.weight)]
-    steps = [0 if x is None else x.stride(0) for x in tables]
-    bound = (call.reach, call.scale, _margin(call.k_len))
-    arguments = (*tables, norms, extra, visible, *steps, *bound)
-    second = Launch(distances_kernel, (heads,), arguments, {"BLOCK": _DISTANCES} | common)
-    return first, second, partial, norms, visible
-
-
 @torch.no_grad()
 def visible_distances(call: Call) -> Tensor | None:
     """Per head the distances worth visiting, int32 [heads]; None where pruning cannot help."""
     if call.bias is None or call.reach < MIN_KEYS or not can_decay(call.bias, call.reach):
         return None
-    first, second, partial, norms, visible = pruning_launches(call)
-    with device_of(call.q):
-        first.run()
-        torch.amax(partial, (0, 2), out=norms)
-        second.run()
+    q, k, v = (aligned(x.detach()) for x in (call.q, call.k, call.v))
+    batch, heads, q_length, head_dim = q.shape
+    blocks = cdiv(call.k_len, _ROWS)
+    partial = torch.zeros(batch, heads, blocks, 8, dtype=torch.float32, device=q.device)
+    rows = (rows_of(x) for x in (q, k, v))
+    arguments = (*rows, partial, heads, call.heads_per_key_head, q_length, call.k_len)
+    options = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)), "ROWS": _ROWS}
+    common = {"num_warps": 4, "enable_fp_fusion": True}
+    run_on(q, Launch(norms_kernel, (blocks, batch * heads), arguments, options | common))
+    norms = partial.amax((0, 2))
+    visible = torch.empty(heads, dtype=torch.int32, device=q.device)
+    extra = None if call.key_bias is None else _excess(call.key_bias, q_length, heads)
+    tables = [None if x is None else x.detach().contiguous() for x in (call.bias, call.weight)]
+    steps = [0 if x is None else x.stride(0) for x in tables]
+    bound = (call.reach, call.scale, _margin(call.k_len))
+    arguments = (*tables, norms, extra, visible, *steps, *bound)
+    run_on(q, Launch(distances_kernel, (heads,), arguments, {"BLOCK": _DISTANCES} | common))
     return visible

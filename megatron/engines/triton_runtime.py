@@ -149,9 +149,11 @@ class Launch:
             self.kernel[self.grid](*self.arguments, **self.options)
 
 
-def device_of(x: Tensor) -> Any:
-    """Context in which kernels run on x's GPU (Triton launches on the current one)."""
-    return torch.cuda.device(x.device if x.is_cuda else -1)
+def run_on(x: Tensor, *launches: Launch) -> None:
+    """Run launches on x's GPU: Triton launches on the current one."""
+    with torch.cuda.device(x.device if x.is_cuda else -1):
+        for launch in launches:
+            launch.run()
 
 
 def cdiv(a: int, b: int) -> int:

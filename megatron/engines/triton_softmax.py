@@ -7,7 +7,7 @@ program owns a block of distances of one head and a share of the rows, and reads
 keys at those distances, which are neighbours in memory. The shares are summed in a fixed order: no
 atomics, the same numbers every run.
 
-Shapes: scores, probabilities [B, H, Lq, Lk]; tables [H, >= q_offset + Lq].
+Shapes: scores, probabilities [B, H, Lq, Lk]; tables [H, >= Lk]. The queries are the last positions.
 """
 
 # Triton reads the kernels' signatures; their run-time arguments have no Python types.
@@ -22,9 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.engines import triton_runtime
-from megatron.engines.reference import Placing
-from megatron.engines.triton_runtime import Launch, cdiv, device_of, jit, next_power_of_2, tl
-from megatron.errors import EngineError
+from megatron.engines.triton_runtime import Launch, cdiv, jit, next_power_of_2, run_on, tl
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_BLOCK = 2048
@@ -168,7 +166,7 @@ def softmax_table_kernel(
         tl.store(dweight_ptr + target, dweight * scale)
 
 
-def can_run_softmax(scores: Tensor, *tables: Tensor | None) -> str | None:
+def can_run_softmax(scores: Tensor) -> str | None:
     """None if the kernel can run on these scores, otherwise the reason."""
     if (reason := triton_runtime.unavailable()) is not None:
         return reason
@@ -176,35 +174,29 @@ def can_run_softmax(scores: Tensor, *tables: Tensor | None) -> str | None:
         return f"it takes bf16, fp16 or fp32 scores, got {scores.dtype}"
     if not scores.is_cuda and not triton_runtime.interpreted():
         return f"it runs on GPU, the scores are on {scores.device}"
-    if any(t is not None and t.device != scores.device for t in tables):
-        return f"the tables must be on {scores.device}, like the scores"
     return triton_runtime.launcher_problem() if scores.is_cuda else None
 
 
 def triton_fused_softmax(
-    scores: Tensor, bias: Tensor | None, weight: Tensor | None, placing: Placing
+    scores: Tensor, bias: Tensor | None, weight: Tensor | None, scale: float, window: int | None
 ) -> Tensor:
-    """Softmax over the keys of `scores * scale * weight[d] + bias[d]`, causal, distances < window.
-
-    Row i stands at position q_offset + i.
-    """
-    if (reason := can_run_softmax(scores, bias, weight)) is not None:
-        raise EngineError(f"the Triton softmax cannot run: {reason}")
-    probs: Tensor = _TritonSoftmax.apply(placing, scores, bias, weight)
+    """`reference.fused_softmax` for scores that `can_run_softmax`."""
+    probs: Tensor = _TritonSoftmax.apply((window or scores.shape[3], scale), scores, bias, weight)
     return probs
 
 
-def _table(table: Tensor | None, scores: Tensor, placing: Placing) -> Tensor | None:
+def _table(table: Tensor | None, k_length: int) -> Tensor | None:
     """A table as the kernels read it: fp32, as long as the last query's reach."""
-    if table is None:
-        return None
-    return table.detach()[:, : placing.q_offset + scores.shape[2]].float().contiguous()
+    return None if table is None else table.detach()[:, :k_length].float().contiguous()
+
+
+# The launches of scores [B, H, Lq, Lk] with `placing`: the window and the scale.
+Placing = tuple[int, float]
 
 
 def _sizes(scores: Tensor, placing: Placing) -> tuple[int | float, ...]:
     q_length, k_length = scores.shape[2:]
-    window = k_length if placing.window is None else min(placing.window, k_length)
-    return q_length, k_length, placing.q_offset, window, placing.scale
+    return q_length, k_length, k_length - q_length, *placing
 
 
 def _row_launch(kernel: Any, tensors: tuple[Any, ...], scores: Tensor, placing: Placing) -> Launch:
@@ -220,7 +212,7 @@ def forward_launch(
 ) -> tuple[Launch, Tensor]:
     """The forward launch for contiguous scores, and the probabilities that it fills."""
     probs = torch.empty_like(scores)
-    tables = (_table(table, scores, placing) for table in (bias, weight))
+    tables = (_table(table, scores.shape[3]) for table in (bias, weight))
     tensors = (scores, *tables, probs)
     return _row_launch(softmax_forward_kernel, tensors, scores, placing), probs
 
@@ -229,10 +221,10 @@ def backward_launch(
     probs: Tensor, grad: Tensor, weight: Tensor | None, placing: Placing
 ) -> tuple[Launch, Tensor, Tensor]:
     """The launch for the gradient of the scores, that gradient, and delta for `table_launch`."""
-    batch, heads, q_length, _ = probs.shape
+    batch, heads, q_length, k_length = probs.shape
     grad_scores = torch.empty_like(probs)
     delta = probs.new_empty(batch * heads, q_length, dtype=torch.float32)
-    tensors = (probs, grad, _table(weight, probs, placing), grad_scores, delta)
+    tensors = (probs, grad, _table(weight, k_length), grad_scores, delta)
     return _row_launch(softmax_backward_kernel, tensors, probs, placing), grad_scores, delta
 
 
@@ -246,15 +238,15 @@ def table_launch(
 ) -> tuple[Launch, Tensor | None, Tensor | None]:
     """The launch for the table gradients (weight's if `scores` is given), and their shares."""
     batch, heads, q_length, _ = probs.shape
-    sizes = _sizes(probs, placing)
-    window = int(sizes[3])
-    blocks = cdiv(min(window, placing.q_offset + q_length), _DISTANCES)
+    window, _ = placing
+    blocks = cdiv(window, _DISTANCES)
     shares = min(_MAX_SHARES, cdiv(q_length, _ROWS))
     rows_each = cdiv(cdiv(q_length, shares), _ROWS) * _ROWS
     shape = (shares, heads, blocks * _DISTANCES)
     dbias = delta.new_empty(shape) if wants_bias else None
     dweight = delta.new_empty(shape) if scores is not None else None
-    arguments = (probs, grad, scores, delta, dbias, dweight, heads, batch, *sizes, rows_each)
+    sizes = (heads, batch, *_sizes(probs, placing), rows_each)
+    arguments = (probs, grad, scores, delta, dbias, dweight, *sizes)
     options = {"ROWS": _ROWS, "DISTANCES": _DISTANCES, **_OPTIONS}
     launch = Launch(softmax_table_kernel, (blocks, heads, shares), arguments, options)
     return launch, dbias, dweight
@@ -276,8 +268,7 @@ class _TritonSoftmax(torch.autograd.Function):
         bias, weight = tables
         scores = scores.contiguous()
         launch, probs = forward_launch(scores, bias, weight, placing)
-        with device_of(scores):
-            launch.run()
+        run_on(scores, launch)
         kept = scores if weight is not None and ctx.needs_input_grad[3] else None
         ctx.save_for_backward(probs, bias, weight, kept)
         ctx.placing = placing
@@ -290,12 +281,10 @@ class _TritonSoftmax(torch.autograd.Function):
         grad = grad.contiguous()
         launch, grad_scores, delta = backward_launch(probs, grad, weight, ctx.placing)
         dbias = dweight = None
-        with device_of(probs):
-            launch.run()
-            wants_bias = bias is not None and ctx.needs_input_grad[2]
-            if wants_bias or scores is not None:
-                launch, dbias, dweight = table_launch(
-                    probs, grad, delta, scores, wants_bias, ctx.placing
-                )
-                launch.run()
+        run_on(probs, launch)
+        wants_bias = bias is not None and ctx.needs_input_grad[2]
+        if wants_bias or scores is not None:
+            wanted = (scores, wants_bias, ctx.placing)
+            launch, dbias, dweight = table_launch(probs, grad, delta, *wanted)
+            run_on(probs, launch)
         return None, grad_scores, _summed(dbias, bias), _summed(dweight, weight)

@@ -37,87 +37,35 @@ KERNELS = ("forward", "dkdv", "dq", "band")
 # the queries of every tile divide it.
 ROW_MULTIPLE = 128
 
-# by kernel, then by (half precision, a weight table), then by the padded head dimension
+
+def _row(*tiles: tuple[int, ...]) -> dict[int, Tiles]:
+    """By the padded head dimension."""
+    return {dim: Tiles(*tile) for dim, tile in zip((32, 64, 128, 256), tiles, strict=True)}
+
+
+# by kernel, then by (half precision, a weight table), then for head dimensions 32, 64, 128 and 256
 _TILES: dict[str, dict[tuple[bool, bool], dict[int, Tiles]]] = {
     "forward": {
-        (True, False): {
-            32: Tiles(128, 64, 4, 2),
-            64: Tiles(128, 64, 4, 2),
-            128: Tiles(128, 32, 4, 2),
-            256: Tiles(128, 32, 8, 2),
-        },
-        (True, True): {
-            32: Tiles(128, 32, 4, 2),
-            64: Tiles(128, 32, 4, 2),
-            128: Tiles(128, 32, 4, 2),
-            256: Tiles(128, 32, 8, 2),
-        },
-        (False, False): {
-            32: Tiles(64, 32, 8, 2),
-            64: Tiles(64, 32, 8, 2),
-            128: Tiles(32, 16, 8, 1),
-            256: Tiles(32, 16, 8, 1, slice_d=64),
-        },
+        (True, False): _row((128, 64, 4, 2), (128, 64, 4, 2), (128, 32, 4, 2), (128, 32, 8, 2)),
+        (True, True): _row((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 8, 2)),
+        (False, False): _row((64, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 1), (32, 16, 8, 1, 64)),
     },
     "dkdv": {
-        (True, False): {
-            32: Tiles(32, 128, 4, 2),
-            64: Tiles(32, 128, 4, 2),
-            128: Tiles(64, 128, 8, 2),
-            256: Tiles(32, 64, 8, 1),
-        },
-        (True, True): {
-            32: Tiles(32, 128, 4, 2),
-            64: Tiles(16, 128, 4, 2),
-            128: Tiles(16, 128, 8, 2),
-            256: Tiles(32, 64, 8, 1),
-        },
-        (False, False): {
-            32: Tiles(16, 64, 8, 1),
-            64: Tiles(16, 64, 8, 1),
-            128: Tiles(16, 32, 8, 1),
-            256: Tiles(16, 16, 8, 1),
-        },
+        (True, False): _row((32, 128, 4, 2), (32, 128, 4, 2), (64, 128, 8, 2), (32, 64, 8, 1)),
+        (True, True): _row((32, 128, 4, 2), (16, 128, 4, 2), (16, 128, 8, 2), (32, 64, 8, 1)),
+        (False, False): _row((16, 64, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     },
     "dq": {
-        (True, False): {
-            32: Tiles(128, 32, 4, 2),
-            64: Tiles(128, 32, 4, 2),
-            128: Tiles(128, 32, 4, 2),
-            256: Tiles(64, 32, 8, 1),
-        },
-        (True, True): {
-            32: Tiles(128, 32, 4, 2),
-            64: Tiles(128, 32, 4, 2),
-            128: Tiles(128, 16, 4, 2),
-            256: Tiles(64, 32, 8, 1),
-        },
-        (False, False): {
-            32: Tiles(64, 16, 8, 1),
-            64: Tiles(64, 16, 8, 1),
-            128: Tiles(32, 16, 8, 1),
-            256: Tiles(16, 16, 8, 1),
-        },
+        (True, False): _row((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 4, 2), (64, 32, 8, 1)),
+        (True, True): _row((128, 32, 4, 2), (128, 32, 4, 2), (128, 16, 4, 2), (64, 32, 8, 1)),
+        (False, False): _row((64, 16, 8, 1), (64, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
     },
     "band": {
-        (True, False): {
-            32: Tiles(128, 64, 4, 2),
-            64: Tiles(128, 64, 4, 2),
-            128: Tiles(128, 64, 8, 2),
-            256: Tiles(64, 32, 8, 2),
-        },
-        (True, True): {
-            32: Tiles(128, 32, 4, 2),
-            64: Tiles(128, 32, 4, 2),
-            128: Tiles(128, 32, 8, 2),
-            256: Tiles(64, 32, 8, 2),
-        },
-        (False, False): {
-            32: Tiles(64, 32, 8, 1),
-            64: Tiles(64, 32, 8, 1),
-            128: Tiles(32, 32, 8, 1, slice_d=64),
-            256: Tiles(32, 32, 8, 1, slice_d=64),
-        },
+        (True, False): _row((128, 64, 4, 2), (128, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        (True, True): _row((128, 32, 4, 2), (128, 32, 4, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+        (False, False): _row(
+            (64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 8, 1, 64), (32, 32, 8, 1, 64)
+        ),
     },
 }
 for _tiles in _TILES.values():

@@ -17,10 +17,9 @@ def plain_softmax(
     weight: Tensor | None,
     scale: float,
     window: int | None,
-    q_offset: int,
 ) -> Tensor:
     q_len, k_len = scores.shape[-2:]
-    distance = torch.arange(q_len)[:, None] + q_offset - torch.arange(k_len)[None, :]
+    distance = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)[None, :]
     logits = scores.double() * scale
     if weight is not None:
         logits = logits * weight.double()[:, distance.clamp(min=0)]
@@ -39,15 +38,15 @@ def draw(q_len: int, k_len: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize("tables", ["none", "bias", "weight", "bias+weight"])
-@pytest.mark.parametrize(("q_len", "k_len", "q_offset"), [(13, 13, 0), (5, 20, 15), (5, 20, 9)])
+@pytest.mark.parametrize(("q_len", "k_len"), [(13, 13), (5, 20)])
 def test_probabilities_and_gradients(
-    q_len: int, k_len: int, q_offset: int, tables: str, window: int | None
+    q_len: int, k_len: int, tables: str, window: int | None
 ) -> None:
     scores, bias, weight = draw(q_len, k_len)
     bias, weight = (bias if "bias" in tables else None), (weight if "weight" in tables else None)
     wanted = [x for x in (scores, bias, weight) if x is not None]
-    actual = fused_softmax(scores, bias, weight, scale=0.7, window=window, q_offset=q_offset)
-    expected = plain_softmax(scores, bias, weight, 0.7, window, q_offset)
+    actual = fused_softmax(scores, bias, weight, scale=0.7, window=window)
+    expected = plain_softmax(scores, bias, weight, 0.7, window)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-7)
     grad = torch.randn(expected.shape, dtype=torch.float64)
     for a, e in zip(
@@ -60,9 +59,7 @@ def test_probabilities_and_gradients(
 
 def test_gradients_by_finite_differences_in_float64() -> None:
     tensors = [x.detach().double().requires_grad_() for x in draw(4, 7)]
-    assert torch.autograd.gradcheck(
-        lambda *x: fused_softmax(*x, scale=0.5, window=4, q_offset=3), tensors
-    )
+    assert torch.autograd.gradcheck(lambda *x: fused_softmax(*x, scale=0.5, window=4), tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -70,7 +67,7 @@ def test_low_precision_is_rounded_once_at_the_end(dtype: torch.dtype) -> None:
     scores, bias, weight = draw(64, 64, dtype)
     actual = fused_softmax(scores, bias, weight, scale=0.7)
     assert actual.dtype == dtype
-    expected = plain_softmax(scores, bias, weight, 0.7, None, 0).to(dtype)
+    expected = plain_softmax(scores, bias, weight, 0.7, None).to(dtype)
     different = (actual != expected).float().mean()
     assert different < 0.01  # fp32 against float64 may round to the other neighbour, rarely
 
@@ -98,18 +95,3 @@ def test_dropout_scales_what_it_keeps() -> None:
     torch.testing.assert_close(dropped[kept], (probs / 0.75)[kept])
     share = kept[probs > 0].float().mean()
     assert 0.7 < share < 0.8
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"window": 0}, "window=0"),
-        ({"q_offset": 4}, "q_offset=4"),
-        ({"q_offset": -1}, "q_offset=-1"),
-        ({"bias": torch.zeros(3, 7)}, "bias table has 7 distances"),
-        ({"weight": torch.zeros(3, 7)}, "weight table has 7 distances"),
-    ],
-)
-def test_bad_options_are_named(options: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        fused_softmax(torch.zeros(1, 3, 5, 8), **options)

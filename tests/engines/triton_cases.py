@@ -87,45 +87,6 @@ def first_keys(case: Case) -> Tensor | None:
     return torch.stack([positions // size * size for size in sizes])
 
 
-def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    *,
-    key_bias: Tensor | None = None,
-    first_key: Tensor | None = None,
-    sink: Tensor | None = None,
-    window: int | None = None,
-    scale: float,
-) -> Tensor:
-    """The formula, with every score in memory; a row that sees nothing gives 0."""
-    batch, heads, q_length, _ = q.shape
-    k_length = k.shape[2]
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
-    keys = torch.arange(k_length)
-    d = torch.arange(k_length - q_length, k_length)[:, None] - keys[None, :]
-    scores = q @ k.transpose(-1, -2) * scale
-    if weight is not None:
-        scores = scores * weight[:, d.clamp(0)]
-    if bias is not None:
-        scores = scores + bias[:, d.clamp(0)]
-    if key_bias is not None:
-        scores = scores + key_bias[:, :, None, :]
-    hidden = ((d < 0) | (d >= (k_length if window is None else window))).expand(batch, 1, -1, -1)
-    if first_key is not None:
-        hidden = hidden | (keys < first_key[:, None, :, None])
-    scores = scores.masked_fill(hidden, -math.inf)
-    if sink is not None:
-        column = (sink[None, :, None] if sink.dim() == 1 else sink).expand(batch, heads, q_length)
-        scores = torch.cat([scores, column[..., None]], -1)
-    largest = scores.amax(-1, keepdim=True).detach()
-    weights = (scores - torch.where(largest.isfinite(), largest, 0.0)).exp()
-    total = weights.sum(-1, keepdim=True)
-    return (weights / torch.where(total > 0, total, 1.0))[..., :k_length] @ v
-
-
 def run_triton(
     q: Tensor, *tensors: Tensor | None, visible: Tensor | None = None, **options: Any
 ) -> Tensor:

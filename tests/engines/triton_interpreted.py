@@ -20,11 +20,11 @@ from megatron.engines.call import checked_call
 from megatron.engines.triton_attention import can_run
 from megatron.engines.triton_runtime import interpreted
 from megatron.engines.triton_tiles import Tiles, tiles_of
+from tests.engines.reference import reference_attention
 from tests.engines.triton_cases import (
     Case,
     Inputs,
     assert_same,
-    dense_attention,
     in_double,
     inputs_of,
     outputs_and_gradients,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 def check_inputs(inputs: Inputs, tolerance: float, **settings: object) -> dict[str, Tensor]:
     found = outputs_and_gradients(run_triton, inputs, **settings)
-    expected = outputs_and_gradients(dense_attention, in_double(inputs), **settings)
+    expected = outputs_and_gradients(reference_attention, in_double(inputs), **settings)
     assert_same(found, expected, tolerance)
     return found
 
@@ -141,7 +141,7 @@ def test_the_attention_function_with_every_operand_at_once(pruning: bool) -> Non
     inputs = steep(case)
     settings = {"window": 293, "scale": 0.21}
     found = outputs_and_gradients(attention, inputs, engine="triton", pruning=pruning, **settings)
-    expected = outputs_and_gradients(dense_attention, in_double(inputs), **settings)
+    expected = outputs_and_gradients(reference_attention, in_double(inputs), **settings)
     assert found.keys() == {"out", "dq", "dk", "dv", "dbias", "dweight", "dkey_bias", "dsink"}
     assert_same(found, expected, 2e-5)
 
@@ -194,7 +194,7 @@ def test_views_of_a_fused_projection_need_no_layout_of_their_own() -> None:
     assert triton_problem.aligned(q) is q
     bias = -torch.rand(heads, length)
     out = run_triton(q, k, v, bias, scale=0.3)
-    expected = dense_attention(q, k, v, bias, scale=0.3)
+    expected = reference_attention(q, k, v, bias, scale=0.3)
     (found_grad,) = torch.autograd.grad(out.square().sum(), fused)
     (expected_grad,) = torch.autograd.grad(expected.square().sum(), fused)
     assert_same({"out": out, "d": found_grad}, {"out": expected, "d": expected_grad}, 2e-5)
@@ -204,7 +204,7 @@ def test_unaligned_memory_is_copied_not_misread() -> None:
     storage = torch.randn(1 + 2 * 30 * 33)
     q = storage[1:].view(1, 2, 30, 33)[..., :32]
     out = run_triton(q, q, q, scale=0.2)
-    assert_same({"out": out}, {"out": dense_attention(q, q, q, scale=0.2)}, 2e-5)
+    assert_same({"out": out}, {"out": reference_attention(q, q, q, scale=0.2)}, 2e-5)
 
 
 def test_distances_forbidden_by_the_table_itself() -> None:

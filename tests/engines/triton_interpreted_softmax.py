@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.engines import triton_softmax
-from megatron.engines.reference import Placing
 from megatron.engines.triton_runtime import interpreted
 from megatron.engines.triton_softmax import can_run_softmax, triton_fused_softmax
 from tests.engines.triton_cases import assert_same, in_double, outputs_and_gradients
@@ -19,27 +17,17 @@ assert interpreted(), "set TRITON_INTERPRET=1"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def run_softmax(
-    scores: Tensor, bias: Tensor | None, weight: Tensor | None = None, **placing: Any
-) -> Tensor:
-    return triton_fused_softmax(scores, bias, weight, Placing(**placing))
-
-
-def distances(q_length: int, k_length: int, q_offset: int) -> Tensor:
-    return (q_offset + torch.arange(q_length))[:, None] - torch.arange(k_length)[None, :]
-
-
 def reference_softmax(
     scores: Tensor,
     bias: Tensor | None,
-    weight: Tensor | None,
+    weight: Tensor | None = None,
     *,
     scale: float,
     window: int | None,
-    q_offset: int,
 ) -> Tensor:
-    d = distances(scores.shape[-2], scores.shape[-1], q_offset)
-    hidden = (d < 0) | (d >= (scores.shape[-1] if window is None else window))
+    q_length, k_length = scores.shape[-2:]
+    d = torch.arange(k_length - q_length, k_length)[:, None] - torch.arange(k_length)[None, :]
+    hidden = (d < 0) | (d >= (k_length if window is None else window))
     scores = scores * scale
     if weight is not None:
         scores = scores * weight[:, d.clamp(0)]
@@ -50,16 +38,11 @@ def reference_softmax(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("q_length", "k_length", "q_offset", "window", "tables"),
-    [
-        (9, 9, 0, None, "bias"),
-        (3, 150, 147, 60, "both"),
-        (8, 19, 3, None, "weight"),
-        (7, 7, 0, 5, "none"),
-    ],
+    ("q_length", "k_length", "window", "tables"),
+    [(9, 9, None, "bias"), (3, 150, 60, "both"), (8, 19, None, "weight"), (7, 7, 5, "none")],
 )
 def test_fused_softmax_matches_the_dense_formula(
-    q_length: int, k_length: int, q_offset: int, window: int | None, tables: str, dtype: torch.dtype
+    q_length: int, k_length: int, window: int | None, tables: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
     bias = -3 * torch.rand(2, k_length + 3)
@@ -69,8 +52,8 @@ def test_fused_softmax_matches_the_dense_formula(
         "bias": bias.requires_grad_() if tables in ("bias", "both") else None,
         "weight": weight.requires_grad_() if tables in ("weight", "both") else None,
     }
-    settings = {"scale": 0.5, "window": window, "q_offset": q_offset}
-    found = outputs_and_gradients(run_softmax, inputs, **settings)
+    settings = {"scale": 0.5, "window": window}
+    found = outputs_and_gradients(triton_fused_softmax, inputs, **settings)
     expected = outputs_and_gradients(reference_softmax, in_double(inputs), **settings)
     assert found["out"].dtype == dtype
     assert_same(found, expected, 2e-5 if dtype == torch.float32 else 4e-3)
@@ -78,17 +61,16 @@ def test_fused_softmax_matches_the_dense_formula(
 
 def test_fused_softmax_beyond_one_block_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_softmax, "_MAX_BLOCK", 16)
-    inputs = {"scores": torch.randn(1, 2, 4, 70, requires_grad=True), "bias": -torch.rand(2, 70)}
-    inputs["bias"].requires_grad_()
-    settings = {"scale": 0.5, "window": 40, "q_offset": 66}
-    found = outputs_and_gradients(run_softmax, inputs, **settings)
-    expected = outputs_and_gradients(
-        lambda scores, bias, **rest: reference_softmax(scores, bias, None, **rest),
-        in_double(inputs),
-        **settings,
-    )
+    inputs = {
+        "scores": torch.randn(1, 2, 4, 70, requires_grad=True),
+        "bias": (-torch.rand(2, 70)).requires_grad_(),
+        "weight": None,
+    }
+    settings = {"scale": 0.5, "window": 40}
+    found = outputs_and_gradients(triton_fused_softmax, inputs, **settings)
+    expected = outputs_and_gradients(reference_softmax, in_double(inputs), **settings)
     assert_same(found, expected, 2e-5)
-    again = outputs_and_gradients(run_softmax, inputs, **settings)
+    again = outputs_and_gradients(triton_fused_softmax, inputs, **settings)
     assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
