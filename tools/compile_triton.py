@@ -21,13 +21,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -176,7 +173,7 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
 
     from megatron.engines.call import Call
     from megatron.engines.triton_attention import padded_head_dim
-    from megatron.engines.triton_launch import Wanted, backward_launches, forward_launches
+    from megatron.engines.triton_launch import backward_launches, forward_launches
     from megatron.engines.triton_problem import build_problem
 
     heads, length = 2, 160
@@ -197,10 +194,10 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
     )  # fmt: skip
     problem = replace(build_problem(call, visible=None), arch=configuration.arch)
     forward, out, lse = forward_launches(problem)
-    wanted = Wanted(
-        bias=tables.learned_bias, weight=tables.learned_weight, key_bias="key_bias" in extras
-    )
-    backward, _ = backward_launches(problem, out, lse, grad, wanted)
+    learned = {"bias": tables.learned_bias, "weight": tables.learned_weight}
+    learned["key_bias"] = "key_bias" in extras
+    wanted = {*"qkv", *(name for name, is_learned in learned.items() if is_learned)}
+    backward, _, _ = backward_launches(problem, out, lse, grad, wanted)
     return [*forward, *backward]
 
 
@@ -209,14 +206,13 @@ def softmax_launches(configuration: Configuration) -> list[Launch]:
     import torch
 
     from megatron.engines import triton_softmax
-    from megatron.engines.reference import Placing
 
     heads, rows, length = 2, 32, 4096
     dtype = getattr(torch, DTYPES[configuration.dtype])
     scores, grad = (torch.zeros(1, heads, rows, length, dtype=dtype),) * 2
     tables = TABLES[configuration.tables]
     bias, weight = (torch.zeros(heads, length) if has else None for has in tables[:2])
-    placing = Placing(0.125, None, length - rows)
+    placing = (length, 0.125)
     forward, probs = triton_softmax.forward_launch(scores, bias, weight, placing)
     backward, _, delta = triton_softmax.backward_launch(probs, grad, weight, placing)
     launches = [forward, backward]
@@ -263,18 +259,13 @@ def compile_launch(launch: Launch, configuration: Configuration) -> Report:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers per thread, bytes of stack per thread), by the cuobjdump in the Triton wheel."""
-    import triton
+    """(registers per thread, bytes of stack per thread)."""
+    from tools.sass import ask
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        done = subprocess.run(command, capture_output=True, text=True)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    if done.returncode != 0 or found is None:
-        raise RuntimeError(f"{tool} said nothing about registers: {done.stdout}{done.stderr}")
+    said = ask("cuobjdump", "-res-usage", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    if found is None:
+        raise RuntimeError(f"cuobjdump said nothing about registers: {said}")
     return int(found[1]), int(found[2])
 
 
@@ -298,12 +289,6 @@ def all_configurations() -> list[Configuration]:
         *plain,
         *configurations((64, 128, 256), DTYPES, ("none", "bias", "both"), ARCHITECTURES, others),
     ]
-
-
-def print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -354,6 +339,8 @@ def _ledger(arguments: argparse.Namespace) -> int:
 
 
 def _matrix(arguments: argparse.Namespace) -> int:
+    from tools.benchmarks.timing import render_table
+
     dims = arguments.dims or DIMS
     reports: list[Report] = []
     for kernels in arguments.kernels:
@@ -368,7 +355,7 @@ def _matrix(arguments: argparse.Namespace) -> int:
             reports += reports_of(configuration, kernels)
             print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    print_table([HEADER, *(report.row() for report in reports)])
+    print(render_table([HEADER, *(report.row() for report in reports)]))
     bad = [report for report in reports if not report.fits]
     print(f"{len(reports)} kernels compiled, {len(bad)} do not fit")
     return 1 if bad else 0

@@ -79,18 +79,22 @@ class Loop:
         }
 
 
-def disassemble(cubin: bytes) -> str:
-    """SASS of a cubin, by the nvdisasm in the Triton wheel."""
+def ask(tool: str, option: str, cubin: bytes) -> str:
+    """What a tool of the Triton wheel says about a cubin."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    program = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True)
+        done = subprocess.run([str(program), option, file.name], capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"{tool} failed: {done.stderr.strip()}")
+        raise RuntimeError(f"{program} failed: {done.stderr.strip()}")
     return done.stdout
+
+
+def disassemble(cubin: bytes) -> str:
+    return ask("nvdisasm", "-c", cubin)
 
 
 def _parse(sass: str) -> tuple[list[tuple[str, str]], dict[str, int]]:

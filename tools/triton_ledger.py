@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tools import compile_triton, sass
+from tools.benchmarks.timing import render_table
 from tools.compile_triton import Configuration, Report
 
 FLOP_PER_CLOCK = {80: 2048, 90: 4096}
@@ -194,7 +195,7 @@ def report(configurations: Iterable[Configuration]) -> int:
         misses = misses_of(configuration, entries)
         missed += len(misses)
         lines += [line, *(f"  MISSED {miss}" for miss in misses)]
-    compile_triton.print_table(rows)
+    print(render_table(rows))
     assert __doc__ is not None
     print("\n" + __doc__.split("\n\n", 1)[1])
     print("\n".join(lines))

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.data import IndexedDataset
 from megatron.errors import DataError
+from tools.benchmark import main
 from tools.benchmarks import data as benchmark
 
 
@@ -22,7 +23,7 @@ def test_synthetic_data_is_a_valid_dataset(tmp_path: Path) -> None:
 def test_index_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out.json"
     arguments = ["--parts", "index", "--documents", "1000", "--tokens", "500000"]
-    assert benchmark.main([*arguments, "--length", "64", "--output", str(output)]) == 0
+    assert main(["data", *arguments, "--length", "64", "--output", str(output)]) == 0
     assert "peak memory" in capsys.readouterr().out
     assert all(m["holds"] and m["value"] > 0 for m in json.loads(output.read_text()))
 

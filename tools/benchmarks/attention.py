@@ -28,7 +28,7 @@ from .contenders import (
     tiled,
     with_terms,
 )
-from .peak_memory import measure_forward
+from .peak_memory import measure
 from .timing import Target, Timings, interleave, render_table
 
 HEADS, DIM = 12, 64
@@ -260,7 +260,7 @@ def measure_long(args: argparse.Namespace, report: Report) -> None:
     report.add(f"Forward at {length}, batch 1, with pruning", rows)
     for name, bound in zip(names, (1.2, 0.45, 0.7), strict=True):
         report.target(f"forward at {length}, {name}: over (c)", timings.ratio(name, "(c)"), bound)
-    memory = measure_forward(length, HEADS, DIM, args.threads)
+    memory = measure("forward", length=length, heads=HEADS, dim=DIM, threads=args.threads)
     above = memory["above_inputs"] / 1e9
     report.target(f"forward at {length}: GB above the inputs", above, 1.0)
 
@@ -268,7 +268,7 @@ def measure_long(args: argparse.Namespace, report: Report) -> None:
 def measure_longest(args: argparse.Namespace, report: Report) -> None:
     """Forward at a length where one dense score matrix would be 17 GB a head."""
     length = 8192 if args.quick else LONGEST
-    memory = measure_forward(length, HEADS, DIM, args.threads)
+    memory = measure("forward", length=length, heads=HEADS, dim=DIM, threads=args.threads)
     rows = [["length", "seconds", "GB above the inputs", "GB at peak"]]
     sizes = [f"{memory[key] / 1e9:.2f}" for key in ("above_inputs", "peak")]
     rows.append([str(length), f"{memory['seconds']:.1f}", *sizes])

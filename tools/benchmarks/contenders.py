@@ -33,17 +33,18 @@ class Inputs:
         *,
         train: bool,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         torch.manual_seed(0)
         shape = (batch, heads, length, dim)
-        q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
+        q, k, v = (torch.randn(shape).to(device, dtype) for _ in range(3))
         self.q, self.k, self.v = (x.requires_grad_(train) for x in (q, k, v))
-        self.grad = torch.randn(shape).to(dtype) if train else None
+        self.grad = torch.randn(shape).to(device, dtype) if train else None
         self.heads, self.length, self.dim = heads, length, dim
 
-    def kernel(self, name: str, seed: int = 1234) -> PositionalEmbedding:
-        options = position_options(heads=self.heads, head_dim=self.dim, seed=seed)
-        return build_positional_embedding(name, options)
+    def kernel(self, name: str) -> PositionalEmbedding:
+        options = position_options(heads=self.heads, head_dim=self.dim, seed=1234)
+        return build_positional_embedding(name, options).to(self.q.device)
 
     def finish(self, out: Tensor, kernel: PositionalEmbedding | None = None) -> Tensor:
         """The backward pass, if this is training, and no trace of it for the next round."""
@@ -55,11 +56,9 @@ class Inputs:
         return out
 
 
-def tiled(
-    inputs: Inputs, name: str, *, pruning: bool = True, engine: str = "tiled", seed: int = 1234
-) -> Contender:
+def tiled(inputs: Inputs, name: str, *, pruning: bool = True, engine: str = "tiled") -> Contender:
     """Ours: the table of a positional embedding, then the engine."""
-    kernel = inputs.kernel(name, seed)
+    kernel = inputs.kernel(name)
 
     def run() -> Tensor:
         with torch.set_grad_enabled(inputs.grad is not None):
@@ -159,19 +158,21 @@ def flex_forward(inputs: Inputs) -> Contender:
     """(d) FlexAttention, compiled; raises where torch.compile cannot work."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    length = inputs.length
-    with torch.no_grad():
-        table = inputs.kernel("kerple_log")(length).bias
+    length, train = inputs.length, inputs.grad is not None
+    table = inputs.kernel("kerple_log")(length).bias.detach().requires_grad_(train)
 
     def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + table[h, torch.clamp(i - j, min=0)]
 
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device="cpu")
+    device = str(inputs.q.device)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
     compiled = torch.compile(flex_attention, dynamic=False)  # dynamic sizes fail to compile
 
     def run() -> Tensor:
-        with torch.no_grad():
-            return compiled(inputs.q, inputs.k, inputs.v, score_mod=add_bias, block_mask=mask)
+        with torch.set_grad_enabled(train):
+            out = compiled(inputs.q, inputs.k, inputs.v, score_mod=add_bias, block_mask=mask)
+            table.grad = None
+            return inputs.finish(out)
 
     run()
     return run

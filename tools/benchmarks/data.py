@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,8 @@ from megatron.data.prepare import gpt2_files
 from megatron.data.preprocess import PreprocessOptions, available_cores, preprocess
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
+
+from .peak_memory import measure
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PARTS = ("index", "preprocess", "loader")
@@ -110,43 +111,18 @@ def write_synthetic_dataset(prefix: Path, documents: int, tokens: int, seed: int
         handle.truncate(2 * int(sizes.sum(dtype=np.int64)))
 
 
-INDEX_SCRIPT = """
-import json, sys, time
-prefix, length, samples, cache = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-from megatron.data import build_train_valid_test_datasets
-seconds = []
-for _ in range(2):
-    start = time.perf_counter()
-    train, _, _ = build_train_valid_test_datasets(
-        prefix, "1,0,0", (samples, 0, 0), length, length, 1234, cache_dir=cache)
-    seconds.append(time.perf_counter() - start)
-lines = open("/proc/self/status").read().splitlines()
-peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-print(json.dumps({"seconds": seconds, "peak_bytes": peak * 1024, "samples": len(train)}))
-"""
-
-
 def _measure_index(args: argparse.Namespace, folder: Path) -> list[Measurement]:
     """In a process of its own, so that its peak memory is its own too."""
     prefix = folder / "synthetic"
     write_synthetic_dataset(prefix, args.documents, args.tokens)
     samples = (args.tokens - 1) // args.length - 1
-    command = [sys.executable, "-c", INDEX_SCRIPT, str(prefix), str(args.length), str(samples)]
-    finished = subprocess.run(
-        [*command, str(folder / "cache")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if finished.returncode:
-        raise DataError(f"index benchmark failed:\n{finished.stderr}")
-    result: dict[str, Any] = json.loads(finished.stdout)
+    cache = str(folder / "cache")
+    result = measure("index", prefix=str(prefix), length=args.length, samples=samples, cache=cache)
     note = f"{args.documents:,} documents, {args.tokens:,} tokens, {result['samples']:,} samples"
     first, again = result["seconds"]
     return [
         Measurement("index: open, build, write cache", first, "s", 30.0, True, note),
-        Measurement("index: peak memory", result["peak_bytes"] / 2**30, "GiB", 4.0, True),
+        Measurement("index: peak memory", result["peak"] / 2**30, "GiB", 4.0, True),
         Measurement("index: open and verify cache", again, "s", 30.0, True),
     ]
 
@@ -295,13 +271,3 @@ def _consumption(metrics: Path) -> float:
     if not rates:
         raise DataError(f"{metrics}: no tokens_per_second in it")
     return float(statistics.median(rates))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    return run(parser.parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

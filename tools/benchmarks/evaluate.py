@@ -9,10 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +19,7 @@ from torch import Tensor
 
 from megatron.model import GPTModel, ModelSpec
 
+from .peak_memory import measure
 from .timing import Target, interleave, render_table
 
 VOCABULARY = 50_304
@@ -43,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="speed: timed rounds")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, help="also write the measurements as JSON")
-    parser.add_argument("--one-length", type=int, help=argparse.SUPPRESS)
 
 
 def build(pos_emb: str) -> GPTModel:
@@ -63,9 +59,6 @@ def build(pos_emb: str) -> GPTModel:
 def run(args: argparse.Namespace) -> int:
     """0 if every target is met."""
     torch.set_num_threads(args.threads)
-    if args.one_length is not None:
-        print(json.dumps(_measure_here(args.pos_emb, args.one_length)))
-        return 0
     targets: list[Target] = []
     found: dict[str, Any] = {"pos_emb": args.pos_emb, "threads": args.threads}
     if "speed" in args.parts:
@@ -138,26 +131,5 @@ def _set_engine(model: GPTModel, engine: str) -> None:
 
 
 def _memory(args: argparse.Namespace, length: int) -> dict[str, Any]:
-    command = [sys.executable, "tools/benchmark.py", "evaluate", "--one-length", str(length)]
-    command += ["--pos-emb", args.pos_emb, "--threads", str(args.threads)]
-    result = subprocess.run(
-        command,
-        cwd=Path(__file__).resolve().parent.parent.parent,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    measured: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return measured
-
-
-def _measure_here(pos_emb: str, length: int) -> dict[str, Any]:
-    model = build(pos_emb)
-    text = torch.randint(VOCABULARY, (1, length + 1))
-    start = time.perf_counter()
-    with torch.inference_mode():
-        losses = model.token_losses(text[:, :-1], text[:, 1:])
-    seconds = time.perf_counter() - start
-    assert losses.isfinite().all()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIGABYTE
-    return {"length": length, "seconds": seconds, "peak_gb": peak}
+    found = measure("evaluation", pos_emb=args.pos_emb, length=length, threads=args.threads)
+    return {"length": length, "seconds": found["seconds"], "peak_gb": found["peak"] / GIGABYTE}

@@ -1,7 +1,7 @@
-"""Peak memory of one forward pass, or of one training step, in a process of its own.
+"""Peak memory and seconds of one piece of work, in a process of its own.
 
-`python -m benchmarks.peak_memory {forward,step} JSON` prints JSON. On device "meta" nothing is
-computed, and the bytes of live tensors are counted instead of the process's.
+`python -m benchmarks.peak_memory NAME JSON` prints JSON. On device "meta" nothing is computed, and
+the bytes of live tensors are counted instead of the process's.
 """
 
 from __future__ import annotations
@@ -11,27 +11,16 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 
-def measure_forward(length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
-    """Seconds, bytes above the inputs and peak bytes of a tiled forward with a log bias."""
-    return _measure("forward", length=length, heads=heads, dim=dim, threads=threads)
-
-
-def measure_step(
-    spec: dict[str, Any], shape: tuple[int, int], chunk: int | None, threads: int, device: str
-) -> dict[str, Any]:
-    """Seconds and peak bytes of forward, loss of `chunk` tokens at a time, backward and AdamW."""
-    return _measure("step", spec=spec, shape=shape, chunk=chunk, threads=threads, device=device)
-
-
-def _measure(what: str, **options: Any) -> dict[str, Any]:
+def measure(work: str, **options: Any) -> dict[str, Any]:
+    """What one of `WORK`'s functions finds in a new process."""
     result = subprocess.run(
-        [sys.executable, "-m", f"{__package__}.peak_memory", what, json.dumps(options)],
+        [sys.executable, "-m", f"{__package__}.peak_memory", work, json.dumps(options)],
         cwd=Path(__file__).resolve().parents[__package__.count(".") + 1],
         capture_output=True,
         text=True,
@@ -49,6 +38,7 @@ def _status_bytes(key: str) -> int:
 
 
 def _forward(length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
+    """A tiled forward with a log bias; also bytes above the inputs."""
     import torch
 
     from .contenders import Inputs, tiled
@@ -68,6 +58,7 @@ def _forward(length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
 def _step(
     spec: dict[str, Any], shape: tuple[int, int], chunk: int | None, threads: int, device: str
 ) -> dict[str, Any]:
+    """Forward, loss of `chunk` tokens at a time, backward and AdamW."""
     import torch
 
     from megatron.model import GPTModel, ModelSpec
@@ -88,6 +79,38 @@ def _step(
     if not on_cpu:
         return {"seconds": seconds, "loss": 0.0, "peak": max(counted)}
     return {"seconds": seconds, "loss": loss.item(), "peak": _status_bytes("VmHWM")}
+
+
+def _evaluation(pos_emb: str, length: int, threads: int) -> dict[str, Any]:
+    """The losses of one sequence by the 162M model."""
+    import torch
+
+    from .evaluate import VOCABULARY, build
+
+    torch.set_num_threads(threads)
+    model = build(pos_emb)
+    text = torch.randint(VOCABULARY, (1, length + 1))
+    start = time.perf_counter()
+    with torch.inference_mode():
+        losses = model.token_losses(text[:, :-1], text[:, 1:])
+    seconds = time.perf_counter() - start
+    assert losses.isfinite().all()
+    return {"seconds": seconds, "peak": _status_bytes("VmHWM")}
+
+
+def _index(prefix: str, length: int, samples: int, cache: str) -> dict[str, Any]:
+    """The index of a dataset: made, then read from the cache; also how many samples it has."""
+    from megatron.data import build_train_valid_test_datasets
+
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        train, _, _ = build_train_valid_test_datasets(
+            prefix, "1,0,0", (samples, 0, 0), length, length, 1234, cache_dir=cache
+        )
+        seconds.append(time.perf_counter() - start)
+    assert train is not None
+    return {"seconds": seconds, "peak": _status_bytes("VmHWM"), "samples": len(train)}
 
 
 def _live_bytes(before: Iterable[Any]) -> Any:
@@ -134,7 +157,12 @@ def _live_bytes(before: Iterable[Any]) -> Any:
     return count
 
 
+WORK: dict[str, Callable[..., dict[str, Any]]] = {
+    "forward": _forward,
+    "step": _step,
+    "evaluation": _evaluation,
+    "index": _index,
+}
+
 if __name__ == "__main__":
-    options = json.loads(sys.argv[2])
-    found = _forward(**options) if sys.argv[1] == "forward" else _step(**options)
-    print(json.dumps(found))
+    print(json.dumps(WORK[sys.argv[1]](**json.loads(sys.argv[2]))))

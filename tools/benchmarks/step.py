@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.embedding import DEFAULT_LOSS_CHUNK
 
-from .peak_memory import measure_step
+from .peak_memory import measure
 from .timing import Target, interleave, render_table
 
 EMBEDDINGS = ("kerple_log", "kerple_power", "alibi", "rpe", "none")
@@ -95,9 +95,9 @@ def compare_loss_memory(args: argparse.Namespace) -> int:
     spec = {**model_sizes(args), "pos_emb": args.embeddings[0]}
     spec["checkpoint_activations"] = args.recompute
     ways: dict[str, int | None] = {"all at once": None, "in pieces": DEFAULT_LOSS_CHUNK}
+    shared = {"shape": (args.batch, args.length), "threads": args.threads, "device": args.device}
     found = {
-        name: measure_step(spec, (args.batch, args.length), chunk, args.threads, args.device)
-        for name, chunk in ways.items()
+        name: measure("step", spec=spec, chunk=chunk, **shared) for name, chunk in ways.items()
     }
     rows = [["the loss", "peak, GiB", "seconds", "value"]]
     rows += [

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from megatron import attention
+from tools.benchmarks.contenders import Contender, Inputs, flex_forward, sdpa_causal, tiled
 from tools.benchmarks.timing import interleave
 
 from .findings import Finding, Settings
 
 PART = "speed"
 HEADS, DIM, TOKENS = 12, 64, 16_384
-Run = Callable[[], Tensor]
 
 
 def check(settings: Settings) -> list[Finding]:
@@ -32,12 +30,12 @@ def check(settings: Settings) -> list[Finding]:
 
 def _at_length(settings: Settings, length: int, backward: bool) -> list[Finding]:
     batch = 1 if settings.quick else max(1, TOKENS // length)
-    work = _Work(settings, batch, length, backward)
     what = f"{'forward+backward' if backward else 'forward'} at {length} (batch {batch})"
-    runs: dict[str, Run] = {}
+    runs: dict[str, Contender] = {}
     findings = []
-    for name, run in work.contenders().items():
+    for name, build in _contenders(settings, batch, length, backward).items():
         try:
+            run = partial(_to_its_end, settings, build())
             run()  # compiles, or says that it cannot
             runs[name] = run
         except Exception as error:
@@ -60,56 +58,26 @@ def _at_length(settings: Settings, length: int, backward: bool) -> list[Finding]
     return [Finding(PART, what, "measured", text, values), *findings]
 
 
-class _Work:
-    """One size: the tensors, and each contender as a function without arguments."""
+def _contenders(
+    settings: Settings, batch: int, length: int, backward: bool
+) -> dict[str, Callable[[], Contender]]:
+    """Those of `tools/benchmark.py attention`, yet to be built."""
+    dtype = torch.bfloat16 if settings.on_gpu else torch.float32
+    device = settings.device
+    inputs = Inputs(batch, HEADS, length, DIM, train=backward, dtype=dtype, device=device)
+    builders: dict[str, Callable[[], Contender]] = {
+        "sdpa": partial(sdpa_causal, inputs),
+        "ours": partial(tiled, inputs, "kerple_log", engine="auto"),
+    }
+    if length <= 4096:
+        builders["dense"] = partial(tiled, inputs, "kerple_log", engine="naive")
+    if not settings.quick:
+        builders["flex"] = partial(flex_forward, inputs)
+    return builders
 
-    def __init__(self, settings: Settings, batch: int, length: int, backward: bool) -> None:
-        dtype = torch.bfloat16 if settings.on_gpu else torch.float32
-        shape = (batch, HEADS, length, DIM)
-        self.q, self.k, self.v = (
-            torch.randn(shape, device=settings.device, dtype=dtype, requires_grad=backward)
-            for _ in range(3)
-        )
-        table = -torch.log1p(torch.arange(length, device=settings.device)) * torch.rand(
-            HEADS, 1, device=settings.device
-        )
-        self.bias = table.requires_grad_(backward)
-        self.settings, self.length, self.backward = settings, length, backward
 
-    def contenders(self) -> dict[str, Run]:
-        runs: dict[str, Run] = {
-            "sdpa": lambda: F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True),
-            "ours": lambda: attention(self.q, self.k, self.v, self.bias),
-        }
-        if self.length <= 4096:
-            runs["dense"] = lambda: attention(self.q, self.k, self.v, self.bias, engine="naive")
-        if not self.settings.quick:
-            runs["flex"] = self._flex()
-        return {name: self._whole(run) for name, run in runs.items()}
-
-    def _flex(self) -> Run:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return score + self.bias[h, torch.clamp(i - j, min=0)]
-
-        device = str(self.q.device)
-        mask = create_block_mask(
-            lambda b, h, i, j: i >= j, None, None, self.length, self.length, device=device
-        )
-        compiled: Any = torch.compile(flex_attention, dynamic=False)
-        return lambda: compiled(self.q, self.k, self.v, score_mod=add, block_mask=mask)
-
-    def _whole(self, forward: Run) -> Run:
-        """To its end: a GPU is waited for."""
-
-        def run() -> Tensor:
-            out = forward()
-            if self.backward:
-                out.backward(out.detach())
-                for tensor in (self.q, self.k, self.v, self.bias):
-                    tensor.grad = None
-            self.settings.synchronize()
-            return out
-
-        return run
+def _to_its_end(settings: Settings, run: Contender) -> torch.Tensor:
+    """A GPU is waited for."""
+    out = run()
+    settings.synchronize()
+    return out

@@ -142,16 +142,20 @@ def _daemon(directory: Path, command: list[str]) -> None:
         raise SlurmSetupError(f"{command[0]} failed: {result.stderr.strip()}\n{_logs(directory)}")
 
 
-def _wait_for_node(directory: Path, seconds: float = 30.0) -> None:
-    command = ["sinfo", "--noheader", "--format=%T"]
+def _ask(directory: Path, *command: str) -> str:
+    """What one of Slurm's programs answers, if it does."""
     variables = {**os.environ, **environment(directory)}
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, check=False, timeout=30
+    )
+    return done.stdout.strip()
+
+
+def _wait_for_node(directory: Path, seconds: float = 30.0) -> None:
     state = ""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = subprocess.run(
-            command, env=variables, capture_output=True, text=True, check=False, timeout=30
-        )
-        state = found.stdout.strip()
+        state = _ask(directory, "sinfo", "--noheader", "--format=%T")
         if state in ("idle", "mixed"):
             return
         time.sleep(0.5)
@@ -168,12 +172,9 @@ def _logs(directory: Path) -> str:
 
 def stop(directory: Path) -> None:
     """Cancel all jobs and end the daemons that this directory's pid files name."""
-    variables = {**os.environ, **environment(directory)}
     if (directory / "slurmctld.pid").exists():
-        user = ["scancel", "--user=root", "--signal=KILL", "--full"]
-        subprocess.run(user, env=variables, capture_output=True, check=False, timeout=30)
-        every = ["scancel", "--user=root"]
-        subprocess.run(every, env=variables, capture_output=True, check=False, timeout=30)
+        _ask(directory, "scancel", "--user=root", "--signal=KILL", "--full")
+        _ask(directory, "scancel", "--user=root")
         time.sleep(1)
     for name in ("slurmd", "slurmctld", "munged"):
         _end(directory / f"{name}.pid")
