@@ -8,6 +8,7 @@ keeps its traceback; KERPLE_TRACEBACK=1 shows one for the mendable errors too.
 
 from __future__ import annotations
 
+import argparse
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron.errors import KerpleError, MissingPackageError
 
@@ -155,6 +156,16 @@ def shown_command(name: str) -> str:
         if script.is_file() and (PACKAGE.parent / script).is_file():
             return f"python {script}"
     return f"kerple {name}"
+
+
+def command_parser(
+    name: str, text: str, epilog: str | None = None, **options: Any
+) -> argparse.ArgumentParser:
+    """The parser of the script `name`, whose help keeps the lines of `text` and `epilog`."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=name, description=text, epilog=epilog, formatter_class=form, **options
+    )
 
 
 def say_next(command: str) -> None:

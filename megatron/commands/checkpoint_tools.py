@@ -9,18 +9,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.errors import CheckpointError
 from megatron.launcher.environment import free_port
-from megatron.neox_arguments.command_line import add_allow_kernel_argument
-from megatron.terminal import PACKAGE, say_next, shown_command
-
-if TYPE_CHECKING:
-    from megatron.checkpoints import Checkpoint
-
+from megatron.machine import settle_accelerator
+from megatron.neox_arguments.command_line import add_checkpoint_arguments
+from megatron.terminal import PACKAGE, command_parser, say_next, shown_command
 
 INSPECT = """Show what a checkpoint holds, or what differs between two.
 
@@ -30,26 +27,22 @@ tools/inspect_checkpoint.py RUN/global_step1000 OTHER_RUN --json
 
 
 def _inspect_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=INSPECT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("inspect_checkpoint.py", INSPECT)
     parser.add_argument("path", metavar="PATH", help="run directory, global_stepN or HF folder")
     parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this one")
-    parser.add_argument("--iteration", type=int, help="which global_stepN; default: latest")
     parser.add_argument("--no-weights", action="store_true", help="leave out the list of weights")
     parser.add_argument("--longest", type=int, default=20480, help="effective lengths up to this")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
-    add_allow_kernel_argument(parser)
+    add_checkpoint_arguments(parser)
     return parser.parse_args(arguments)
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any]:
     """Everything there is to show, as plain data."""
-    from megatron.machine import settle_accelerator
-
     settle_accelerator()
     from megatron.checkpoints import read_checkpoint
     from megatron.checkpoints.inspection import compare, describe, kernel_of
+    from megatron.checkpoints.sharding import split_name
 
     checkpoint = read_checkpoint(args.path, iteration=args.iteration)
     content: dict[str, Any] = {"checkpoint": describe(checkpoint)}
@@ -60,22 +53,17 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
         return content
     content["kernels"] = kernel_of(checkpoint, args.longest)
     if not args.no_weights:
-        content["weights"] = list(_weights(checkpoint))
+        content["weights"] = [
+            {
+                "name": name,
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "mean": float(tensor.float().mean()),
+                "std": float(tensor.float().std(correction=0)),
+            }
+            for name, tensor in sorted(checkpoint.weights.items(), key=lambda w: split_name(w[0]))
+        ]
     return content
-
-
-def _weights(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
-    from megatron.checkpoints.sharding import split_name
-
-    for name, tensor in sorted(checkpoint.weights.items(), key=lambda item: split_name(item[0])):
-        values = tensor.float()
-        yield {
-            "name": name,
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "mean": float(values.mean()),
-            "std": float(values.std(correction=0)),
-        }
 
 
 def _as_text(content: dict[str, Any], longest: int) -> str:
@@ -145,13 +133,11 @@ CONVERSION = re.compile(
     r"|model[\w-]*\.safetensors(\.index\.json)?|(tokenizer|vocab|special_tokens)\w*\.(json|model)"
     r"|merges\.txt"
 )
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=CONVERT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("convert_checkpoint.py", CONVERT)
     parser.add_argument("source", metavar="SRC", help="run directory, global_stepN or HF folder")
     parser.add_argument("destination", metavar="DST", help="new directory")
     parser.add_argument("--to", required=True, choices=("native", "hf", "neox"))
@@ -163,7 +149,6 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "per layer. Default: 0 for native, 1 for neox",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights; default: keep")
-    parser.add_argument("--iteration", type=int, help="which global_stepN; default: latest")
     parser.add_argument("--config", nargs="*", help="YAML files, where none was saved inside")
     parser.add_argument(
         "--with-kernel-source",
@@ -171,7 +156,7 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="hf: put the source of a pos_emb of your own into the folder, for others to run",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
-    add_allow_kernel_argument(parser)
+    add_checkpoint_arguments(parser)
     args = parser.parse_args(arguments)
     if args.to == "hf" and (args.mp or args.pp):
         parser.error("--mp and --pp are for native and neox; Hugging Face folders are not split")
@@ -184,8 +169,6 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _convert(args: argparse.Namespace) -> str:
     """Do it; returns what to say."""
-    from megatron.machine import settle_accelerator
-
     settle_accelerator()
     import torch
 
@@ -194,9 +177,7 @@ def _convert(args: argparse.Namespace) -> str:
     from megatron.checkpoints.writing import write_native, write_neox
     from megatron.neox_arguments import NeoXArgs
 
-    dtype = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True)).get(
-        args.dtype
-    )
+    dtype = getattr(torch, DTYPES[args.dtype]) if args.dtype else None
     config = NeoXArgs.from_files(args.config) if args.config else None
     checkpoint = read_checkpoint(args.source, iteration=args.iteration, config=config)
     with new_directory(
@@ -213,7 +194,9 @@ def _convert(args: argparse.Namespace) -> str:
             write = write_native if args.to == "native" else write_neox
             pp = args.pp if args.pp is not None else int(args.to == "neox")
             write(checkpoint, folder, mp=args.mp or 1, pp=pp, dtype=dtype)
-            _copy_tokenizer(checkpoint.layout.directory, folder)
+            tokenizer = checkpoint.layout.directory / "tokenizer.json"
+            if tokenizer.is_file():  # a Hugging Face folder's travels with its weights
+                shutil.copyfile(tokenizer, folder / tokenizer.name)
     return (
         f"{args.source} ({checkpoint.kind}, step {checkpoint.iteration}, "
         f"{checkpoint.num_parameters:,} parameters) -> {args.destination} ({args.to})"
@@ -229,12 +212,6 @@ def _is_of_a_conversion(folder: Path) -> Callable[[str], bool]:
     except CheckpointError:
         listed = {}
     return lambda name: name in listed or CONVERSION.fullmatch(name) is not None
-
-
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """A Hugging Face folder's tokenizer travels with its weights."""
-    if (source / "tokenizer.json").is_file():
-        shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
 
 
 def convert_checkpoint(arguments: Sequence[str] | None = None) -> int:
@@ -262,26 +239,15 @@ KerpleNeoXForCausalLM with its modelling file.
 
 def neox_to_hf(argv: Sequence[str] | None = None) -> int:
     """GPT-NeoX's command line, handed over."""
-    parser = argparse.ArgumentParser(
-        prog="convert_neox_to_hf.py",
-        description=NEOX_TOOL,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("convert_neox_to_hf.py", NEOX_TOOL)
     parser.add_argument("--input_dir", required=True, help="a global_stepN, or a run")
     parser.add_argument("--config_file", help="YAML of the model, if none lies in the checkpoint")
     parser.add_argument("--output_dir", required=True, help="a new folder")
     parser.add_argument(
         "--precision", choices=("auto", *DTYPES), default="auto", help="auto keeps the checkpoint's"
     )
-    parser.add_argument(
-        "--architecture",
-        choices=("neox",),
-        default="neox",
-        help="neox; the folder says which class it needs",
-    )
-    parser.add_argument(
-        "--no_save_tokenizer", action="store_true", help="accepted; a tokenizer is small"
-    )
+    parser.add_argument("--architecture", choices=["neox"], help="the folder says what it needs")
+    parser.add_argument("--no_save_tokenizer", action="store_true", help="accepted, unused")
     options = parser.parse_args(argv)
     words = [options.input_dir, options.output_dir, "--to", "hf"]
     if options.precision != "auto":
@@ -303,8 +269,6 @@ machine's CPU: it needs memory for the whole model with its optimizer.
 
 def _plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     """The step to convert and how many processes its layout has."""
-    from megatron.machine import settle_accelerator
-
     settle_accelerator()
     from megatron.checkpoints.resuming import read_layout
     from megatron.checkpoints.store import CheckpointStore
@@ -360,13 +324,10 @@ def _run_ranks(
 
 
 def reshard_checkpoint(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=RESHARD, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("reshard_checkpoint.py", RESHARD)
     parser.add_argument("source", type=Path, help="run directory with global_step* folders")
     parser.add_argument("target", type=Path, help="new directory for the universal checkpoint")
-    parser.add_argument("--iteration", type=int, help="step to convert (default: the newest)")
-    add_allow_kernel_argument(parser)
+    add_checkpoint_arguments(parser)
     options = parser.parse_args(argv)
     step, world_size = _plan(options.source, options.target, options.iteration)
     print(f"reading step {step} with {world_size} process(es) ...", flush=True)

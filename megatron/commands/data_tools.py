@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.atomic_files import check_writable
 from megatron.data import merge_datasets as merge
@@ -23,7 +24,7 @@ from megatron.data.preprocess import (
 )
 from megatron.data.streams import list_files
 from megatron.errors import DataError
-from megatron.terminal import say_next, shown_command
+from megatron.terminal import command_parser, say_next, shown_command
 from megatron.tokenizer import TOKENIZERS, build_tokenizer
 from megatron.tokenizer.vocabularies import MERGES, TRAINABLE, VOCABULARY, train_vocabulary
 
@@ -34,13 +35,11 @@ def _prepare_parser() -> argparse.ArgumentParser:
     table = "\n".join(
         f"  {s.name:<14}{s.description}; licence: {s.licence}" for s in SOURCES.values()
     )
-    parser = argparse.ArgumentParser(
-        prog="prepare_data.py",
-        description="Fetch a corpus, or take your own text, and turn it into token files for "
-        "training.",
-        epilog=f"corpora:\n{table}\n\nWrites DIR/NAME/NAME_text_document.bin, .idx and .json. "
+    parser = command_parser(
+        "prepare_data.py",
+        "Fetch a corpus, or take your own text, and turn it into token files for training.",
+        f"corpora:\n{table}\n\nWrites DIR/NAME/NAME_text_document.bin, .idx and .json. "
         "An output that is up to date is not rebuilt.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="corpora to prepare, see below (default: enwik8)"
@@ -64,12 +63,6 @@ def _prepare_parser() -> argparse.ArgumentParser:
         "-v", "--vocab-file", type=Path, help="the tokenizer's vocabulary, or its folder"
     )
     parser.add_argument("-m", "--merge-file", type=Path, help="the merges of GPT2BPETokenizer")
-    _add_text(parser)
-    _add_switches(parser)
-    return parser
-
-
-def _add_text(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
         type=Path,
@@ -79,15 +72,8 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="local text instead of a download: jsonl, jsonl.zst, txt, archives, folders of any",
     )
-    parser.add_argument(
-        "--split-text",
-        choices=["auto", *sorted(DOCUMENT_SPLITTERS)],
-        default="auto",
-        help="what a document is in plain text files (default: the corpus's own, or the file)",
-    )
-    parser.add_argument(
-        "--jsonl-key", default="text", help="the JSON key that holds the text (default: text)"
-    )
+    _add_text_arguments(parser, "auto", "the corpus's own, or the file")
+    _add_jsonl_key(parser)
     parser.add_argument(
         "--where",
         action="append",
@@ -96,20 +82,49 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         help="only JSON lines with this value, e.g. meta.pile_set_name=Github for a part of the "
         "Pile; repeated, all must hold",
     )
+    force = ("-f", "--force", "--force-redownload")
+    parser.add_argument(*force, action="store_true", help="rebuild an output that is up to date")
+    return parser
 
 
-def _add_switches(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, default=available_cores(), help="processes")
-    parser.add_argument("--ftfy", action="store_true", help="repair broken encodings with ftfy")
-    parser.add_argument("--strict", action="store_true", help="a broken line is an error")
+def _add_text_arguments(parser: argparse.ArgumentParser, split: str, meaning: str) -> None:
+    """How text is read and tokenized."""
     parser.add_argument(
-        "-f",
-        "--force",
-        "--force-redownload",
-        action="store_true",
-        help="rebuild an output that is up to date",
+        "--split-text",
+        choices=sorted({split, *DOCUMENT_SPLITTERS}),
+        default=split,
+        help=f"what a document is in plain text files (default: {meaning})",
     )
+    parser.add_argument("--ftfy", action="store_true", help="repair broken encodings with ftfy")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="stop at the first broken line instead of counting and reporting them",
+    )
+    parser.add_argument("--workers", type=int, default=available_cores(), help="processes")
+    _add_quiet(parser)
+
+
+def _add_jsonl_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--jsonl-key", default="text", help="the JSON key that holds the text (default: text)"
+    )
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bars")
+
+
+def _options(args: argparse.Namespace, keys: Sequence[str], **others: Any) -> PreprocessOptions:
+    return PreprocessOptions(
+        keys=tuple(keys),
+        ftfy=args.ftfy,
+        splitter=args.split_text,
+        strict=args.strict,
+        workers=max(1, args.workers),
+        progress=not args.quiet,
+        **others,
+    )
 
 
 def prepare_data(argv: Sequence[str] | None = None) -> int:
@@ -130,15 +145,7 @@ def prepare_data(argv: Sequence[str] | None = None) -> int:
         merge_file=args.merge_file,
         inputs=tuple(args.input),
         force=args.force,
-        options=PreprocessOptions(
-            keys=(args.jsonl_key,),
-            ftfy=args.ftfy,
-            splitter=args.split_text,
-            where=tuple(_condition(text) for text in args.where),
-            strict=args.strict,
-            workers=max(1, args.workers),
-            progress=not args.quiet,
-        ),
+        options=_options(args, [args.jsonl_key], where=tuple(map(_condition, args.where))),
     )
     check_writable(args.data_dir / "corpus", "--data-dir")
     with terminated_like_interrupted():
@@ -187,20 +194,19 @@ def _name_after_inputs(inputs: list[Path]) -> tuple[list[str], list[Path]]:
 
 
 def _preprocess_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="preprocess_data.py",
-        description="Tokenize any text into NeoX's .bin/.idx files: streaming, many processes, "
-        "bounded memory.",
+    parser = command_parser(
+        "preprocess_data.py",
+        "Tokenize any text into NeoX's .bin/.idx files: streaming, many processes, bounded memory.",
     )
-    source = parser.add_argument_group("input data")
-    source.add_argument(
+    add = parser.add_argument
+    add(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
         help="jsonl, jsonl.zst/.gz/.xz/.bz2, txt, tar, zip, folders; or a comma-separated list",
     )
-    source.add_argument(
+    add(
         "--jsonl-keys",
         "--json-keys",
         nargs="+",
@@ -208,52 +214,22 @@ def _preprocess_parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="JSON keys to tokenize, each into its own dataset (default: text)",
     )
-    source.add_argument(
-        "--num-docs", type=int, help="accepted as in NeoX; progress is measured in bytes"
-    )
-    source.add_argument(
-        "--split-text",
-        choices=sorted(DOCUMENT_SPLITTERS),
-        default="file",
-        help="what a document is in plain text files (default: file)",
-    )
-    source.add_argument("--ftfy", action="store_true", help="repair broken encodings with ftfy")
-    source.add_argument(
-        "--strict",
-        action="store_true",
-        help="stop at the first broken line instead of counting and reporting them",
-    )
-    tokens = parser.add_argument_group("tokenizer")
-    tokens.add_argument("--tokenizer-type", required=True, choices=sorted(TOKENIZERS))
-    tokens.add_argument("--vocab-file", "--vocab", help="vocabulary file, folder or encoding name")
-    tokens.add_argument("--merge-file", help="merges of GPT2BPETokenizer")
-    tokens.add_argument(
-        "--append-eod", action="store_true", help="end every document with the end token"
-    )
-    output = parser.add_argument_group("output data")
-    output.add_argument(
-        "--output-prefix", required=True, type=Path, help="writes PREFIX_KEY_document.bin/.idx"
-    )
-    output.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="only mmap")
-    runtime = parser.add_argument_group("runtime")
-    runtime.add_argument("--workers", type=int, default=available_cores(), help="processes")
-    runtime.add_argument("--log-interval", type=int, help="accepted as in NeoX; unused")
-    runtime.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    _add_text_arguments(parser, "file", "file")
+    add("--tokenizer-type", required=True, choices=sorted(TOKENIZERS))
+    add("--vocab-file", "--vocab", help="vocabulary file, folder or encoding name")
+    add("--merge-file", help="merges of GPT2BPETokenizer")
+    add("--append-eod", action="store_true", help="end every document with the end token")
+    add("--output-prefix", required=True, type=Path, help="writes PREFIX_KEY_document.bin/.idx")
+    add("--num-docs", type=int, help="accepted as in NeoX; progress is measured in bytes")
+    add("--log-interval", type=int, help="accepted as in NeoX; unused")
+    add("--dataset-impl", choices=["mmap"], default="mmap", help="only mmap")
     return parser
 
 
 def preprocess_data(argv: Sequence[str] | None = None) -> int:
     args = _preprocess_parser().parse_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    options = PreprocessOptions(
-        keys=tuple(args.jsonl_keys),
-        append_eod=args.append_eod,
-        ftfy=args.ftfy,
-        splitter=args.split_text,
-        strict=args.strict,
-        workers=max(1, args.workers),
-        progress=not args.quiet,
-    )
+    options = _options(args, args.jsonl_keys, append_eod=args.append_eod)
     check_writable(args.output_prefix, "--output-prefix")
     tokenizer = build_tokenizer(
         args.tokenizer_type, vocab_file=args.vocab_file, merge_file=args.merge_file
@@ -276,10 +252,10 @@ def _paths(values: Sequence[str]) -> list[Path]:
     return paths
 
 
-def _merge_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="merge_datasets.py",
-        description="Join token datasets made with one tokenizer (for example shards) into one.",
+def merge_datasets(argv: Sequence[str] | None = None) -> int:
+    parser = command_parser(
+        "merge_datasets.py",
+        "Join token datasets made with one tokenizer (for example shards) into one.",
     )
     parser.add_argument(
         "--input",
@@ -289,11 +265,7 @@ def _merge_parser() -> argparse.ArgumentParser:
         help="prefixes in the order wanted, or one folder: all its datasets, sorted by name",
     )
     parser.add_argument("--output-prefix", required=True, type=Path, help="the new dataset")
-    return parser
-
-
-def merge_datasets(argv: Sequence[str] | None = None) -> int:
-    args = _merge_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     output = prefix_of(args.output_prefix)
     check_writable(output, "--output-prefix")
     inputs = _inputs(args.input)
@@ -316,17 +288,17 @@ SMALLEST_VOCABULARY = 260  # 256 bytes, the end token, and something learned
 
 
 def _tokenizer_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train_tokenizer.py",
-        description="Train a tokenizer on your text: GPT-2-style byte-level BPE, or SentencePiece.",
-        epilog="GPT2BPETokenizer writes vocab.json and merges.txt, HFTokenizer tokenizer.json, "
+    parser = command_parser(
+        "train_tokenizer.py",
+        "Train a tokenizer on your text: GPT-2-style byte-level BPE, or SentencePiece.",
+        "GPT2BPETokenizer writes vocab.json and merges.txt, HFTokenizer tokenizer.json,\n"
         "SPMTokenizer tokenizer.model. Give the output folder as vocab_file.",
     )
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH")
     parser.add_argument("--output-dir", required=True, type=Path)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--type", choices=TRAINABLE, default="GPT2BPETokenizer")
-    parser.add_argument("--jsonl-key", default="text", help="JSON key of the text (default: text)")
+    _add_jsonl_key(parser)
     parser.add_argument(
         "--pattern",
         metavar="REGEX",
@@ -336,7 +308,7 @@ def _tokenizer_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-megabytes", type=float, help="learn from the first so many megabytes only"
     )
-    parser.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    _add_quiet(parser)
     return parser
 
 

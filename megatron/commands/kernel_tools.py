@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.atomic_files import check_writable
 from megatron.errors import KerpleError
+from megatron.machine import settle_accelerator
+from megatron.neox_arguments import allow_kernel
+from megatron.neox_arguments.catalogue import label_of
+from megatron.neox_arguments.command_line import add_checkpoint_arguments
+from megatron.terminal import command_parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,23 +35,17 @@ The exit code is 1 if a kernel fails.
 SMALLEST, LARGEST = 4, 128
 
 
-def _check_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="check_kernel.py",
-        description="Check the paper's theory on a kernel: is it conditionally positive definite?",
-        epilog=CHECK,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def check_kernel(argv: Sequence[str] | None = None) -> int:
+    parser = command_parser(
+        "check_kernel.py",
+        "Check the paper's theory on a kernel: is it conditionally positive definite?",
+        CHECK,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a method, or module:Class")
     parser.add_argument("--power", type=float, action="append", default=[], metavar="P")
-    parser.add_argument("--heads", type=int, default=12, help="(12)")
-    parser.add_argument("--head-dim", type=int, default=64, help="(64)")
+    _add_heads(parser)
     parser.add_argument("--points", type=int, default=LARGEST, help=f"most points ({LARGEST})")
-    return parser
-
-
-def check_kernel(argv: Sequence[str] | None = None) -> int:
-    options = _check_parser().parse_args(argv)
+    options = parser.parse_args(argv)
     if not options.names and not options.power:
         raise KerpleError("name a method, a module:Class, or give --power P")
     if options.points < SMALLEST:
@@ -59,6 +58,11 @@ def check_kernel(argv: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
+def _add_heads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=int, default=12, help="of a method (12)")
+    parser.add_argument("--head-dim", type=int, default=64, help="of a method (64)")
+
+
 def _sizes(most: int) -> list[int]:
     sizes = [SMALLEST << i for i in range(20) if SMALLEST << i < most]
     return [*sizes, most]
@@ -67,7 +71,6 @@ def _sizes(most: int) -> list[int]:
 def _named(name: str, options: argparse.Namespace) -> Any:
     """A method's module as it starts, or that of a class of the user's own."""
     from megatron.model.position_names import kernel
-    from megatron.neox_arguments import allow_kernel
 
     if ":" in name:
         allow_kernel(name)  # the user has named it here
@@ -75,18 +78,10 @@ def _named(name: str, options: argparse.Namespace) -> Any:
 
 
 def _check_method(name: str, options: argparse.Namespace) -> bool:
-    import torch
-
-    module = _named(name, options)
-    with torch.no_grad():
-        tables = module(options.points)
     good = True
-    if tables.bias is not None:
-        good &= _report_bias(f"{name}: bias of {options.heads} heads", tables.bias, options.points)
-    if tables.weight is not None:
-        good &= _report_weight(
-            f"{name}: weight of {options.heads} heads", tables.weight, options.points
-        )
+    for kind, table in _tables(_named(name, options), options.points).items():
+        report = _report_bias if kind == "bias" else _report_weight
+        good &= report(f"{name}: {kind} of {options.heads} heads", table, options.points)
     return good
 
 
@@ -178,8 +173,6 @@ def subjects(names: Sequence[str], options: argparse.Namespace) -> Iterator[Draw
 
 
 def _of_method(name: str, options: argparse.Namespace) -> Drawn:
-    from megatron.neox_arguments.catalogue import label_of
-
     if "/" in name:
         raise KerpleError(f"{name}: no such run or checkpoint")
     module = _named(name, options)
@@ -190,7 +183,6 @@ def _of_method(name: str, options: argparse.Namespace) -> Drawn:
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     from megatron.generation.pretrained import load_pretrained
     from megatron.model.position_base import TableEmbedding
-    from megatron.neox_arguments.catalogue import label_of
 
     model = load_pretrained(path, iteration=options.iteration)
     modules = [m for m in model.positional_embeddings() if isinstance(m, TableEmbedding)]
@@ -226,13 +218,10 @@ def draw(drawn: Drawn, path: Path) -> None:
         for axes_row, (name, table) in zip(grid, drawn.tables.items(), strict=True):
             _draw_heads(axes_row[0], name, table)
             shown = table[:, :MATRIX].clamp(min=FLOOR)
-            scale: dict[str, Any] = {
-                "vmin": float(shown.min()),
-                "vmax": float(shown.max()),
-            }  # one for both heads
+            limits = float(shown.min()), float(shown.max())  # one scale for both heads
             for axes, (head, word) in zip(axes_row[1:], _extremes(table), strict=True):
                 title = f"head {head + 1}, {word}: {name}"
-                image = _draw_matrix(axes, table[head], title, scale)
+                image = _draw_matrix(axes, table[head], title, limits)
             figure.colorbar(image, ax=axes_row[1:], shrink=0.85)
         figure.savefig(path, dpi=120)
 
@@ -257,27 +246,21 @@ def _extremes(table: Tensor) -> list[tuple[int, str]]:
     return [(int(fall.argmax()), "nearest sight"), (int(fall.argmin()), "furthest sight")]
 
 
-def _draw_matrix(axes: Axes, row: Tensor, title: str, scale: dict[str, Any]) -> Any:
+def _draw_matrix(axes: Axes, row: Tensor, title: str, limits: tuple[float, float]) -> Any:
     import torch
 
     size = min(MATRIX, len(row))
     distance = torch.arange(size)[:, None] - torch.arange(size)[None, :]
     matrix = row[distance.clamp(min=0)].masked_fill(distance < 0, torch.nan)
-    image = axes.imshow(matrix.numpy(), cmap="viridis", **scale)
+    image = axes.imshow(matrix.numpy(), cmap="viridis", vmin=limits[0], vmax=limits[1])
     axes.set(xlabel="key", ylabel="query")
     axes.set_title(title, fontsize=10, fontweight="normal")
     axes.grid(visible=False)
     return image
 
 
-def _plot_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    from megatron.neox_arguments.command_line import add_allow_kernel_argument
-
-    parser = argparse.ArgumentParser(
-        prog="plot_kernels.py",
-        description=PLOT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def plot_kernels(argv: Sequence[str] | None = None) -> int:
+    parser = command_parser("plot_kernels.py", PLOT)
     parser.add_argument("names", nargs="*", metavar="RUN|METHOD|MODULE:CLASS")
     parser.add_argument(
         "--framework", action="store_true", help="the paper's Figure 1, as framework.png"
@@ -286,23 +269,14 @@ def _plot_options(argv: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, help="folder of the pictures (default: the run's, or .)"
     )
     parser.add_argument("--length", type=int, help="distances (default: 4 x seq_length, or 513)")
-    parser.add_argument("--iteration", type=int, help="which global_stepN of a run (latest)")
-    parser.add_argument("--heads", type=int, default=12, help="of a method (12)")
-    parser.add_argument("--head-dim", type=int, default=64, help="of a method (64)")
-    add_allow_kernel_argument(parser)
+    _add_heads(parser)
+    add_checkpoint_arguments(parser)
     options = parser.parse_args(argv)
     if not options.names and not options.framework:
         parser.error("name a run, a method or module:Class, or use --framework")
     for name, most in (("length", 1 << 24), ("heads", 1024), ("head_dim", 4096)):
         if getattr(options, name) is not None and not 1 <= getattr(options, name) <= most:
             parser.error(f"--{name.replace('_', '-')}: must be from 1 to {most}")
-    return options
-
-
-def plot_kernels(argv: Sequence[str] | None = None) -> int:
-    options = _plot_options(argv)
-    from megatron.machine import settle_accelerator
-
     settle_accelerator()
     for drawn in subjects(options.names, options):
         path = options.out / drawn.file.name if options.out else drawn.file
@@ -310,13 +284,10 @@ def plot_kernels(argv: Sequence[str] | None = None) -> int:
         draw(drawn, path)
         print(path, flush=True)
     if options.framework:
-        _draw_framework((options.out or Path()) / "framework.png")
+        from megatron.paper.kernel_figures import framework_illustration
+
+        path = (options.out or Path()) / "framework.png"
+        check_writable(path, "--out")
+        framework_illustration().savefig(path, dpi=120)
+        print(path, flush=True)
     return 0
-
-
-def _draw_framework(path: Path) -> None:
-    from megatron.paper.kernel_figures import framework_illustration
-
-    check_writable(path, "--out")
-    framework_illustration().savefig(path, dpi=120)
-    print(path, flush=True)

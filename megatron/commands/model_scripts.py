@@ -6,7 +6,6 @@ and import what is heavy only when their arguments are in order.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -23,8 +22,10 @@ from megatron.neox_arguments.command_line import (
     parse_command_line,
 )
 from megatron.neox_arguments.dry_run import dry_run_report
-from megatron.terminal import leave_until_started, leaving_at_once, shown_command
+from megatron.terminal import command_parser, leave_until_started, leaving_at_once, shown_command
 
+DEEPY = """Merge YAML configs, check them, and start SCRIPT on every process through DeepSpeed's
+launcher. One process without a launcher: python SCRIPT CONF..."""
 EXAMPLES = """examples:
   python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml
   python deepy.py train.py -d configs small_bf16 local_setup --set train_iters=100
@@ -36,25 +37,13 @@ EXAMPLES = """examples:
 """
 
 
-def deepy_parser() -> argparse.ArgumentParser:
-    """The command line of deepy.py."""
-    parser = argparse.ArgumentParser(
-        prog="deepy.py",
-        description="Merge YAML configs, check them, and start SCRIPT on every process through "
-        "DeepSpeed's launcher. One process without a launcher: python SCRIPT CONF...",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("script", help="train.py, evaluate.py, generate.py or a script of yours")
-    add_config_arguments(parser)
-    return parser
-
-
 def deepy(argv: Sequence[str] | None = None) -> int:
     """Returns the job's exit code; 2 for a wrong config."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = deepy_parser().parse_intermixed_args(arguments)
+    parser = command_parser("deepy.py", DEEPY, EXAMPLES, allow_abbrev=False)
+    parser.add_argument("script", help="train.py, evaluate.py, generate.py or a script of yours")
+    add_config_arguments(parser)
+    options = parser.parse_intermixed_args(arguments)
     script = find_script(options.script, Path(__file__).resolve().parents[2])
     args = load_config(options)
     if options.dry_run:

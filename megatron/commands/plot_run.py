@@ -8,8 +8,6 @@ parameter over the steps, a line per head, and the bias at the first and at the 
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.atomic_files import check_writable, read_json
 from megatron.errors import DataError, KerpleError
+from megatron.terminal import command_parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,39 +41,24 @@ class RunMetrics:
 
 def read_run(directory: Path) -> RunMetrics:
     """metrics.jsonl and, for the kernel's name, manifest.json."""
+    from megatron.paper.run_results import finite, kernel_values, read_metrics
+
     path = directory / "metrics.jsonl" if directory.is_dir() else directory
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: cannot be read ({error}). Give a run's directory, the `save` of its training."
-        ) from error
-    run = RunMetrics(path.parent.name, config=_config(path.parent))
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            step = int(record["step"])
-            numbers = {
-                name: float(value)
-                for name, value in record.items()
-                if isinstance(value, int | float) and name != "step"
-            }
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            if number == len(lines):
-                break  # a run that is going on may be in the middle of its last line
-            raise DataError(f"{path}, line {number}: not a record of metrics") from error
-        for name, value in numbers.items():
-            run.values.setdefault(name, []).append((step, value))
-        if isinstance(record.get("kernel"), dict):
-            run.kernels.append((step, record["kernel"]))
+    if not path.is_file():
+        raise DataError(f"{path}: no such file. Give a run's folder, the `save` of its training.")
+    content = (read_json(path.parent / "manifest.json") or {}).get("config")
+    run = RunMetrics(path.parent.name, config=content if isinstance(content, dict) else {})
+    for record in read_metrics(path):
+        step = record.pop("step")
+        for name, value in record.items():
+            if (number := finite(value)) is not None:
+                run.values.setdefault(name, []).append((step, number))
+        kernel = record.get("kernel")
+        if isinstance(kernel, dict) and (values := kernel_values(kernel)):
+            run.kernels.append((step, values))
     if not run.values:
-        raise DataError(f"{path}: holds no metrics yet; the first come after log_interval steps")
+        raise DataError(f"{path}: holds no metrics; the first come after log_interval steps")
     return run
-
-
-def _config(directory: Path) -> Mapping[str, Any]:
-    content = (read_json(directory / "manifest.json") or {}).get("config")
-    return content if isinstance(content, dict) else {}
 
 
 def draw(runs: Sequence[RunMetrics], out: Path) -> None:
@@ -159,11 +143,7 @@ def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="plot_run.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("plot_run.py", __doc__ or "")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a training's `save`")
     parser.add_argument("--out", type=Path, help="PNG, PDF or SVG (default: RUN/plot.png)")
     options = parser.parse_args(argv)

@@ -81,6 +81,12 @@ def add_set_argument(parser: argparse.ArgumentParser, meaning: str) -> None:
     )
 
 
+def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which checkpoint of a run to open, and whose classes it may name."""
+    parser.add_argument("--iteration", type=int, help="which global_stepN of a run (latest)")
+    add_allow_kernel_argument(parser)
+
+
 def add_allow_kernel_argument(parser: argparse.ArgumentParser) -> None:
     """For every command that opens checkpoints; what is named is allowed as it is parsed."""
 

@@ -154,13 +154,14 @@ def _read_training(path: Path, results: RunResults) -> None:
             results.losses.append((step, loss))
         if pace is not None and step > _WARMUP_STEPS:
             seconds.append(pace)
-        if isinstance(entry.get("kernel"), dict) and (kernel := _kernel_values(entry["kernel"])):
+        if isinstance(entry.get("kernel"), dict) and (kernel := kernel_values(entry["kernel"])):
             results.kernel = kernel
             results.kernel_path.append((step, kernel))
     results.seconds_per_step = statistics.median(seconds) if seconds else None
 
 
-def _kernel_values(content: Mapping[str, Any]) -> dict[str, list[float]]:
+def kernel_values(content: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The parameters in a line of metrics that have a number for every head."""
     values = {}
     for name, entries in content.items():
         numbers = [finite(entry) for entry in entries] if isinstance(entries, list) else [None]
