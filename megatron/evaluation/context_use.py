@@ -209,12 +209,7 @@ class ReceptiveField(TaskByLength):
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [
-            [
-                split,
-                str(entry["length"]),
-                *(str(entry["tokens_for"][f"{share:g}"]) for share in SHARES),
-                str(entry["sequences"]),
-            ]
+            [split, entry["length"], *entry["tokens_for"].values(), entry["sequences"]]
             for split, entries in results.items()
             for entry in entries
         ]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import EvaluationError, KerpleError
-from megatron.evaluation.results_schema import number, text_table
+from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask
 from megatron.terminal import require, run_command
 
@@ -109,7 +109,7 @@ class LMEvalTask(WindowedTask):
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [
-            [task, str(scores["n-shot"]), name, number(value), number(scores["stderr"].get(name))]
+            [task, scores["n-shot"], name, value, scores["stderr"].get(name)]
             for task, scores in results[self.name]["tasks"].items()
             for name, value in scores["metrics"].items()
         ]

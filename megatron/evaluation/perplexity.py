@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses
-from megatron.evaluation.results_schema import number, text_table
+from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.sequences import (
     SequenceSet,
     SplitTokens,
@@ -106,15 +106,11 @@ def sequences_of(options: EvaluationOptions, files: list[SplitTokens], length: i
 def table_by_length(results: dict[str, Any], *columns: str) -> str:
     """A row for each split and length."""
     rows = [
-        [split, *(_shown(entry[column]) for column in columns)]
+        [split, *(entry[column] for column in columns)]
         for split, entries in results.items()
         for entry in entries
     ]
     return text_table(["split", *(column.replace("_", " ") for column in columns)], rows)
-
-
-def _shown(value: float | int | None) -> str:
-    return str(value) if isinstance(value, int) else number(value)
 
 
 @task("extrapolation")
@@ -290,13 +286,9 @@ class Positionwise(TaskByLength):
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [
-            [
-                split,
-                f"{bucket['start']}-{bucket['end'] - 1}",
-                *(_shown(bucket[column]) for column in ("loss", "ppl", "tokens")),
-            ]
+            [split, f"{own['start']}-{own['end'] - 1}", own["loss"], own["ppl"], own["tokens"]]
             for split, entry in results.items()
-            for bucket in entry["buckets"]
+            for own in entry["buckets"]
         ]
         return text_table(["split", "positions", "loss", "ppl", "tokens"], rows)
 

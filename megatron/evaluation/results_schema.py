@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import tabulate
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron.atomic_files import atomic_writer, fingerprint, read_json
+from megatron.atomic_files import fingerprint, read_json, write_text
 from megatron.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ def weights_id(checkpoint: Path) -> str | None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Complete or not at all; in the order given, and without NaN, which is not JSON."""
-    with atomic_writer(path) as handle:
-        handle.write((json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+    write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 class Cells:
@@ -240,9 +239,9 @@ class ResultStore:
         """Write a finished result under its key and as the one of its settings."""
         path = self.path(name, content["settings"])
         if self._ranks.is_main:
-            write_json(self._cached(name, key), dict(content))
+            write_json(self._cached(name, key), content)
             if read_json(path) != content:
-                write_json(path, dict(content))
+                write_json(path, content)
         return path
 
     def _cached(self, name: str, key: str) -> Path:
@@ -253,21 +252,26 @@ class ResultStore:
 # Text tables.
 
 
-def number(value: float | None) -> str:
+Value = str | int | float | None
+
+
+def shown(value: Value) -> str:
     """A number at fixed precision; a dash where there is none."""
-    return "-" if value is None else f"{value:.4f}"
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def text_table(
     header: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[Value]],
     align: Sequence[str] | None = None,
     style: str = "simple",
 ) -> str:
     """Columns under a line, aligned to the right; `align` says otherwise for the first ones."""
     alignment = [*(align or []), *["right"] * len(header)][: len(header)]
     return tabulate.tabulate(
-        [list(row) for row in rows],
+        [[shown(value) for value in row] for row in rows],
         list(header),
         tablefmt=style,
         disable_numparse=True,

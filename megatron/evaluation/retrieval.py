@@ -14,7 +14,6 @@ would produce; one forward pass tells.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -36,19 +35,10 @@ KEY = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
 
 
-@dataclass(frozen=True)
-class PasskeyPrompt:
-    """Token ids of a prompt and of the answer that should follow."""
-
-    context: list[int]
-    answer: list[int]
-    key: str
-
-
 def make_prompt(
     tokenizer: Tokenizer, length: int, depth: float, digits: int, random: Random
-) -> PasskeyPrompt:
-    """A prompt that is, with its answer, `length` tokens long."""
+) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and of its answer, together `length` of them."""
     key = str(random.randrange(10 ** (digits - 1), 10**digits))
     start = tokenizer.tokenize(INTRODUCTION)
     hint = tokenizer.tokenize(KEY.format(key=key))
@@ -65,7 +55,7 @@ def make_prompt(
     unit = tokenizer.tokenize(FILLER)
     filler = (unit * (room // len(unit) + 1))[:room]
     place = round(depth * room)
-    return PasskeyPrompt(start + filler[:place] + hint + filler[place:] + question, answer, key)
+    return start + filler[:place] + hint + filler[place:] + question, answer
 
 
 @task("passkey")
@@ -96,7 +86,7 @@ class Passkey(WindowedTask):
         depths = sorted({cell["depth"] for cell in grid})
         found = {(cell["length"], cell["depth"]): cell["accuracy"] for cell in grid}
         rows = [
-            [str(length), *(f"{found[length, depth]:.2f}" for depth in depths)]
+            [length, *(f"{found[length, depth]:.2f}" for depth in depths)]
             for length in sorted({cell["length"] for cell in grid})
         ]
         return text_table(["length", *(f"{depth:.2f}" for depth in depths)], rows)
@@ -118,7 +108,10 @@ def _accuracies(context: Context, length: int) -> list[dict[str, Any]]:
             make_prompt(tokenizer, length, depth, options.passkey_digits, random)
             for _ in range(options.passkey_samples)
         ]
-    hits = context.in_batches(partial(_hits, context), prompts, length, f"passkey {length}")
+    scores = context.in_batches(
+        partial(score_continuations, context.model), prompts, length, f"passkey {length}"
+    )
+    hits = [score.greedy.tolist() for score in scores]
     cells = []
     for i, depth in enumerate(depths):
         own = hits[i * options.passkey_samples : (i + 1) * options.passkey_samples]
@@ -132,12 +125,6 @@ def _accuracies(context: Context, length: int) -> list[dict[str, Any]]:
             }
         )
     return cells
-
-
-def _hits(context: Context, prompts: Sequence[PasskeyPrompt]) -> list[list[bool]]:
-    """For each prompt, which tokens of its answer are the most likely ones."""
-    pairs = [(prompt.context, prompt.answer) for prompt in prompts]
-    return [score.greedy.tolist() for score in score_continuations(context.model, pairs)]
 
 
 @task("recall")
@@ -169,13 +156,13 @@ class Recall(WindowedTask):
     def table(self, results: dict[str, Any]) -> str:
         rows = [
             [
-                cell["kind"],
-                str(cell["length"]),
-                f"{cell['accuracy']:.3f}",
-                f"{cell['whole']:.3f}",
-                str(cell["symbols"]),
+                own["kind"],
+                own["length"],
+                f"{own['accuracy']:.3f}",
+                f"{own['whole']:.3f}",
+                own["symbols"],
             ]
-            for cell in results["grid"]
+            for own in results["grid"]
         ]
         return text_table(["kind", "length", "accuracy", "all right", "symbols"], rows)
 

@@ -91,23 +91,12 @@ class Ruler(WindowedTask):
     def table(self, results: dict[str, Any]) -> str:
         rows = []
         for cell in results["grid"]:
-            depths = [_percent(part["score"]) for part in cell["by_depth"]]
-            rows.append(
-                [
-                    cell["task"],
-                    str(cell["length"]),
-                    f"{cell['score']:.1f}",
-                    *(depths or ["-"] * DEPTH_BINS),
-                    str(cell["shots"]),
-                    str(cell["samples"]),
-                ]
-            )
+            scores = [part["score"] for part in cell["by_depth"]] or [None] * DEPTH_BINS
+            percents = [score if score is None else f"{score:.1f}" for score in scores]
+            first, last = [cell["task"], cell["length"]], [cell["shots"], cell["samples"]]
+            rows.append([*first, f"{cell['score']:.1f}", *percents, *last])
         bins = [f"{i / DEPTH_BINS:.1f}-{(i + 1) / DEPTH_BINS:.1f}" for i in range(DEPTH_BINS)]
         return text_table(["task", "length", "score", *bins, "shots", "samples"], rows)
-
-
-def _percent(score: float | None) -> str:
-    return "-" if score is None else f"{score:.1f}"
 
 
 def _tasks(options: EvaluationOptions) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ into 4,096 or more of them, the short form is used, too; each result says which 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
@@ -63,10 +64,6 @@ class RulerTask(ABC):
         return ""
 
 
-def _place(depth: float, size: int) -> int:
-    return min(size, int(depth * (size + 1)))
-
-
 @dataclass(frozen=True)
 class Niah(RulerTask):
     """Needles in a haystack: `keys` of them with `values` each; all values of one are asked for."""
@@ -83,7 +80,8 @@ class Niah(RulerTask):
         lines = [self._hay(random, wanted) for _ in range(size)]
         needles = [_needle(wanted, answer) for answer in answers]
         needles += [_needle(key, _number(random)) for key in others for _ in answers]
-        places = [_place(depth, size)] + [random.randint(0, size) for _ in needles[1:]]
+        first = min(size, int(depth * (size + 1)))
+        places = [first, *(random.randint(0, size) for _ in needles[1:])]
         order = sorted(range(len(needles)), key=lambda i: (places[i], i))
         for shift, i in enumerate(order):
             lines.insert(places[i] + shift, needles[i])
@@ -205,38 +203,30 @@ RULER_TASKS: dict[str, RulerTask] = {
 # Filling a length.
 
 
-@dataclass
-class _Maker:
-    """Prompts of one task for one length; `seed` names the sample, so that sizes can be tried."""
+def _maker(
+    task: RulerTask, tokenizer: Tokenizer, length: int, seed: str, depth: float, full: bool
+) -> Callable[[int], tuple[RulerPrompt, int]]:
+    """Makes a prompt of a size, and says how many tokens it takes together with its answer.
 
-    task: RulerTask
-    tokenizer: Tokenizer
-    length: int
-    seed: str
-    depth: float
-    full: bool
-    shot: str = field(init=False)
+    `seed` names the sample: the same question is asked at every size that is tried.
+    """
 
-    def __post_init__(self) -> None:
-        shot = self.task.example(Random(f"{self.seed}/example"), self.full)
-        self.shot = shot if 2 * self._tokens(shot) <= self.length else ""
+    def tokens(text: str) -> int:
+        return len(tokenizer.tokenize(text)) if text else 0
 
-    def _tokens(self, text: str) -> int:
-        return len(self.tokenizer.tokenize(text)) if text else 0
+    shot = task.example(Random(f"{seed}/example"), full)
+    if 2 * tokens(shot) > length:
+        shot = ""
 
-    def make(self, size: int) -> tuple[RulerPrompt, int]:
-        """The prompt, and how many tokens it takes together with its answer."""
-        made = self.task.question(size, Random(self.seed), self.depth, self.full)
-        room = self.task.new_tokens
-        if not self.full:
-            answer = sum(self._tokens(f" {answer}") for answer in made.answers)
-            room = 2 * answer + 8
-        text = self.shot + made.text
-        shots = 1 if self.shot else 0
-        return (
-            RulerPrompt(text, made.answers, made.depths, room, shots, self.full),
-            self._tokens(text) + room,
-        )
+    def make(size: int) -> tuple[RulerPrompt, int]:
+        made = task.question(size, Random(seed), depth, full)
+        answer = sum(tokens(f" {each}") for each in made.answers)
+        room = task.new_tokens if full else 2 * answer + 8
+        text = shot + made.text
+        prompt = replace(made, text=text, new_tokens=room, shots=int(bool(shot)), full=full)
+        return prompt, tokens(text) + room
+
+    return make
 
 
 def fitted(
@@ -244,8 +234,8 @@ def fitted(
 ) -> RulerPrompt:
     """The largest prompt that, with room for its answer, is at most `length` tokens."""
     for full in (True, False) if length >= FULL_SIZE else (False,):
-        maker = _Maker(task, tokenizer, length, seed, depth, full)
-        best, needed = maker.make(task.smallest)
+        make = _maker(task, tokenizer, length, seed, depth, full)
+        best, needed = make(task.smallest)
         if needed <= length:
             break
     else:
@@ -253,11 +243,11 @@ def fitted(
             f"the smallest prompt with its answer is {needed} tokens long; use longer ruler_lengths"
         )
     low, high = task.smallest, task.smallest + 1
-    while (made := maker.make(high))[1] <= length:
+    while (made := make(high))[1] <= length:
         best, low, high = made[0], high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        made = maker.make(middle)
+        made = make(middle)
         if made[1] <= length:
             best, low = made[0], middle
         else:
@@ -267,7 +257,7 @@ def fitted(
 
 def smallest_length(task: RulerTask, tokenizer: Tokenizer) -> int:
     """The shortest length at which the task can be asked, without an example in front."""
-    return _Maker(task, tokenizer, 1, "smallest", 0.5, full=False).make(task.smallest)[1]
+    return _maker(task, tokenizer, 1, "smallest", 0.5, full=False)(task.smallest)[1]
 
 
 # Plain English words for RULER's keys and lists, so that nothing need be downloaded.

@@ -10,7 +10,6 @@ import pytest
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.results_schema import (
-    number,
     read_result,
     recorded_settings,
     text_table,
@@ -86,7 +85,7 @@ def test_weights_are_known_by_their_checksums(tmp_path: Path) -> None:
 
 
 def test_text_tables() -> None:
-    assert text_table(["split", "ppl"], [["valid", number(3.0)], ["test", number(None)]]) == (
+    assert text_table(["split", "ppl"], [["valid", 3.0], ["test", None]]) == (
         "split     ppl\n-----  ------\nvalid  3.0000\n test       -"
     )
     assert text_table(["a", "b"], []) == "a  b\n-  -"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -32,16 +33,17 @@ def result_of(args: NeoXArgs, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("length", [200, 777])
 def test_prompts_have_the_length_and_hide_the_key_at_the_depth(length: int, depth: float) -> None:
     tokenizer = build_tokenizer("CharLevelTokenizer")
-    prompt = make_prompt(tokenizer, length, depth, 5, Random(1))
-    assert len(prompt.context) + len(prompt.answer) == length
-    text = tokenizer.detokenize(prompt.context)
-    assert text.count(prompt.key) == 2
+    prompt, answer = make_prompt(tokenizer, length, depth, 5, Random(1))
+    assert len(prompt) + len(answer) == length
+    text, spoken = tokenizer.detokenize(prompt), tokenizer.detokenize(answer)
+    assert re.fullmatch(r" \d{5}", spoken)
+    key = spoken.strip()
+    assert text.count(key) == 2
     assert text.endswith("The pass key is")
-    assert tokenizer.detokenize(prompt.answer) == f" {prompt.key}"
     hint = text.index(" The pass key is")
     first, last = len("There is a pass key hidden in this text. Find it and memorize it."), 0
-    last = length - len(prompt.answer) - len(text[text.index(" What is the pass key?") :])
-    last -= len(f" The pass key is {prompt.key}. Remember it. {prompt.key} is the pass key.")
+    last = length - len(answer) - len(text[text.index(" What is the pass key?") :])
+    last -= len(f" The pass key is {key}. Remember it. {key} is the pass key.")
     assert hint == pytest.approx(first + depth * (last - first), abs=1)
 
 
@@ -108,14 +110,14 @@ def test_passkey_agrees_with_greedy_decoding(tmp_path: Path) -> None:
         random = Random(f"1234/170/{cell['depth']}")
         right = token_hits = 0
         for _ in range(3):
-            prompt = make_prompt(tokenizer, 170, cell["depth"], 1, random)
+            prompt, answer = make_prompt(tokenizer, 170, cell["depth"], 1, random)
             with torch.no_grad():
-                logits = model(torch.tensor([prompt.context + prompt.answer]))[0]
-            guesses = logits[len(prompt.context) - 1 : -1].argmax(-1).tolist()
-            token_hits += sum(a == b for a, b in zip(guesses, prompt.answer, strict=True))
-            right += guesses == prompt.answer
+                logits = model(torch.tensor([prompt + answer]))[0]
+            guesses = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+            token_hits += sum(a == b for a, b in zip(guesses, answer, strict=True))
+            right += guesses == answer
         assert cell["accuracy"] == right / 3
-        assert cell["token_accuracy"] == token_hits / (3 * len(prompt.answer))
+        assert cell["token_accuracy"] == token_hits / (3 * len(answer))
 
 
 def test_too_short_a_length_is_an_error_and_the_others_run(tmp_path: Path) -> None:
