@@ -34,7 +34,7 @@ from megatron.evaluation.tasks import (
     imported_task,
     nearest,
 )
-from megatron.generation.pretrained import Subject, checkpoint_place, find_subject
+from megatron.generation.pretrained import Subject
 from megatron.mpu.job import Ranks, join_ranks
 from megatron.terminal import (
     EXIT_USER_ERROR,
@@ -58,7 +58,7 @@ def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Evaluate as the config says; the exit code is 0 if every task gave a result."""
     ranks, device = join_ranks(args, local_rank)
     try:
-        subject = find_subject(args, device)
+        subject = Subject(args, device)
         evaluation = Evaluation(args, subject, ranks)
     except KerpleError as error:
         return print_error(error) if ranks.is_main else EXIT_USER_ERROR
@@ -75,7 +75,13 @@ class Evaluation:
     def __init__(self, args: NeoXArgs, subject: Subject, ranks: Ranks) -> None:
         self.args, self.subject, self.ranks = args, subject, ranks
         self.options = EvaluationOptions.from_args(args)
-        self.store = ResultStore(self._prefix(), ranks)
+        default = Path(subject.place) / "results" / f"step{subject.iteration}"
+        self.store = ResultStore(Path(args.evaluation.eval_results_prefix or default), ranks)
+        self.model_key = [
+            subject.identity,
+            args.model.model_dump(mode="json"),
+            args.tokenizer.model_dump(mode="json"),
+        ]
 
     def run(self, names: Sequence[str]) -> int:
         """All named tasks; 1 if any of them gave no result."""
@@ -92,12 +98,9 @@ class Evaluation:
         found = {name: attempt(name, partial(self._find_task, name)) for name in names}
         tasks = {name: task for name, task in found.items() if task is not None}
         hidden_size = self.args.model.hidden_size
-        ends = [
-            *accumulate(total_work(hidden_size, task.work(self.options)) for task in tasks.values())
-        ]
-        total = ends[-1] if ends else 0.0
-        with closing(TotalBar(hidden_size, total, show=self.ranks.is_main)) as bar:
-            for (name, task), end in zip(tasks.items(), ends, strict=True):
+        work = [total_work(hidden_size, task.work(self.options)) for task in tasks.values()]
+        with closing(TotalBar(hidden_size, sum(work), show=self.ranks.is_main)) as bar:
+            for (name, task), end in zip(tasks.items(), accumulate(work), strict=True):
                 content = attempt(name, partial(self._run_task, task, bar))
                 bar.move_to(end)
                 if content is not None:
@@ -112,13 +115,6 @@ class Evaluation:
             stream = sys.stderr if error else sys.stdout
             tqdm.write(text, file=stream)
             stream.flush()
-
-    def _prefix(self) -> Path:
-        given = self.args.evaluation.eval_results_prefix
-        if given:
-            return Path(given)
-        place = checkpoint_place(self.args) or "."
-        return Path(place) / "results" / f"step{self.subject.iteration}"
 
     def _find_task(self, name: str) -> EvaluationTask:
         if name in TASKS:
@@ -136,7 +132,7 @@ class Evaluation:
 
     def _run_task(self, task: EvaluationTask, bar: TotalBar) -> dict[str, Any]:
         name, parameters = task.file_name(self.options), task.parameters(self.options)
-        key = fingerprint([FORMAT, task.name, *self._model_key(), parameters])
+        key = fingerprint([FORMAT, task.name, *self.model_key, parameters])
         content = self.store.finished(name, key)
         if content is not None:
             self.say(f"{name}: already evaluated")
@@ -148,11 +144,8 @@ class Evaluation:
         results = task.run(self._context(cells, bar))
         if not _holds_anything(results):
             raise EvaluationError("; ".join(error["error"] for error in cells.errors))
-        content = {
-            **self._provenance(task, parameters),
-            "results": results,
-            "errors": cells.errors,
-        }
+        provenance = self._provenance(task, parameters)
+        content = {**provenance, "results": results, "errors": cells.errors}
         self.store.publish(name, key, content)
         cells.discard()
         return content
@@ -160,29 +153,18 @@ class Evaluation:
     def _context(self, cells: Cells, bar: TotalBar) -> Context:
         options = self.options
         # All that an answer to a single lm-eval request depends on.
-        request = [
-            self._model_key(),
-            options.eval_context_length,
-            options.eval_window,
-            options.seed,
-        ]
+        length, window = options.eval_context_length, options.eval_window
+        request = fingerprint([self.model_key, length, window, options.seed])
         return Context(
             model=self.subject.model,
             options=options,
             cells=cells,
             ranks=self.ranks,
-            tokenizer=self.subject.tokenizer,
+            tokenizer=lambda: self.subject.tokenizer,
             say=self.say,
             bar=bar,
-            request_cache=self.store.cache_folder / f"requests-{fingerprint(request)}",
+            request_cache=self.store.cache_folder / f"requests-{request}",
         )
-
-    def _model_key(self) -> list[Any]:
-        return [
-            self.subject.identity,
-            self.args.model.model_dump(mode="json"),
-            self.args.tokenizer.model_dump(mode="json"),
-        ]
 
     def _provenance(self, task: EvaluationTask, parameters: dict[str, Any]) -> dict[str, Any]:
         """What a result says of how it was made."""

@@ -16,28 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.errors import GenerationError
-from megatron.model.attention import Cache
-from megatron.model.embedding import Head, full_logits
+from megatron.model.embedding import full_logits
+
+if TYPE_CHECKING:
+    from megatron.model import GPTModel
 
 Prompts = Sequence[Sequence[int]] | Tensor
-ShouldStop = Callable[[list[int]], bool]
-
-
-class Decoder(Protocol):
-    """What decoding needs of a model."""
-
-    @property
-    def head(self) -> Head: ...
-    @property
-    def device(self) -> torch.device: ...
-    def hidden_states(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor: ...
-    def new_cache(self) -> Cache: ...
 
 
 @dataclass
@@ -50,7 +40,7 @@ class Completion:
 
 
 def generate(
-    model: Decoder,
+    model: GPTModel,
     prompts: Prompts,
     *,
     max_new_tokens: int,
@@ -76,13 +66,13 @@ def generate(
 
 @torch.inference_mode()
 def complete(
-    model: Decoder,
+    model: GPTModel,
     prompts: Prompts,
     *,
     max_new_tokens: int,
     sampling: Sampling | None = None,
     stop_ids: Collection[int] = (),
-    should_stop: ShouldStop | None = None,
+    should_stop: Callable[[list[int]], bool] | None = None,
     seed: int | None = None,
     streams: Sequence[int] | None = None,
     use_cache: bool = True,
@@ -92,79 +82,51 @@ def complete(
     """Completions of a batch of prompts.
 
     `should_stop` sees a row's new tokens after each step. `vocab_size` keeps the ids that only pad
-    the vocabulary from being chosen. Row i draws from the random stream `streams[i]` (default i).
+    the vocabulary from being chosen. Row i draws from the random stream `streams[i]` (default i),
+    so that a sample does not depend on its neighbours.
     """
     rows = _checked_prompts(prompts, max_new_tokens)
-    state = _Batch(rows, max_new_tokens, model.device)
-    generators = row_generators(seed, streams or range(len(rows)), model.device)
+    results = [Completion() for _ in rows]
+    generators = [_generator(seed, i, model.device) for i in streams or range(len(rows))]
+    width = max(map(len, rows), default=0) + max_new_tokens
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    for number, prompt in enumerate(rows):
+        tokens[number, : len(prompt)] = torch.tensor(prompt)
+    tokens = tokens.to(model.device)
     cache = model.new_cache() if use_cache else None
-    while state.alive:
-        logits_BV = _next_logits(model, state, cache)
-        if vocab_size is not None:
-            logits_BV = logits_BV[:, :vocab_size]
-        finished = False
-        for place, row in enumerate(list(state.alive)):
-            if state.position < len(rows[row]):
-                state.write(row, rows[row][state.position])
-                continue
-            logits = logits_BV[place]
-            token = (sampling or Sampling()).choose(logits, generators[row])
-            result = state.completions[row]
-            if token in stop_ids:
-                result.stopped = True
-            else:
+    position = min(map(len, rows), default=0)
+    alive = list(range(len(rows)))
+    while alive:
+        seen = cache.length if cache is not None else 0
+        hidden = model.hidden_states(tokens[alive, seen:position], cache)
+        # Logits of the newest position only: a whole prompt's would not fit at 16,384 tokens.
+        logits_BV = full_logits(model.head(hidden[:, -1:]), model.head.vocab_tp)[:, 0, :vocab_size]
+        running = []
+        for place, row in enumerate(alive):
+            result = results[row]
+            if position >= len(rows[row]):  # past its prompt
+                token = (sampling or Sampling()).choose(logits_BV[place], generators[row])
+                if token in stop_ids:
+                    result.stopped = True
+                    continue
+                tokens[row, position] = token
                 result.tokens.append(token)
-                state.write(row, token)
                 if keep_logits:
-                    result.logits.append(logits.float().cpu())
+                    result.logits.append(logits_BV[place].float().cpu())
                 result.stopped = should_stop is not None and should_stop(result.tokens)
-            finished |= result.stopped or len(result.tokens) == max_new_tokens
-        state.position += 1
-        if finished:
-            _drop_finished(state, cache)
-    return state.completions
+            if not result.stopped and len(result.tokens) < max_new_tokens:
+                running.append(place)
+        position += 1
+        if cache is not None and 0 < len(running) < len(alive):
+            cache.select(torch.tensor(running, device=model.device))
+        alive = [alive[place] for place in running]
+    return results
 
 
-class _Batch:
-    """The tokens of all rows so far, and which rows still run."""
-
-    def __init__(self, rows: list[list[int]], max_new_tokens: int, device: torch.device) -> None:
-        longest = max((len(row) for row in rows), default=0)
-        self.max_new_tokens = max_new_tokens
-        self.position = min((len(row) for row in rows), default=0)
-        self.tokens = torch.zeros(
-            len(rows), longest + max_new_tokens, dtype=torch.long, device=device
-        )
-        for number, row in enumerate(rows):
-            start = torch.tensor(row[: self.position], dtype=torch.long)
-            self.tokens[number, : self.position] = start.to(device)
-        self.completions = [Completion() for _ in rows]
-        self.alive = list(range(len(rows)))
-
-    def write(self, row: int, token: int) -> None:
-        self.tokens[row, self.position] = token
-
-    def inputs(self, seen: int) -> Tensor:
-        """The running rows' tokens that the model has not seen."""
-        return self.tokens[self.alive, seen : self.position]
-
-
-def _next_logits(model: Decoder, state: _Batch, cache: Cache | None) -> Tensor:
-    """Logits of the newest position only: a whole prompt's would not fit at 16,384 tokens."""
-    hidden = model.hidden_states(state.inputs(cache.length if cache is not None else 0), cache)
-    return full_logits(model.head(hidden[:, -1:]), model.head.vocab_tp)[:, 0]
-
-
-def _drop_finished(state: _Batch, cache: Cache | None) -> None:
-    running = [
-        place
-        for place, row in enumerate(state.alive)
-        if not state.completions[row].stopped
-        and len(state.completions[row].tokens) < state.max_new_tokens
-    ]
-    state.alive = [state.alive[place] for place in running]
-    if cache is not None and running:
-        cache.select(torch.tensor(running, device=state.tokens.device))
+def _generator(seed: int | None, stream: int, device: torch.device) -> torch.Generator | None:
+    if seed is None:
+        return None
+    return torch.Generator(device=device).manual_seed((seed << 20) + stream)
 
 
 def _checked_prompts(prompts: Prompts, max_new_tokens: int) -> list[list[int]]:
@@ -202,13 +164,9 @@ class Sampling:
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p = {self.top_p}: must be between 0 (off) and 1")
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> int:
         """The next token for one row of logits, [vocabulary]."""
-        if self.greedy:
+        if self.temperature == 0:
             return int(logits.argmax())
         scaled = restrict(logits.float() / self.temperature, self.top_k, self.top_p)
         return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
@@ -232,17 +190,3 @@ def restrict(logits: Tensor, top_k: int = 0, top_p: float = 0.0) -> Tensor:
         )
         logits = logits.masked_fill(outside, -torch.inf)
     return logits
-
-
-def row_generators(
-    seed: int | None, streams: Sequence[int], device: torch.device
-) -> list[torch.Generator | None]:
-    """A stream of random numbers per row, so that a sample does not depend on its neighbours."""
-    if seed is None:
-        return [None] * len(streams)
-    generators: list[torch.Generator | None] = []
-    for stream in streams:
-        generator = torch.Generator(device=device)
-        generator.manual_seed((seed << 20) + stream)
-        generators.append(generator)
-    return generators

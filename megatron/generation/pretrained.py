@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,36 +27,27 @@ if TYPE_CHECKING:
 class PretrainedModel(GPTModel):
     """The decoder of a checkpoint, with its config, its tokenizer and generation."""
 
-    config: NeoXArgs
-    iteration: int
-    source: Path
-    kind: str
-    _tokenizer: Any = None
     _tokenizer_error: str | None = None
 
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> PretrainedModel:
-        """Build the model a checkpoint describes, and fill it."""
+    def __init__(self, checkpoint: Checkpoint) -> None:
         # The softmax that training went through needs all scores at once; lengths beyond the
         # training's do not have the room, and the other engines give the same numbers.
-        model = cls(checkpoint.spec.replace(scaled_upper_triang_masked_softmax_fusion=False))
-        place_weights(model, checkpoint, checkpoint.spec)
-        model.config = checkpoint.args
-        model.iteration = checkpoint.iteration
-        model.source = checkpoint.layout.directory
-        model.kind = checkpoint.kind
-        return model
+        super().__init__(checkpoint.spec.replace(scaled_upper_triang_masked_softmax_fusion=False))
+        place_weights(self, checkpoint, checkpoint.spec)
+        self.config: NeoXArgs = checkpoint.args
+        self.iteration = checkpoint.iteration
+        self.source: Path = checkpoint.layout.directory
+        self.kind = checkpoint.kind
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the checkpoint's config; None (with a warning) if it cannot be built."""
-        if self._tokenizer is None and self._tokenizer_error is None:
-            try:
-                self._tokenizer = tokenizer_of(self.config.tokenizer, self.source)
-            except (ValueError, OSError, ImportError) as error:
-                self._tokenizer_error = str(error)
-                warnings.warn(f"{self.source}: no tokenizer: {error}", stacklevel=2)
-        return self._tokenizer
+        try:
+            return tokenizer_of(self.config.tokenizer, self.source)
+        except (ValueError, OSError, ImportError) as error:
+            self._tokenizer_error = str(error)
+            warnings.warn(f"{self.source}: no tokenizer: {error}", stacklevel=3)
+            return None
 
     def generate(
         self,
@@ -105,7 +96,7 @@ def load_pretrained(
     """
     catalogue.allow_kernel(allow_kernel)
     checkpoint = read_checkpoint(path, iteration=iteration, config=config)
-    model = PretrainedModel.from_checkpoint(checkpoint)
+    model = PretrainedModel(checkpoint)
     if dtype is None:
         dtype = checkpoint.weights["0.word_embeddings.weight"].dtype
     kernels = [
@@ -121,31 +112,36 @@ def load_pretrained(
 # What is evaluated: a checkpoint, its tokenizer, and how to tell it from others.
 
 
-@dataclass
 class Subject:
-    """A checkpoint that is loaded when (and only if) somebody asks for the model."""
+    """The checkpoint that `load` (or `save`) and `iteration` select.
 
-    checkpoint: Path
-    iteration: int
-    identity: str
-    load: Callable[[], GPTModel]
-    build_tokenizer: Callable[[], Tokenizer]
-    _model: GPTModel | None = field(default=None, repr=False)
-    _tokenizer: Tokenizer | None = field(default=None, repr=False)
+    The model is loaded when (and only if) somebody asks for it.
+    """
 
-    @property
+    def __init__(self, args: NeoXArgs, device: str) -> None:
+        load, save = args.checkpoint.load, args.checkpoint.save
+        place = save if load in (None, "auto") else load
+        if place is None:
+            raise EvaluationError("no checkpoint: set load (or save) to a run's directory")
+        self._args, self._device = args, device
+        self._layout = find_layout(place, args.checkpoint.iteration)
+        self.place = place
+        self.checkpoint = self._layout.directory
+        self.iteration = self._layout.step_in_name or 0
+        self.identity = _identity(self._layout)
+
+    @cached_property
     def model(self) -> GPTModel:
-        if self._model is None:
-            self._model = self.load().eval()
-        return self._model
+        model = _load(self._args, self._layout, self.place, self._device)
+        _check_same_model(self._args, model)
+        return model.eval()
 
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, checked against the model's vocabulary."""
-        if self._tokenizer is None:
-            tokenizer = self.build_tokenizer()
-            check_vocabulary(tokenizer, self.model.spec.padded_vocab_size)
-            self._tokenizer = tokenizer
-        return self._tokenizer
+        tokenizer = cast("Tokenizer", tokenizer_of(self._args.tokenizer, self.checkpoint))
+        check_vocabulary(tokenizer, self.model.spec.padded_vocab_size)
+        return tokenizer
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
@@ -156,30 +152,6 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
             f"only {model_vocabulary}; set tokenizer_type, vocab_file and merge_file to the ones "
             "the model was trained with"
         )
-
-
-def checkpoint_place(args: NeoXArgs) -> str | None:
-    """Where the checkpoint is: `load`, or `save` if load is unset or auto."""
-    load, save = args.checkpoint.load, args.checkpoint.save
-    return save if load in (None, "auto") else load
-
-
-def find_subject(args: NeoXArgs, device: str) -> Subject:
-    """The checkpoint that `load` (or `save`) and `iteration` select."""
-    place = checkpoint_place(args)
-    if place is None:
-        raise EvaluationError("no checkpoint: set load (or save) to a run's directory")
-    layout = find_layout(place, args.checkpoint.iteration)
-
-    def load() -> GPTModel:
-        model = _load(args, layout, place, device)
-        _check_same_model(args, model)
-        return model
-
-    def tokenizer() -> Tokenizer:
-        return cast("Tokenizer", tokenizer_of(args.tokenizer, layout.directory))
-
-    return Subject(layout.directory, layout.step_in_name or 0, _identity(layout), load, tokenizer)
 
 
 def _load(args: NeoXArgs, layout: Layout, place: str, device: str) -> GPTModel:

@@ -11,27 +11,67 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
 from megatron.atomic_files import atomic_writer, check_writable
 from megatron.errors import GenerationError, KerpleError
 from megatron.generation.decoding import Completion, Sampling, complete
-from megatron.generation.pretrained import find_subject
+from megatron.generation.pretrained import Subject
 from megatron.mpu.job import Ranks, join_ranks
 from megatron.terminal import EXIT_USER_ERROR, print_error
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel
     from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.run_keys import GenerationArgs
     from megatron.tokenizer import Tokenizer
 
 BATCH_TOKENS = 16_384
 BATCH_ROWS = 64
 STREAMED = 8  # more samples than anybody reads as they come are faster in batches
 Record = dict[str, Any]
+Answer = TypeVar("Answer")
+
+
+def in_similar_batches(
+    function: Callable[[Sequence[int]], list[Answer]],
+    lengths: Sequence[int],
+    *,
+    ranks: Ranks,
+    batch_tokens: int,
+    batch_rows: int,
+    label: str,
+    quiet: bool,
+) -> list[Answer]:
+    """`function` on numbers of items of similar length; the answers in the order of `lengths`.
+
+    Long items come first, so that memory runs out early. Processes share the items.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+
+    def share(numbers: Sequence[int]) -> list[Answer]:
+        answers: list[Answer] = []
+        hidden = quiet or not ranks.is_main or not sys.stderr.isatty()
+        with tqdm(total=len(numbers), desc=label, disable=hidden) as bar:
+            while rest := numbers[len(answers) :]:  # its first is the longest
+                rows = min(batch_rows, max(1, batch_tokens // lengths[rest[0]]))
+                answers += function(rest[:rows])
+                bar.update(len(rest[:rows]))
+        return answers
+
+    answers = dict(zip(order, ranks.map(share, order), strict=True))
+    return [answers[number] for number in range(len(lengths))]
+
+
+def cut_at(stop_strings: Sequence[str], text: str) -> str:
+    """The text before the first of the stop strings."""
+    for stop in stop_strings:
+        text = text.split(stop)[0]
+    return text
 
 
 @dataclass(frozen=True)
@@ -54,85 +94,69 @@ class TextGenerator:
         Prompts of similar length run together, and processes share the batches. Sample i does not
         depend on either: it has random numbers of its own.
         """
-        ids = [self.tokenizer.tokenize(prompt) or [self.tokenizer.eod] for prompt in prompts]
-        batches = list(self._batches(ids))
-
-        def share(groups: Sequence[list[int]]) -> list[list[Record]]:
-            hidden = quiet or not self.ranks.is_main
-            found = []
-            bar = tqdm(
-                total=sum(map(len, groups)),
-                desc="generating",
-                disable=hidden or not sys.stderr.isatty(),
-            )
-            with bar:
-                for group in groups:
-                    found.append(self._run(group, prompts, ids))
-                    bar.update(len(group))
-            return found
-
-        records: list[Record] = [{}] * len(ids)
-        for group, found in zip(batches, self.ranks.map(share, batches), strict=True):
-            for number, record in zip(group, found, strict=True):
-                records[number] = record
-        return records
+        ids = self._ids(prompts)
+        return in_similar_batches(
+            partial(self.run, prompts, ids),
+            [len(row) + self.max_new_tokens for row in ids],
+            ranks=self.ranks,
+            batch_tokens=BATCH_TOKENS,
+            batch_rows=BATCH_ROWS,
+            label="generating",
+            quiet=quiet,
+        )
 
     def stream(self, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[Record]:
         """The same records one after another, each text said while it is sampled.
 
         Ctrl-C ends the text at hand: its record says so, and then the interrupt goes on.
         """
-        ids = [self.tokenizer.tokenize(prompt) or [self.tokenizer.eod] for prompt in prompts]
+        ids = self._ids(prompts)
         for number, prompt in enumerate(prompts):
             if len(prompts) > 1:
                 say(f"--- {number + 1} of {len(prompts)}\n")
             say(prompt)
             shown = TextStream(self.tokenizer.detokenize, say, self.stop_strings)
             try:
-                (record,) = self._run([number], prompts, ids, shown.show)
+                (record,) = self.run(prompts, ids, [number], shown.show)
             except KeyboardInterrupt:
-                partial = self._record(prompt, Completion(shown.tokens), 0.0)
+                begun = self._record(prompt, Completion(shown.tokens), 0.0)
                 say("\n")
-                yield {**partial, "message": "interrupted"}
+                yield {**begun, "message": "interrupted"}
                 raise
             shown.end(record["text"])
             say("\n")
             yield record
 
-    def _batches(self, ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for number in sorted(range(len(ids)), key=lambda number: len(ids[number])):
-            tokens = (len(batch) + 1) * (len(ids[number]) + self.max_new_tokens)
-            if batch and (tokens > BATCH_TOKENS or len(batch) == BATCH_ROWS):
-                yield batch
-                batch = []
-            batch.append(number)
-        if batch:
-            yield batch
+    def _ids(self, prompts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenizer.tokenize(prompt) or [self.tokenizer.eod] for prompt in prompts]
 
-    def _run(
+    def run(
         self,
-        group: list[int],
         prompts: Sequence[str],
         ids: Sequence[Sequence[int]],
+        numbers: Sequence[int],
         show: Callable[[list[int]], None] | None = None,
     ) -> list[Record]:
+        """The records of the prompts with these numbers, in one batch; `ids` are all prompts'."""
         start = time.perf_counter()
 
         def should_stop(tokens: list[int]) -> bool:
             if show is not None:
                 show(tokens)
-            return bool(self.stop_strings) and self._meets_stop_string(tokens)
+            if not self.stop_strings:
+                return False
+            text = self.tokenizer.detokenize(tokens)
+            return any(stop in text for stop in self.stop_strings)
 
         completions = complete(
             self.model,
-            [ids[number] for number in group],
+            [ids[number] for number in numbers],
             max_new_tokens=self.max_new_tokens,
             sampling=self.sampling,
             stop_ids=(self.tokenizer.eod,),
             should_stop=should_stop,
             seed=self.seed,
-            streams=group,
+            streams=numbers,
             use_cache=self.use_cache,
             vocab_size=self.tokenizer.vocab_size,
             keep_logits=self.return_logits,
@@ -140,20 +164,13 @@ class TextGenerator:
         seconds = round(time.perf_counter() - start, 3)
         return [
             self._record(prompts[number], completion, seconds)
-            for number, completion in zip(group, completions, strict=True)
+            for number, completion in zip(numbers, completions, strict=True)
         ]
 
-    def _meets_stop_string(self, tokens: list[int]) -> bool:
-        text = self.tokenizer.detokenize(tokens)
-        return any(stop in text for stop in self.stop_strings)
-
     def _record(self, prompt: str, completion: Completion, seconds: float) -> Record:
-        text = self.tokenizer.detokenize(completion.tokens)
-        for stop in self.stop_strings:
-            text = text.split(stop)[0]
         record: Record = {
             "context": prompt,
-            "text": text,
+            "text": cut_at(self.stop_strings, self.tokenizer.detokenize(completion.tokens)),
             "length": len(completion.tokens),
             "finished": completion.stopped,
             "message": None,
@@ -191,9 +208,7 @@ class TextStream:
     def show(self, tokens: list[int]) -> None:
         """All tokens so far."""
         self.tokens = list(tokens)
-        text = self._detokenize(self.tokens)
-        for stop in self._stop_strings:
-            text = text.split(stop)[0]
+        text = cut_at(self._stop_strings, self._detokenize(self.tokens))
         safe = len(text.rstrip(UNFINISHED)) - self._held_back
         if safe > self._said:
             self._say(text[self._said : safe])
@@ -202,7 +217,6 @@ class TextStream:
     def end(self, text: str) -> None:
         """The final text, of which a beginning was shown."""
         self._say(text[self._said :])
-        self._said = len(text)
 
 
 def read_prompts(path: str | Path) -> list[str]:
@@ -219,28 +233,21 @@ def read_prompts(path: str | Path) -> list[str]:
     return prompts
 
 
-def write_samples(path: str | Path, records: Sequence[Record]) -> None:
-    """One JSON object a line; the file appears only when complete."""
-    with atomic_writer(Path(path)) as handle:
-        for record in records:
-            handle.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
-
-
 def interactive(
     generator: TextGenerator,
     source: IO[str],
     say: Callable[[str], None],
     *,
-    prompt_end: str = "\n",
-    num_samples: int = 1,
+    prompt_end: str,
+    samples: int,
 ) -> None:
     """Answer prompts from `source` until it ends; `prompt_end` ends each of them."""
-    for prompt in _read_until(source, prompt_end, say):
-        for _ in generator.stream([prompt] * num_samples, say):
-            pass
 
+    def answer(prompt: str) -> None:
+        if prompt.strip():
+            for _ in generator.stream([prompt] * samples, say):
+                pass
 
-def _read_until(source: IO[str], prompt_end: str, say: Callable[[str], None]) -> Iterator[str]:
     end = prompt_end or "\n"
     buffer = ""
     say("prompt> ")
@@ -248,11 +255,9 @@ def _read_until(source: IO[str], prompt_end: str, say: Callable[[str], None]) ->
         buffer += line
         while end in buffer:
             prompt, _, buffer = buffer.partition(end)
-            if prompt.strip():
-                yield prompt
+            answer(prompt)
             say("prompt> ")
-    if buffer.strip():
-        yield buffer.rstrip("\n")
+    answer(buffer.rstrip("\n"))
 
 
 # generate.py: from a config to samples.
@@ -261,34 +266,30 @@ def _read_until(source: IO[str], prompt_end: str, say: Callable[[str], None]) ->
 def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Generate as the config says; returns the exit code."""
     ranks, device = join_ranks(args, local_rank)
+    options = args.generation
     try:
-        if ranks.is_main and args.generation.text_gen_type != "interactive":
-            check_writable(Path(args.generation.sample_output_file), "sample_output_file (-o)")
-        _generate(args, build_generator(args, ranks, device), ranks)
+        if ranks.is_main and options.text_gen_type != "interactive":
+            check_writable(Path(options.sample_output_file), "sample_output_file (-o)")
+        subject = Subject(args, device)
+        generator = TextGenerator(
+            model=subject.model,
+            tokenizer=subject.tokenizer,
+            sampling=Sampling(options.temperature, options.top_k, options.top_p),
+            max_new_tokens=options.maximum_tokens,
+            stop_strings=tuple(options.stop_strings or ()),
+            use_cache=not options.recompute,
+            return_logits=options.return_logits,
+            seed=args.runtime.seed,
+            ranks=ranks,
+        )
+        _generate(options, generator)
     except KerpleError as error:
         return print_error(error) if ranks.is_main else EXIT_USER_ERROR
     return 0
 
 
-def build_generator(args: NeoXArgs, ranks: Ranks, device: str) -> TextGenerator:
-    """The checkpoint's model and tokenizer with the config's sampling."""
-    subject = find_subject(args, device)
-    options = args.generation
-    return TextGenerator(
-        model=subject.model,
-        tokenizer=subject.tokenizer(),
-        sampling=Sampling(options.temperature, options.top_k, options.top_p),
-        max_new_tokens=options.maximum_tokens,
-        stop_strings=tuple(options.stop_strings or ()),
-        use_cache=not options.recompute,
-        return_logits=options.return_logits,
-        seed=args.runtime.seed,
-        ranks=ranks,
-    )
-
-
-def _generate(args: NeoXArgs, generator: TextGenerator, ranks: Ranks) -> None:
-    options = args.generation
+def _generate(options: GenerationArgs, generator: TextGenerator) -> None:
+    ranks = generator.ranks
     mode = options.text_gen_type or ("input-file" if options.sample_input_file else "unconditional")
     if mode == "interactive":
         if ranks.size > 1:
@@ -296,11 +297,7 @@ def _generate(args: NeoXArgs, generator: TextGenerator, ranks: Ranks) -> None:
                 "text_gen_type: interactive needs a keyboard: start generate.py in one process"
             )
         interactive(
-            generator,
-            sys.stdin,
-            _say,
-            prompt_end=options.prompt_end,
-            num_samples=options.num_samples,
+            generator, sys.stdin, _say, prompt_end=options.prompt_end, samples=options.num_samples
         )
         return
     if mode == "input-file":
@@ -310,32 +307,27 @@ def _generate(args: NeoXArgs, generator: TextGenerator, ranks: Ranks) -> None:
     else:
         prompts = [""]
     asked = [prompt for prompt in prompts for _ in range(options.num_samples)]
-    if ranks.size == 1 and len(asked) <= STREAMED:
-        _stream_to_screen_and_file(generator, asked, options.sample_output_file)
-        return
-    records = generator.samples(asked)
-    if ranks.is_main:
-        for number, record in enumerate(records):
-            _say(f"--- {number + 1} of {len(records)}\n{record['context']}{record['text']}\n")
-        write_samples(options.sample_output_file, records)
-        _say_where(records, options.sample_output_file)
-
-
-def _stream_to_screen_and_file(generator: TextGenerator, prompts: list[str], path: str) -> None:
-    """What was sampled is kept, whatever ends it."""
     records: list[Record] = []
     try:
-        for record in generator.stream(prompts, _say):
-            records.append(record)
-    finally:
-        if records:
-            write_samples(path, records)
-            _say_where(records, path)
+        if ranks.size == 1 and len(asked) <= STREAMED:
+            for record in generator.stream(asked, _say):
+                records.append(record)
+        else:
+            records = generator.samples(asked)
+            for number, record in enumerate(records if ranks.is_main else ()):
+                _say(f"--- {number + 1} of {len(records)}\n{record['context']}{record['text']}\n")
+    finally:  # what was sampled is kept, whatever ends it
+        if records and ranks.is_main:
+            _write(Path(options.sample_output_file), records)
+
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    """One JSON object a line; the file appears only when complete."""
+    with atomic_writer(path) as handle:
+        for record in records:
+            handle.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+    print(f"{len(records)} sample{'s' * (len(records) != 1)}: {path}", file=sys.stderr)
 
 
 def _say(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _say_where(records: Sequence[Record], path: str) -> None:
-    print(f"{len(records)} sample{'s' * (len(records) != 1)}: {path}", file=sys.stderr)

@@ -16,7 +16,7 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.store import write_checksums
 from megatron.commands import run
 from megatron.errors import KerpleError
-from megatron.generation.pretrained import find_subject
+from megatron.generation.pretrained import Subject
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import resharding
 from tests.checkpoints.small_models import saved_model, small_args
@@ -97,7 +97,7 @@ def test_resharding_refuses(stranger: Stranger, monkeypatch: pytest.MonkeyPatch)
 def test_evaluation_refuses_a_checkpoint_with_another_class(stranger: Stranger) -> None:
     args = small_args(pos_emb="kerple_log", load=str(stranger.folder))
     with pytest.raises(KerpleError, match="--allow-kernel"):
-        _ = find_subject(args, "cpu").model
+        _ = Subject(args, "cpu").model
     assert not stranger.ran
 
 

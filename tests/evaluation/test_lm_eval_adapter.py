@@ -177,6 +177,13 @@ def test_a_space_at_the_end_of_the_context_belongs_to_the_continuation(tmp_path:
     assert score == pytest.approx(moved, rel=1e-4)
 
 
+def test_a_context_of_spaces_alone_leaves_the_end_of_document_before_them(tmp_path: Path) -> None:
+    lm, model = adapter(tmp_path)
+    pairs = [("first of the batch", " x"), ("  ", "moves")]
+    found = lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    assert found[1][0] == pytest.approx(log_likelihood(model, [0], list(b"  moves")), rel=1e-4)
+
+
 def test_greedy_continuations_are_recognised(tmp_path: Path) -> None:
     lm, model = adapter(tmp_path)
     prompt = list(b"A prompt")
@@ -201,6 +208,16 @@ def test_generation_stops_at_strings_and_cuts_long_prompts(tmp_path: Path) -> No
         [request(prompts[0], {"until": [stop], "max_gen_toks": 10})], disable_tqdm=True
     )
     assert cut == texts[0].split(stop)[0]
+
+
+def test_sampled_answers_do_not_depend_on_batches(tmp_path: Path) -> None:
+    lm, model = adapter(tmp_path, batch_tokens=CONTEXT)  # one prompt at a time
+    options = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 1.0}
+    requests = [request(prompt, options) for prompt in ("a", "rather longer", "b")]
+    alone = lm.generate_until(requests, disable_tqdm=True)
+    together = KerpleNeoXLM(model, tokenizer=lm.model_tokenizer, max_length=CONTEXT)
+    assert together.generate_until(requests, disable_tqdm=True) == alone
+    assert len(set(alone)) == 3
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

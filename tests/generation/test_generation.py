@@ -184,7 +184,7 @@ def test_interactive_answers_each_prompt() -> None:
     said: list[str] = []
     generator = text_generator(max_new_tokens=5)
     source = io.StringIO("one#two\nlines#")
-    interactive(generator, source, said.append, prompt_end="#", num_samples=2)
+    interactive(generator, source, said.append, prompt_end="#", samples=2)
     answers = "".join(said).split("prompt> ")
     assert [answer.count("--- ") for answer in answers] == [0, 2, 2, 0]
     expected = generator.samples(["two\nlines"], quiet=True)[0]
@@ -274,7 +274,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = generate_command(tmp_path, "-o", str(tmp_path / "config.yml" / "x"))
-    monkeypatch.setattr("megatron.generation.text.find_subject", None)  # the work
+    monkeypatch.setattr("megatron.generation.text.Subject", None)  # the work
     assert run("generate", command) == 2
     assert capsys.readouterr().err.startswith("error: sample_output_file (-o) ")
 
