@@ -172,11 +172,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 class Cells:
     """The parts of one task's result, each written as soon as it is known."""
 
-    def __init__(self, path: Path, key: str, ranks: Ranks) -> None:
-        self._path, self._key, self._ranks = path, key, ranks
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        self._path, self._ranks = path, ranks
         saved = read_json(path) if ranks.is_main else None
-        found = saved["cells"] if saved and saved.get("key") == key else {}
-        self._cells: dict[str, Any] = ranks.broadcast(found)
+        self._cells: dict[str, Any] = ranks.broadcast((saved or {}).get("cells", {}))
         self.resumed = len(self._cells)
         self.errors: list[dict[str, Any]] = []
 
@@ -185,7 +184,7 @@ class Cells:
         if name not in self._cells:
             self._cells[name] = compute()
             if self._ranks.is_main:
-                write_json(self._path, {"key": self._key, "cells": self._cells})
+                write_json(self._path, {"cells": self._cells})
         return self._cells[name]
 
     def grid(self, compute: Callable[..., Any], **axes: Sequence[Any]) -> Iterator[Any]:
@@ -233,7 +232,7 @@ class ResultStore:
         return self._ranks.broadcast(kept)
 
     def cells(self, name: str, key: str) -> Cells:
-        return Cells(self._cached(name, key).with_suffix(".part"), key, self._ranks)
+        return Cells(self._cached(name, key).with_suffix(".part"), self._ranks)
 
     def publish(self, name: str, key: str, content: Mapping[str, Any]) -> Path:
         """Write a finished result under its key and as the one of its settings."""

@@ -22,15 +22,13 @@ from megatron.data.recall_text import RECALL_KINDS, RecallText
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import score_continuations, score_tokens
 from megatron.evaluation.results_schema import text_table
+from megatron.evaluation.ruler_prompts import NOISE
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, task
 
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
 
 INTRODUCTION = "There is a pass key hidden in this text. Find it and memorize it."
-FILLER = (
-    " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-)
 KEY = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
 
@@ -52,7 +50,7 @@ def make_prompt(
             f"passkey at {length}: the prompt without filler is {length - room} tokens long; "
             "use longer passkey_lengths"
         )
-    unit = tokenizer.tokenize(FILLER)
+    unit = tokenizer.tokenize(f" {NOISE}")
     filler = (unit * (room // len(unit) + 1))[:room]
     place = round(depth * room)
     return start + filler[:place] + hint + filler[place:] + question, answer

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FULL_SIZE = 4096
 """From here on everything is as published."""
+# What the published tests of retrieval, RULER's and the passkey's, fill a text with.
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
