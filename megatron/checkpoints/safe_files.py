@@ -216,23 +216,18 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._failure: Exception | None = None
-        self._written: dict[Path, tuple[int, str]] = {}
-        self._later: list[tuple[Any, str]] | None = None
+        self.begin()
 
     def begin(self, *, later: bool = False) -> None:
         """Before DeepSpeed saves; `later` keeps copies in host memory, for `write_kept`."""
-        self._failure = None
-        self._written = {}
-        self._later = [] if later else None
+        self._failure: Exception | None = None
+        self._written: dict[Path, tuple[int, str]] = {}
+        self._later: list[tuple[Any, str]] | None = [] if later else None
 
-    def finish(self) -> None:
-        """After DeepSpeed saved: raise what went wrong meanwhile."""
+    def finish(self, directory: Path) -> Sums:
+        """After DeepSpeed saved: what this rank has written there, or raise what went wrong."""
         if self._failure is not None:
             raise self._failure
-
-    def sums(self, directory: Path) -> Sums:
-        """Sizes and checksums of what this rank has written below `directory`."""
         return {
             path.relative_to(directory).as_posix(): entry
             for path, entry in self._written.items()
@@ -259,9 +254,6 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         return load_file(path, map_location)
-
-    def preserves_storage_sharing(self) -> bool:
-        return True
 
     def attempt(self, write: Callable[[], None]) -> None:
         """Write, unless something before it failed; what goes wrong is for `finish`."""

@@ -42,6 +42,7 @@ class Save:
     ) -> None:
         self.store, self.step = store, step
         self._files, self._keep = files, keep
+        self._staged = store.staging / tag_of(step)
         self._sums: Sums = {}
         self._problem: Exception | None = None
         self._abandoned = False
@@ -50,7 +51,7 @@ class Save:
         def take() -> None:
             files.begin(later=background)
             hand_over()
-            files.finish()
+            files.finish(self._staged)
 
         self._together(lambda: store.prepare(step) if _is_main() else None)
         self._together(take)
@@ -77,13 +78,11 @@ class Save:
         self._thread.join()
 
     def _write(self) -> None:
-        staged = self.store.staging / tag_of(self.step)
         try:
             self._files.write_kept(lambda: not self._abandoned)
-            self._files.finish()
-            self._sums = self._files.sums(staged)
+            self._sums = self._files.finish(self._staged)
             for name, (_, expected) in self._sums.items() if self._keep else ():
-                if checksum(staged / name) != expected:
+                if checksum(self._staged / name) != expected:
                     raise CheckpointError(f"{name} reads back differently from what was written")
         except Exception as error:  # for the step that comes to `complete`
             self._problem = error

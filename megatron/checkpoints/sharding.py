@@ -187,14 +187,17 @@ class Sharding:
             return 1 if self.t5 else 0
         return None
 
-    def parts(self, name: str, size: int) -> list[int]:
-        """The sizes of stacked parts, of `size` in all, that are cut each on its own."""
+    def parts(self, name: str, shape: Sequence[int]) -> list[int]:
+        """The sizes of stacked parts that are cut each on its own; none if nothing is cut."""
+        dim = self.dim(name)
+        if dim is None:
+            return []
         shares = [1]
         if self.gated and ".mlp.dense_h_to_4h." in name:
             shares = [1, 1]
         elif self.queries_per_key > 1 and ".attention.query_key_value." in name:
             shares = [self.queries_per_key, 1, 1]
-        return [share * size // sum(shares) for share in shares]
+        return [share * shape[dim] // sum(shares) for share in shares]
 
     def has_vocabulary_rows(self, name: str) -> bool:
         """Whether rows are words, the last ones padding that depends on the model-parallel size."""
@@ -212,7 +215,7 @@ class Sharding:
         dim = self.dim(name)
         if dim is None:
             return whole
-        parts = self.parts(name, whole.shape[dim])
+        parts = self.parts(name, whole.shape)
         if uneven := [part for part in parts if part % size]:
             raise CheckpointError(
                 f"{name} {tuple(whole.shape)}: {uneven[0]} cannot be split over {size} "
@@ -230,7 +233,7 @@ class Sharding:
         dim = self.dim(name)
         if dim is None:
             return _agree(shards)
-        parts = [shard.split(self.parts(name, shard.shape[dim]), dim) for shard in shards]
+        parts = [shard.split(self.parts(name, shard.shape), dim) for shard in shards]
         return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces], dim)
 
 

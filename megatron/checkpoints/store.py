@@ -347,11 +347,3 @@ def _owner(directory: Path) -> str:
         case {"host": str(host), "process": int(process)}:
             return f"process {process} on {host:.80}"
     return "another process"
-
-
-def release(directory: Path) -> None:
-    """Let another training have the directory."""
-    lock = _held.pop(directory.resolve(), None)
-    if lock is not None:
-        (directory / OWNER).unlink(missing_ok=True)
-        lock.release()

@@ -13,7 +13,7 @@ in a plain model, `tied_modules.embedding.x` for a tied embedding in a pipeline.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def described(name: str, whole: Tensor, sharding: Sharding) -> dict[str, Any]:
     dim = sharding.dim(name)
     if dim is not None:
         entry[ds.CAT_DIM] = dim
-    parts = _parts(name, whole.shape, sharding)
+    parts = sharding.parts(name, whole.shape)
     if len(set(parts)) > 1:
         shape = (tuple(parts), *whole.shape[1:])
         entry[ds.SUB_PARAM_SHAPE] = SubparamShape(patterns=[], shape=shape, partition_dim=0)
@@ -160,7 +160,7 @@ def conversion_info(
     for name, shape in shapes.items():
         canonical = strip_prefix(name, Path("model"))
         pattern, dim = _pattern(name, canonical), sharding.dim(canonical)
-        parts = _parts(canonical, shape, sharding)
+        parts = sharding.parts(canonical, shape)
         if dim is None:
             names[ds.TP_REPLICATED_PARAMETER_PATTERNS].add(pattern)
         elif dim == 1:
@@ -186,11 +186,6 @@ def conversion_info(
         info[ds.PARAMETER_WITH_SUB_PARAMS] = list(uneven.values())
         info[ds.SUB_PARAM_SHARD_WIDTHS] = widths
     return info
-
-
-def _parts(name: str, shape: Sequence[int], sharding: Sharding) -> list[int]:
-    dim = sharding.dim(name)
-    return [] if dim is None else sharding.parts(name, shape[dim])
 
 
 def _is_cut_by_word(name: str, sharding: Sharding) -> bool:
