@@ -24,8 +24,6 @@ from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 if TYPE_CHECKING:
     from megatron.checkpoints.reading import Layout
 
-# Keys that tell our own files: others may have rope_scaling in them by another hand.
-OURS_ALONE = KEYS_OF_OURS - {"rope_scaling"}
 # Files that disagree on these still describe one model.
 _NOT_SHAPING = {"seq_length", "seq_length_val", "attention_config", "make_vocab_size_divisible_by"}
 _MODEL_KEYS = {
@@ -33,14 +31,13 @@ _MODEL_KEYS = {
     for key, field in ModelSpec.model_fields.items()
     if key not in _NOT_SHAPING and facts_of(field).get("effect") != "none"
 }
-_NEEDED_GROUPS = ("model", "tokenizer")
 # Our own checkpoints hold the user's YAML files and beside them what they came to.
 RESOLVED = "resolved.yml"
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether a saved config was written by this code."""
-    return not OURS_ALONE.isdisjoint(config)
+    """Whether a saved config was written by this code; rope_scaling may be by another hand."""
+    return not (KEYS_OF_OURS - {"rope_scaling"}).isdisjoint(config)
 
 
 def read_saved_config(layout: Layout) -> dict[str, Any]:
@@ -99,7 +96,7 @@ def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
         kept = {
             key: value
             for key, value in config.items()
-            if OWNER.get(key) in _NEEDED_GROUPS or changes_the_model(key)
+            if OWNER.get(key) in ("model", "tokenizer") or changes_the_model(key)
         }
         try:
             args = NeoXArgs.from_dict({**kept, "train_micro_batch_size_per_gpu": 1})
@@ -178,8 +175,7 @@ def meaning_then(saved: Mapping[str, Any]) -> dict[str, Any]:
 # A resumed run must be the run that was saved: another model, another order of the data or another
 # meaning of the optimizer is refused, with the ways out. What may differ is named in `FREE`.
 
-COMPARED_GROUPS = ("model", "optimization", "data", "tokenizer")
-COMPARED_BESIDES = ("seed",)
+COMPARED_GROUPS = ("model", "optimization", "data", "tokenizer")  # and the seed
 FREE = frozenset(
     {
         # the same numbers by other means
@@ -270,7 +266,7 @@ def differences(saved: Mapping[str, Any], args: NeoXArgs) -> dict[str, tuple[Any
 def _compared(config: Mapping[str, Any], free: frozenset[str]) -> dict[str, Any]:
     """The values to compare, those of `optimizer: {type, params: {...}}` one by one."""
     keys = [key for key, group in OWNER.items() if group in COMPARED_GROUPS and key not in free]
-    values = {key: config.get(key, _default(key)) for key in [*keys, *COMPARED_BESIDES]}
+    values = {key: config.get(key, _default(key)) for key in [*keys, "seed"]}
     optimizer = values.pop("optimizer")
     if isinstance(optimizer, dict):
         kind, params = str(optimizer.get("type", "")).lower(), optimizer.get("params")

@@ -36,7 +36,11 @@ _BUFFERS = (
     "position_embeddings.inv_freq",  # of sinusoidal positions; learned ones have a weight
 )
 # GPT-NeoX of 2024 and later -> GPT-NeoX 2.0 and KERPLE
-_NEWER = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to_h."}
+_NEWER = {
+    "mlp.linear1.": "mlp.dense_h_to_4h.",
+    "mlp.linear2.": "mlp.dense_4h_to_h.",
+    "mlp.w2.": "mlp.dense_4h_to_h.",  # of its earlier LLaMA blocks
+}
 _RPE = "attention.rpe."
 
 
@@ -91,21 +95,13 @@ def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, 
             if rest.startswith(newer):
                 rest = older + rest[len(newer) :]
         result[f"{index}.{rest}"] = tensor
-    return join_gate(result)
-
-
-def join_gate(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """GPT-NeoX's earlier LLaMA blocks: w3 is the value, w1 the gate, w2 the way back."""
-    result = {name: tensor for name, tensor in weights.items() if ".mlp.w" not in name}
-    for name, gate in weights.items():
-        index, rest = split_name(name)
-        if rest == "mlp.w1.weight":
-            value = weights.get(f"{index}.mlp.w3.weight")
-            if value is None:
-                raise CheckpointError(f"{name} is there, but {index}.mlp.w3.weight is missing")
-            result[f"{index}.mlp.dense_h_to_4h.weight"] = torch.cat((value, gate))
-        elif rest == "mlp.w2.weight":
-            result[f"{index}.mlp.dense_4h_to_h.weight"] = gate
+    # The earlier LLaMA blocks again: w3 is the value, w1 the gate.
+    for name in [name for name in result if name.endswith(".mlp.w1.weight")]:
+        block = name.removesuffix("w1.weight")
+        value = result.pop(f"{block}w3.weight", None)
+        if value is None:
+            raise CheckpointError(f"{name} is there, but {block}w3.weight is missing")
+        result[f"{block}dense_h_to_4h.weight"] = torch.cat((value, result.pop(name)))
     return result
 
 
