@@ -42,7 +42,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
         "activation": spec.activation_name,
         "parameters": checkpoint.num_parameters,
         "kernel_parameters": sum(
-            tensor.numel() for name, tensor in checkpoint.weights.items() if _is_kernel(name)
+            tensor.numel()
+            for name, tensor in checkpoint.weights.items()
+            if split_name(name)[1].startswith(("embedding.", "positions."))
         ),
         "dtypes": sorted(
             {str(t.dtype).removeprefix("torch.") for t in checkpoint.weights.values()}
@@ -69,10 +71,6 @@ def _layout_name(checkpoint: Checkpoint) -> str:
     if layout.is_zero3:
         return "ZeRO stage 3 partitions"
     return "one file per layer" if layout.layer_files else "one file per model-parallel rank"
-
-
-def _is_kernel(name: str) -> bool:
-    return split_name(name)[1].startswith(("embedding.", "positions."))
 
 
 def kernel_of(checkpoint: Checkpoint, longest: int = 20480) -> list[dict[str, Any]]:

@@ -138,7 +138,11 @@ def load_whole(
     """
     progress = read_progress(directory)
     sharding = Sharding.of(args.model, neox=False)
-    rows = _padded_vocabulary(progress, args)
+    rows = None  # a vocabulary's under this layout; where the words are not known, all are kept
+    if "vocab_size" in progress:
+        divisor, parallel = args.model.make_vocab_size_divisible_by, args.parallel
+        words = int(progress["vocab_size"])
+        rows = padded_vocab_size(words, divisor, parallel.model_parallel_size)
     states: dict[nn.Parameter, States] = {}
     for parameter, name, whole in _whole_states(engine, directory, optimizer=optimizer):
         shape = whole_shape(parameter)
@@ -183,17 +187,6 @@ def _whole_states(
                 f"for (it holds {', '.join(sorted(states))}); set that one, or no_load_optim: true"
             )
         yield parameter, name, states
-
-
-def _padded_vocabulary(progress: dict[str, Any], args: NeoXArgs) -> int | None:
-    """The rows that the same words have under this layout; None: not known, keep all."""
-    if "vocab_size" not in progress:
-        return None
-    return padded_vocab_size(
-        int(progress["vocab_size"]),
-        args.model.make_vocab_size_divisible_by,
-        args.parallel.model_parallel_size,
-    )
 
 
 def _share(

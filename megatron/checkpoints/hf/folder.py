@@ -169,25 +169,20 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    pickled = [] if files else sorted(folder.glob("pytorch_model*.bin"))
-    if not files and not pickled:
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
         raise CheckpointError(f"{folder}: holds neither *.safetensors nor pytorch_model*.bin")
-    _check_index(folder, {path.name for path in (*files, *pickled)})
-    weights: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            weights |= load_safetensors(path)
-        except Exception as error:  # SafetensorError, and what torch says of forged shapes
-            raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from error
-    for path in pickled:
-        weights |= load_mapping(path)
-    return weights
-
-
-def _check_index(folder: Path, present: set[str]) -> None:
     for index in folder.glob("*.index.json"):
         table = read_object(index).get("weight_map", {})
         named = {str(name) for name in table.values()} if isinstance(table, dict) else set()
-        if missing := sorted(named - present):
+        if missing := sorted(named - {path.name for path in files}):
             raise CheckpointError(f"{folder}: incomplete, missing {', '.join(missing)}")
+    weights: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            weights |= load_mapping(path) if path.suffix == ".bin" else load_safetensors(path)
+        except CheckpointError:
+            raise
+        except Exception as error:  # SafetensorError, and what torch says of forged shapes
+            raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from error
+    return weights
