@@ -20,7 +20,6 @@ from megatron.checkpoints.sharding import (
     merge_shards,
     read_zero3_shards,
     share_positions,
-    split_name,
     strip_prefix,
 )
 from megatron.checkpoints.store import CHECKSUMS, TAG, CheckpointStore, problems_of, read_checksums
@@ -251,7 +250,9 @@ def read_checkpoint(
     if EMBEDDING not in weights:
         raise CheckpointError(f"{layout.directory}: holds no word_embeddings.weight at layer 0")
     if not (native and args.model.kerple_share == "per_layer"):
-        weights, args = _shared(weights, args)
+        weights = share_positions(weights)
+        share = "per_layer" if any(".positions." in name for name in weights) else "all"
+        args = args if args.model.kerple_share == share else args.replace(kerple_share=share)
     if not native:
         args = _as_wide_as_its_blocks(weights, args)
     kind = "native" if native else "kerple" if "kerple" in args.model.pos_emb else "neox"
@@ -283,13 +284,6 @@ def _sharding(model: ModelArgs, shards: list[dict[str, Tensor]], *, native: bool
         return sharding
     columns = {model.hidden_size: "column", model.hidden_size // len(shards): "row"}
     return replace(sharding, head=columns.get(head.shape[-1], sharding.head))
-
-
-def _shared(weights: dict[str, Tensor], args: NeoXArgs) -> tuple[dict[str, Tensor], NeoXArgs]:
-    weights = share_positions(weights)
-    per_layer = any(split_name(name)[1].startswith("positions.") for name in weights)
-    share = "per_layer" if per_layer else "all"
-    return weights, args if args.model.kerple_share == share else args.replace(kerple_share=share)
 
 
 def _as_wide_as_its_blocks(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:

@@ -19,7 +19,7 @@ from megatron.checkpoints.universal import is_universal
 from megatron.checkpoints.universal_engine import load_whole
 from megatron.errors import CheckpointError, KerpleError
 from megatron.mpu import ParallelState
-from megatron.mpu.job import set_seeds
+from megatron.mpu.job import Ranks, set_seeds
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -104,16 +104,15 @@ def _load(
 
 def _verify_together(store: CheckpointStore, step: int) -> None:
     """Rank 0 reads the checksums; every rank learns of damage."""
-    message: list[str | None] = [None]
-    if dist.get_rank() == 0:
+    ranks, problem = Ranks.current(), ""
+    if ranks.is_main:
         try:
             if not store.verify(step):
                 print(f"{store.path(step)}: unverified, it has no checksums.json", flush=True)
         except (CheckpointError, OSError) as error:
-            message = [str(error)]
-    dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise CheckpointError(message[0])
+            problem = str(error)
+    if problem := ranks.broadcast(problem):
+        raise CheckpointError(problem)
 
 
 # Random states as plain data, so that they can be saved and read back safely.

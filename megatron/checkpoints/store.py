@@ -279,14 +279,12 @@ def problems_of(directory: Path, needed: Iterable[Path] | None = None) -> list[s
 
 
 # Files that only our own training writes: beside them, checksums.json cannot be missing.
-_OURS = ("layout.json", "universal.json")
+_OURS = ("layout.json", "universal.json", "rng_rank_*.pt")
 
 
 def is_training_checkpoint(directory: Path) -> bool:
     """Whether train.py or the reshard tool wrote this global_stepN."""
-    if any((directory / name).is_file() for name in _OURS):
-        return True
-    return any(directory.glob("rng_rank_*.pt"))
+    return any(file.is_file() for pattern in _OURS for file in directory.glob(pattern))
 
 
 # One training per directory: a lock that dies with its process.

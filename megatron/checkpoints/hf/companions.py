@@ -43,15 +43,11 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(folder)
-    _name_class_for_every_version(folder / "tokenizer_config.json")
+    # transformers 5 writes a class name that 4 does not know; both know this one.
+    file = folder / "tokenizer_config.json"
+    settings = {**json.loads(file.read_text("utf-8")), "tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return None
-
-
-def _name_class_for_every_version(path: Path) -> None:
-    """transformers 5 writes a class name that 4 does not know; both know this one."""
-    settings = json.loads(path.read_text("utf-8"))
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _library_of(tokenizer: Tokenizer) -> LibraryTokenizer | None:
