@@ -30,6 +30,7 @@ from megatron.model.layer_formulas import (
     sharpened,
     softmax_scale_start,
 )
+from megatron.model.learned_numbers import Bounded  # noqa: F401 - 5.0 copies direct imports
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
 from megatron.model.positional_embeddings import TableEmbedding
 from megatron.model.rotary_and_input_positions import (
@@ -108,7 +109,7 @@ class Attention(nn.Module):
         self, k: Tensor, v: Tensor, gates: Tensor | None, cache: Any, q_index: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and gates of all tokens so far."""
-        where = {"cache_position": q_index}  # for transformers 4; 5 counts by itself
+        where = {"cache_position": q_index}  # for transformers 5.0; later ones count
         if gates is None:
             return (*cache.update(k, v, self.layer_idx, where), None)
         both, v = cache.update(gates_beside(k, gates), v, self.layer_idx, where)

@@ -162,7 +162,7 @@ def cache_capacity(cache: Any) -> int | None:
     """The number of keys a cache of fixed size hands out; None where it grows as needed."""
     if not getattr(cache, "layers", True):  # empty still, and growing
         return None
-    # the method's name in transformers 5, and in 4
+    # the method's name in transformers, and in 5.0
     ask = getattr(cache, "get_max_length", None) or getattr(cache, "get_max_cache_shape", None)
     capacity = ask() if ask is not None else None
     return capacity if isinstance(capacity, int) and capacity > 0 else None

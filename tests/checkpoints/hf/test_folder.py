@@ -94,6 +94,9 @@ def test_the_formulas_travel_as_they_are(tmp_path: Path) -> None:
     assert {"positional_embeddings.py", "position_base.py"} < set(FORMULA_FILES)
     for name in FORMULA_FILES:
         assert (tmp_path / name).read_bytes() == (home / name).read_bytes()
+    model = (tmp_path / "modeling_kerple.py").read_text()
+    for name in FORMULA_FILES:  # transformers 5.0 copies what the model itself imports, no more
+        assert f"from .{Path(name).stem} import" in model
 
 
 def test_an_export_loads_without_remote_code_where_the_package_is(tmp_path: Path) -> None:
