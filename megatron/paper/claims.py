@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.errors import KernelAnalysisError
 from megatron.model.kernel_theory import cpd_margin, is_cpd, smallest_shift
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.contrasts import loss_from
+from megatron.paper.contrasts import beyond_window
 from megatron.paper.kernel_figures import kernel_bias
 from megatron.paper.run_results import Cell, ResultSet, compare_paired, summarize
-from megatron.paper.suite_file import DataSet, Point, Rounding
+from megatron.paper.suite_file import DataSet
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 
 _EXPLODES = 2.0
@@ -51,23 +51,14 @@ class _View:
     def train_length(self) -> int:
         return self.results.train_length(self.data.name) or 1
 
-    def seeds(self, name: str, length: int) -> dict[int, float]:
-        point = Point(train_length=self.train_length, length=length)
-        return self.results.perplexity(self.split, self.data.name, name, point)
-
-    def mean(self, name: str, length: int) -> float | None:
-        return summarize(self.seeds(name, length).values()).mean
-
-    def curve(self, name: str) -> dict[int, float]:
-        lengths = self.results.lengths(self.split, self.data.name, name)
-        means = {length: self.mean(name, length) for length in lengths}
-        return {length: mean for length, mean in means.items() if mean is not None}
+    def seeds(self, name: str) -> dict[int, dict[int, float]]:
+        return self.results.perplexities(self.split, self.data.name, name)
 
     def pairs(self, first: str, second: str) -> dict[int, tuple[float, float]]:
         """Means of two methods by length, over the seeds that both have."""
-        result = {}
-        for length in self.results.lengths(self.split, self.data.name, first):
-            one, two = self.seeds(first, length), self.seeds(second, length)
+        result, others = {}, self.seeds(second)
+        for length, one in self.seeds(first).items():
+            two = others.get(length, {})
             common = sorted(set(one) & set(two))
             means = [summarize(seeds[seed] for seed in common).mean for seeds in (one, two)]
             if means[0] is not None and means[1] is not None:
@@ -108,13 +99,12 @@ def _log_not_behind_power(view: _View) -> tuple[Verdict, str]:
     common = view.pairs("kerple_log", "kerple_power")
     if not common:
         return _NOTHING
-    behind = [length for length, (log, power) in common.items() if log > power]
+    behind = [length for length, (first, second) in common.items() if first > second]
+    log, power = view.seeds("kerple_log"), view.seeds("kerple_power")
     significant = [
         length
         for length in behind
-        if compare_paired(
-            view.seeds("kerple_power", length), view.seeds("kerple_log", length)
-        ).reference_is_better()
+        if compare_paired(power[length], log[length]).reference_is_better
     ]
     if not behind:
         return Verdict.AGREES, f"mean not above power's at any of {len(common)} lengths"
@@ -124,11 +114,11 @@ def _log_not_behind_power(view: _View) -> tuple[Verdict, str]:
 
 
 def _t5_best_at_train_length(view: _View) -> tuple[Verdict, str]:
-    rivals = {}
-    for name in ("kerple_log", "kerple_power", "alibi", "rotary", "sinusoidal"):
-        pair = view.pairs("rpe", name).get(view.train_length)
-        if pair is not None:
-            rivals[name] = pair
+    rivals = {
+        name: pair
+        for name in ("kerple_log", "kerple_power", "alibi", "rotary", "sinusoidal")
+        if (pair := view.pairs("rpe", name).get(view.train_length)) is not None
+    }
     if not rivals:
         return _NOTHING
     name, (own, best) = max(rivals.items(), key=lambda item: item[1][0] - item[1][1])
@@ -153,10 +143,10 @@ def _explodes(*names: str) -> _Check:
     def check(view: _View) -> tuple[Verdict, str]:
         factors = {}
         for name in names:
-            curve = view.curve(name)
-            if view.train_length in curve and len(curve) > 1:
-                longest = max(curve)
-                factors[name] = (curve[longest] / curve[view.train_length], longest)
+            means = {n: summarize(own.values()).mean for n, own in view.seeds(name).items()}
+            longest, start = max(means, default=0), means.get(view.train_length)
+            if len(means) > 1 and start is not None:
+                factors[name] = ((means[longest] or 0.0) / start, longest)
         if len(factors) < len(names):
             return _NOTHING
         exploding = [name for name, (factor, _) in factors.items() if factor >= _EXPLODES]
@@ -185,18 +175,9 @@ def _against_window(name: str, *, below: bool) -> _Check:
     """Beyond the training length, against log's own loss in a window of that length."""
 
     def check(view: _View) -> tuple[Verdict, str]:
-        start, data, results = view.train_length, view.data.name, view.results
-        apart: dict[int, float] = {}
-        for length in sorted(results.position_lengths(data, name)):
-            own = results.positions(data, name, length, None, view.split)
-            windowed = results.positions(data, "kerple_log", length, start, view.split)
-            both = sorted(set(own) & set(windowed))
-            pairs = [
-                (loss_from(own[seed], start), loss_from(windowed[seed], start)) for seed in both
-            ]
-            found = [one - two for one, two in pairs if one is not None and two is not None]
-            if found:
-                apart[length] = sum(found) / len(found)
+        own, log = (view.results.of(view.data.name, each) for each in (name, "kerple_log"))
+        tests = beyond_window(own, log, view.split)
+        apart = {length: test.mean or 0.0 for length, test in tests.items()}
         if not apart:
             return _NOTHING
         exceptions = [length for length, mean in apart.items() if (mean < 0) != below]
@@ -206,12 +187,8 @@ def _against_window(name: str, *, below: bool) -> _Check:
     return check
 
 
-@dataclass(frozen=True)
-class _Claim:
-    text: str
-    methods: tuple[str, ...]
-    """A suite without these says nothing about the claim."""
-    check: _Check
+_Claim = tuple[str, tuple[str, ...], _Check]
+"""What is said, the methods without which a suite says nothing about it, and its check."""
 
 
 def _claims() -> tuple[_Claim, ...]:
@@ -219,26 +196,26 @@ def _claims() -> tuple[_Claim, ...]:
     weight, bias, log3 = (label_of(n) for n in ("gauss_wht2", "gauss_bias3", "kerple_log3"))
     worse = f"at least x{_EXPLODES:g}"
     return (
-        _Claim(f"{log} is below {alibi} at every length",
+        (f"{log} is below {alibi} at every length",
                ("kerple_log", "alibi"), _below_everywhere("kerple_log", "alibi")),
-        _Claim(f"{log} is at least as good as {power}",
+        (f"{log} is at least as good as {power}",
                ("kerple_log", "kerple_power"), _log_not_behind_power),
-        _Claim(f"{t5} is best at the training length",
+        (f"{t5} is best at the training length",
                ("rpe", "kerple_log"), _t5_best_at_train_length),
-        _Claim(f"{t5} is worse than {log} from {_BEYOND}x the training length on",
+        (f"{t5} is worse than {log} from {_BEYOND}x the training length on",
                ("rpe", "kerple_log"), _t5_worse_far_out),
-        *(_Claim(f"{label_of(name)} explodes ({worse} at the longest length)",
+        *((f"{label_of(name)} explodes ({worse} at the longest length)",
                  (name,), _explodes(name))
           for name in ("rotary", "sinusoidal")),
-        _Claim(f"{log3} has no clear advantage over {log} (within 2%)",
+        (f"{log3} has no clear advantage over {log} (within 2%)",
                ("kerple_log3", "kerple_log"), _no_clear_advantage),
-        _Claim(f"Gaussian-like biases fail to extrapolate ({worse})",
+        (f"Gaussian-like biases fail to extrapolate ({worse})",
                ("gauss_bias2", "gauss_bias3"), _explodes("gauss_bias2", "gauss_bias3")),
-        _Claim(f"a Gaussian-like weight ({weight}) beats the bias ({bias})",
+        (f"a Gaussian-like weight ({weight}) beats the bias ({bias})",
                ("gauss_wht2", "gauss_bias3"), _below_everywhere("gauss_wht2", "gauss_bias3")),
-        _Claim(f"{log} uses what lies beyond the training length: below its own window",
+        (f"{log} uses what lies beyond the training length: below its own window",
                ("kerple_log",), _against_window("kerple_log", below=True)),
-        _Claim(f"{alibi} lies above {log} in a window",
+        (f"{alibi} lies above {log} in a window",
                ("alibi", "kerple_log"), _against_window("alibi", below=False)),
     )  # fmt: skip
 
@@ -246,13 +223,12 @@ def _claims() -> tuple[_Claim, ...]:
 def check_claims(results: ResultSet, split: str, data: tuple[DataSet, ...]) -> list[Finding]:
     """Every claim about methods that the suite has; those without results say "not measured"."""
     findings = []
-    for claim in _claims():
+    for claim, methods, check in _claims():
         for item in data:
             here = {found.run.method for found in results.runs if found.run.data == item.name}
-            if not here.issuperset(claim.methods):
-                continue
-            verdict, evidence = claim.check(_View(results, split, item))
-            findings.append(Finding(claim.text, item.title, verdict, evidence))
+            if here.issuperset(methods):
+                verdict, evidence = check(_View(results, split, item))
+                findings.append(Finding(claim, item.title, verdict, evidence))
     return findings
 
 
@@ -294,9 +270,7 @@ def _biases(results: ResultSet, name: str, heads: int) -> Iterable[Tensor]:
 
 
 def _row(label: str, tables: Sequence[Tensor]) -> Row:
-    return Row(
-        label, tuple(Entry(_cell(tables, points), Rounding.MAGNITUDE, 2) for points in POINTS)
-    )
+    return Row(label, tuple(Entry(_cell(tables, points)) for points in POINTS))
 
 
 def _cell(tables: Sequence[Tensor], points: int) -> Cell:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,25 +43,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = _common_arguments()
-    _add(commands, common, "plan", "show the runs and what they cost; --write writes the configs")
-    _add(commands, common, "run", "run locally; finished runs are skipped, stopped ones continue")
-    _add(commands, common, "submit", "submit to Slurm as array jobs")
-    _add(commands, common, "status", "a table of all runs, from their directories and squeue")
-    _add(commands, common, "logs", "the end of a run's log; without a name, of all that failed")
-    _add(commands, common, "report", "tables and figures of what is finished")
-    _add(commands, common, "keep", "copy the results of finished runs, without checkpoints")
-    _add(commands, common, "worker", argparse.SUPPRESS)
-    _released_arguments(commands)
+    for name, (_, text) in _COMMANDS.items():
+        parents = [] if name == "released" else [common]
+        shown: dict[str, Any] = {"help": text, "description": text} if text else {}
+        commands.add_parser(name, parents=parents, allow_abbrev=False, **shown)
+    _released_arguments(commands.choices["released"])
     _plan_and_run_arguments(commands.choices)
     _submit_arguments(commands.choices["submit"])
     _other_arguments(commands.choices)
     return parser
-
-
-def _add(commands: Any, common: argparse.ArgumentParser, name: str, text: str) -> None:
-    hidden = text == argparse.SUPPRESS
-    keywords = {} if hidden else {"help": text, "description": text}
-    commands.add_parser(name, parents=[common], allow_abbrev=False, **keywords)
 
 
 def _common_arguments() -> argparse.ArgumentParser:
@@ -84,9 +74,7 @@ def _common_arguments() -> argparse.ArgumentParser:
     return common
 
 
-def _released_arguments(commands: Any) -> None:
-    text = "figures and perplexities of the official release's checkpoints"
-    released = commands.add_parser("released", help=text, description=text, allow_abbrev=False)
+def _released_arguments(released: argparse.ArgumentParser) -> None:
     released.add_argument(
         "--dir", type=Path, required=True, help="where the release's archives are unpacked"
     )
@@ -156,7 +144,7 @@ def _other_arguments(commands: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
-        return int(_COMMANDS[options.command](options))
+        return _COMMANDS[options.command][0](options)
     except KerpleError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -228,11 +216,14 @@ def _write_report(suite: Suite, out: Path | None) -> None:
     files = make_report(suite, out, _command_line())
     color = sys.stdout.isatty()
     on_the_page_only = ("_test", "cpd")
-    shown = [table for table in files.tables if not table.key.endswith(on_the_page_only)]
-    for table in shown:
+    empty = []
+    for table in files.tables:
+        if table.key.endswith(on_the_page_only):
+            continue
         if any(entry.cell.present for entry in table.entries):
             print(f"\n{to_text(table, color=color)}{_legend(table, color)}")
-    empty = [table.key for table in shown if not any(entry.cell.present for entry in table.entries)]
+        else:
+            empty.append(table.key)
     if empty:
         print(f"\nno results of the suite's settings: {', '.join(empty)} (see `status`)")
     print(f"\nReport: {files.html}")
@@ -293,15 +284,9 @@ def _released(options: argparse.Namespace) -> int:
     vocab, merges = options.vocab_file, options.merge_file
     if options.tokenizer == "GPT2BPETokenizer" and vocab is None:
         vocab, merges = Path("data/gpt2-vocab.json"), Path("data/gpt2-merges.txt")
-    chosen = ReleasedOptions(
-        tuple(options.text),
-        options.tokenizer,
-        vocab,
-        merges,
-        tuple(sorted(options.lengths)),
-        options.window,
-        options.sequences,
-    )
+    text, lengths = tuple(options.text), tuple(sorted(options.lengths))
+    measured = (lengths, options.window, options.sequences)
+    chosen = ReleasedOptions(text, options.tokenizer, vocab, merges, *measured)
     print(f"Report: {make_released_report(options.dir, options.out, chosen)}")
     return 0
 
@@ -339,17 +324,18 @@ def _worker(options: argparse.Namespace) -> int:
     return run_task(suite, options.stage, tasks[options.index], launcher)
 
 
-_COMMANDS = {
-    "plan": _plan,
-    "run": _run,
-    "submit": _submit,
-    "status": _status,
-    "logs": _logs,
-    "released": _released,
-    "report": _report,
-    "keep": _keep,
-    "worker": _worker,
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
+    "plan": (_plan, "show the runs and what they cost; --write writes the configs"),
+    "run": (_run, "run locally; finished runs are skipped, stopped ones continue"),
+    "submit": (_submit, "submit to Slurm as array jobs"),
+    "status": (_status, "a table of all runs, from their directories and squeue"),
+    "logs": (_logs, "the end of a run's log; without a name, of all that failed"),
+    "report": (_report, "tables and figures of what is finished"),
+    "keep": (_keep, "copy the results of finished runs, without checkpoints"),
+    "worker": (_worker, ""),
+    "released": (_released, "figures and perplexities of the official release's checkpoints"),
 }
+"""What does it, and what it says of itself; Slurm's jobs call the worker, nobody else."""
 
 
 if __name__ == "__main__":

@@ -8,69 +8,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from megatron.evaluation.results_schema import PositionEntry
-from megatron.paper.run_results import ALPHA, Cell, ResultSet, RunResults, compare_paired
-from megatron.paper.suite_file import Contrast, Rounding
+from megatron.paper.run_results import (
+    ALPHA,
+    FEWEST_SEEDS,
+    Cell,
+    PairedTest,
+    ResultSet,
+    RunResults,
+    by_length,
+    compare_paired,
+)
+from megatron.paper.suite_file import Contrast
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 
-FEWEST_SEEDS = 3
 
-
-@dataclass(frozen=True)
-class Difference:
-    """Of logarithms of perplexities (nats per token), first minus second."""
-
-    nats: float
-    p_value: float | None
-    seeds: int
-
-    @property
-    def settled(self) -> bool:
-        return is_settled(self.p_value, self.seeds)
-
-    @property
-    def percent(self) -> float:
-        return 100 * math.expm1(self.nats)
-
-
-def is_settled(p_value: float | None, seeds: int) -> bool:
-    """Whether a difference counts; with two seeds a small p is easily luck."""
-    return seeds >= FEWEST_SEEDS and p_value is not None and p_value < ALPHA
-
-
-def kind_of(item: RunResults) -> str:
-    """MODEL.DATA.METHOD, as suite files write it."""
-    return f"{item.run.model}.{item.run.data}.{item.run.method}"
+def runs_of_kind(results: ResultSet, kind: str) -> list[RunResults]:
+    """`kind` is MODEL.DATA.METHOD, as suite files write it."""
+    return [item for item in results.runs if item.run.name == f"{kind}.{item.run.seed}"]
 
 
 def perplexities(results: ResultSet, kind: str, split: str) -> dict[int, dict[int, float]]:
     """Length -> seed -> perplexity of one kind of runs."""
     plain, _, variant = kind.partition("@")
-    found: dict[int, dict[int, float]] = {}
-    for item in results.runs:
-        if kind_of(item) != plain:
-            continue
-        values = item.variants.get(variant, {}) if variant else item.perplexity
-        for (own_split, length), value in values.items():
-            if own_split == split:
-                found.setdefault(length, {})[item.run.seed] = value
-    return found
+    return by_length(
+        (length, item.run.seed, value)
+        for item in runs_of_kind(results, plain)
+        for (own, length), value in (
+            item.variants.get(variant, {}) if variant else item.perplexity
+        ).items()
+        if own == split
+    )
 
 
-def difference(first: Mapping[int, float], second: Mapping[int, float]) -> Difference | None:
-    """Of two kinds' perplexities by seed; None without a seed that both have."""
-    logs = [{seed: math.log(value) for seed, value in own.items()} for own in (first, second)]
-    return _paired(logs[0], logs[1])
-
-
-def _paired(first: Mapping[int, float], second: Mapping[int, float]) -> Difference | None:
-    common = sorted(set(first) & set(second))
-    if not common:
-        return None
-    mean = sum(first[seed] - second[seed] for seed in common) / len(common)
-    return Difference(mean, compare_paired(second, first).p_value, len(common))
+def difference(first: Mapping[int, float], second: Mapping[int, float]) -> PairedTest:
+    """Of two kinds' perplexities by seed, in nats per token."""
+    logs = [{seed: math.log(value) for seed, value in own.items()} for own in (second, first)]
+    return compare_paired(*logs)
 
 
 def loss_from(entry: PositionEntry, start: int) -> float | None:
@@ -84,20 +59,22 @@ def loss_from(entry: PositionEntry, start: int) -> float | None:
     return weighted / total if total else None
 
 
-def beyond_window(results: ResultSet, kind: str, split: str) -> dict[int, Difference]:
-    """By length: loss past the training length, without and with a window of that length."""
-    by_length: dict[int, tuple[dict[int, float], dict[int, float]]] = {}
-    for item in results.runs:
-        if kind_of(item) != kind:
-            continue
-        start = item.run.train_length
-        for found in item.positions:
-            loss = loss_from(found.entry, start) if found.split == split else None
-            if loss is not None and found.entry.window in (None, start):
-                sides = by_length.setdefault(found.entry.length, ({}, {}))
-                sides[found.entry.window is not None][item.run.seed] = loss
-    differences = {n: _paired(*sides) for n, sides in sorted(by_length.items())}
-    return {n: value for n, value in differences.items() if value is not None}
+def beyond_window(
+    own: Sequence[RunResults], windowed: Sequence[RunResults], split: str
+) -> dict[int, PairedTest]:
+    """By length: loss past the training length, against the others' in a window of that length."""
+    losses: dict[bool, list[tuple[int, int, float]]] = {False: [], True: []}
+    for in_window, runs in ((False, own), (True, windowed)):
+        for item in runs:
+            start = item.run.train_length
+            for found in item.positions:
+                if (found.split, found.entry.window) == (split, start if in_window else None):
+                    loss = loss_from(found.entry, start)
+                    if loss is not None:
+                        losses[in_window].append((found.entry.length, item.run.seed, loss))
+    without, within = by_length(losses[False]), by_length(losses[True])
+    tests = {n: compare_paired(within.get(n, {}), found) for n, found in without.items()}
+    return {n: test for n, test in tests.items() if test.seeds}
 
 
 # Tables of such differences.
@@ -124,18 +101,14 @@ def contrast_table(key: str, contrast: Contrast, results: ResultSet, split: str)
     return Table(key, caption, shown)
 
 
-_Rows = list[tuple[str, dict[str, Difference]]]
+_Rows = list[tuple[str, dict[str, PairedTest]]]
 
 
 def _pair_rows(contrast: Contrast, results: ResultSet, split: str) -> _Rows:
     rows: _Rows = []
     for pair in contrast.pairs:
         first, second = (perplexities(results, kind, split) for kind in (pair.first, pair.second))
-        found = {
-            str(n): value
-            for n in sorted(set(first) & set(second))
-            if (value := difference(first[n], second[n])) is not None
-        }
+        found = {str(n): difference(own, second[n]) for n, own in first.items() if n in second}
         rows.append((pair.label, found))
     return rows
 
@@ -143,44 +116,39 @@ def _pair_rows(contrast: Contrast, results: ResultSet, split: str) -> _Rows:
 def _growth_rows(contrast: Contrast, results: ResultSet, split: str) -> _Rows:
     rows: _Rows = []
     for label, kind in contrast.growth.items():
-        by_length = perplexities(results, kind, split)
-        shortest, longest = min(by_length, default=0), max(by_length, default=0)
-        value = difference(by_length[longest], by_length[shortest]) if by_length else None
-        rows.append((label, {f"{longest} against {shortest}": value} if value else {}))
+        found = perplexities(results, kind, split)
+        shortest, longest = min(found, default=0), max(found, default=0)
+        test = difference(found[longest], found[shortest]) if found else PairedTest()
+        rows.append((label, {f"{longest} against {shortest}": test}))
     return rows
 
 
 def _beyond_rows(contrast: Contrast, results: ResultSet, split: str) -> _Rows:
-    return [
-        (label, {str(n): value for n, value in beyond_window(results, kind, split).items()})
-        for label, kind in contrast.beyond.items()
-    ]
+    rows: _Rows = []
+    for label, kind in contrast.beyond.items():
+        runs = runs_of_kind(results, kind)
+        rows.append((label, {str(n): test for n, test in beyond_window(runs, runs, split).items()}))
+    return rows
 
 
 def _block(title: str, rows: _Rows) -> Block | None:
-    measured = [row for row in rows if row[1]]
-    if not measured:
+    heads = list(
+        dict.fromkeys(head for _, tests in rows for head, test in tests.items() if test.seeds)
+    )
+    if not heads:
         return None
-    heads = list(dict.fromkeys(head for _, cells in measured for head in cells))
-    lines = tuple(Row(label, _entries(heads, cells)) for label, cells in rows)
+    lines = tuple(
+        Row(label, tuple(Entry(_cell(tests.get(head, PairedTest()))) for head in heads))
+        for label, tests in rows
+    )
     return Block(title, "", tuple(Column(head) for head in heads), lines)
 
 
-def _entries(heads: Sequence[str], cells: Mapping[str, Difference]) -> tuple[Entry, ...]:
-    return tuple(
-        Entry(difference_cell(cells[head]) if head in cells else Cell(), Rounding.MAGNITUDE, 2)
-        for head in heads
-    )
-
-
-def difference_cell(value: Difference) -> Cell:
+def _cell(test: PairedTest) -> Cell:
     """Printed as it stands; the numbers for the CSV beside it."""
-    p_value = f"p {value.p_value:.2g}" if value.p_value is not None else "one seed"
-    text = f"{value.percent:+.2f}% ({value.seeds}; {p_value})".replace("-", "−")
-    return Cell(
-        value.percent,
-        seeds=value.seeds,
-        bold=value.settled,
-        p_value=value.p_value,
-        words=text,
-    )
+    if test.mean is None:
+        return Cell()
+    percent = 100 * math.expm1(test.mean)
+    p_value = f"p {test.p_value:.2g}" if test.p_value is not None else "one seed"
+    text = f"{percent:+.2f}% ({test.seeds}; {p_value})".replace("-", "−")
+    return Cell(percent, seeds=test.seeds, bold=test.settled, p_value=test.p_value, words=text)

@@ -40,11 +40,13 @@ from megatron.terminal import EXIT_REQUEUE
 class Children:
     """The child processes of this process, for passing signals on."""
 
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to our own."""
     processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
     stopping: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
+    def start(self, command: Sequence[str], log: Path) -> int:
         """Run a command to its end with its output in a log file; the exit code."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -58,7 +60,7 @@ class Children:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment},
+                    env={**os.environ, **self.environment},
                     start_new_session=True,
                 )
                 self.processes.add(process)
@@ -88,18 +90,11 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
         return
 
 
-def prepare_data(
-    children: Children,
-    suite: Suite,
-    run: Run,
-    environment: Mapping[str, str],
-    launcher: Launcher | None = None,
-) -> None:
+def prepare_data(children: Children, launcher: Launcher, suite: Suite, run: Run) -> None:
     """A run's data, with its tokenizer; prepare_data.py decides itself what is up to date."""
-    launcher = launcher or Launcher()
     source, log = suite.file.data[run.data], data_log(suite, run.data)
     command = prepare_command(source, suite.data_root, run.config, launcher.python)
-    code = children.start([*launcher.container, *command], log, environment)
+    code = children.start([*launcher.container, *command], log)
     if code != 0 and not children.stopping:
         raise ReproduceError(
             f"preparing {source.name} failed with exit code {code}; the last lines of {log}:\n"
@@ -123,8 +118,6 @@ def execute_run(
     children: Children,
     launcher: Launcher,
     run: Run,
-    environment: Mapping[str, str],
-    *,
     only_steps: Callable[[Step], bool] = lambda step: True,
 ) -> RunState:
     """All unfinished steps in order; the state is on disk at every moment."""
@@ -138,7 +131,7 @@ def execute_run(
                 if step.name in done_steps(run):
                     continue
                 command = step_command(launcher, run, step)
-                state = _execute_step(children, run, step, command, environment, state.seconds)
+                state = _execute_step(children, run, step, command, state.seconds)
                 if state.state != State.RUNNING:
                     return state
             end = State.DONE if is_finished(run) else State.PENDING
@@ -150,18 +143,13 @@ def execute_run(
 
 
 def _execute_step(
-    children: Children,
-    run: Run,
-    step: Step,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    spent: float,
+    children: Children, run: Run, step: Step, command: Sequence[str], spent: float
 ) -> RunState:
     """`spent` seconds went into the run before; the state is left as running if all went well."""
     here = (os.getpid(), socket.gethostname())
     write_state(run.directory, RunState(State.RUNNING, step.name, None, spent, *here))
     start = time.monotonic()
-    code = children.start(command, log_path(run, step.name), environment)
+    code = children.start(command, log_path(run, step.name))
     seconds = time.monotonic() - start
     if code == 0:
         mark_done(run, step, seconds)

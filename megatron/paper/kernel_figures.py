@@ -25,6 +25,39 @@ FloatArray = NDArray[np.float64]
 _PLOTTED = ("kerple_log", "kerple_power", "kerple_log3", "kerple_bias_wht", "alibi")
 _LOWEST_BIAS = -8.0
 _EFFECTIVE_MAX_DISTANCE = 20480
+_KernelLine = tuple[str, Mapping[str, list[float]], str, str, str]
+"""Method, learned values, label, colour and dashes."""
+_EFFECTIVE_ALIBI: _KernelLine = ("alibi", {}, "ALiBi (any data)", "#888888", "--")
+
+
+_KERNEL_CAPTION = (
+    "One line per head of the first seed, flattest darkest, cut at −8. Dashed: the bias of −2, "
+    "below which a token hardly counts. Dotted: training length."
+)
+_WHOLE_CAPTION = (
+    "As in the paper: linear axes, nothing cut off. Where power has an exponent near 2, a far "
+    "token gets a bias that nothing else in a score makes up for; log's stays within reach."
+)
+_EFFECTIVE_CAPTION = (
+    "A head's effective length is the first distance with a bias below −2. The slower a curve "
+    "rises, the farther the model looks."
+)
+
+
+def kernel_plots(results: ResultSet, data: Sequence[DataSet], heads: int) -> Iterator[style.Plot]:
+    """All that there is to see of trained kernels."""
+    reach = 32 * max((results.train_length(item.name) or 0) for item in data)
+    functions = kernel_functions(results, data, heads, reach)
+    yield style.Plot("kernels", "Kernel functions per head", _KERNEL_CAPTION, functions)
+    whole = kernels_on_paper_axes(results, data, heads, reach)
+    yield style.Plot("kernels_whole", "The same on the paper's axes", _WHOLE_CAPTION, whole)
+    paths = kernels_over_training(results, data)
+    caption = "A line per head, first seed."
+    yield style.Plot("kernel_paths", "Kernels over training", caption, paths)
+    counts = effective_lengths(results, data, heads)
+    yield style.Plot("effective_length", "Heads by effective length", _EFFECTIVE_CAPTION, counts)
+    learned = learned_parameters(results, data)
+    yield style.Plot("parameters", "Learned r1 and r2", "One point per head and seed.", learned)
 
 
 def first_kernel(results: ResultSet, data: str, name: str) -> Mapping[str, list[float]] | None:
@@ -66,6 +99,7 @@ def kernels_on_paper_axes(
     return _kernel_grid(results, data, names, heads, max_distance, draw, sharey=False)
 
 
+@style.figure_style()
 def _kernel_grid(
     results: ResultSet,
     data: Sequence[DataSet],
@@ -87,37 +121,31 @@ def _kernel_grid(
     names = [name for name in candidates if any(key[1] == name for key in found)]
     if not rows:
         return None
-    with style.figure_style():
-        figure = style.new_figure(len(names), len(rows), width=3.9, height=3.2)
-        grid = figure.subplots(len(rows), len(names), squeeze=False, sharey=sharey)
-        for (row, item), (column, name) in product(enumerate(rows), enumerate(names)):
-            axes, kernel = grid[row][column], found.get((item.name, name))
-            bias = None if kernel is None else kernel_bias(name, kernel, heads, max_distance + 1)
-            title = f"{label_of(name)}: {item.title}"
-            style.finish_axes(axes, title=title, xlabel="distance |m − n| (tokens)", ylabel="bias")
-            axes.title.set_fontsize(10.5)
-            if bias is None:
-                axes.text(0.5, 0.5, "—", transform=axes.transAxes, ha="center", fontsize=20)
-                continue
-            draw(axes, bias)
-            style.mark_train_length(axes, results.train_length(item.name), below=True)
+    figure, grid = style.new_panels(len(names), len(rows), width=3.9, height=3.2, sharey=sharey)
+    for (row, item), (column, name) in product(enumerate(rows), enumerate(names)):
+        axes, kernel = grid[row][column], found.get((item.name, name))
+        bias = None if kernel is None else kernel_bias(name, kernel, heads, max_distance + 1)
+        title = f"{label_of(name)}: {item.title}"
+        style.finish_axes(axes, title=title, xlabel="distance |m − n| (tokens)", ylabel="bias")
+        axes.title.set_fontsize(10.5)
+        if bias is None:
+            axes.text(0.5, 0.5, "—", transform=axes.transAxes, ha="center", fontsize=20)
+            continue
+        draw(axes, bias)
+        style.mark_train_length(axes, results.train_length(item.name), below=True)
     return figure
 
 
 def _by_reach(bias: FloatArray) -> Iterator[tuple[FloatArray, tuple[float, float, float]]]:
-    """Each head's curve with its colour, the flattest darkest."""
+    """Each head's curve with its colour, the flattest darkest: blues, readable in grey too."""
+    strong, pale = np.array([0.0, 0.27, 0.55]), np.array([0.74, 0.86, 0.95])
     order = np.argsort(-bias[:, -1])
     for tone, head in zip(np.linspace(0.0, 0.85, len(order)), order, strict=True):
-        yield bias[head], shade(float(tone))
+        red, green, blue = (strong + (pale - strong) * tone).tolist()
+        yield bias[head], (red, green, blue)
 
 
-def shade(position: float) -> tuple[float, float, float]:
-    """From strong blue (flattest head) to pale blue (steepest), readable in grey too."""
-    start, end = np.array([0.0, 0.27, 0.55]), np.array([0.74, 0.86, 0.95])
-    red, green, blue = start + (end - start) * position
-    return float(red), float(green), float(blue)
-
-
+@style.figure_style()
 def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -> Figure | None:
     """Number of heads with effective length <= distance: the paper's Figure on cut-offs."""
     names = [
@@ -127,46 +155,34 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
     ]
     if not names:
         return None
-    with style.figure_style():
-        figure = style.new_figure(len(names))
-        grid = figure.subplots(1, len(names), squeeze=False, sharey=True)
-        for axes, name in zip(grid[0], names, strict=True):
-            for index, item in enumerate(data):
-                kernel = first_kernel(results, item.name, name)
-                if kernel is not None:
-                    color, _ = style.data_color(index)
-                    _effective_line(axes, name, kernel, heads, item.title, color, "-")
-            _effective_line(axes, "alibi", {}, heads, "ALiBi (any data)", "#888888", "--")
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            style.finish_axes(
-                axes,
-                title=label_of(name),
-                xlabel="distance d = |m − n| (tokens)",
-                ylabel="heads (effective length ≤ d)",
-            )
-        style.figure_legend(figure, grid[0])
+    figure, grid = style.new_panels(len(names), sharey=True)
+    for axes, name in zip(grid[0], names, strict=True):
+        found = [(item, first_kernel(results, item.name, name)) for item in data]
+        lines: list[_KernelLine] = [
+            (name, kernel, item.title, style.data_color(index)[0], "-")
+            for index, (item, kernel) in enumerate(found)
+            if kernel is not None
+        ]
+        for method, kernel, label, color, dashes in [*lines, _EFFECTIVE_ALIBI]:
+            bias = kernel_bias(method, kernel, heads, _EFFECTIVE_MAX_DISTANCE + 1)
+            if bias is not None:
+                reach = effective_length(torch.from_numpy(bias), _EFFECTIVE_MAX_DISTANCE)
+                counts = heads_within(reach, _EFFECTIVE_MAX_DISTANCE).numpy()[1:]
+                axes.step(np.arange(1, len(counts) + 1), counts, where="post", label=label,
+                          color=color, linestyle=dashes)  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        style.finish_axes(
+            axes,
+            title=label_of(name),
+            xlabel="distance d = |m − n| (tokens)",
+            ylabel="heads (effective length ≤ d)",
+        )
+    style.figure_legend(figure, grid[0])
     return figure
 
 
-def _effective_line(
-    axes: Axes,
-    name: str,
-    values: Mapping[str, list[float]],
-    heads: int,
-    label: str,
-    color: str,
-    dashes: str,
-) -> None:
-    bias = kernel_bias(name, values, heads, _EFFECTIVE_MAX_DISTANCE + 1)
-    if bias is None:
-        return
-    lengths = effective_length(torch.from_numpy(bias), _EFFECTIVE_MAX_DISTANCE)
-    counts = heads_within(lengths, _EFFECTIVE_MAX_DISTANCE).numpy()
-    distances = np.arange(len(counts))
-    axes.step(distances[1:], counts[1:], where="post", label=label, color=color, linestyle=dashes)
-
-
+@style.figure_style()
 def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | None:
     """r1 against r2, one point per head and seed."""
     names = [
@@ -178,40 +194,39 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
     ]
     if not names:
         return None
-    with style.figure_style():
-        figure = style.new_figure(len(names))
-        grid = figure.subplots(1, len(names), squeeze=False)
-        for axes, name in zip(grid[0], names, strict=True):
-            for index, item in enumerate(data):
-                color, marker = style.data_color(index)
-                kernels = [run.kernel for run in results.of(item.name, name) if run.kernel]
-                first = [value for kernel in kernels for value in kernel["r1"]]
-                second = [value for kernel in kernels for value in kernel["r2"]]
-                if first:
-                    axes.scatter(
-                        first,
-                        second,
-                        s=42,
-                        color=color,
-                        marker=marker,
-                        alpha=0.75,
-                        edgecolors="white",
-                        linewidths=0.6,
-                        label=item.title,
-                    )
-            meaning = "exponent r₂" if name == "kerple_power" else "inner scale r₂"
-            style.finish_axes(axes, title=label_of(name), xlabel="scale r₁", ylabel=meaning)
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-            style.plain_log_axis(axes.xaxis)
-            style.plain_log_axis(axes.yaxis)
-        style.figure_legend(figure, grid[0])
+    figure, grid = style.new_panels(len(names))
+    for axes, name in zip(grid[0], names, strict=True):
+        for index, item in enumerate(data):
+            color, marker = style.data_color(index)
+            kernels = [run.kernel for run in results.of(item.name, name) if run.kernel]
+            first = [value for kernel in kernels for value in kernel["r1"]]
+            second = [value for kernel in kernels for value in kernel["r2"]]
+            if first:
+                axes.scatter(
+                    first,
+                    second,
+                    s=42,
+                    color=color,
+                    marker=marker,
+                    alpha=0.75,
+                    edgecolors="white",
+                    linewidths=0.6,
+                    label=item.title,
+                )
+        meaning = "exponent r₂" if name == "kerple_power" else "inner scale r₂"
+        style.finish_axes(axes, title=label_of(name), xlabel="scale r₁", ylabel=meaning)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        style.plain_log_axis(axes.xaxis)
+        style.plain_log_axis(axes.yaxis)
+    style.figure_legend(figure, grid[0])
     return figure
 
 
 _PATH_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
+@style.figure_style()
 def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure | None:
     """Learned parameters against step, a line per head (first seed): did they leave their draws?"""
     shown = [
@@ -224,24 +239,22 @@ def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure
     if not shown:
         return None
     columns = max(len(run.kernel) for _, _, run in shown)
-    with style.figure_style():
-        figure = style.new_figure(columns, len(shown), width=4.4, height=2.9)
-        grid = figure.subplots(len(shown), columns, squeeze=False)
-        for row, (item, name, run) in zip(grid, shown, strict=True):
-            steps = [step for step, _ in run.kernel_path]
-            for axes, parameter, color in zip(row, run.kernel, _PATH_COLORS, strict=False):
-                heads = np.array([values[parameter] for _, values in run.kernel_path]).T
-                for head in heads:
-                    axes.plot(steps, head, color=color, linewidth=1.5)
-                axes.set_xlim(0, steps[-1])
-                title = f"{label_of(name)}: {item.title}"
-                style.finish_axes(axes, title=title, xlabel="step", ylabel=parameter)
-                axes.title.set_fontsize(10.5)
-                ends = [float(head[-1]) for head in heads]
-                style.direct_labels(
-                    axes,
-                    [style.EndLabel(f"head {i + 1}", color, end) for i, end in enumerate(ends)],
-                )
+    figure, grid = style.new_panels(columns, len(shown), width=4.4, height=2.9)
+    for row, (item, name, run) in zip(grid, shown, strict=True):
+        steps = [step for step, _ in run.kernel_path]
+        for axes, parameter, color in zip(row, run.kernel, _PATH_COLORS, strict=False):
+            heads = np.array([values[parameter] for _, values in run.kernel_path]).T
+            for head in heads:
+                axes.plot(steps, head, color=color, linewidth=1.5)
+            axes.set_xlim(0, steps[-1])
+            title = f"{label_of(name)}: {item.title}"
+            style.finish_axes(axes, title=title, xlabel="step", ylabel=parameter)
+            axes.title.set_fontsize(10.5)
+            ends = [float(head[-1]) for head in heads]
+            style.direct_labels(
+                axes,
+                [style.EndLabel(f"head {i + 1}", color, end) for i, end in enumerate(ends)],
+            )
     return figure
 
 
@@ -271,40 +284,36 @@ def kernel_bias(
 
 
 _TRAINED, _TESTED = 3, 4
-_COLORS = {"content": "#DCE9F5", "kernel": "#FBE3CC", "sum": "#DDEFE3"}
 
 
+@style.figure_style()
 def framework_illustration() -> Figure:
     """Figure 1: scores plus the kernel of the distance; the last row is only met after training.
 
     Three learned numbers per head (3-para-log), whatever the length: a longer sequence needs no
     new parameters, only larger distances.
     """
-    with style.figure_style():
-        figure = style.new_figure(3, width=2.9, height=4.3)
-        panels = figure.subplots(1, 3)
-        _matrix(panels[0], "content", lambda m, n: f"$q_{m}^\\top k_{n}$")
-        _matrix(panels[1], "kernel", lambda m, n: f"$\\tilde k({m - n})$")
-        _matrix(panels[2], "sum", lambda m, n: f"$a_{{{m},{n}}}$")
-        panels[0].set_title("what the tokens say", loc="center")
-        panels[1].set_title("how far apart they are", loc="center")
-        panels[2].set_title("attention", loc="center")
-        for axes, sign in ((panels[0], "+"), (panels[1], "→")):
-            axes.text(
-                1.12, 0.5, sign, transform=axes.transAxes, fontsize=24, ha="center", va="center"
-            )
-        panels[0].set_xlabel(
-            "a row per query, a column per key;\ndashed: only met after training at 3", labelpad=8
-        )
-        panels[1].set_xlabel(
-            r"$\tilde k(d) = -r_1\,\log(1 + r_2\,d^{\,r_3})$" "\nthree numbers per head, learned",
-            labelpad=8,
-        )
-        panels[2].set_xlabel("softmax of each row,\nwhich needs no constant added", labelpad=8)
+    parts: tuple[tuple[str, str, str, Callable[[int, int], str]], ...] = (
+        ("#DCE9F5", "what the tokens say",
+         "a row per query, a column per key;\ndashed: only met after training at 3",
+         lambda m, n: f"$q_{m}^\\top k_{n}$"),
+        ("#FBE3CC", "how far apart they are",
+         "$\\tilde k(d) = -r_1\\,\\log(1 + r_2\\,d^{\\,r_3})$\nthree numbers per head, learned",
+         lambda m, n: f"$\\tilde k({m - n})$"),
+        ("#DDEFE3", "attention", "softmax of each row,\nwhich needs no constant added",
+         lambda m, n: f"$a_{{{m},{n}}}$"),
+    )  # fmt: skip
+    figure, grid = style.new_panels(3, width=2.9, height=4.3)
+    for axes, (color, title, below, text) in zip(grid[0], parts, strict=True):
+        _matrix(axes, color, text)
+        axes.set_title(title, loc="center")
+        axes.set_xlabel(below, labelpad=8)
+    for axes, sign in zip(grid[0], "+→", strict=False):
+        axes.text(1.12, 0.5, sign, transform=axes.transAxes, fontsize=24, ha="center", va="center")
     return figure
 
 
-def _matrix(axes: Axes, kind: str, text: Callable[[int, int], str]) -> None:
+def _matrix(axes: Axes, color: str, text: Callable[[int, int], str]) -> None:
     """A lower triangle of squares; rows beyond the training length are dashed."""
     for m in range(1, _TESTED + 1):
         for n in range(1, m + 1):
@@ -314,7 +323,7 @@ def _matrix(axes: Axes, kind: str, text: Callable[[int, int], str]) -> None:
                     (n - 1 + 0.05, m - 1 + 0.05),
                     0.9,
                     0.9,
-                    facecolor="white" if beyond else _COLORS[kind],
+                    facecolor="white" if beyond else color,
                     edgecolor="#666666",
                     linestyle="--" if beyond else "-",
                     linewidth=1.2,

@@ -46,12 +46,11 @@ class _Work:
 
     def __init__(self, suite: Suite, jobs: int, live: LiveLines) -> None:
         self._suite, self._jobs, self._live = suite, jobs, live
-        self._children = Children()
+        # Share the cores between the runs, unless the user has decided.
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+        self._children = Children({} if "OMP_NUM_THREADS" in os.environ else threads)
         self._outcomes: dict[str, RunState] = {}
         self._active: dict[str, Run] = {}
-        self._environment: dict[str, str] = {}
-        if "OMP_NUM_THREADS" not in os.environ:  # otherwise the user has decided
-            self._environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
 
     def choose(self, retry_failed: bool, restart_changed: bool) -> list[Run]:
         """Runs to do; writes every config, and notes what earlier attempts left as failed."""
@@ -98,7 +97,7 @@ class _Work:
             if users and not self._children.stopping:
                 place = source.prefix(self._suite.data_root)
                 self._live.say(f"data: {source.title} ({place})")
-                prepare_data(self._children, self._suite, users[0], self._environment)
+                prepare_data(self._children, Launcher(), self._suite, users[0])
 
     def execute(self, todo: Sequence[Run]) -> None:
         started = time.monotonic()
@@ -119,7 +118,7 @@ class _Work:
             return
         self._active[run.name] = run
         try:
-            outcome = execute_run(self._children, Launcher(), run, self._environment)
+            outcome = execute_run(self._children, Launcher(), run)
         except (ReproduceError, OSError) as error:
             self._live.say(f"{run.name}: {error}")
             outcome = RunState(State.FAILED, "start")

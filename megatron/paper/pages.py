@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -14,6 +14,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
 
+from megatron.atomic_files import write_text
 from megatron.evaluation.results_schema import text_table
 from megatron.paper.claims import Finding
 from megatron.paper.style import PlotFile
@@ -52,7 +53,7 @@ class Listing:
 
     title: str
     about: str
-    items: tuple[str, ...]
+    items: list[str]
 
 
 @dataclass
@@ -164,26 +165,28 @@ def to_csv(table: Table) -> str:
     for block in table.blocks:
         for row in block.rows:
             for column, entry in zip(block.columns, row.entries, strict=True):
-                place = [table.key, block.title, column.group, column.label, row.label]
-                writer.writerow([*place, *_csv_values(entry)])
+                cell, paper = entry.cell, entry.published
+                line: list[object] = [table.key, block.title, column.group, column.label, row.label]
+                line += [cell.mean, cell.std, cell.seeds, int(cell.bold), int(cell.dagger)]
+                line += [cell.p_value, cell.note or ("" if cell.present else "missing")]
+                if paper is None or paper.mean is None:
+                    writer.writerow([*line, None, None, None])
+                else:
+                    writer.writerow([*line, paper.mean, paper.std, int(paper.dagger)])
     return out.getvalue()
 
 
-def _csv_values(entry: Entry) -> list[object]:
-    cell, paper = entry.cell, entry.published
-    blank = ""
-    values: list[object] = [
-        blank if cell.mean is None else repr(cell.mean),
-        blank if cell.std is None else repr(cell.std),
-        cell.seeds,
-        int(cell.bold),
-        int(cell.dagger),
-        blank if cell.p_value is None else repr(cell.p_value),
-        cell.note or (blank if cell.present else "missing"),
-    ]
-    if paper is None or paper.mean is None:
-        return [*values, blank, blank, blank]
-    return [*values, paper.mean, blank if paper.std is None else paper.std, int(paper.dagger)]
+def write_tables(tables: Iterable[Table], directory: Path) -> None:
+    """Each in every format; an interrupted report leaves the old ones in place."""
+    for table in tables:
+        for suffix, render in (("md", to_markdown), ("tex", to_latex), ("csv", to_csv)):
+            write_text(directory / f"{table.key}.{suffix}", render(table), parents=True)
+
+
+def write_page(page: Page, directory: Path) -> None:
+    """report.html and report.md."""
+    write_text(directory / "report.html", page_html(page), parents=True)
+    write_text(directory / "report.md", page_markdown(page))
 
 
 # Pieces that several formats share.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,6 +21,7 @@ from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet, Positionwise
 
 FloatArray = NDArray[np.float64]
+_POSITION = "position in the sequence (tokens)"
 BINS = 64
 SMOOTHING = 5
 """Bins that the drawn line averages; the bins themselves stay visible behind it."""
@@ -36,9 +38,12 @@ class _Line:
 
     @property
     def label(self) -> str:
-        return (
-            f"{label_of(self.name)}, windowed@{self.window}" if self.window else label_of(self.name)
-        )
+        return label_of(self.name) + (f", windowed@{self.window}" if self.window else "")
+
+    @property
+    def style(self) -> dict[str, Any]:
+        dashes = (0, (4, 2)) if self.window else "-"
+        return {"color": line_style(self.name).color, "linestyle": dashes}
 
 
 def binned(losses: Sequence[float], bins: int = BINS) -> tuple[FloatArray, FloatArray]:
@@ -55,6 +60,7 @@ def smoothed(values: FloatArray, width: int = SMOOTHING) -> FloatArray:
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
 
+@look.figure_style()
 def positionwise_perplexity(
     results: ResultSet, split: str, data: DataSet, entries: Sequence[Positionwise]
 ) -> Figure | None:
@@ -68,20 +74,12 @@ def positionwise_perplexity(
     if not panels:
         return None
     compared = any(_reference(lines) for lines in panels.values())
-    with look.figure_style():
-        figure = look.new_figure(len(panels), 2 if compared else 1, width=6.2, height=3.6)
-        grid = figure.subplots(2 if compared else 1, len(panels), squeeze=False)
-        for column, (length, lines) in enumerate(panels.items()):
-            train_length = results.train_length(data.name)
-            _panel(grid[0][column], lines, length, train_length)
-            look.finish_axes(
-                grid[0][column],
-                title=f"{data.title}, length {length:,}",
-                xlabel="position in the sequence (tokens)",
-                ylabel="perplexity",
-            )
-            if compared:
-                _difference_panel(grid[1][column], lines, length, train_length)
+    figure, grid = look.new_panels(len(panels), 2 if compared else 1, width=6.2, height=3.6)
+    for column, (length, lines) in enumerate(panels.items()):
+        train_length = results.train_length(data.name)
+        _panel(grid[0][column], lines, length, train_length, f"{data.title}, length {length:,}")
+        if compared:
+            _difference_panel(grid[1][column], lines, length, train_length)
     return figure
 
 
@@ -100,38 +98,21 @@ def _difference_panel(
         return
     labels = []
     for line in lines:
-        if line is reference or line.losses.shape[1] != BINS:
-            continue
-        style = line_style(line.name)
-        dashes = (0, (4, 2)) if line.window else "-"
         # Each seed has its own texts, whose ups and downs are far larger than any difference.
         common = [seed for seed in line.seeds if seed in reference.seeds]
-        if not common:
+        if line is reference or line.losses.shape[1] != BINS or not common:
             continue
         rows = [[own.seeds.index(seed) for seed in common] for own in (line, reference)]
-        apart = line.losses[rows[0]] - reference.losses[rows[1]]
-        seeds = len(common)
-        fine = smoothed(apart.mean(axis=0))
-        axes.plot(line.middles, fine, color=style.color, linestyle=dashes)
-        if seeds > 1:
-            error = smoothed(apart.std(axis=0, ddof=1) / math.sqrt(seeds))
-            axes.fill_between(
-                line.middles, fine - error, fine + error, color=style.color, alpha=0.15, linewidth=0
-            )
-        labels.append(look.EndLabel(line.label, style.color, float(fine[-1])))
-    axes.axhline(0.0, color=line_style(reference.name).color, linestyle=(0, (4, 2)), linewidth=1.2)
+        fine, error = _mean_and_error(line.losses[rows[0]] - reference.losses[rows[1]])
+        spread = None if error is None else (fine - error, fine + error)
+        look.line_with_spread(axes, line.middles, fine, spread, **line.style)
+        labels.append(look.EndLabel(line.label, line.style["color"], float(fine[-1])))
+    axes.axhline(0.0, **reference.style, linewidth=1.2)
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, -0.25), min(high, 0.25))
-    axes.set_xlim(0, length)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    look.mark_train_length(axes, train_length)
-    look.direct_labels(axes, labels)
-    look.finish_axes(
-        axes,
-        title=f"the same, against {reference.label}",
-        xlabel="position in the sequence (tokens)",
-        ylabel="difference of the loss (nats)",
-    )
+    _finish(axes, length, train_length, labels)
+    title = f"the same, against {reference.label}"
+    look.finish_axes(axes, title=title, xlabel=_POSITION, ylabel="difference of the loss (nats)")
 
 
 def _line(name: str, window: int | None, found: Mapping[int, PositionEntry]) -> _Line:
@@ -153,32 +134,38 @@ def _line(name: str, window: int | None, found: Mapping[int, PositionEntry]) -> 
     return _Line(name, window, middles, losses, tuple(same))
 
 
-def _panel(axes: Axes, lines: Sequence[_Line], length: int, train_length: int | None) -> None:
+def _panel(
+    axes: Axes, lines: Sequence[_Line], length: int, train_length: int | None, title: str
+) -> None:
     labels = []
     most = max(len(line.seeds) for line in lines)
     for line in lines:
-        style = line_style(line.name)
-        dashes = (0, (4, 2)) if line.window else "-"
-        losses = line.losses.mean(axis=0)
-        fine = smoothed(losses) if len(losses) == BINS else losses
-        axes.plot(line.middles, _ppl(losses), color=style.color, linewidth=0.7, alpha=0.35)
-        axes.plot(line.middles, _ppl(fine), color=style.color, linestyle=dashes, label=line.label)
-        if len(line.losses) > 1:
-            # Each seed has its own texts, so that this is the spread of both.
-            error = line.losses.std(axis=0, ddof=1) / math.sqrt(len(line.losses))
-            wide = smoothed(error) if len(losses) == BINS else error
-            axes.fill_between(
-                line.middles,
-                _ppl(fine - wide),
-                _ppl(fine + wide),
-                color=style.color,
-                alpha=0.15,
-                linewidth=0,
-            )
+        color = line.style["color"]
+        axes.plot(line.middles, _ppl(line.losses.mean(axis=0)), color=color, lw=0.7, alpha=0.35)
+        # Each seed has its own texts, so that the error is the spread of both.
+        fine, error = _mean_and_error(line.losses)
+        spread = None if error is None else (_ppl(fine - error), _ppl(fine + error))
+        look.line_with_spread(
+            axes, line.middles, _ppl(fine), spread, label=line.label, **line.style
+        )
         fewer = f" ({len(line.seeds)} of {most} seeds)" if len(line.seeds) < most else ""
-        labels.append(look.EndLabel(line.label + fewer, style.color, float(_ppl(fine)[-1])))
-    axes.set_xlim(0, length)
+        labels.append(look.EndLabel(line.label + fewer, color, float(_ppl(fine)[-1])))
     axes.set_ylim(*_frame(lines))
+    _finish(axes, length, train_length, labels)
+    look.finish_axes(axes, title=title, xlabel=_POSITION, ylabel="perplexity")
+
+
+def _mean_and_error(losses: FloatArray) -> tuple[FloatArray, FloatArray | None]:
+    """Over seeds, smoothed; the buckets of older versions are wide as they are."""
+    smooth = smoothed if losses.shape[1] == BINS else np.asarray
+    error = losses.std(axis=0, ddof=1) / math.sqrt(len(losses)) if len(losses) > 1 else None
+    return smooth(losses.mean(axis=0)), None if error is None else smooth(error)
+
+
+def _finish(
+    axes: Axes, length: int, train_length: int | None, labels: Sequence[look.EndLabel]
+) -> None:
+    axes.set_xlim(0, length)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     look.mark_train_length(axes, train_length)
     look.direct_labels(axes, labels)

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.atomic_files import write_text
 from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import Result, read_result
 from megatron.neox_arguments.catalogue import canonical_method, label_of
-from megatron.paper.pages import Chapter, Page, page_html, page_markdown, to_csv, to_latex, to_text
+from megatron.paper.pages import Chapter, Page, to_text, write_page, write_tables
 from megatron.paper.run_results import Cell, ResultSet, RunResults
 from megatron.paper.suite import Run
-from megatron.paper.suite_file import DataSet, Rounding
+from megatron.paper.suite_file import DataSet
 from megatron.paper.tables import DATA_TITLES, Block, Column, Entry, Row, Table
 
 if TYPE_CHECKING:
@@ -46,9 +45,8 @@ class ReleasedOptions:
 
 @dataclass(frozen=True)
 class Released:
-    """One checkpoint: where it is, what it was trained on, and its kernel."""
+    """One checkpoint: its config, where it is and what it was trained on, and its kernel."""
 
-    folder: Path
     args: NeoXArgs
     found: RunResults
 
@@ -65,7 +63,9 @@ def find_released(directory: Path) -> list[Released]:
     if not directory.is_dir():
         raise ReproduceError(f"--dir {directory}: no such directory")
     released = []
-    for folder in _checkpoint_folders(directory):
+    places = ["*/" * depth + "latest" for depth in range(_DEPTH + 1)]
+    latest = [path for place in places for path in directory.glob(place) if path.is_file()]
+    for folder in sorted(path.parent for path in latest):
         checkpoint = read_checkpoint(folder)
         config = checkpoint.args.to_dict()
         named = _FOLDER.search(folder.name)
@@ -73,25 +73,17 @@ def find_released(directory: Path) -> list[Released]:
         data = named["data"] if named else folder.name
         seed = int(named["seed"]) if named else int(config.get("seed") or 0)
         config["train_iters"] = checkpoint.iteration
-        run = Run(folder.name, "released", data, method, seed, 1, config)
+        run = Run(folder.name, "released", data, method, seed, 1, config, folder)
         kernels = kernel_of(checkpoint)
         values = kernels[0]["values"] if kernels else {}
         results = RunResults(run, kernel=values, last_step=checkpoint.iteration)
-        released.append(Released(folder, checkpoint.args, results))
+        released.append(Released(checkpoint.args, results))
     if not released:
         raise ReproduceError(
             f"--dir {directory}: no checkpoint there. Unpack the archives of the official release "
             "into it: folders such as kerple_log_github_1235_checkpoints, with `latest` inside"
         )
     return sorted(released, key=lambda item: (item.run.data, item.run.method, item.run.name))
-
-
-def _checkpoint_folders(directory: Path) -> list[Path]:
-    found = [directory] if (directory / "latest").is_file() else []
-    for depth in range(1, _DEPTH + 1):
-        pattern = "/".join(["*"] * depth)
-        found += [path for path in directory.glob(pattern) if (path / "latest").is_file()]
-    return sorted(found)
 
 
 def make_released_report(directory: Path, out: Path, options: ReleasedOptions) -> Path:
@@ -106,12 +98,9 @@ def make_released_report(directory: Path, out: Path, options: ReleasedOptions) -
     if options.text:
         table = _perplexity_table(released, out, options)
         page.chapters.insert(0, Chapter("Perplexity by length", tables=[table]))
-        for suffix, render in (("csv", to_csv), ("tex", to_latex), ("md", to_text)):
-            place = out / "tables" / f"{table.key}.{suffix}"
-            write_text(place, render(table), parents=True)
+        write_tables([table], out / "tables")
         print(f"\n{to_text(table)}", end="")
-    write_text(out / "report.html", page_html(page), parents=True)
-    write_text(out / "report.md", page_markdown(page))
+    write_page(page, out)
     return out / "report.html"
 
 
@@ -126,31 +115,13 @@ def _data_sets(released: Sequence[Released]) -> list[DataSet]:
 
 
 def _figures(released: Sequence[Released], out: Path) -> Chapter:
-    from megatron.paper.kernel_figures import (
-        effective_lengths,
-        kernel_functions,
-        learned_parameters,
-    )
-    from megatron.paper.report import EFFECTIVE_CAPTION, KERNEL_CAPTION
-    from megatron.paper.style import save_figure
+    from megatron.paper.kernel_figures import kernel_plots
+    from megatron.paper.style import save_figures
 
     results = ResultSet(tuple(item.found for item in released))
-    data = _data_sets(released)
     heads = released[0].args.model.num_attention_heads
-    reach = 32 * max(item.run.train_length for item in released)
-    functions = kernel_functions(results, data, heads, reach)
-    counts = effective_lengths(results, data, heads)
-    learned = learned_parameters(results, data)
-    plots = (
-        ("kernels", "Kernel functions per head", KERNEL_CAPTION, functions),
-        ("effective_length", "Heads by effective length", EFFECTIVE_CAPTION, counts),
-        ("parameters", "Learned r1 and r2", "One point per head.", learned),
-    )
-    chapter = Chapter("Kernels")
-    for key, title, caption, figure in plots:
-        if figure is not None:
-            chapter.figures.append(save_figure(figure, out / "figures", key, title, caption))
-    return chapter
+    plots = kernel_plots(results, _data_sets(released), heads)
+    return Chapter("Kernels", figures=save_figures(plots, out / "figures"))
 
 
 # Perplexity on a text of the user's.
@@ -190,7 +161,7 @@ def _perplexity_table(released: Sequence[Released], out: Path, options: Released
 def _entry(result: Result | None, length: int) -> Entry:
     entries = result.by_length().get("valid", []) if result else []
     found = next((item.ppl for item in entries if item.length == length), None)
-    return Entry(Cell(found, seeds=0 if found is None else 1), Rounding.MAGNITUDE, 2)
+    return Entry(Cell(found, seeds=0 if found is None else 1))
 
 
 def _prepared(out: Path, options: ReleasedOptions) -> Path:
@@ -212,7 +183,7 @@ def _evaluated(
     from megatron.evaluation.evaluator import run_evaluation
 
     changes: dict[str, Any] = {
-        "load": str(item.folder),
+        "load": str(item.run.directory),
         "save": None,
         "data_path": None,
         "valid_data_paths": [str(prefix)],

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from matplotlib.figure import Figure
 
 from megatron import __version__
 from megatron.atomic_files import write_text
@@ -25,30 +25,22 @@ from megatron.paper.figures import (
     training_loss,
     training_speed,
 )
-from megatron.paper.kernel_figures import (
-    effective_lengths,
-    kernel_functions,
-    kernels_on_paper_axes,
-    kernels_over_training,
-    learned_parameters,
-)
+from megatron.paper.kernel_figures import kernel_plots
 from megatron.paper.pages import (
     Chapter,
     Listing,
     Page,
     fill_tables,
-    page_html,
-    page_markdown,
-    to_csv,
-    to_latex,
     to_markdown,
+    write_page,
+    write_tables,
 )
 from megatron.paper.position_figures import positionwise_perplexity
 from megatron.paper.result_fit import RECALL, Fit
 from megatron.paper.run_files import is_finished, read_history, step_seconds
 from megatron.paper.run_results import ResultSet, finite, read_run
-from megatron.paper.style import PlotFile, save_figure
-from megatron.paper.suite import TRAIN, Suite
+from megatron.paper.style import Plot, save_figures
+from megatron.paper.suite import TRAIN, Run, Suite
 from megatron.paper.suite_file import DataSet, Layout, Section, TableSpec
 from megatron.paper.tables import (
     Table,
@@ -63,11 +55,15 @@ from megatron.paper.tables import (
 @dataclass(frozen=True)
 class ReportFiles:
     directory: Path
-    html: Path
-    markdown: Path
     tables: tuple[Table, ...]
-    finished: int
-    """Runs with all their steps done."""
+
+    @property
+    def html(self) -> Path:
+        return self.directory / "report.html"
+
+    @property
+    def markdown(self) -> Path:
+        return self.directory / "report.md"
 
 
 def collect_results(suite: Suite) -> ResultSet:
@@ -93,23 +89,13 @@ def make_report(suite: Suite, directory: Path | None = None, command: str = "") 
         _listings(results, missing),
     )
     tables = tuple(table for chapter in chapters for table in [*chapter.tables, *chapter.folded])
-    for table in tables:
-        for suffix, render in (("md", to_markdown), ("tex", to_latex), ("csv", to_csv)):
-            _write(directory / "tables" / f"{table.key}.{suffix}", render(table))
+    write_tables(tables, directory / "tables")
     own_page = directory / "README.md"
     if own_page.is_file():  # written by hand, with the report's tables in it
         texts = {table.key: to_markdown(table) for table in tables}
-        _write(own_page, fill_tables(own_page.read_text(encoding="utf-8"), texts))
-    _write(directory / "report.html", page_html(page))
-    _write(directory / "report.md", page_markdown(page))
-    finished = len(suite.runs) - len(missing)
-    html, markdown = directory / "report.html", directory / "report.md"
-    return ReportFiles(directory, html, markdown, tables, finished)
-
-
-def _write(path: Path, text: str) -> None:
-    """An interrupted report leaves the old one in place."""
-    write_text(path, text, parents=True)
+        write_text(own_page, fill_tables(own_page.read_text(encoding="utf-8"), texts))
+    write_page(page, directory)
+    return ReportFiles(directory, tables)
 
 
 def _listings(results: ResultSet, missing: list[str]) -> list[Listing]:
@@ -130,26 +116,26 @@ def _listings(results: ResultSet, missing: list[str]) -> list[Listing]:
     unused = [line for item in results.runs for line in item.unused]
     problems = [line for item in results.runs for line in item.problems]
     listings = [
-        Listing("Missing runs", "Not finished: their cells show “—”.", tuple(missing)),
+        Listing("Missing runs", "Not finished: their cells show “—”.", missing),
         Listing(
             "Results that are missing, outdated or foreign",
             "Left out of every table; `tools/reproduce.py run` evaluates them again.",
-            tuple(unfit),
+            unfit,
         ),
-        Listing("Not measurable", "evaluate.py tried and said why not.", tuple(refused)),
+        Listing("Not measurable", "evaluate.py tried and said why not.", refused),
         Listing(
             "Results of an older version",
             "Their files did not record every setting. What they record (seed, protocol, number of "
             "sequences, lengths, window, step) agrees with the suite; data files and weights "
             "could not be checked.",
-            tuple(older),
+            older,
         ),
         Listing(
             "Result files that no table uses",
             "Made with other settings or from another checkpoint than the suite asks for.",
-            tuple(unused),
+            unused,
         ),
-        Listing("Files that could not be read", "Nothing of them is shown.", tuple(problems)),
+        Listing("Files that could not be read", "Nothing of them is shown.", problems),
     ]
     return [listing for listing in listings if listing.items]
 
@@ -170,21 +156,16 @@ def _claims_chapter(suite: Suite, results: ResultSet) -> Chapter:
 
 def _contrast_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
     """One per question of the suite file that has any answer yet."""
-    tables = {
-        key: contrast_table(key, contrast, results, suite.file.splits[0])
-        for key, contrast in suite.file.contrasts.items()
-    }
     return [
-        Chapter(suite.file.contrasts[key].title, tables=[table])
-        for key, table in tables.items()
-        if table
+        Chapter(contrast.title, tables=[table])
+        for key, contrast in suite.file.contrasts.items()
+        if (table := contrast_table(key, contrast, results, suite.file.splits[0]))
     ]
 
 
 def _theory_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
     """CPD checks of the trained kernels, where a suite has trained some."""
-    heads = int(suite.runs[0].config["num_attention_heads"]) if suite.runs else 1
-    table = cpd_table(results, [run.method for run in suite.runs], heads)
+    table = cpd_table(results, [run.method for run in suite.runs], _heads(suite.runs))
     return [Chapter("The theory, on the trained kernels", tables=[table])] if table else []
 
 
@@ -194,9 +175,9 @@ def _section_chapter(
     own = results.of_models(section.models)
     chapter = Chapter(section.title)
     if section.table:
-        for index, split in enumerate(suite.file.splits):
-            table = _result_table(section.table, own, split, first=index == 0)
-            (chapter.tables if index == 0 else chapter.folded).append(table)
+        first, *others = suite.file.splits
+        chapter.tables.append(_result_table(section.table, own, first, first=True))
+        chapter.folded += [_result_table(section.table, own, s, first=False) for s in others]
     if RECALL in section.tasks:
         for item in suite.data_of(section):
             shares = partial(own.recalled, item.name)
@@ -207,7 +188,8 @@ def _section_chapter(
         seconds = {m: own.seconds_per_step(section.speed_data, m) for m in section.methods}
         key, caption = f"{section.name}_speed", section.speed.caption
         chapter.tables.append(speed_table(key, caption, section.methods, seconds))
-    chapter.figures = _figures(suite, section, own, directory / "figures")
+    plots = _plots(suite, section, own)
+    chapter.figures = save_figures(plots, directory / "figures", f"{section.name}_")
     return chapter
 
 
@@ -236,60 +218,34 @@ _RECALL_CAPTION = (
     "Symbols that nothing but recall can tell, mean over seeds, shaded by one standard "
     "deviation. Guessing one of the four values at hand gives 25%, of ten digits 10%."
 )
-KERNEL_CAPTION = (
-    "One line per head of the first seed, flattest darkest, cut at −8. Dashed: the bias of −2, "
-    "below which a token hardly counts. Dotted: training length."
-)
-_WHOLE_CAPTION = (
-    "As in the paper: linear axes, nothing cut off. Where power has an exponent near 2, a far "
-    "token gets a bias that nothing else in a score makes up for; log's stays within reach."
-)
-EFFECTIVE_CAPTION = (
-    "A head's effective length is the first distance with a bias below −2. The slower a curve "
-    "rises, the farther the model looks."
-)
 
 
-def _figures(suite: Suite, section: Section, results: ResultSet, directory: Path) -> list[PlotFile]:
-    plots: list[PlotFile] = []
-
-    def add(name: str, title: str, caption: str, figure: Figure | None) -> None:
-        if figure is not None:
-            plots.append(save_figure(figure, directory, f"{section.name}_{name}", title, caption))
-
+def _plots(suite: Suite, section: Section, results: ResultSet) -> Iterator[Plot]:
     split, data, methods = suite.file.splits[0], suite.data_of(section), section.methods
     if section.table:
         by_length = perplexity_by_length(results, split, data, methods)
-        add("perplexity", f"Perplexity against length ({split})", _LENGTH_CAPTION, by_length)
+        title = f"Perplexity against length ({split})"
+        yield Plot("perplexity", title, _LENGTH_CAPTION, by_length)
     for item in data if RECALL in section.tasks else ():
         recall = recall_by_length(results, item, methods)
-        add("recall", "Recall against length", _RECALL_CAPTION, recall)
+        yield Plot("recall", "Recall against length", _RECALL_CAPTION, recall)
     for item in data:
         by_position = positionwise_perplexity(results, split, item, section.positionwise)
-        add(f"positionwise_{item.name}", "Position-wise perplexity", _POSITION_CAPTION, by_position)
+        key, title = f"positionwise_{item.name}", "Position-wise perplexity"
+        yield Plot(key, title, _POSITION_CAPTION, by_position)
     if section.table:
-        own = results.of_methods(methods)
-        runs = suite.runs_of(section)
-        heads = int(runs[0].config["num_attention_heads"]) if runs else 1
-        reach = 32 * max((results.train_length(item.name) or 0) for item in data)
-        functions = kernel_functions(own, data, heads, reach)
-        add("kernels", "Kernel functions per head", KERNEL_CAPTION, functions)
-        whole = kernels_on_paper_axes(own, data, heads, reach)
-        add("kernels_whole", "The same on the paper's axes", _WHOLE_CAPTION, whole)
-        paths = kernels_over_training(own, data)
-        add("kernel_paths", "Kernels over training", "A line per head, first seed.", paths)
-        counts = effective_lengths(own, data, heads)
-        add("effective_length", "Heads by effective length", EFFECTIVE_CAPTION, counts)
-        learned = learned_parameters(own, data)
-        add("parameters", "Learned r1 and r2", "One point per head and seed.", learned)
+        yield from kernel_plots(results.of_methods(methods), data, _heads(suite.runs_of(section)))
     if section.speed:
         speed = training_speed(results, section.speed_data, methods, machine_name())
         caption = "Median seconds per step, mean over seeds, as a multiple of KERPLE-log's."
-        add("speed", "Training time per step", caption, speed)
+        yield Plot("speed", "Training time per step", caption, speed)
     if section.table:
         losses = training_loss(results, data, methods)
-        add("loss", "Training loss", "First seed of each method, as logged.", losses)
-    return plots
+        yield Plot("loss", "Training loss", "First seed of each method, as logged.", losses)
+
+
+def _heads(runs: Sequence[Run]) -> int:
+    return int(runs[0].config["num_attention_heads"]) if runs else 1
 
 
 def _facts(suite: Suite, results: ResultSet, missing: int, command: str) -> list[tuple[str, str]]:
@@ -347,10 +303,8 @@ def _processor() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or platform.machine()
-    for line in text.splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    found = re.search(r"^model name\s*:\s*(.*\S)", text, re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def _software() -> str:

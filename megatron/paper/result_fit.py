@@ -6,7 +6,7 @@ is outdated (of another checkpoint or other data) or foreign (made with other se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -214,7 +214,7 @@ class ResultFiles:
             for result in good
             for error in result.errors
         }
-        measured = {cell for result in good for cell in _cells(result, step)}
+        measured = {cell for result in good for cell in cells_of(result, step)}
         absent = [cell for cell in wanted if cell not in measured and cell not in failed]
         if good and not absent:
             notes = tuple(f"{s} at {n}: {failed[s, n]}" for s, n in wanted if (s, n) in failed)
@@ -235,15 +235,24 @@ def wanted_cells(run: Run, step: Step) -> list[tuple[str, int]]:
     return [(group, int(length)) for group in groups for length in lengths]
 
 
-def _cells(result: Result, step: Step) -> Iterator[tuple[str, int]]:
+def cells_of(result: Result, step: Step) -> dict[tuple[str, int], Any]:
+    """What was measured: a share recalled, the losses by position, or a perplexity, if any."""
     if step.task == RECALL:
-        yield from ((cell["kind"], cell["length"]) for cell in result.results["grid"])
-        return
+        return {(c["kind"], c["length"]): float(c["accuracy"]) for c in result.results["grid"]}
     if step.length:
-        yield from ((split, entry.length) for split, entry in result.by_position().items())
-        return
-    for split, entries in result.by_length().items():
-        yield from ((split, entry.length) for entry in entries)
+        return {(split, found.length): found for split, found in result.by_position().items()}
+    return {
+        (split, found.length): found.ppl if found.ppl is not None else _exp(found.loss)
+        for split, entries in result.by_length().items()
+        for found in entries
+    }
+
+
+def _exp(loss: float | None) -> float | None:
+    try:
+        return None if loss is None else math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def check_steps(run: Run) -> dict[str, StepCheck]:

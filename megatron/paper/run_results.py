@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.evaluation.results_schema import PositionEntry, Result
-from megatron.paper.result_fit import RECALL, ResultFiles, StepCheck, wanted_cells
+from megatron.paper.result_fit import RECALL, ResultFiles, StepCheck, cells_of, wanted_cells
 from megatron.paper.suite import Run, Step
 from megatron.paper.suite_file import Point, Rounding
 
@@ -80,32 +80,15 @@ def read_run(run: Run) -> RunResults:
 
 
 def _add_cells(results: RunResults, result: Result, step: Step) -> None:
-    wanted = set(wanted_cells(results.run, step))
+    wanted = wanted_cells(results.run, step)
+    found = {place: cell for place, cell in cells_of(result, step).items() if place in wanted}
     if step.length:
-        for split, entry in result.by_position().items():
-            if (split, entry.length) in wanted:
-                results.positions.append(Positions(split, entry))
-        return
-    if step.task == RECALL:
-        for cell in result.results["grid"]:
-            results.recall[cell["kind"], cell["length"]] = float(cell["accuracy"])
-        return
-    found = results.variants.setdefault(step.variant, {}) if step.variant else results.perplexity
-    for split, entries in result.by_length().items():
-        for item in entries:
-            if (split, item.length) not in wanted:
-                continue
-            if item.ppl is not None:
-                found[split, item.length] = item.ppl
-            elif item.loss is not None:
-                found[split, item.length] = _exp(item.loss)
-
-
-def _exp(loss: float) -> float:
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+        results.positions += [Positions(split, entry) for (split, _), entry in found.items()]
+    elif step.task == RECALL:
+        results.recall |= found
+    else:
+        own = results.variants.setdefault(step.variant, {}) if step.variant else results.perplexity
+        own |= {place: value for place, value in found.items() if value is not None}
 
 
 def finite(value: object) -> float | None:
@@ -188,32 +171,30 @@ class ResultSet:
     def of(self, data: str, method: str) -> list[RunResults]:
         return [item for item in self.runs if (item.run.data, item.run.method) == (data, method)]
 
-    def perplexity(self, split: str, data: str, method: str, point: Point) -> dict[int, float]:
-        """Perplexity by seed at one length."""
-        return {
-            item.run.seed: item.perplexity[split, point.length]
+    def perplexities(
+        self, split: str, data: str, method: str, train_length: int | None = None
+    ) -> dict[int, dict[int, float]]:
+        """Length -> seed -> perplexity; of the data set's shortest training length, if not told."""
+        trained_at = train_length or self.train_length(data)
+        return by_length(
+            (length, item.run.seed, value)
             for item in self.of(data, method)
-            if item.run.train_length == point.train_length
-            and (split, point.length) in item.perplexity
-        }
+            for (own, length), value in item.perplexity.items()
+            if own == split and item.run.train_length == trained_at
+        )
 
-    def lengths(self, split: str, data: str, method: str) -> list[int]:
-        found = {
-            length
-            for item in self.of(data, method)
-            for (run_split, length) in item.perplexity
-            if run_split == split
-        }
-        return sorted(found)
+    def perplexity(self, split: str, data: str, method: str, point: Point) -> dict[int, float]:
+        """By seed at one length."""
+        return self.perplexities(split, data, method, point.train_length).get(point.length, {})
 
     def recalled(self, data: str, method: str, kind: str) -> dict[int, dict[int, float]]:
         """Length -> seed -> share of symbols recalled."""
-        found: dict[int, dict[int, float]] = {}
-        for item in self.of(data, method):
-            for (own, length), share in item.recall.items():
-                if own == kind:
-                    found.setdefault(length, {})[item.run.seed] = share
-        return dict(sorted(found.items()))
+        return by_length(
+            (length, item.run.seed, share)
+            for item in self.of(data, method)
+            for (own, length), share in item.recall.items()
+            if own == kind
+        )
 
     def train_length(self, data: str) -> int | None:
         lengths = [item.run.train_length for item in self.runs if item.run.data == data]
@@ -229,10 +210,6 @@ class ResultSet:
             and item.seconds_per_step is not None
         }
 
-    def position_lengths(self, data: str, method: str) -> set[int]:
-        """Evaluation lengths with position-wise results."""
-        return {found.entry.length for item in self.of(data, method) for found in item.positions}
-
     def positions(
         self, data: str, method: str, length: int, window: int | None, split: str
     ) -> dict[int, PositionEntry]:
@@ -245,14 +222,25 @@ class ResultSet:
         }
 
 
+def by_length(values: Iterable[tuple[int, int, float]]) -> dict[int, dict[int, float]]:
+    """Length -> seed -> value, the shortest length first."""
+    found: dict[int, dict[int, float]] = {}
+    for length, seed, value in values:
+        found.setdefault(length, {})[seed] = value
+    return dict(sorted(found.items()))
+
+
 # One cell of a results table: mean and deviation over seeds, the paper's t-test, its digits.
 
 MISSING = "—"
 """Printed where a result does not exist. Nothing is ever filled in."""
 ALPHA = 0.05
 """Significance level of the paper."""
+FEWEST_SEEDS = 3
+"""From which on a difference of ours counts."""
 
 _SCIENTIFIC_FROM = 1e7
+_FIXED_DECIMALS = {Rounding.TWO_DECIMALS: 2, Rounding.THREE_DECIMALS: 3}
 
 
 @dataclass(frozen=True)
@@ -290,17 +278,23 @@ def summarize(values: Iterable[float]) -> Cell:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Result of the t-test; `p_value` is None where the test is not defined."""
+    """Of the candidate's values minus the reference's, over the seeds that both have."""
 
-    p_value: float | None
-    mean_difference: float | None
-    pairs: int
+    mean: float | None = None
+    """None without a common seed."""
+    p_value: float | None = None
+    """None where the test is not defined."""
+    seeds: int = 0
 
+    @property
     def reference_is_better(self) -> bool:
         """Is the reference's perplexity significantly lower? (The paper's dagger.)"""
-        if self.p_value is None or self.mean_difference is None:
-            return False
-        return self.p_value < ALPHA and self.mean_difference > 0
+        return self.p_value is not None and self.p_value < ALPHA and (self.mean or 0.0) > 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the difference counts; with two seeds a small p is easily luck."""
+        return self.seeds >= FEWEST_SEEDS and self.p_value is not None and self.p_value < ALPHA
 
 
 def compare_paired(reference: Mapping[int, float], candidate: Mapping[int, float]) -> PairedTest:
@@ -310,19 +304,20 @@ def compare_paired(reference: Mapping[int, float], candidate: Mapping[int, float
     or when every pair is equal.
     """
     seeds = sorted(set(reference) & set(candidate))
-    first = [reference[seed] for seed in seeds]
-    second = [candidate[seed] for seed in seeds]
-    differences = [after - before for before, after in zip(first, second, strict=True)]
+    if not seeds:
+        return PairedTest()
+    differences = [candidate[seed] - reference[seed] for seed in seeds]
+    mean = sum(differences) / len(seeds)
     if len(seeds) < 2 or not all(math.isfinite(difference) for difference in differences):
-        return PairedTest(None, None, len(seeds))
-    mean = statistics.fmean(differences)
+        return PairedTest(mean, None, len(seeds))
     if len(set(differences)) == 1:
         # No spread at all: scipy would divide by zero.
-        return PairedTest(0.0 if mean else None, mean, len(seeds))
+        return PairedTest(mean, 0.0 if mean else None, len(seeds))
     from scipy import stats
 
-    p_value = float(stats.ttest_rel(second, first).pvalue)
-    return PairedTest(p_value if math.isfinite(p_value) else None, mean, len(seeds))
+    pairs = [[own[seed] for seed in seeds] for own in (candidate, reference)]
+    p_value = float(stats.ttest_rel(*pairs).pvalue)
+    return PairedTest(mean, p_value if math.isfinite(p_value) else None, len(seeds))
 
 
 def decimals_for(mean: float) -> int:
@@ -339,11 +334,7 @@ def reference_decimals(cells: Iterable[Cell]) -> int:
 
 
 def _number(value: float, decimals: int) -> str:
-    if math.isnan(value):
-        return "nan"
-    if math.isinf(value):
-        return "inf"
-    if abs(value) >= _SCIENTIFIC_FROM:
+    if math.isfinite(value) and abs(value) >= _SCIENTIFIC_FROM:
         return f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
     return f"{value:.{decimals}f}"
 
@@ -352,10 +343,8 @@ def _decimals(cell: Cell, rounding: Rounding, reference: int) -> tuple[int, int]
     mean, std = cell.mean or 0.0, cell.std or 0.0
     if rounding is Rounding.INTEGER:
         return 0, 1 if std < 0.5 else 0
-    if rounding is Rounding.TWO_DECIMALS:
-        return 2, 2
-    if rounding is Rounding.THREE_DECIMALS:
-        return 3, 3
+    if rounding in _FIXED_DECIMALS:
+        return _FIXED_DECIMALS[rounding], _FIXED_DECIMALS[rounding]
     by_mean = decimals_for(mean)
     return by_mean, reference if rounding is Rounding.REFERENCE else by_mean
 

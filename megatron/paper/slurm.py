@@ -214,13 +214,12 @@ def run_task(suite: Suite, stage: str, name: str, launcher: Launcher) -> int:
         user = next((run for run in suite.runs if run.data == name), None)
         if user is None:
             raise ReproduceError(f"suite {suite.name} has no data set {name!r}")
-        prepare_data(children, suite, user, {}, launcher)
+        prepare_data(children, launcher, suite, user)
         return EXIT_REQUEUE if children.stopping else 0
     run = suite.run_named(name)
     prepare_run(run)
-    state = execute_run(
-        children, launcher, run, {}, only_steps=lambda step: (step == TRAIN) == (stage == "train")
-    )
+    training = stage == "train"
+    state = execute_run(children, launcher, run, lambda step: (step == TRAIN) == training)
     if state.state == State.INTERRUPTED:
         print(f"{run.name}: {stage} interrupted, exit code {EXIT_REQUEUE}", flush=True)
         return EXIT_REQUEUE

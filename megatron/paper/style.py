@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.artist import Artist
@@ -48,6 +48,15 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+class Plot(NamedTuple):
+    """A figure, or None where there is nothing to draw."""
+
+    key: str
+    title: str
+    caption: str
+    figure: Figure | None
+
+
 @dataclass(frozen=True)
 class PlotFile:
     """A figure on disk and for the page."""
@@ -65,6 +74,7 @@ class PlotFile:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
+    """Also a decorator, for the functions that draw a figure."""
     with mpl.rc_context(_STYLE):
         yield
 
@@ -79,6 +89,23 @@ def new_figure(columns: int, rows: int = 1, *, width: float = 4.4, height: float
 def data_color(index: int) -> tuple[str, str]:
     """Colour and marker of the i-th data set."""
     return DATA_COLORS[index % len(DATA_COLORS)], DATA_MARKERS[index % len(DATA_MARKERS)]
+
+
+def new_panels(
+    columns: int, rows: int = 1, *, width: float = 4.4, height: float = 3.5, sharey: bool = False
+) -> tuple[Figure, Any]:
+    """A figure and its panels, `panels[row][column]`."""
+    figure = new_figure(columns, rows, width=width, height=height)
+    return figure, figure.subplots(rows, columns, squeeze=False, sharey=sharey)
+
+
+def line_with_spread(
+    axes: Axes, x: Any, values: Any, spread: tuple[Any, Any] | None, **look: Any
+) -> None:
+    """A line, and the area between the two bounds of its spread in the same colour."""
+    axes.plot(x, values, **look)
+    if spread is not None:
+        axes.fill_between(x, *spread, color=look["color"], alpha=0.15, linewidth=0)
 
 
 def finish_axes(axes: Axes, *, title: str, xlabel: str, ylabel: str) -> None:
@@ -181,6 +208,15 @@ def plain_log_axis(axis: Axis) -> None:
     if ratio < 60:
         axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def save_figures(plots: Iterable[Plot], directory: Path, prefix: str = "") -> list[PlotFile]:
+    """Those that show something, in files with this prefix."""
+    return [
+        save_figure(plot.figure, directory, prefix + plot.key, plot.title, plot.caption)
+        for plot in plots
+        if plot.figure is not None
+    ]
 
 
 def save_figure(figure: Figure, directory: Path, key: str, title: str, caption: str) -> PlotFile:

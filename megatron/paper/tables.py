@@ -8,9 +8,10 @@ with the paper's.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 
 from megatron.neox_arguments.catalogue import label_of
@@ -35,8 +36,9 @@ class Entry:
     """A cell in its place: with its rounding, and the paper's cell beside it."""
 
     cell: Cell
-    rounding: Rounding
-    decimals: int
+    rounding: Rounding = Rounding.MAGNITUDE
+    decimals: int = 2
+    """Of deviations, where they follow the best mean beside them."""
     published: Cell | None = None
 
     def text(self, plus_minus: str = " ± ", missing: str = "—") -> str:
@@ -81,10 +83,6 @@ class Table:
         return [entry for block in self.blocks for row in block.rows for entry in row.entries]
 
     @property
-    def complete(self) -> bool:
-        return all(entry.cell.present or entry.cell.note for entry in self.entries)
-
-    @property
     def published(self) -> bool:
         """Whether any number of the paper stands beside ours."""
         return any(entry.published is not None for entry in self.entries)
@@ -121,30 +119,26 @@ def measured_cells(
             # Seeds differ more than methods do: a mean over fewer seeds is never called best.
             rivals = [summarize(values(data, other, point).values()) for other in spec.methods]
             most = max(rival.seeds for rival in rivals)
-            best = min(mean for rival, mean in _with_means(rivals) if rival.seeds == most)
+            best = min(rival.mean or 0.0 for rival in rivals if rival.seeds == most)
             cell = replace(cell, bold=cell.seeds == most and cell.mean == best)
         if spec.mark_significance and name != REFERENCE_METHOD:
             test = compare_paired(values(data, REFERENCE_METHOD, point), values(data, name, point))
-            cell = replace(cell, dagger=test.reference_is_better(), p_value=test.p_value)
+            cell = replace(cell, dagger=test.reference_is_better, p_value=test.p_value)
         return cell
 
     return source
 
 
-def _with_means(cells: Iterable[Cell]) -> list[tuple[Cell, float]]:
-    return [(cell, cell.mean) for cell in cells if cell.mean is not None]
-
-
 def lay_out(spec: TableSpec, source: CellSource, beside: CellSource | None = None) -> Table:
     """Put every cell in its place. `beside` gives the paper's cells to print next to ours."""
     placed = _Placer(spec, source, beside)
-    if spec.layout is Layout.STACKED:
-        blocks = tuple(_stacked_block(spec, placed, data) for data in spec.data)
-    elif spec.layout is Layout.SIDE_BY_SIDE:
-        blocks = (_side_by_side_block(spec, placed),)
+    if spec.layout is Layout.SIDE_BY_SIDE:
+        blocks = [_by_length_block(placed, "", spec.data)]
+    elif spec.layout is Layout.STACKED:
+        blocks = [_by_length_block(placed, data.title, [data]) for data in spec.data]
     else:
-        blocks = tuple(_by_method_block(spec, placed, data) for data in spec.data)
-    table = Table(spec.key, spec.caption, blocks, spec.beside)
+        blocks = [_by_method_block(placed, data) for data in spec.data]
+    table = Table(spec.key, spec.caption, tuple(blocks), spec.beside)
     if all(entry.cell.seeds == 0 for entry in table.entries):
         return table  # the paper's own cells, or nothing
     return replace(table, caption=" ".join([spec.caption, *_notes(table)]))
@@ -173,68 +167,52 @@ class _Placer:
     """Looks each cell up once and knows the decimals of its data set."""
 
     def __init__(self, spec: TableSpec, source: CellSource, beside: CellSource | None) -> None:
-        self._spec = spec
-        self._ours = self._collect(source)
-        self._paper = self._collect(beside) if beside else {}
-        self._decimals = {data.name: self._decimals_of(data) for data in spec.data}
-        # The paper's daggers stand where ours could: not beside a single seed.
-        tested = any(cell is not None and cell.p_value is not None for cell in self._ours.values())
-        self._daggers = tested or not any(cell and cell.seeds for cell in self._ours.values())
-
-    def _collect(self, source: CellSource) -> dict[tuple[str, str, Point], Cell | None]:
-        spec = self._spec
-        return {
-            (data.name, name, point): source(data.name, name, point)
+        self.spec = spec
+        places = [*product([data.name for data in spec.data], spec.methods, spec.points)]
+        self._ours = {place: found for place in places if (found := source(*place)) is not None}
+        self._paper = {place: beside(*place) for place in places} if beside else {}
+        self._decimals = {
+            data.name: reference_decimals(c for at, c in self._ours.items() if at[0] == data.name)
             for data in spec.data
-            for name in spec.methods
-            for point in spec.points
         }
-
-    def _decimals_of(self, data: DataSet) -> int:
-        own = (cell for key, cell in self._ours.items() if key[0] == data.name)
-        return reference_decimals(cell for cell in own if cell is not None)
+        # The paper's daggers stand where ours could: not beside a single seed.
+        measured = [cell for cell in self._ours.values() if cell.seeds]
+        self._daggers = not measured or any(cell.p_value is not None for cell in measured)
 
     def entry(self, data: DataSet, name: str, point: Point) -> Entry:
-        key = (data.name, name, point)
-        rounding = self._spec.rounding
-        if name in self._spec.integer_methods:
-            rounding = Rounding.INTEGER
-        paper = self._paper.get(key)
+        place = (data.name, name, point)
+        integer = name in self.spec.integer_methods
+        paper = self._paper.get(place)
         if paper is not None and not self._daggers:
             paper = replace(paper, dagger=False)
         note = "-" if point.length < point.train_length else ""
-        return Entry(self._ours[key] or Cell(note=note), rounding, self._decimals[data.name], paper)
-
-
-def _stacked_block(spec: TableSpec, placed: _Placer, data: DataSet) -> Block:
-    rows = tuple(
-        Row(str(point.length), tuple(placed.entry(data, name, point) for name in spec.methods))
-        for point in spec.points
-    )
-    return Block(data.title, "Extrp.", tuple(Column(label_of(name)) for name in spec.methods), rows)
-
-
-def _side_by_side_block(spec: TableSpec, placed: _Placer) -> Block:
-    columns = tuple(
-        Column(label_of(name), data.title) for data in spec.data for name in spec.methods
-    )
-    rows = tuple(
-        Row(
-            str(point.length),
-            tuple(placed.entry(data, name, point) for data in spec.data for name in spec.methods),
+        return Entry(
+            self._ours.get(place) or Cell(note=note),
+            Rounding.INTEGER if integer else self.spec.rounding,
+            self._decimals[data.name],
+            paper,
         )
-        for point in spec.points
+
+
+def _by_length_block(placed: _Placer, title: str, data: Sequence[DataSet]) -> Block:
+    """Methods as columns, under the names of their data sets if these are not the title."""
+    places = [(item, name) for item in data for name in placed.spec.methods]
+    columns = tuple(Column(label_of(name), "" if title else item.title) for item, name in places)
+    rows = tuple(
+        Row(str(point.length), tuple(placed.entry(*place, point) for place in places))
+        for point in placed.spec.points
     )
-    return Block("", "Extrp.", columns, rows)
+    return Block(title, "Extrp.", columns, rows)
 
 
-def _by_method_block(spec: TableSpec, placed: _Placer, data: DataSet) -> Block:
+def _by_method_block(placed: _Placer, data: DataSet) -> Block:
+    points = placed.spec.points
     columns = tuple(
-        Column(str(point.length), f"train length {point.train_length}") for point in spec.points
+        Column(str(point.length), f"train length {point.train_length}") for point in points
     )
     rows = tuple(
-        Row(label_of(name), tuple(placed.entry(data, name, point) for point in spec.points))
-        for name in spec.methods
+        Row(label_of(name), tuple(placed.entry(data, name, point) for point in points))
+        for name in placed.spec.methods
     )
     return Block(data.title, "Extrp. length", columns, rows)
 
@@ -254,8 +232,7 @@ def recall_table(
         for length in lengths:
             seeds = [found[name].get(length, {}) for name in methods]
             cells = [summarize(100 * share for share in own.values()) for own in seeds]
-            entries = tuple(Entry(cell, Rounding.MAGNITUDE, 1) for cell in cells)
-            rows.append(Row(str(length), entries))
+            rows.append(Row(str(length), tuple(Entry(cell) for cell in cells)))
         columns = tuple(Column(label_of(name)) for name in methods)
         blocks.append(Block(title, "Length", columns, tuple(rows)))
     caption = "Symbols recalled in percent, mean ± standard deviation over seeds."

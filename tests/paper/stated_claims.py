@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.contrasts import is_settled
+from megatron.paper.run_results import PairedTest
 from megatron.paper.tables import published_cells
 
 
@@ -140,7 +140,7 @@ def _failure(statement: str, results: Path) -> str:
             holds = _RELATIONS[found["relation"]](value.mean, other.mean)
         if not holds:
             return f"does not hold: {value.mean:.5g} and {other.mean:.5g} at {row}"
-        settled = is_settled(value.p_value, value.seeds)
+        settled = PairedTest(None, value.p_value, value.seeds).settled
         if found["test"] and settled == found["test"].startswith(", not"):
             return f"p is {value.p_value} with {value.seeds} seeds at {row}"
     return ""

@@ -13,7 +13,6 @@ from scipy import stats
 from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import PositionEntry
 from megatron.paper.contrasts import (
-    Difference,
     beyond_window,
     contrast_table,
     difference,
@@ -21,7 +20,7 @@ from megatron.paper.contrasts import (
 )
 from megatron.paper.pages import to_markdown
 from megatron.paper.run_files import done_steps
-from megatron.paper.run_results import Positions, ResultSet, RunResults, read_run
+from megatron.paper.run_results import PairedTest, Positions, ResultSet, RunResults, read_run
 from megatron.paper.suite import Run, Step, load_suite
 from megatron.paper.suite_file import SUITE_DIRECTORY, Contrast, Pair
 from tests.paper.synthetic import write_run
@@ -49,14 +48,13 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     slow = perplexities(RESULTS, "slow.code.kerple_log", "valid")
     plain = perplexities(RESULTS, "short.code.kerple_log", "valid")
     found = difference(slow[4096], plain[4096])
-    assert found is not None
     logs = [(math.log(52), math.log(61)), (math.log(48), math.log(57))]
     assert found.seeds == 2
-    assert found.nats == pytest.approx(sum(logs[0]) / 2 - sum(logs[1]) / 2)
+    assert found.mean == pytest.approx(sum(logs[0]) / 2 - sum(logs[1]) / 2)
     assert found.p_value == pytest.approx(float(stats.ttest_rel(*logs).pvalue))
     assert not found.settled
-    assert not Difference(-0.1, 0.001, seeds=2).settled
-    assert Difference(-0.1, 0.001, seeds=3).settled
+    assert not PairedTest(-0.1, 0.001, seeds=2).settled
+    assert PairedTest(-0.1, 0.001, seeds=3).settled
 
 
 def test_growth_is_settled_only_by_its_p_value() -> None:
@@ -94,8 +92,8 @@ def test_beyond_the_window_only_positions_past_the_training_length_count() -> No
             position_entry([0.0] * 256, 64),  # another window says nothing here
         ]
         runs.append(item)
-    found = beyond_window(ResultSet(tuple(runs)), "short.code.kerple_log", "valid")
-    assert found[256].nats == pytest.approx(-0.2)
+    found = beyond_window(runs, runs, "valid")
+    assert found[256].mean == pytest.approx(-0.2)
     assert found[256].seeds == 2
 
 

@@ -39,14 +39,14 @@ def test_consistently_worse_candidate_gets_the_dagger() -> None:
     test = compare_paired(LOG, shifted(+0.05))
     assert test.p_value is not None
     assert test.p_value < 0.05
-    assert test.reference_is_better()
+    assert test.reference_is_better
 
 
 def test_significantly_better_candidate_gets_no_dagger() -> None:
     test = compare_paired(LOG, shifted(-0.05))
     assert test.p_value is not None
     assert test.p_value < 0.05
-    assert not test.reference_is_better()
+    assert not test.reference_is_better
 
 
 def test_pairing_matters() -> None:
@@ -54,14 +54,14 @@ def test_pairing_matters() -> None:
     candidate = shifted(+0.05)
     unpaired = stats.ttest_ind(list(LOG.values()), list(candidate.values())).pvalue
     assert unpaired > 0.5
-    assert compare_paired(LOG, candidate).reference_is_better()
+    assert compare_paired(LOG, candidate).reference_is_better
 
 
 def test_only_common_seeds_are_paired() -> None:
     candidate = shifted(+0.05) | {9999: 100.0}
     del candidate[1235]
     test = compare_paired(LOG, candidate)
-    assert test.pairs == 4
+    assert test.seeds == 4
     first, second = ([d[s] for s in (1236, 1237, 1238, 1239)] for d in (candidate, LOG))
     assert test.p_value == pytest.approx(stats.ttest_rel(first, second).pvalue)
 
@@ -72,7 +72,7 @@ def test_only_common_seeds_are_paired() -> None:
     ids=["no seeds", "one seed", "equal", "diverged"],
 )
 def test_undefined_tests_are_never_significant(candidate: dict[int, float]) -> None:
-    assert not compare_paired(LOG, candidate).reference_is_better()
+    assert not compare_paired(LOG, candidate).reference_is_better
 
 
 @given(
@@ -86,6 +86,6 @@ def test_undefined_tests_are_never_significant(candidate: dict[int, float]) -> N
 def test_dagger_implies_a_larger_mean(pairs: list[tuple[float, float]]) -> None:
     reference = {i: a for i, (a, _) in enumerate(pairs)}
     candidate = {i: b for i, (_, b) in enumerate(pairs)}
-    if compare_paired(reference, candidate).reference_is_better():
+    if compare_paired(reference, candidate).reference_is_better:
         assert sum(candidate.values()) > sum(reference.values())
-        assert not compare_paired(candidate, reference).reference_is_better()
+        assert not compare_paired(candidate, reference).reference_is_better
