@@ -67,11 +67,11 @@ def beyond_window(
     for in_window, runs in ((False, own), (True, windowed)):
         for item in runs:
             start = item.run.train_length
-            for found in item.positions:
-                if (found.split, found.entry.window) == (split, start if in_window else None):
-                    loss = loss_from(found.entry, start)
+            for (of_split, length, window), entry in item.positions.items():
+                if (of_split, window) == (split, start if in_window else None):
+                    loss = loss_from(entry, start)
                     if loss is not None:
-                        losses[in_window].append((found.entry.length, item.run.seed, loss))
+                        losses[in_window].append((length, item.run.seed, loss))
     without, within = by_length(losses[False]), by_length(losses[True])
     tests = {n: compare_paired(within.get(n, {}), found) for n, found in without.items()}
     return {n: test for n, test in tests.items() if test.seeds}

@@ -25,14 +25,6 @@ _WARMUP_STEPS = 10
 """The first steps compile and fill caches; they are left out of the seconds per step."""
 
 
-@dataclass(frozen=True)
-class Positions:
-    """Loss by position in one run."""
-
-    split: str
-    entry: PositionEntry
-
-
 @dataclass
 class RunResults:
     run: Run
@@ -42,7 +34,8 @@ class RunResults:
     """The same of the same weights, evaluated with other settings."""
     recall: dict[tuple[str, int], float] = field(default_factory=dict)
     """(kind, length) -> share of symbols recalled"""
-    positions: list[Positions] = field(default_factory=list)
+    positions: dict[tuple[str, int, int | None], PositionEntry] = field(default_factory=dict)
+    """(split, length, window) -> loss by position"""
     kernel: dict[str, list[float]] = field(default_factory=dict)
     """Last logged kernel parameters, per head."""
     kernel_path: list[tuple[int, dict[str, list[float]]]] = field(default_factory=list)
@@ -83,7 +76,7 @@ def _add_cells(results: RunResults, result: Result, step: Step) -> None:
     wanted = wanted_cells(results.run, step)
     found = {place: cell for place, cell in cells_of(result, step).items() if place in wanted}
     if step.length:
-        results.positions += [Positions(split, entry) for (split, _), entry in found.items()]
+        results.positions |= {(*place, step.window): entry for place, entry in found.items()}
     elif step.task == RECALL:
         results.recall |= found
     else:
@@ -214,12 +207,8 @@ class ResultSet:
         self, data: str, method: str, length: int, window: int | None, split: str
     ) -> dict[int, PositionEntry]:
         """By seed: seeds have texts of their own, so only the same seed can be compared."""
-        return {
-            item.run.seed: found.entry
-            for item in self.of(data, method)
-            for found in item.positions
-            if (found.entry.length, found.entry.window, found.split) == (length, window, split)
-        }
+        place, runs = (split, length, window), self.of(data, method)
+        return {run.run.seed: run.positions[place] for run in runs if place in run.positions}
 
 
 def by_length(values: Iterable[tuple[int, int, float]]) -> dict[int, dict[int, float]]:

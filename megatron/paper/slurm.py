@@ -2,8 +2,8 @@
 
     data (array) -> train (one array per model) -> evaluate (array, task by task) -> report
 
-The scripts are the templates in tools/slurm, filled in and kept beside the runs. Each array task
-calls this package back with its index; the list of runs is a file written at submission.
+The scripts are templates, filled in and kept beside the runs. Each array task calls this package
+back with its index; the list of runs is a file written at submission.
 """
 
 from __future__ import annotations

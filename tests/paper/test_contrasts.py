@@ -20,7 +20,7 @@ from megatron.paper.contrasts import (
 )
 from megatron.paper.pages import to_markdown
 from megatron.paper.run_files import done_steps
-from megatron.paper.run_results import PairedTest, Positions, ResultSet, RunResults, read_run
+from megatron.paper.run_results import PairedTest, ResultSet, RunResults, read_run
 from megatron.paper.suite import Run, Step, load_suite
 from megatron.paper.suite_file import SUITE_DIRECTORY, Contrast, Pair
 from tests.paper.synthetic import write_run
@@ -76,21 +76,22 @@ def test_a_question_without_results_has_no_table() -> None:
     assert contrast_table("q", Contrast(title="", pairs=[pair]), RESULTS, "valid") is None
 
 
-def position_entry(losses: list[float], window: int | None) -> Positions:
-    return Positions(
-        "valid", PositionEntry(length=256, buckets=[], by_position=losses, window=window)
-    )
+def position_entry(losses: list[float], window: int | None) -> PositionEntry:
+    return PositionEntry(length=256, buckets=[], by_position=losses, window=window)
 
 
 def test_beyond_the_window_only_positions_past_the_training_length_count() -> None:
     runs = []
     for seed, gain in ((1, 0.1), (2, 0.3)):
         item = RunResults(run_of("short", seed))
-        item.positions = [
-            position_entry([9.0] * 128 + [2.0 - gain] * 128, None),
-            position_entry([1.0] * 128 + [2.0] * 128, 128),
-            position_entry([0.0] * 256, 64),  # another window says nothing here
-        ]
+        losses = {
+            None: [9.0] * 128 + [2.0 - gain] * 128,
+            128: [1.0] * 128 + [2.0] * 128,
+            64: [0.0] * 256,  # another window says nothing here
+        }
+        item.positions = {
+            ("valid", 256, window): position_entry(own, window) for window, own in losses.items()
+        }
         runs.append(item)
     found = beyond_window(runs, runs, "valid")
     assert found[256].mean == pytest.approx(-0.2)

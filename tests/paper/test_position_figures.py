@@ -15,7 +15,7 @@ from megatron.paper.kernel_figures import (
     kernels_over_training,
 )
 from megatron.paper.position_figures import BINS, binned, positionwise_perplexity, smoothed
-from megatron.paper.run_results import Positions, ResultSet, RunResults
+from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.style import EndLabel, direct_labels, figure_style, new_figure
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import DataSet, Positionwise
@@ -36,10 +36,10 @@ def runs(*losses: tuple[float, float]) -> ResultSet:
     made = []
     for run, (plain, windowed) in zip(suite.runs, losses, strict=False):
         found = RunResults(run)
-        found.positions = [
-            Positions("valid", entry(plain)),
-            Positions("valid", entry(windowed, 128)),
-        ]
+        found.positions = {
+            ("valid", 1024, None): entry(plain),
+            ("valid", 1024, 128): entry(windowed, 128),
+        }
         found.kernel = {"r1": [1.0, 0.5], "r2": [1.0, 2.0]}
         found.last_step = 500
         made.append(found)
@@ -77,7 +77,7 @@ def test_only_the_same_seed_is_subtracted() -> None:
     """The first seed lost its window, the second its plain result: nothing is left to compare."""
     results = runs((2.0, 2.3), (2.2, 2.4), (2.5, 2.6))
     first, second, _ = results.runs
-    del first.positions[1], second.positions[0]
+    del first.positions["valid", 1024, 128], second.positions["valid", 1024, None]
     figure = positionwise_perplexity(results, "valid", STDLIB, [PLAIN, WINDOWED])
     assert figure is not None
     assert figure.axes[1].get_lines()[0].get_ydata() == pytest.approx(np.full(BINS, -0.1))

@@ -136,9 +136,9 @@ def test_position_wise_claims_compare_with_the_window(report: tuple[Suite, Path,
 
     assert verdict()[0] is Verdict.AGREES and "-" in verdict()[1]
     for run in results.runs:
-        for found in run.positions:
-            if found.entry.window is None:
-                found.entry.by_position[:] = [9.0] * found.entry.length
+        for (_, length, window), entry in run.positions.items():
+            if window is None:
+                entry.by_position[:] = [9.0] * length
     assert verdict()[0] is Verdict.DISAGREES and "+" in verdict()[1]
 
 
