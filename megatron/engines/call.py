@@ -79,11 +79,11 @@ class Call:
         [B, H, Lk], sink [B, H, Lq].
         """
         operands = zip(OPERANDS, self.operands(), strict=True)
-        return [_fitted(gradients.get(name), x) for name, x in operands]
+        return [fitted(gradients.get(name), x) for name, x in operands]
 
 
-def _fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
-    """An operand may be longer than its gradient (a table), or broadcast."""
+def fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
+    """The gradient in the operand's dtype and shape: that may be longer (a table), or broadcast."""
     if grad is None or operand is None:
         return None
     if operand.dim() == 2:

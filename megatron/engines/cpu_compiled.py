@@ -85,8 +85,9 @@ class CompiledBackend:
         rows = {"q": job.set_new_rows("grad_q", parts * batch, heads, q_len)}
         rows |= {x: job.set_new_rows(f"grad_{x}", batch, kv_heads, call.k_len) for x in "kv"}
         lengths = {"key_bias": call.k_len, "sink": q_len}
-        terms = {x: job.set_gradient(x, n) for x, n in lengths.items() if x in wanted}
-        tables = {x: job.set_table_gradient(x) for x in ("bias", "weight") if x in wanted}
+        terms = {x: job.set_gradient(x, batch, n) for x, n in lengths.items() if x in wanted}
+        table = (parts * batch, job.problem.table_row, _MARGIN)
+        tables = {x: job.set_gradient(x, *table) for x in ("bias", "weight") if x in wanted}
         self._library.attention_backward(ctypes.byref(job.problem))
         if parts > 1:
             rows["q"] = rows["q"].view(parts, batch, heads, q_len, job.dim).sum(0)
@@ -118,7 +119,10 @@ class _Job:
         self._set_tables(call, heads, k_len)
         self._set_terms(call)
         if bounds is not None:
-            self._set_bounds(bounds)
+            problem.prune_log2 = bounds.margin_log2
+            self.set_pointer("bias_after", (bounds.bias_after * _LOG2E).contiguous())
+            if bounds.weight_after is not None:
+                self.set_pointer("weight_after", bounds.weight_after.contiguous())
 
     def set_pointer(self, name: str, tensor: Tensor, offset: int = 0) -> None:
         self._alive.append(tensor)
@@ -137,16 +141,9 @@ class _Job:
         self.set_rows(name, rows)
         return rows
 
-    def set_gradient(self, name: str, length: int) -> Tensor:
-        grad = torch.empty(self.problem.batch, self.problem.heads, length)
-        self.set_pointer(f"grad_{name}", grad)
-        return grad
-
-    def set_table_gradient(self, name: str) -> Tensor:
-        problem = self.problem
-        shape = (problem.parts * problem.batch, problem.heads, problem.table_row)
-        grad = torch.zeros(shape)
-        self.set_pointer(f"grad_{name}", grad, _MARGIN)
+    def set_gradient(self, name: str, batch: int, length: int, margin: int = 0) -> Tensor:
+        grad = torch.zeros(batch, self.problem.heads, length)
+        self.set_pointer(f"grad_{name}", grad, margin)
         return grad
 
     def _set_tables(self, call: Call, heads: int, k_len: int) -> None:
@@ -179,12 +176,6 @@ class _Job:
             self.set_pointer("sink", (sink * _LOG2E).contiguous())
         if call.first_key is not None:
             self.set_pointer("first_key", call.first_key.to(torch.int64).contiguous())
-
-    def _set_bounds(self, bounds: DecayBounds) -> None:
-        self.problem.prune_log2 = bounds.margin_log2
-        self.set_pointer("bias_after", (bounds.bias_after * _LOG2E).contiguous())
-        if bounds.weight_after is not None:
-            self.set_pointer("weight_after", bounds.weight_after.contiguous())
 
 
 def _parts(threads: int, pairs: int, grouped: bool) -> int:

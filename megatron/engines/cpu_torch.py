@@ -152,10 +152,6 @@ class _Heads:
                 mask = mask.masked_fill(position < first, -math.inf)
         return mask
 
-    def scores(self, block: _Block) -> Tensor:
-        """The products of queries and keys, before weight and mask."""
-        return self.q[:, block.queries] @ self.k[:, block.keys].transpose(1, 2)
-
     def weights(self, block: _Block) -> Tensor | None:
         if self.weight is None:
             return None
@@ -168,7 +164,7 @@ class _Heads:
                 q[None], k[None], v[None], 0.0, False, attn_mask=self.mask(block)[None], scale=1.0
             )
             return out[0], lse[0]
-        scores = self.scores(block)
+        scores = self.q[:, block.queries] @ self.k[:, block.keys].transpose(1, 2)
         if (weights := self.weights(block)) is not None:
             scores.mul_(weights)
         lse = scores.add_(self.mask(block)).logsumexp(-1, keepdim=True)
@@ -225,12 +221,12 @@ class _Backward:
     def _fill_probs(self, probs: Tensor, block: _Block) -> Tensor | None:
         """Probabilities in place; returns the unweighted scores if there is a weight."""
         mask, lse = self.part.mask(block), self.lse[:, block.queries]
+        q, k = self.part.q[:, block.queries], self.part.k[:, block.keys].transpose(1, 2)
         if (weights := self.part.weights(block)) is None:
             torch.sub(mask, lse, out=probs)
-            k = self.part.k[:, block.keys]
-            probs.baddbmm_(self.part.q[:, block.queries], k.transpose(1, 2)).exp_()
+            probs.baddbmm_(q, k).exp_()
             return None
-        scores = self.part.scores(block)
+        scores = q @ k
         torch.mul(scores, weights, out=probs)
         probs.add_(mask).sub_(lse).exp_()
         return scores

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.engines.call import Call, key_origin
+from megatron.engines.call import Call, fitted, key_origin
 
 
 def naive_attention(call: Call) -> Tensor:
@@ -163,30 +163,20 @@ class _FusedSoftmax(torch.autograd.Function):
         del probs
         *_, needs_scores, needs_bias, _, needs_key_bias, _, needs_sink = ctx.needs_input_grad
         grad_bias = grad_weight = grad_scores = grad_key_bias = grad_sink = None
-        if bias is not None and needs_bias:
-            grad_bias = _table_gradient(grad_logits.sum(0), bias)
-        if key_bias is not None and needs_key_bias:
-            grad_key_bias = grad_logits.sum(-2).sum_to_size(key_bias.shape).to(key_bias.dtype)
-        if sink is not None and needs_sink:
-            grad_rows = (-sink_probs * expected)[..., 0]
-            grad_rows = grad_rows.sum((0, 2)) if sink.dim() == 1 else grad_rows
-            grad_sink = grad_rows.to(sink.dtype)
+        if needs_bias:
+            grad_bias = fitted(sum_by_distance(grad_logits.sum(0)), bias)
+        if needs_key_bias:
+            grad_key_bias = fitted(grad_logits.sum(-2), key_bias)
+        if needs_sink:
+            grad_sink = fitted((-sink_probs * expected)[..., 0], sink)
         if scores is not None:
             product = (grad_logits * scores).sum(0)
-            grad_weight = _table_gradient(product.mul_(ctx.scale), weight)
+            grad_weight = fitted(sum_by_distance(product.mul_(ctx.scale)), weight)
         if needs_scores:
             if weight is not None:
                 grad_logits.mul_(dense_matrix(weight.to(dtype), *grad_logits.shape[-2:]))
             grad_scores = grad_logits.mul_(ctx.scale).to(probs_saved.dtype)
         return None, None, grad_scores, grad_bias, grad_weight, grad_key_bias, None, grad_sink
-
-
-def _table_gradient(grad_matrix: Tensor, table: Tensor) -> Tensor:
-    """Gradient of a table of any length from the gradient of its matrix."""
-    by_distance = sum_by_distance(grad_matrix)
-    grad = torch.zeros_like(table)
-    grad[:, : by_distance.shape[1]] = by_distance
-    return grad
 
 
 # Tables over distance seen as matrices over (query, key), and the way back.

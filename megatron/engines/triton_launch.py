@@ -20,7 +20,7 @@ from megatron.engines.triton_backward import (
     attention_dq_kernel,
 )
 from megatron.engines.triton_forward import Constants, attention_forward_kernel
-from megatron.engines.triton_problem import LOG2E, Problem, Terms, rows_of, table_layout, terms_of
+from megatron.engines.triton_problem import LOG2E, Problem, rows_of, table_layout, terms_of
 from megatron.engines.triton_runtime import Launch, cdiv
 from megatron.engines.triton_tiles import Tiles, steep_warps, tiles_of
 
@@ -115,37 +115,6 @@ def _query_ends(problem: Problem, keys: int) -> Tensor | None:
     return torch.searchsorted(problem.first_key, last, right=True, out_int32=True)
 
 
-def _product_factor(problem: Problem) -> float:
-    """What turns sums of dS * (weight in base 2) * k into dQ."""
-    return problem.scale if problem.weight is None else 1.0 / LOG2E
-
-
-def _dkdv_launch(
-    problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor, filled: Filled, terms: Terms
-) -> Launch:
-    k = problem.k
-    tiles = _tiles("dkdv", problem)
-    rows = (rows_of(x) for x in (problem.q, k, problem.v, grad, filled["k"], filled["v"]))
-    arguments = (
-        *rows, terms, _query_ends(problem, tiles.keys), lse, delta, filled.get("key_bias"),
-        *_sizes(problem, reverse=False), _product_factor(problem),
-    )  # fmt: skip
-    grid = (cdiv(k.shape[2], tiles.keys), k.shape[0] * k.shape[1])
-    return Launch(attention_dkdv_kernel, grid, arguments, _options(problem, tiles))
-
-
-def _dq_launch(
-    problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor, filled: Filled, terms: Terms
-) -> Launch:
-    q = problem.q
-    tiles = _tiles("dq", problem)
-    rows = (rows_of(x) for x in (q, problem.k, problem.v, grad, filled["q"]))
-    sizes = _sizes(problem, reverse=True)
-    arguments = (*rows, terms, lse, delta, *sizes, _product_factor(problem))
-    grid = (cdiv(q.shape[2], tiles.queries), q.shape[0] * q.shape[1])
-    return Launch(attention_dq_kernel, grid, arguments, _options(problem, tiles))
-
-
 def _band_shift(offset: int, columns: int) -> int:
     """Distances by which all bands are moved, so that their blocks of keys begin at multiples."""
     return -offset % columns
@@ -157,17 +126,9 @@ def _band_count(problem: Problem, tiles: Tiles) -> int:
     return last // tiles.keys + tiles.queries // tiles.keys
 
 
-def _band_launches(
-    problem: Problem, grad: Tensor, lse: Tensor, delta: Tensor, filled: Filled, terms: Terms
-) -> list[Launch]:
+def _band_launches(problem: Problem, arguments: tuple[Any, ...]) -> list[Launch]:
     """One launch with a weight table; without, one for gentle bands and one for steep ones."""
-    q = problem.q
-    tiles = _tiles("band", problem)
-    rows = (rows_of(x) for x in (q, problem.k, problem.v, grad))
-    arguments = (
-        *rows, terms, lse, delta, filled.get("bias"), filled.get("weight"),
-        *_sizes(problem, reverse=True), 0,
-    )  # fmt: skip
+    q, tiles = problem.q, _tiles("band", problem)
     options = _options(problem, tiles, masked=False)
     grid = (_band_count(problem, tiles), q.shape[0] * q.shape[1])
     if problem.weight is not None:
@@ -199,16 +160,34 @@ def backward_launches(
     """The backward's launches in order, and what they fill; delta, [B * H, padded Lq], last."""
     delta, filled = torch.empty_like(lse), _to_fill(problem, lse, wanted)
     launches = [_delta_launch(problem, out, grad, delta, lse)]
+    batch, heads = problem.q.shape[:2]
+    operands = (problem.q, problem.k, problem.v, grad)
+    # what turns sums of dS * (weight in base 2) * k into dQ
+    factor = problem.scale if problem.weight is None else 1.0 / LOG2E
     if wanted & _OF_KEYS:
         made, terms = terms_of(problem, reverse=False)
-        launches += [*made, _dkdv_launch(problem, grad, lse, delta, filled, terms)]
+        tiles = _tiles("dkdv", problem)
+        rows = (rows_of(x) for x in (*operands, filled["k"], filled["v"]))
+        own = (_query_ends(problem, tiles.keys), lse, delta, filled.get("key_bias"))
+        arguments = (*rows, terms, *own, *_sizes(problem, reverse=False), factor)
+        grid = (cdiv(problem.k_len, tiles.keys), batch * problem.k.shape[1])
+        options = _options(problem, tiles)
+        launches += [*made, Launch(attention_dkdv_kernel, grid, arguments, options)]
     if wanted & {"q", "bias", "weight"}:
         made, terms = terms_of(problem, reverse=True)
         launches += made
+        sizes = _sizes(problem, reverse=True)
         if "q" in wanted:
-            launches.append(_dq_launch(problem, grad, lse, delta, filled, terms))
+            tiles = _tiles("dq", problem)
+            rows = (rows_of(x) for x in (*operands, filled["q"]))
+            arguments = (*rows, terms, lse, delta, *sizes, factor)
+            grid = (cdiv(problem.q_len, tiles.queries), batch * heads)
+            options = _options(problem, tiles)
+            launches.append(Launch(attention_dq_kernel, grid, arguments, options))
         if wanted & {"bias", "weight"}:
-            launches += _band_launches(problem, grad, lse, delta, filled, terms)
+            bands = (filled.get("bias"), filled.get("weight"))
+            rows = (rows_of(x) for x in operands)
+            launches += _band_launches(problem, (*rows, terms, lse, delta, *bands, *sizes, 0))
     return launches, filled, delta
 
 

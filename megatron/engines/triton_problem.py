@@ -121,8 +121,10 @@ def build_problem(call: Call, visible: Tensor | None) -> Problem:
     visible = visible.to(device=q.device, dtype=torch.int32).contiguous()
     first_key = None
     if call.first_key is not None:
+        # no band beyond the largest distance that any query sees has an element
+        own_key = torch.arange(call.offset, call.k_len, dtype=torch.int32, device=q.device)
         first_key = call.first_key.to(torch.int32)
-        visible = visible.minimum(_longest_reach(first_key, call.k_len))
+        visible = visible.minimum((own_key - first_key).amax() + 1)
         first_key = _padded(first_key, fill=2**31 - 1)
     key_bias = own = sink = None
     if call.key_bias is not None:
@@ -142,15 +144,6 @@ def architecture(device: torch.device) -> int:
         return 80
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def _longest_reach(first_key: Tensor, k_length: int) -> Tensor:
-    """The largest distance that any query sees, plus one: no band beyond it has an element."""
-    q_length = first_key.shape[1]
-    positions = torch.arange(
-        k_length - q_length, k_length, dtype=torch.int32, device=first_key.device
-    )
-    return (positions - first_key).amax() + 1
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -204,7 +197,7 @@ def table_layout(k_length: int, reverse: bool) -> tuple[int, int]:
 
 
 def _table_copies(
-    table: Tensor, problem: Problem, *, reverse: bool, fill: float, factor: float
+    table: Tensor, problem: Problem, reverse: bool, fill: float, factor: float
 ) -> Launch:
     """The launch that fills the copies (its second argument) of `table * factor`."""
     start, stride = table_layout(problem.k_len, reverse)
@@ -219,20 +212,16 @@ def _table_copies(
 
 def terms_of(problem: Problem, reverse: bool) -> tuple[list[Launch], Terms]:
     """The terms with their tables one way round, and the launches that make the copies."""
-    launches = [
-        None
-        if table is None
-        else _table_copies(table, problem, reverse=reverse, fill=fill, factor=factor)
-        for table, fill, factor in (
-            (problem.bias, NO_SCORE, LOG2E),
-            (problem.weight, 0.0, problem.scale * LOG2E),
-        )
-    ]
-    bias, weight = (None if launch is None else launch.arguments[1] for launch in launches)
+    launches, copies = [], {}
+    for name, fill, factor in (("bias", NO_SCORE, LOG2E), ("weight", 0.0, problem.scale * LOG2E)):
+        if (table := getattr(problem, name)) is not None:
+            launches.append(_table_copies(table, problem, reverse, fill, factor))
+            copies[name] = launches[-1].arguments[1]
     terms = Terms(
-        bias, weight, problem.key_bias, problem.own, problem.first_key, problem.visible,
+        copies.get("bias"), copies.get("weight"),
+        problem.key_bias, problem.own, problem.first_key, problem.visible,
         copy_stride=table_layout(problem.k_len, reverse)[1],
         key_stride=0 if problem.key_bias is None else problem.key_bias.shape[2],
         row_stride=problem.padded_rows,
     )  # fmt: skip
-    return [launch for launch in launches if launch is not None], terms
+    return launches, terms

@@ -64,7 +64,6 @@ def unavailable() -> str | None:
 
 # The cache of compiled kernels.
 
-_VARIABLE = "TRITON_CACHE_DIR"
 _folder: Path | None = None
 _launched: set[Hashable] = set()
 
@@ -72,10 +71,9 @@ _launched: set[Hashable] = set()
 def use_node_local_cache() -> Path:
     """Set TRITON_CACHE_DIR to a private directory on this node, unless it is set; return it."""
     global _folder
-    chosen = os.environ.get(_VARIABLE)
-    folder = Path(chosen) if chosen else _private_folder()
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or _private_folder())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.environ[_VARIABLE] = str(folder)
+    os.environ["TRITON_CACHE_DIR"] = str(folder)
     _folder = folder
     return folder
 

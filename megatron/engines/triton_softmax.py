@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.engines import triton_runtime
+from megatron.engines.call import fitted
 from megatron.engines.triton_runtime import Launch, cdiv, jit, next_power_of_2, run_on, tl
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -256,10 +257,7 @@ def _summed(shares: Tensor | None, table: Tensor | None) -> Tensor | None:
     """The gradient of a table from the programs' shares; distances that nobody sees get 0."""
     if shares is None or table is None:
         return None
-    width = min(shares.shape[2], table.shape[1])
-    grad = torch.zeros_like(table)
-    grad[:, :width] = shares.sum(0)[:, :width]
-    return grad
+    return fitted(shares.sum(0)[:, : table.shape[1]], table)
 
 
 class _TritonSoftmax(torch.autograd.Function):

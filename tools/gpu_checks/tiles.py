@@ -6,10 +6,10 @@ whoever edits it. A tile is proposed if it gives the same numbers and is faster 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -149,25 +149,15 @@ def _work(settings: Settings, place: Place) -> Run:
     return run
 
 
-@contextmanager
-def _replaced(kernel: str, tiles: Tiles) -> Iterator[None]:
+def _with_tiles(run: Run, kernel: str, tiles: Tiles) -> Run:
+    assert ROW_MULTIPLE % tiles.queries == 0, tiles
     real = triton_launch.tiles_of
 
     def chosen(name: str, *key: Any) -> Tiles:
         return tiles if name == kernel else real(name, *key)
 
-    triton_launch.tiles_of = chosen  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        triton_launch.tiles_of = real
-
-
-def _with_tiles(run: Run, kernel: str, tiles: Tiles) -> Run:
-    assert ROW_MULTIPLE % tiles.queries == 0, tiles
-
     def attempt() -> list[Tensor]:
-        with _replaced(kernel, tiles):
+        with patch.object(triton_launch, "tiles_of", chosen):
             return run()
 
     return attempt
