@@ -133,16 +133,11 @@ def _check_replaceable(
 
 
 def _replace_directory(temporary: Path, target: Path) -> None:
-    if not target.exists():
-        temporary.rename(target)
-    elif not any(target.iterdir()):
-        target.rmdir()
-        temporary.rename(target)
-    else:
-        old = temporary_name(target)
+    old = temporary_name(target)
+    if target.exists():
         target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
     sync_directory(target.parent)
 
 
@@ -187,6 +182,13 @@ def write_text(path: Path, text: str, *, parents: bool = False) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """One object a line; written as they come."""
+    with atomic_writer(path) as handle:
+        for record in records:
+            handle.write((json.dumps(record) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sysconfig
-import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.atomic_files import atomic_writer
+from megatron.atomic_files import write_json_lines
 from megatron.data.download import RemoteFile, download, file_sha256
 from megatron.data.package_text import PIP_DOWNLOAD, Package, collect_packages, run_fetcher
 from megatron.data.recall_text import write_recall_corpus
+from megatron.data.streams import decompressed, tar_members
 from megatron.errors import DataError, DownloadError
 
 PILE = "https://the-eye.eu/public/AI/pile"
@@ -79,17 +78,13 @@ def _django_docs(directory: Path) -> list[Path]:
         run_fetcher(command, directory, DJANGO)
         if not archive.is_file() or file_sha256(archive) != DJANGO_SHA256:
             raise DownloadError(f"{archive}: pip did not bring the expected file")
-    with tarfile.open(archive) as members:
-        pages = sorted(
-            (m for m in members if m.isfile() and "/docs/" in m.name and m.name.endswith(".txt")),
-            key=lambda member: member.name,
-        )
-        with atomic_writer(output) as handle:
-            for page in pages:
-                stream = members.extractfile(page)
-                assert stream is not None
-                record = {"text": stream.read().decode("utf-8", "replace"), "path": page.name}
-                handle.write((json.dumps(record) + "\n").encode())
+    with archive.open("rb") as raw:
+        pages = {
+            name: stream.read().decode("utf-8", "replace")
+            for name, stream in tar_members(decompressed(archive.name, raw))
+            if "/docs/" in name and name.endswith(".txt")
+        }
+    write_json_lines(output, ({"text": pages[name], "path": name} for name in sorted(pages)))
     return [output]
 
 

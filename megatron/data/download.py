@@ -61,7 +61,7 @@ def download(remote: RemoteFile, directory: Path, *, progress: bool = True) -> P
     failures = []
     for url in remote.urls:
         try:
-            _check_provable(url, remote)
+            _check_address(url, remote)
             part = _fetch(url, target, progress)
             return _accept(part, target, remote, url)
         except DownloadError as error:
@@ -70,9 +70,11 @@ def download(remote: RemoteFile, directory: Path, *, progress: bool = True) -> P
     raise DownloadError(f"{remote.name} could not be downloaded:\n" + "\n".join(failures))
 
 
-def _check_provable(url: str, remote: RemoteFile) -> None:
+def _check_address(url: str, remote: RemoteFile) -> None:
     """Over plain http anybody on the way can change a file: then its hash must be known."""
     parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https"):
+        raise DownloadError(f"{url}: only http and https are fetched")
     local = parts.hostname in ("127.0.0.1", "localhost")
     if parts.scheme == "http" and remote.sha256 is None and not local:
         raise DownloadError(
@@ -95,8 +97,6 @@ def _beside(target: Path, suffix: str) -> Path:
 
 def _fetch(url: str, target: Path, progress: bool) -> Path:
     """Bring ``target.part`` to full length, in several attempts if the connection breaks."""
-    if not url.startswith(("http://", "https://")):
-        raise DownloadError(f"{url}: only http and https are fetched")
     part = _beside(target, ".part")
     failures = 0
     while True:

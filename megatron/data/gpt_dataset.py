@@ -167,6 +167,24 @@ class GPTDataset:
     def _index(self, first: int, last: int, epochs: int, seed: int, directory: Path) -> Arrays:
         """The sample index, from the cache if it is there; the key holds all that it depends on."""
         sizes, length = self.tokens.sizes, self.length
+        total_tokens = epochs * self.tokens_per_epoch
+        samples = (total_tokens - 1) // length
+
+        def check(arrays: Arrays) -> str | None:
+            """Why a stored index cannot be this one; None if every place it names exists."""
+            if arrays.keys() != set(INDEX_ARRAYS):
+                return "it holds other arrays"
+            documents, ends, order = (arrays[key] for key in INDEX_ARRAYS)
+            if not len(documents) == len(ends) == (last - first) * epochs or len(order) != samples:
+                return "its arrays have other lengths"
+            if documents.min() < first or documents.max() >= last:
+                return "it names documents that are not there"
+            if ends[0] < 0 or (np.diff(ends) < 0).any() or int(ends[-1]) != total_tokens:
+                return "its documents do not follow each other"
+            if samples and (order.min() < 0 or order.max() >= samples):
+                return "it names samples that are not there"
+            return None
+
         return cached_arrays(
             {
                 "format": INDEX_FORMAT,
@@ -179,9 +197,7 @@ class GPTDataset:
             lambda: build_sample_index(sizes, first, last, length, epochs, seed),
             directory=directory,
             name=f"{self.tokens.prefix.name}_{self.name}",
-            check=lambda arrays: _problem(
-                arrays, first, last, epochs * self.tokens_per_epoch, epochs, length
-            ),
+            check=check,
         )
 
     def __len__(self) -> int:
@@ -201,25 +217,6 @@ class GPTDataset:
                 "Set tokenizer_type, vocab_file and merge_file to the ones it was prepared with."
             )
         return {"text": text}
-
-
-def _problem(
-    arrays: Arrays, first: int, last: int, total_tokens: int, epochs: int, length: int
-) -> str | None:
-    """Why a stored index cannot be this split's; None if every place it names exists."""
-    if arrays.keys() != set(INDEX_ARRAYS):
-        return "it holds other arrays"
-    documents, ends, order = (arrays[key] for key in INDEX_ARRAYS)
-    samples = (total_tokens - 1) // length
-    if not len(documents) == len(ends) == (last - first) * epochs or len(order) != samples:
-        return "its arrays have other lengths"
-    if documents.min() < first or documents.max() >= last:
-        return "it names documents that are not there"
-    if ends[0] < 0 or (np.diff(ends) < 0).any() or int(ends[-1]) != total_tokens:
-        return "its documents do not follow each other"
-    if samples and (order.min() < 0 or order.max() >= samples):
-        return "it names samples that are not there"
-    return None
 
 
 def build_train_valid_test_datasets(

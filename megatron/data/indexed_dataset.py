@@ -69,15 +69,15 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
         self.prefix = prefix_of(prefix)
         self._index = _map_file(idx_path(self.prefix))
-        sums = _recorded_checksums(self.prefix)
-        _check_sum(self._index, idx_path(self.prefix), sums.get("idx_crc32"))
+        manifest = read_json(manifest_path(self.prefix)) or {}
+        _check_recorded(self._index, idx_path(self.prefix), manifest, contents=True)
         self._read_index()
         self._tokens = _map_file(bin_path(self.prefix))
-        self._check_pointers()
-        self._check_boundaries()
         if warmup:  # a byte of each page: the file is in memory before training starts
             np.frombuffer(self._tokens, np.uint8)[:: mmap.PAGESIZE].sum()
-            _check_sum(self._tokens, bin_path(self.prefix), sums.get("bin_crc32"))
+        _check_recorded(self._tokens, bin_path(self.prefix), manifest, contents=warmup)
+        self._check_pointers()
+        self._check_boundaries()
 
     def _read_index(self) -> None:
         path, buffer = idx_path(self.prefix), self._index
@@ -178,35 +178,26 @@ def _map_file(path: Path) -> mmap.mmap:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _recorded_checksums(prefix: Path) -> dict[str, str]:
-    """CRC-32 of both files as they were written, if the manifest has them."""
-    manifest = read_json(manifest_path(prefix)) or {}
-    for kind, path in (("idx", idx_path(prefix)), ("bin", bin_path(prefix))):
-        recorded = manifest.get(f"{kind}_bytes")
-        if f"{kind}_crc32" in manifest and path.is_file() and path.stat().st_size != recorded:
-            raise DataError(
-                f"{path}: {path.stat().st_size} bytes, but {manifest_path(prefix).name} recorded "
-                f"{recorded!r:.40}; the file is damaged. {REBUILD} If another program wrote the "
-                f"data anew, delete {manifest_path(prefix)}."
-            )
-    return {
-        key: manifest[key]
-        for key in ("idx_crc32", "bin_crc32")
-        if isinstance(manifest.get(key), str)
-    }
-
-
-def _check_sum(buffer: mmap.mmap, path: Path, expected: str | None) -> None:
-    if expected is None:
+def _check_recorded(
+    buffer: mmap.mmap, path: Path, manifest: dict[str, Any], *, contents: bool
+) -> None:
+    """Compare a file with its size and CRC-32 when it was written, if the manifest has them."""
+    name, size = manifest_path(path).name, manifest.get(f"{path.suffix[1:]}_bytes")
+    checksum = manifest.get(f"{path.suffix[1:]}_crc32")
+    if checksum is None:
         return
+    if len(buffer) != size:
+        raise DataError(
+            f"{path}: {len(buffer)} bytes, but {name} recorded {size!r:.40}; the file is damaged. "
+            f"{REBUILD} If another program wrote the data anew, delete {manifest_path(path)}."
+        )
     value = 0
     with memoryview(buffer) as view:
-        for start in range(0, len(view), SUM_BLOCK):
+        for start in range(0, len(view) if contents else 0, SUM_BLOCK):
             value = zlib.crc32(view[start : start + SUM_BLOCK], value)
-    if f"{value:08x}" != expected:
+    if contents and f"{value:08x}" != checksum:
         raise DataError(
-            f"{path}: does not match the checksum in {manifest_path(prefix_of(path)).name}; the "
-            f"file is damaged. {REBUILD}"
+            f"{path}: does not match the checksum in {name}; the file is damaged. {REBUILD}"
         )
 
 

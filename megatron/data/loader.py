@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ class BatchLoader(DataLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         yield from super().__iter__()
         sampler = self.batch_sampler
-        if isinstance(sampler, ResumableBatchSampler) and sampler.at_end == "error":
+        if isinstance(sampler, ResumableBatchSampler):
             raise DataError(
                 f"all {sampler.total_samples} samples have been used; more steps need a dataset "
                 "built for more samples (train_iters, or eval_iters for validation)"
@@ -70,8 +69,8 @@ def build_data_loader(
 class ResumableBatchSampler:
     """Yields the sample numbers of each micro-batch of one data-parallel rank.
 
-    ``at_end`` says what follows the last whole global batch: ``"error"`` (the loader raises a
-    ``DataError``), ``"stop"`` (iteration ends) or ``"wrap"`` (start again at sample 0).
+    After the last whole global batch it starts again at sample 0 if it may ``wrap``; otherwise the
+    loader raises a ``DataError``.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ResumableBatchSampler:
         dp_size: int = 1,
         grad_accum: int = 1,
         *,
-        at_end: Literal["error", "stop", "wrap"] = "error",
+        wrap: bool = False,
     ) -> None:
         if min(total_samples, micro_batch_size, dp_size, grad_accum) < 1:
             raise DataError(
@@ -97,7 +96,7 @@ class ResumableBatchSampler:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.grad_accum = grad_accum
-        self.at_end = at_end
+        self.wrap = wrap
         if consumed_samples < 0 or consumed_samples % self.global_batch:
             raise DataError(
                 f"consumed_samples {consumed_samples} is not a whole number of global batches of "
@@ -116,7 +115,7 @@ class ResumableBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.consumed_samples
-        while self.at_end == "wrap" or start + self.global_batch <= self.total_samples:
+        while self.wrap or start + self.global_batch <= self.total_samples:
             for micro_step in range(self.grad_accum):
                 first = start + (micro_step * self.dp_size + self.dp_rank) * self.micro_batch_size
                 yield [i % self.total_samples for i in range(first, first + self.micro_batch_size)]

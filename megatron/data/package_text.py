@@ -9,7 +9,6 @@ version, with its sha256 and licence, is written beside the text.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from megatron.atomic_files import atomic_writer, read_json, write_json
+from megatron.atomic_files import read_json, write_json, write_json_lines
 from megatron.data.download import file_sha256
 from megatron.data.streams import DECODING_ERRORS, decompressed, tar_members, zip_members
 from megatron.errors import DataError, DownloadError
@@ -69,9 +68,8 @@ def collect_packages(packages: Sequence[Package], directory: Path) -> list[Path]
                     found.setdefault(key, (path, text))
             notes.append(_note(package, file, [text for _, text in found.values()]))
             texts |= found
-    with atomic_writer(output) as handle:
-        for path, text in sorted(texts.values(), key=lambda item: _digest(item[0])):
-            handle.write((json.dumps({"text": text, "path": path}) + "\n").encode())
+    ordered = sorted(texts.values(), key=lambda item: _digest(item[0]))
+    write_json_lines(output, ({"text": text, "path": path} for path, text in ordered))
     write_json(record, {"packages": notes})
     return [output]
 

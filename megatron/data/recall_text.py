@@ -24,14 +24,13 @@ nearer by. Noise is drawn evenly from eight symbols: nothing but recall can be l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase, digits
 
-from megatron.atomic_files import atomic_writer
+from megatron.atomic_files import write_json_lines
 
 PAIRS = 4
 KEYS, VALUES = ascii_uppercase[:8], ascii_lowercase[:8]
@@ -114,10 +113,8 @@ def write_recall_corpus(directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     output = directory / "recall.jsonl"
     random = Random(SEED)
-    with atomic_writer(output) as handle:
-        for number in range(DOCUMENTS):
-            made = _for_training(number, random)
-            handle.write((json.dumps({"text": made.text}) + "\n").encode())
+    texts = (_for_training(number, random).text for number in range(DOCUMENTS))
+    write_json_lines(output, ({"text": text} for text in texts))
     return [output]
 
 

@@ -41,7 +41,7 @@ DECODING_ERRORS = (
 
 
 _DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
-    ".zst": lambda raw: io.BufferedReader(_ZstdReader(raw), READ_SIZE),
+    ".zst": lambda raw: io.BufferedReader(_BlockReader(_zstd_blocks(raw)), READ_SIZE),
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
     ".tgz": lambda raw: gzip.GzipFile(fileobj=raw),
     ".bz2": bz2.BZ2File,
@@ -145,42 +145,36 @@ def decompressed(name: str, raw: BinaryIO) -> BinaryIO:
     return raw if unpack is None else cast(BinaryIO, unpack(raw))
 
 
-class _ZstdReader(io.RawIOBase):
+def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
     """Frames of zstd one after another; the library's own reader takes a cut frame for the end.
 
     A few bytes of zstd can stand for 128 KiB each. Small slices go in, so that what comes out of
     one is at most some tens of megabytes, whatever the file claims.
     """
+    context = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
+    frame, ended = context.decompressobj(), True
+    while compressed := raw.read(ZSTD_SLICE):
+        while compressed:
+            yield frame.decompress(compressed)
+            compressed, ended = frame.unused_data, frame.eof
+            if ended:
+                frame = context.decompressobj()
+    if not ended:
+        raise EOFError("the last zstd frame is incomplete")
 
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._context = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW)
-        self._frame = self._context.decompressobj()
-        self._in_frame = False
-        self._compressed = memoryview(b"")
+
+class _BlockReader(io.RawIOBase):
+    """A stream of blocks that are made as they are read."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = filter(None, blocks)
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        while not self._ready:
-            if not self._compressed:
-                self._compressed = memoryview(self._raw.read(READ_SIZE // 8))
-            if not self._compressed:
-                if self._in_frame:
-                    raise EOFError("the last zstd frame is incomplete")
-                return 0
-            part, self._compressed = self._compressed[:ZSTD_SLICE], self._compressed[ZSTD_SLICE:]
-            self._in_frame = True
-            self._ready = memoryview(self._frame.decompress(part))
-            if self._frame.eof:
-                unused = len(self._frame.unused_data)
-                if unused:
-                    rest = self._frame.unused_data + bytes(self._compressed)
-                    self._compressed = memoryview(rest)
-                self._frame = self._context.decompressobj()
-                self._in_frame = False
+        self._ready = self._ready or memoryview(next(self._blocks, b""))
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]

@@ -111,15 +111,20 @@ class IndexedDatasetWriter:
                 f"{self.dtype.name}; only datasets made with the same tokenizer can be merged"
             )
         shift = len(self._sizes)
-        blocks = (
-            _file_blocks(other)
-            if _is_contiguous(other)
-            else (other[i].tobytes() for i in range(len(other)))
-        )
-        for block in blocks:
-            self._put(block)
+        for start, stop in _stretches(other):
+            self._copy(bin_path(other.prefix), start, stop)
         self._sizes.frombytes(other.sizes.astype(np.int32).tobytes())
         self._boundaries.frombytes((other.doc_idx[1:] + shift).astype(np.int64).tobytes())
+
+    def _copy(self, path: Path, start: int, stop: int) -> None:
+        with path.open("rb") as source:
+            source.seek(start)
+            while start < stop:
+                block = source.read(min(COPY_CHUNK, stop - start))
+                if not block:
+                    raise DataError(f"{path}: ended while it was being copied")
+                self._put(block)
+                start += len(block)
 
     def _put(self, data: Any) -> None:
         if self._handle is None:
@@ -244,18 +249,13 @@ def _common_tokenizer(inputs: Sequence[Path]) -> dict[str, object] | None:
     return described[0][1] if all(tokenizer for _, tokenizer in described) else None
 
 
-def _is_contiguous(dataset: IndexedDataset) -> bool:
-    """True when the sequences follow each other from byte 0, as every normal writer lays them."""
-    ends = np.cumsum(dataset.sizes, dtype=np.int64) * dataset.dtype.itemsize
-    return int(dataset.pointers[0]) == 0 and bool((dataset.pointers[1:] == ends[:-1]).all())
-
-
-def _file_blocks(dataset: IndexedDataset) -> Iterator[bytes]:
-    left = dataset.total_tokens * dataset.dtype.itemsize
-    with bin_path(dataset.prefix).open("rb") as source:
-        while left:
-            block = source.read(min(COPY_CHUNK, left))
-            if not block:
-                raise DataError(f"{bin_path(dataset.prefix)}: ended while it was being copied")
-            left -= len(block)
-            yield block
+def _stretches(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
+    """Bytes without a gap between sequences: one stretch, as every normal writer lays them."""
+    starts = dataset.pointers
+    stops = starts + dataset.sizes * np.int64(dataset.dtype.itemsize)
+    breaks = np.flatnonzero(starts[1:] != stops[:-1])
+    return zip(
+        [int(starts[0]), *starts[breaks + 1].tolist()],
+        [*stops[breaks].tolist(), int(stops[-1])],
+        strict=True,
+    )

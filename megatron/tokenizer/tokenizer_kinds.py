@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
@@ -20,6 +21,15 @@ from megatron.tokenizer.base import (
 EOD_CANDIDATES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 VOCAB_NAMES = ("gpt2-vocab.json", "vocab.json", "encoder.json")
 MERGE_NAMES = ("gpt2-merges.txt", "merges.txt", "vocab.bpe")
+
+
+@contextmanager
+def _reading(what_it_is_not: str, advice: str) -> Iterator[None]:
+    """Whatever a library says of a file that it cannot read, with the file and a way out."""
+    try:
+        yield
+    except Exception as error:
+        raise TokenizerError(f"vocab_file {what_it_is_not} ({error}). {advice}") from error
 
 
 class _LibraryTokenizer(Tokenizer):
@@ -64,14 +74,9 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     def __init__(self, files: TokenizerFiles) -> None:
         vocab = files.in_directory(VOCAB_NAMES, self.name)
         merges = _merge_file(files, vocab, self.name)
-        try:
-            model = models.BPE.from_file(str(vocab), str(merges))
-        except Exception as error:
-            raise TokenizerError(
-                f"vocab_file {vocab} with merge_file {merges}: not a BPE vocabulary ({error}). "
-                f"{HOW_TO_GET_A_VOCABULARY}"
-            ) from error
-        library = tokenizers.Tokenizer(model)
+        named = f"{vocab} with merge_file {merges}"
+        with _reading(f"{named}: not a BPE vocabulary", HOW_TO_GET_A_VOCABULARY):
+            library = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = decoders.ByteLevel()
         super().__init__(library, vocab, file_digest(vocab, merges))
@@ -131,12 +136,8 @@ def _from_hub(name: str) -> tokenizers.Tokenizer:
 
 
 def _load_json(path: Path) -> tokenizers.Tokenizer:
-    try:
+    with _reading(f"{path}: not a tokenizer.json", HOW_TO_GET_A_VOCABULARY):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise TokenizerError(
-            f"vocab_file {path}: not a tokenizer.json ({error}). {HOW_TO_GET_A_VOCABULARY}"
-        ) from error
 
 
 def _valid(text: str) -> str:
@@ -175,13 +176,9 @@ class SPMTokenizer(Tokenizer):
 
         path = files.in_directory(("tokenizer.model", "spm.model"), self.name)
         self._library = sentencepiece.SentencePieceProcessor()
-        try:
+        train = "Train one with tools/train_tokenizer.py --type SPMTokenizer."
+        with _reading(f"{path}: not a SentencePiece model", train):
             self._library.Load(str(path))
-        except (RuntimeError, OSError) as error:
-            raise TokenizerError(
-                f"vocab_file {path}: not a SentencePiece model ({error}). Train one with "
-                "tools/train_tokenizer.py --type SPMTokenizer."
-            ) from error
         eod = self._library.PieceToId(END_OF_TEXT)
         if eod == self._library.unk_id():
             eod = self._library.eos_id()

@@ -23,18 +23,6 @@ VOCABULARY, MERGES = "vocab.json", "merges.txt"
 TRAINABLE = ("GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer")
 
 
-def check_pattern(pattern: str) -> None:
-    """Refuse a pattern that is none, or that can match nothing at all and so would not advance."""
-    try:
-        compiled = regex.compile(pattern)
-    except regex.error as error:
-        raise TokenizerError(
-            f"--pattern {pattern!r:.80}: not a regular expression: {error}"
-        ) from error
-    if compiled.fullmatch(""):
-        raise TokenizerError(f"--pattern {pattern!r:.80}: it matches the empty text")
-
-
 def train_byte_pairs(
     texts: Iterator[str], size: int, progress: bool, pattern: str | None = None
 ) -> Tokenizer:
@@ -49,7 +37,7 @@ def train_byte_pairs(
     if pattern is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
-        check_pattern(pattern)
+        _check_pattern(pattern)
         pieces = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, as_bytes])
@@ -62,6 +50,16 @@ def train_byte_pairs(
     )
     tokenizer.train_from_iterator(_not_empty(texts), trainer)
     return tokenizer
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuse a pattern that is none, or that can match nothing at all and so would not advance."""
+    shown = f"--pattern {pattern!r:.80}"
+    try:
+        if regex.fullmatch(pattern, ""):
+            raise TokenizerError(f"{shown}: it matches the empty text")
+    except regex.error as error:
+        raise TokenizerError(f"{shown}: not a regular expression: {error}") from error
 
 
 def write_gpt2_files(tokenizer: Tokenizer, folder: Path) -> int:

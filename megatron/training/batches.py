@@ -127,7 +127,7 @@ def _stream(
         dp_rank=parallel.dp_rank,
         dp_size=parallel.dp_size,
         grad_accum=plan.gradient_accumulation_steps,
-        at_end="wrap" if wrap else "error",
+        wrap=wrap,
     )
     loader = build_data_loader(
         dataset,

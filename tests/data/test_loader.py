@@ -37,22 +37,12 @@ def steps(
     consumed: int,
     count: int,
     total: int = 1000,
-    at_end: str = "error",
+    wrap: bool = False,
 ) -> list[list[int]]:
     """The samples of each of ``count`` steps, all ranks together, in NeoX's order."""
     micro, ranks, accumulation = layout
     iterators = [
-        iter(
-            ResumableBatchSampler(
-                total,
-                consumed,
-                micro,
-                r,
-                ranks,
-                accumulation,
-                at_end=at_end,  # type: ignore[arg-type]
-            )
-        )
+        iter(ResumableBatchSampler(total, consumed, micro, r, ranks, accumulation, wrap=wrap))
         for r in range(ranks)
     ]
     found = []
@@ -80,9 +70,9 @@ def test_a_run_resumes_with_other_ranks(
 
 
 def test_wrapping_starts_again_and_still_resumes() -> None:
-    wrapped = steps((4, 2, 3), 0, 5, total=50, at_end="wrap")
+    wrapped = steps((4, 2, 3), 0, 5, total=50, wrap=True)
     assert wrapped[2] == [48, 49, *range(22)]
-    assert steps((2, 3, 4), 2 * GLOBAL_BATCH, 3, total=50, at_end="wrap") == wrapped[2:]
+    assert steps((2, 3, 4), 2 * GLOBAL_BATCH, 3, total=50, wrap=True) == wrapped[2:]
 
 
 def test_lengths_count_whole_batches() -> None:
@@ -124,11 +114,6 @@ def test_running_out_is_an_error_only_when_it_happens(workers: int) -> None:
     next(loader)  # the last whole batch, although the workers have looked further
     with pytest.raises(DataError, match="all 20 samples"):
         next(loader)
-
-
-def test_evaluation_loaders_just_stop() -> None:
-    loader = build_data_loader(Numbers(20), ResumableBatchSampler(20, 0, 8, at_end="stop"))
-    assert len(list(loader)) == 2
 
 
 def test_labels_are_the_next_tokens_and_eod_may_be_masked() -> None:
