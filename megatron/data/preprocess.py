@@ -51,18 +51,6 @@ class PreprocessOptions:
     progress: bool = True
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A place in the input that could not be used, and why."""
-
-    file: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}"
-
-
 @dataclass
 class Tally:
     """What was read, and what of it could not be used."""
@@ -71,7 +59,8 @@ class Tally:
     empty_documents: int = 0
     left_out: int = 0
     broken_lines: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Places in the input that could not be used, and why."""
 
     def add(self, other: Tally) -> None:
         self.text_characters += other.text_characters
@@ -148,7 +137,7 @@ class Encoder:
             except (ValueError, RecursionError) as error:
                 result.broken_lines += 1
                 if len(result.problems) < MAX_PROBLEMS_PER_CHUNK:
-                    result.problems.append(Problem(chunk.file, number, str(error)))
+                    result.problems.append(f"{chunk.file}:{number}: {error}")
                 continue
             if texts is None:
                 result.left_out += 1
@@ -172,14 +161,10 @@ def output_prefixes(output_prefix: Path, keys: Sequence[str]) -> list[Path]:
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
     """SIGTERM, which schedulers send, cleans up as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -209,16 +209,25 @@ class TiktokenTokenizer(Tokenizer):
 
     def __init__(self, files: TokenizerFiles) -> None:
         import tiktoken
+        from tiktoken.load import load_tiktoken_bpe
 
-        source = files.vocab_file
+        source, names = files.vocab_file, ", ".join(tiktoken.list_encoding_names())
         if source is None:
-            names = ", ".join(tiktoken.list_encoding_names())
             raise TokenizerError(f"TiktokenTokenizer needs vocab_file: a .tiktoken file or {names}")
         if source.is_file():
-            self._library = _from_file(source)
+            with _reading(f"{source}: not a .tiktoken file", f"Without one, name one of {names}."):
+                ranks = load_tiktoken_bpe(str(source))
+                if not ranks:
+                    raise ValueError("no tokens in it")
+                self._library = tiktoken.Encoding(
+                    name=source.stem,
+                    pat_str=SPLIT_PATTERN,
+                    mergeable_ranks=ranks,
+                    special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
+                )
             self.fingerprint = file_digest(source)
         else:
-            self._library = _from_name(str(source))
+            self._library = _named_encoding(str(source), names)
             self.fingerprint = f"tiktoken:{source}"
         self.eod = int(self._library.eot_token)
         self.vocab_size = int(self._library.n_vocab)
@@ -234,29 +243,10 @@ class TiktokenTokenizer(Tokenizer):
         return str(self._library.decode([int(i) for i in token_ids]))
 
 
-def _from_file(path: Path):  # type: ignore[no-untyped-def]  # tiktoken is imported on use
-    import tiktoken
-    from tiktoken.load import load_tiktoken_bpe
-
-    try:
-        ranks = load_tiktoken_bpe(str(path))
-        if not ranks:
-            raise ValueError("no tokens in it")
-        return tiktoken.Encoding(
-            name=path.stem,
-            pat_str=SPLIT_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens={END_OF_TEXT: max(ranks.values()) + 1},
-        )
-    except Exception as error:
-        raise TokenizerError(f"vocab_file {path}: not a .tiktoken file ({error})") from error
-
-
-def _from_name(name: str):  # type: ignore[no-untyped-def]
+def _named_encoding(name: str, known: str):  # type: ignore[no-untyped-def]  # imported on use
     import tiktoken
 
     if name not in tiktoken.list_encoding_names():
-        known = ", ".join(tiktoken.list_encoding_names())
         raise TokenizerError(f"vocab_file {name}: no such file, and not one of {known}")
     try:
         return tiktoken.get_encoding(name)

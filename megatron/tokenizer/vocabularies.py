@@ -7,16 +7,13 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import regex
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron.atomic_files import atomic_writer
 from megatron.errors import DataError, TokenizerError
 from megatron.tokenizer.base import END_OF_TEXT
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 PADDING = "<|padding|>"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
@@ -31,8 +28,6 @@ def train_byte_pairs(
     No token crosses a piece of ``pattern``, GPT-2's by default; ``\p{N}{1,3}|\p{L}+|...`` would
     cut numbers into threes.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
     tokenizer = Tokenizer(models.BPE())
     if pattern is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -141,10 +141,10 @@ def test_broken_lines_are_counted_and_placed(tmp_path: Path) -> None:
     assert documents(tmp_path / "out_text_document") == ended(["good", "also good"])
     assert outcome.broken_lines == 7
     assert outcome.empty_documents == 1
-    places = [(p.line, p.reason) for p in outcome.problems]
-    assert [line for line, _ in places] == [2, 3, 4, 5, 6, 9, 10]
-    assert places[2][1] == 'key "text" is missing'
-    assert str(outcome.problems[0]).startswith(f"{tmp_path / 'a.jsonl'}:2: not JSON")
+    places = [problem.removeprefix(f"{tmp_path / 'a.jsonl'}:") for problem in outcome.problems]
+    assert [int(place.split(":")[0]) for place in places] == [2, 3, 4, 5, 6, 9, 10]
+    assert places[0].startswith("2: not JSON")
+    assert places[2] == '4: key "text" is missing'
 
 
 def test_strict_stops_at_the_first_and_writes_nothing(tmp_path: Path) -> None:
@@ -229,7 +229,8 @@ def test_an_endless_line_is_skipped_in_bounded_memory(
         handle.write(jsonl(["two"]))
     outcome = run([tmp_path / "a.jsonl"], tmp_path / "out")
     assert documents(tmp_path / "out_text_document") == ended(["one", "two"])
-    assert [(p.line, outcome.broken_lines) for p in outcome.problems] == [(2, 1)]
+    (problem,) = outcome.problems
+    assert outcome.broken_lines == 1 and problem.endswith("a.jsonl:2: line longer than 1 MB")
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
