@@ -98,7 +98,12 @@ def new_directory(
     try:
         yield temporary
         _sync_tree(temporary)
-        _replace_directory(temporary, target)
+        old = temporary_name(target)
+        if target.exists():
+            target.rename(old)
+        temporary.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        sync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -130,15 +135,6 @@ def _check_replaceable(
             "is not of a conversion; --overwrite replaces earlier results only. Choose another "
             "place, or delete it yourself."
         )
-
-
-def _replace_directory(temporary: Path, target: Path) -> None:
-    old = temporary_name(target)
-    if target.exists():
-        target.rename(old)
-    temporary.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
-    sync_directory(target.parent)
 
 
 def _sync_tree(directory: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from megatron.data.gpt_dataset import (
     SPLIT_NAMES,
     GPTDataset,
     Sample,
-    SampleDataset,
     build_train_valid_test_datasets,
 )
 from megatron.data.index_cache import Arrays, cache_directory, cached_arrays
@@ -45,12 +43,10 @@ def check_tokenizers(data: DataArgs, tokenizer: Tokenizer) -> None:
 _LOOKED_AT = 100
 
 
-def check_documents_end(dataset: Any, eod: int) -> None:
+def check_documents_end(dataset: AnyDataset, eod: int) -> None:
     """Refuse data whose documents do not end with the token that tells them apart."""
-    for part in getattr(dataset, "datasets", [dataset]):
-        tokens: IndexedDataset | None = getattr(part, "tokens", None)
-        if tokens is None:
-            continue
+    for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
+        tokens = part.tokens
         documents = [i for i in range(min(_LOOKED_AT, len(tokens))) if tokens.sizes[i] > 0]
         if documents and not any(tokens.get(i, tokens.sizes[i] - 1)[0] == eod for i in documents):
             raise DataError(
@@ -68,7 +64,7 @@ def build_datasets(
     num_samples: tuple[int, int, int],
     seed: int,
     vocab_size: int | None = None,
-) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
+) -> tuple[AnyDataset | None, AnyDataset | None, AnyDataset | None]:
     """Train, valid and test datasets; None for a split that has no data."""
     paths = [_paths(data, name) for name in SPLIT_NAMES]
     if not any(paths):
@@ -190,7 +186,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[SampleDataset],
+        datasets: Sequence[GPTDataset],
         weights: Sequence[float],
         num_samples: int,
         cache_dir: Path,
@@ -227,3 +223,6 @@ class BlendedDataset:
         dataset = self.datasets[self.order[item]]
         # In short blends rounding can ask for a sample or two past the end; begin again there.
         return dataset[int(self.numbers[item]) % len(dataset)]
+
+
+AnyDataset = GPTDataset | BlendedDataset

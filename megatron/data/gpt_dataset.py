@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,14 +88,6 @@ SPLIT_NAMES = ("train", "valid", "test")
 INDEX_ARRAYS = ("documents", "ends", "order")
 INDEX_FORMAT = 1  # part of the cache key: raise it whenever the arrays' meaning changes
 Sample = dict[str, npt.NDArray[np.int64]]
-
-
-class SampleDataset(Protocol):
-    """What loaders and blends need of a dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, item: int) -> Sample: ...
 
 
 def read_stream(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.data.gpt_dataset import Sample, SampleDataset
+from megatron.data.gpt_dataset import Sample
 from megatron.errors import DataError
 
 Batch = dict[str, torch.Tensor]
@@ -19,37 +20,32 @@ def collate(samples: Sequence[Sample]) -> Batch:
     return {"text": torch.from_numpy(np.stack([sample["text"] for sample in samples]))}
 
 
-class BatchLoader(DataLoader[Batch]):
-    """A DataLoader that says clearly when it ran out of samples.
-
-    The sampler cannot raise that error itself: workers read ahead of the training loop, and would
-    stop it before its last steps.
-    """
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        yield from super().__iter__()
-        sampler = self.batch_sampler
-        if isinstance(sampler, ResumableBatchSampler):
-            raise DataError(
-                f"all {sampler.total_samples} samples have been used; more steps need a dataset "
-                "built for more samples (train_iters, or eval_iters for validation)"
-            )
-
-
 def build_data_loader(
-    dataset: SampleDataset,
+    dataset: Any,
     sampler: ResumableBatchSampler,
     num_workers: int = 0,
     pin_memory: bool = False,
-) -> BatchLoader:
-    """The micro-batches of this rank, in order, read by ``num_workers`` processes."""
-    return BatchLoader(
-        dataset,  # type: ignore[arg-type]  # any object with length and items will do
+    seed: int = 0,
+) -> Iterator[Batch]:
+    """The micro-batches of this rank, in order; a clear error once there are no more.
+
+    The sampler cannot raise that error itself: ``num_workers`` processes read ahead of the training
+    loop, and would stop it before its last steps.
+    """
+    yield from DataLoader(
+        dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
         pin_memory=pin_memory,
         collate_fn=collate,
         prefetch_factor=4 if num_workers else None,
+        # Else every start would draw a seed from the stream that dropout uses, and a resumed run
+        # would not continue it.
+        generator=torch.Generator().manual_seed(seed),
+    )
+    raise DataError(
+        f"all {sampler.total_samples} samples have been used; more steps need a dataset built for "
+        "more samples (train_iters, or eval_iters for validation)"
     )
 
 

