@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from megatron.atomic_files import publish, read_json, write_json
+from megatron.data.streams import progress_in_bytes
 from megatron.errors import DownloadError
 
 log = logging.getLogger(__name__)
@@ -137,14 +136,7 @@ def _continue(url: str, target: Path, progress: bool) -> bool:
         start, total = _position(response, start)
         identity = response.headers.get("ETag") or response.headers.get("Last-Modified")
         write_json(note_path, {"url": url, "total": total, "identity": identity})
-        bar = tqdm(
-            total=total,
-            initial=start,
-            unit="B",
-            unit_scale=True,
-            desc=target.name,
-            disable=None if progress else True,
-        )
+        bar = progress_in_bytes(total, target.name, progress, done=start)
         with part.open("r+b" if start else "wb") as handle, bar:
             handle.truncate(start)
             handle.seek(start)

@@ -202,16 +202,6 @@ def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, options: Preproces
     return digest.hexdigest()
 
 
-def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
-    """What the user gets: where it is, and the corpus in numbers."""
-    state = "up to date" if outcome is None else "ready"
-    broken = f", {outcome.broken_lines} broken lines" if outcome and outcome.broken_lines else ""
-    if outcome and outcome.left_out:
-        broken += f", {outcome.left_out} documents left out by --where"
-    lines = [f"{name}: {state}{broken}, {prefix}", *corpus_numbers(prefix)]
-    return "\n  ".join(lines)
-
-
 def print_problems(outcome: Outcome) -> None:
     for problem in outcome.problems[:PROBLEMS_SHOWN]:
         print(f"  skipped {problem}", file=sys.stderr)
@@ -235,17 +225,24 @@ def sample_counts_of_text(files: Sequence[Path], key: str) -> dict[str, int]:
     return counts
 
 
-def corpus_numbers(prefix: Path) -> list[str]:
-    """Lines for people."""
+def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
+    """What the user gets: where it is, and the corpus in numbers."""
+    state = "up to date" if outcome is None else "ready"
+    if outcome and outcome.broken_lines:
+        state += f", {outcome.broken_lines} broken lines"
+    if outcome and outcome.left_out:
+        state += f", {outcome.left_out} documents left out by --where"
     sizes = IndexedDataset(prefix).sizes
     tokens = int(sizes.sum(dtype=np.int64))
     shortest, median, longest = (int(x) for x in np.quantile(sizes, [0, 0.5, 1], method="nearest"))
     lines = [
+        f"{name}: {state}, {prefix}",
         f"{len(sizes):,} documents, {tokens:,} tokens",
         f"tokens per document: {shortest:,} to {longest:,}, median {median:,}, "
         f"mean {tokens / max(len(sizes), 1):,.0f}",
+        *_per_word(read_manifest(prefix) or {}, tokens),
     ]
-    return lines + _per_word(read_manifest(prefix) or {}, tokens)
+    return "\n  ".join(lines)
 
 
 def _per_word(manifest: dict[str, Any], tokens: int) -> list[str]:

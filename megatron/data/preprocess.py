@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from tqdm import tqdm
 
 from megatron.data.chunks import Chunk, read_chunks, texts_of_line
 from megatron.data.indexed_dataset import describe_tokenizer
-from megatron.data.streams import list_files
+from megatron.data.streams import list_files, progress_in_bytes
 from megatron.data.writer import IndexedDatasetWriter, best_dtype
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
@@ -229,13 +228,8 @@ def _tokenize(
                 digest.update(part)
             yield chunk
 
-    with tqdm(
-        total=sum(path.stat().st_size for path in files),
-        unit="B",
-        unit_scale=True,
-        desc="tokenizing",
-        disable=None if options.progress else True,
-    ) as bar:
+    total = sum(path.stat().st_size for path in files)
+    with progress_in_bytes(total, "tokenizing", options.progress) as bar:
         for encoded in _encoded(hashed_chunks(), encoder, options.workers):
             for writer, data, sizes in zip(writers, encoded.data, encoded.sizes, strict=True):
                 writer.add_packed(data, sizes, ends_document=encoded.ends_document)

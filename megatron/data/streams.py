@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import zstandard
+from tqdm import tqdm
 
 from megatron.errors import DataError
 
@@ -179,3 +180,9 @@ class _BlockReader(io.RawIOBase):
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
+
+
+def progress_in_bytes(total: int | None, title: str, shown: bool, done: int = 0) -> tqdm[Any]:
+    """A progress bar, on a terminal only."""
+    hidden = None if shown else True
+    return tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=title, disable=hidden)
