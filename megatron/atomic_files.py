@@ -81,9 +81,9 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 def new_directory(
     path: str | Path,
     *,
-    overwrite: bool = False,
-    replaceable: Callable[[str], bool] | None = None,
-    sources: Iterable[str | Path] = (),
+    overwrite: bool,
+    replaceable: Callable[[str], bool],
+    sources: Iterable[str | Path],
 ) -> Iterator[Path]:
     """A temporary directory that becomes ``path`` when the block ends without error.
 
@@ -111,7 +111,7 @@ def new_directory(
 def _check_replaceable(
     target: Path,
     overwrite: bool,
-    replaceable: Callable[[str], bool] | None,
+    replaceable: Callable[[str], bool],
     sources: Iterable[str | Path],
 ) -> None:
     whole = target.resolve()
@@ -124,11 +124,7 @@ def _check_replaceable(
         raise OutputError(f"{target}: exists; choose another destination, or --overwrite")
     if not target.is_dir():
         raise OutputError(f"{target}: is a file, which --overwrite does not replace")
-    foreign = [
-        entry.name
-        for entry in sorted(target.iterdir())
-        if replaceable is None or not replaceable(entry.name)
-    ]
+    foreign = sorted(entry.name for entry in target.iterdir() if not replaceable(entry.name))
     if foreign:
         raise OutputError(
             f"{target}: holds {', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''}, which "

@@ -83,20 +83,16 @@ def _check_address(url: str, remote: RemoteFile) -> None:
 
 
 def _is_verified(target: Path, remote: RemoteFile) -> bool:
-    note = read_json(_beside(target, ".ok.json"))
+    note = read_json(Path(f"{target}.ok.json"))
     if note is None or not target.is_file():
         return False
     same_size = note.get("size") == target.stat().st_size
     return same_size and remote.sha256 in (None, note.get("sha256"))
 
 
-def _beside(target: Path, suffix: str) -> Path:
-    return target.with_name(target.name + suffix)
-
-
 def _fetch(url: str, target: Path, progress: bool) -> Path:
     """Bring ``target.part`` to full length, in several attempts if the connection breaks."""
-    part = _beside(target, ".part")
+    part = Path(f"{target}.part")
     failures = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -119,7 +115,7 @@ def _fetch(url: str, target: Path, progress: bool) -> Path:
 
 def _continue(url: str, target: Path, progress: bool) -> bool:
     """One request from where the partial file ends; True when the whole file is there."""
-    part, note_path = _beside(target, ".part"), _beside(target, ".part.json")
+    part, note_path = Path(f"{target}.part"), Path(f"{target}.part.json")
     note = read_json(note_path)
     if note and note.get("url") != url:
         note = None
@@ -169,7 +165,7 @@ def _accept(part: Path, target: Path, remote: RemoteFile, url: str) -> Path:
         problems.append(f"{size} bytes instead of {remote.size}")
     if remote.sha256 not in (None, digest):
         problems.append(f"sha256 {digest} instead of {remote.sha256}")
-    note = _beside(target, ".part.json")
+    note = Path(f"{target}.part.json")
     if problems:
         part.unlink()
         note.unlink(missing_ok=True)
@@ -178,5 +174,5 @@ def _accept(part: Path, target: Path, remote: RemoteFile, url: str) -> Path:
         log.warning("%s has no published hash to compare with; what came has %s", url, digest)
     publish(part, target)
     note.unlink(missing_ok=True)
-    write_json(_beside(target, ".ok.json"), {"url": url, "size": size, "sha256": digest})
+    write_json(Path(f"{target}.ok.json"), {"url": url, "size": size, "sha256": digest})
     return target

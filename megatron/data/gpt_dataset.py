@@ -130,10 +130,6 @@ class GPTDataset:
     ) -> None:
         if tokens.dtype.kind == "f":
             raise DataError(f"{tokens.prefix}: holds {tokens.dtype.name}, not token ids")
-        if length < 1:
-            raise DataError(f"sequence length {length}: must be at least 1")
-        if num_samples < 0:
-            raise DataError(f"{num_samples} samples asked for; must not be negative")
         self.tokens = tokens
         self.length = length
         self.name = name

@@ -80,13 +80,6 @@ class ResumableBatchSampler:
         *,
         wrap: bool = False,
     ) -> None:
-        if min(total_samples, micro_batch_size, dp_size, grad_accum) < 1:
-            raise DataError(
-                f"total_samples {total_samples}, micro_batch_size {micro_batch_size}, dp_size "
-                f"{dp_size} and grad_accum {grad_accum} must all be at least 1"
-            )
-        if not 0 <= dp_rank < dp_size:
-            raise DataError(f"dp_rank {dp_rank} is not below dp_size {dp_size}")
         self.total_samples = total_samples
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank

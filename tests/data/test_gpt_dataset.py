@@ -126,14 +126,6 @@ def test_another_tokenizer_is_noticed(tmp_path: Path) -> None:
             train[item]
 
 
-@pytest.mark.parametrize(("length", "samples", "reason"), [(0, 1, "length"), (5, -1, "negative")])
-def test_impossible_requests_are_refused(
-    tmp_path: Path, length: int, samples: int, reason: str
-) -> None:
-    with pytest.raises(DataError, match=reason):
-        build_train_valid_test_datasets(make(tmp_path), "1", (samples, 0, 0), length)
-
-
 def test_a_split_too_short_for_one_sample(tmp_path: Path) -> None:
     train, valid, _ = build_train_valid_test_datasets(make(tmp_path), "39,1", (5, 0, 0), 7, 50)
     assert train is not None and valid is None  # nothing was asked of it

@@ -81,18 +81,10 @@ def test_lengths_count_whole_batches() -> None:
     assert len(ResumableBatchSampler(50, 72, 4, 0, 2, 3)) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ((100, 10, 4, 0, 2, 1), "consumed_samples 10"),
-        ((100, -8, 4, 0, 2, 1), "consumed_samples -8"),
-        ((0, 0, 4, 0, 2, 1), "total_samples 0"),
-        ((100, 0, 4, 2, 2, 1), "dp_rank 2"),
-    ],
-)
-def test_impossible_samplers_are_refused(arguments: tuple[int, ...], reason: str) -> None:
-    with pytest.raises(DataError, match=reason):
-        ResumableBatchSampler(*arguments)
+@pytest.mark.parametrize("consumed", [10, -8])
+def test_a_start_inside_a_batch_is_refused(consumed: int) -> None:
+    with pytest.raises(DataError, match=f"consumed_samples {consumed}"):
+        ResumableBatchSampler(100, consumed, 4, 0, 2, 1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
