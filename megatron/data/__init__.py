@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from megatron.data.gpt_dataset import GPTDataset, build_train_valid_test_datasets
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.writer import IndexedDatasetWriter, best_dtype, merge_datasets
-from megatron.errors import DataError
+from megatron.data.writer import IndexedDatasetWriter, merge_datasets
 
 __all__ = [
-    "DataError",
     "GPTDataset",
     "IndexedDataset",
     "IndexedDatasetWriter",
-    "best_dtype",
     "build_train_valid_test_datasets",
     "merge_datasets",
 ]

@@ -12,7 +12,6 @@ from megatron.tokenizer.tokenizer_kinds import TOKENIZERS
 __all__ = [
     "TOKENIZERS",
     "Tokenizer",
-    "TokenizerError",
     "build_tokenizer",
     "padded_vocab_size",
 ]

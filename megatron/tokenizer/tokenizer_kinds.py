@@ -42,13 +42,14 @@ class _LibraryTokenizer(Tokenizer):
         self._library = library
         self.vocab_size = library.get_vocab_size()
         self.fingerprint = fingerprint
-        found = [library.token_to_id(token) for token in self.eod_candidates]
-        if not any(eod is not None for eod in found):
+        ids = [library.token_to_id(token) for token in self.eod_candidates]
+        found = [eod for eod in ids if eod is not None]
+        if not found:
             raise TokenizerError(
                 f"vocab_file {source}: none of {', '.join(self.eod_candidates)} is in its "
                 "vocabulary, so documents cannot be ended"
             )
-        self.eod = next(eod for eod in found if eod is not None)
+        self.eod = found[0]
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._library.encode(_valid(text), add_special_tokens=self.special).ids)
@@ -142,11 +143,7 @@ def _load_json(path: Path) -> tokenizers.Tokenizer:
 
 def _valid(text: str) -> str:
     """Lone surrogates, which JSON may hold, cannot be passed on: replace them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-    return text
+    return text.encode("utf-8", "replace").decode()
 
 
 class CharLevelTokenizer(Tokenizer):
@@ -189,7 +186,7 @@ class SPMTokenizer(Tokenizer):
         self.fingerprint = file_digest(path)
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._library.EncodeAsIds(text.encode("utf-8", "replace").decode()))
+        return list(self._library.EncodeAsIds(_valid(text)))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         return str(self._library.DecodeIds([int(i) for i in token_ids]))
