@@ -99,8 +99,6 @@ def open_members(path: Path, raw: BinaryIO) -> Iterator[Iterator[TextFile]]:
     """
     try:
         yield _members(path, raw)
-    except DataError:
-        raise
     except DECODING_ERRORS as error:
         raise DataError(f"{path}: damaged or truncated ({error})") from error
 
