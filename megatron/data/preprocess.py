@@ -106,9 +106,8 @@ class Encoder:
 
     def encode(self, chunk: Chunk) -> Encoded:
         result = Encoded(ends_document=chunk.ends_document, consumed=chunk.consumed)
-        for texts in (
-            self._read_lines(chunk, result) if chunk.is_json else self._texts(chunk, result)
-        ):
+        read = self._read_lines if chunk.is_json else self._read_texts
+        for texts in read(chunk, result):
             result.text_characters += sum(len(text) for text in texts)
             if self._fix:
                 texts = [self._fix(text) for text in texts]
@@ -120,7 +119,7 @@ class Encoder:
             result.data.append(b"".join(np.array(tokens, self._dtype).tobytes() for tokens in ids))
         return result
 
-    def _texts(self, chunk: Chunk, result: Encoded) -> list[list[str]]:
+    def _read_texts(self, chunk: Chunk, result: Encoded) -> list[list[str]]:
         texts = [part.decode("utf-8", "replace") for part in chunk.parts if part]
         result.empty_documents += len(chunk.parts) - len(texts)
         return [texts for _ in self._options.keys]
