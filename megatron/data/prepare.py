@@ -127,7 +127,9 @@ def _inputs(
         return fetch(source, folder / "downloads", progress=request.options.progress)
     except DownloadError as error:
         if made and source.vocabulary and (folder / VOCABULARY).is_file():
-            return None
+            own = _with_own_vocabulary(source.vocabulary, request, folder, files=())
+            if made.get("tokenizer") == describe_tokenizer(_tokenizer(source, own)):
+                return None
         if made:
             kind = (made.get("tokenizer") or {}).get("type")
             raise DownloadError(

@@ -192,3 +192,25 @@ def test_a_corpus_brings_its_own_vocabulary(
     assert "up to date" in capsys.readouterr().out and vocab.stat().st_mtime_ns == before
     assert command_run("prepare_data", [*arguments, "-t", "CharLevelTokenizer"]) == 0
     assert len(IndexedDataset(tmp_path / "data" / "own" / "own_text_document")[0]) > len(tokens)
+
+
+def test_without_a_network_only_the_same_tokens_are_up_to_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the same words again and again, the same words\n" * 20)
+
+    def collect(folder: Path) -> list[Path]:
+        if not text.exists():
+            raise DownloadError("no network")
+        return [text]
+
+    own = Source("own", "ours", "CC0", collect=collect, vocabulary=270)
+    monkeypatch.setitem(SOURCES, "own", own)
+    arguments = ["-d", str(tmp_path / "data"), "-q", "own"]
+    assert command_run("prepare_data", arguments) == 0
+    text.unlink()
+    assert command_run("prepare_data", arguments) == 0
+    assert "own: up to date" in capsys.readouterr().out
+    assert command_run("prepare_data", [*arguments, "-t", "CharLevelTokenizer"]) == 2
+    assert "holds tokens of GPT2BPETokenizer" in capsys.readouterr().err
