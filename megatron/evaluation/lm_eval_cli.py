@@ -86,7 +86,7 @@ class LMEvalTask(WindowedTask):
             seed=options.seed,
         )
         # Ranks whose caches differ would wait for each other's requests: one process only.
-        cache = context.request_cache if context.ranks.size == 1 else None
+        cache = str(context.request_cache) if context.ranks.size == 1 else None
         try:
             found = simple_evaluate(
                 model=lm,
@@ -94,7 +94,7 @@ class LMEvalTask(WindowedTask):
                 num_fewshot=options.num_fewshot,
                 limit=options.eval_limit,
                 task_manager=_manager_for(self.name, options.eval_include_path),
-                use_cache=str(cache) if cache else None,
+                use_cache=cache,
                 random_seed=options.seed,
                 numpy_random_seed=options.seed,
                 torch_random_seed=options.seed,
@@ -141,17 +141,15 @@ def _plain(found: Any) -> dict[str, Any]:
 
 # The other way round: our model in the lm_eval command.
 
-MODEL = "kerple_neox"
-TARGET = "megatron.evaluation.lm_eval_adapter:KerpleNeoXLM"
-
 
 def register() -> None:
     """Add our model to lm-eval's registry, as a reference followed only if it is asked for."""
     require("lm_eval.models", "the lm_eval command")
     from lm_eval.api.registry import model_registry
 
-    if MODEL not in model_registry:
-        model_registry.register(MODEL, target=TARGET)
+    if (name := "kerple_neox") not in model_registry:
+        target = "megatron.evaluation.lm_eval_adapter:KerpleNeoXLM"
+        model_registry.register(name, target=target)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

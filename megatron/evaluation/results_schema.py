@@ -234,14 +234,13 @@ class ResultStore:
     def cells(self, name: str, key: str) -> Cells:
         return Cells(self._cached(name, key).with_suffix(".part"), self._ranks)
 
-    def publish(self, name: str, key: str, content: Mapping[str, Any]) -> Path:
+    def publish(self, name: str, key: str, content: Mapping[str, Any]) -> None:
         """Write a finished result under its key and as the one of its settings."""
-        path = self.path(name, content["settings"])
         if self._ranks.is_main:
             write_json(self._cached(name, key), content)
+            path = self.path(name, content["settings"])
             if read_json(path) != content:
                 write_json(path, content)
-        return path
 
     def _cached(self, name: str, key: str) -> Path:
         safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
