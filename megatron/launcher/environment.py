@@ -24,6 +24,13 @@ MAX_HOSTS = 100_000
 Source = Literal["launcher", "slurm", "mpi", "single"]
 
 
+# Source -> its variables for the rank, the rank on this node, and the number of processes.
+_VARIABLES: dict[Source, tuple[str, str, str]] = {
+    "launcher": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+}
+
+
 @dataclass(frozen=True)
 class DistributedEnvironment:
     """This process's place in the job."""
@@ -35,14 +42,15 @@ class DistributedEnvironment:
     master_port: int
     source: Source
 
-    def export(self, environ: MutableMapping[str, str] | None = None) -> None:
-        """Write the variables that torch.distributed reads."""
-        target = os.environ if environ is None else environ
-        target["RANK"] = str(self.rank)
-        target["LOCAL_RANK"] = str(self.local_rank)
-        target["WORLD_SIZE"] = str(self.world_size)
-        target["MASTER_ADDR"] = self.master_addr
-        target["MASTER_PORT"] = str(self.master_port)
+
+def environment_for(
+    launcher: LauncherArgs, local_rank: int | None = None
+) -> DistributedEnvironment:
+    """`discover_environment` with the config's address, and its port if one was chosen."""
+    chosen = launcher.master_port if launcher.master_port != DEFAULT_PORT else None
+    return discover_environment(
+        local_rank=local_rank, master_addr=launcher.master_addr, master_port=chosen
+    )
 
 
 def discover_environment(
@@ -57,41 +65,35 @@ def discover_environment(
     `master_addr` and `master_port` are the config's; variables of a launcher win over them.
     """
     target = os.environ if environ is None else environ
-    found = _discover(target, local_rank, master_addr, master_port)
+    addr = target.get("MASTER_ADDR") or master_addr
+    port = _integer(target, "MASTER_PORT") or master_port
+    found = _discover(target, local_rank, addr, port)
     if not 0 <= found.rank < found.world_size:
         raise ConfigError(
             f"rank {found.rank} does not fit into a job of {found.world_size} processes "
             f"(from the {found.source} variables). Unset RANK and WORLD_SIZE, or set both."
         )
-    found.export(target)
+    # What torch.distributed reads.
+    for name in ("rank", "local_rank", "world_size", "master_addr", "master_port"):
+        target[name.upper()] = str(getattr(found, name))
     return found
 
 
-def environment_for(
-    launcher: LauncherArgs, local_rank: int | None = None
-) -> DistributedEnvironment:
-    """`discover_environment` with the config's address, and its port if one was chosen."""
-    chosen = launcher.master_port if launcher.master_port != DEFAULT_PORT else None
-    return discover_environment(
-        local_rank=local_rank, master_addr=launcher.master_addr, master_port=chosen
-    )
-
-
 def _discover(
-    environ: Mapping[str, str],
-    local_rank: int | None,
-    master_addr: str | None,
-    master_port: int | None,
+    environ: Mapping[str, str], local_rank: int | None, addr: str | None, port: int | None
 ) -> DistributedEnvironment:
-    addr = environ.get("MASTER_ADDR") or master_addr
-    port = _integer(environ, "MASTER_PORT") or master_port
-    if "RANK" in environ and "WORLD_SIZE" in environ:
-        rank, size = _required(environ, "RANK"), _required(environ, "WORLD_SIZE")
-        local = _integer(environ, "LOCAL_RANK")
-        if local is None:
-            local = local_rank if local_rank is not None else 0
+    for source, (rank, local, size) in _VARIABLES.items():
+        # mpirun inside a Slurm job starts its daemons with srun: Slurm's ranks would be theirs.
+        if rank not in environ or size not in environ:
+            continue
+        found = _integer(environ, local)
         return DistributedEnvironment(
-            rank, local, size, addr or LOOPBACK, port or DEFAULT_PORT, "launcher"
+            rank=_required(environ, rank),
+            local_rank=(local_rank or 0) if found is None else found,
+            world_size=_required(environ, size),
+            master_addr=addr or LOOPBACK,
+            master_port=port or DEFAULT_PORT,
+            source=source,
         )
     if in_slurm_step(environ):
         return DistributedEnvironment(
@@ -101,15 +103,6 @@ def _discover(
             master_addr=addr or _slurm_master(environ),
             master_port=port or slurm_port(environ),
             source="slurm",
-        )
-    if "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ:
-        return DistributedEnvironment(
-            rank=_required(environ, "OMPI_COMM_WORLD_RANK"),
-            local_rank=_integer(environ, "OMPI_COMM_WORLD_LOCAL_RANK") or 0,
-            world_size=_required(environ, "OMPI_COMM_WORLD_SIZE"),
-            master_addr=addr or LOOPBACK,
-            master_port=port or DEFAULT_PORT,
-            source="mpi",
         )
     # Nobody else needs to know this port.
     return DistributedEnvironment(0, 0, 1, addr or LOOPBACK, port or free_port(), "single")
@@ -128,12 +121,8 @@ def free_port() -> int:
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """True in a task that srun started; false in a batch or interactive shell of the job."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    return step.isdigit() and "SLURM_PROCID" in environ and not _is_special_step(step)
-
-
-def _is_special_step(step: str) -> bool:
     # Slurm numbers the batch script, interactive shells and extern steps from 0xfffffffa up.
-    return int(step) >= 0xFFFFFFFA - 1
+    return step.isdigit() and int(step) < 0xFFFFFFFA - 1 and "SLURM_PROCID" in environ
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
@@ -145,9 +134,8 @@ def _slurm_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _slurm_master(environ: Mapping[str, str]) -> str:
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
-    nodes = nodes or environ.get("SLURM_JOB_NODELIST") or ""
-    hosts = expand_hostlist(nodes)
+    names = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    hosts = expand_hostlist(next(filter(None, map(environ.get, names)), ""))
     return hosts[0] if len(hosts) > 1 else LOOPBACK
 
 
@@ -161,15 +149,11 @@ def slurm_port(environ: Mapping[str, str]) -> int:
 def expand_hostlist(text: str) -> list[str]:
     """Slurm's `gpu[01-03,7],login` -> gpu01, gpu02, gpu03, gpu7, login."""
     hosts: list[str] = []
-    for item in _split_outside_brackets(text):
-        hosts.extend(_expand_item(item))
+    for item in re.split(r",(?![^\[]*\])", text.strip()):
+        hosts += _expand_item(item) if item else []
         if len(hosts) > MAX_HOSTS:
             raise ConfigError(f"node list {text!r:.80} names too many hosts.")
     return hosts
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return [item for item in re.split(r",(?![^\[]*\])", text.strip()) if item]
 
 
 def _expand_item(item: str) -> list[str]:
@@ -179,7 +163,7 @@ def _expand_item(item: str) -> list[str]:
             raise ConfigError(f"node list entry {item!r:.80} has unbalanced brackets.")
         return [item]
     prefix, ranges, rest = match.groups()
-    tails = _expand_item(rest) if rest else [""]
+    tails = _expand_item(rest)
     return [f"{prefix}{middle}{tail}" for middle in _expand_ranges(ranges) for tail in tails]
 
 

@@ -111,40 +111,24 @@ def plan_launch(
 ) -> LaunchPlan:
     """Decide how many processes start where."""
     variables = dict(os.environ if environ is None else environ)
-    hosts = _hosts(args.launcher, variables)
-    if hosts is None:
-        plan = _plan_single_node(script, args, variables)
-        if args.launcher.hostfile is None:
-            return plan
-        missing = f"hostfile = {args.launcher.hostfile} does not exist: this machine alone is used"
-        return replace(plan, warnings=(*plan.warnings, missing))
-    return _plan_multi_node(script, args, hosts, variables)
-
-
-def _hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str, int] | None:
-    """The job's hosts, or None for this machine."""
-    if launcher.hostfile is not None and _exists(launcher.hostfile):
-        return read_hostfile(Path(launcher.hostfile))
-    if launcher.launcher == "slurm":
-        return _slurm_hosts(launcher, environ)
-    if launcher.hostfile is None and DEEPSPEED_DEFAULT_HOSTFILE.is_file():
-        return read_hostfile(DEEPSPEED_DEFAULT_HOSTFILE)
+    launcher = args.launcher
+    # GPT-NeoX's own files name a hostfile that nobody has, and mean this machine.
+    hostfile = Path(launcher.hostfile or DEEPSPEED_DEFAULT_HOSTFILE)
+    if launcher.launcher == "slurm" and not (launcher.hostfile and hostfile.exists()):
+        return _plan_multi_node(script, args, _slurm_hosts(launcher, variables), None)
+    if hostfile.exists():
+        return _plan_multi_node(script, args, read_hostfile(hostfile), hostfile)
     if launcher.num_nodes > 1:
+        named = f" {launcher.hostfile}" if launcher.hostfile else ""
         raise ConfigError(
-            f"num_nodes = {launcher.num_nodes} but there is no hostfile{_named(launcher)}. Set "
-            "hostfile to one with `name slots=N` a line, or "
-            "launcher: slurm inside a Slurm allocation."
+            f"num_nodes = {launcher.num_nodes} but there is no hostfile{named}. Set hostfile to "
+            "one with `name slots=N` a line, or launcher: slurm inside a Slurm allocation."
         )
-    return None
-
-
-def _exists(hostfile: str | None) -> bool:
-    """GPT-NeoX's own files name one that nobody has, and mean this machine."""
-    return hostfile is not None and Path(hostfile).exists()
-
-
-def _named(launcher: LauncherArgs) -> str:
-    return "" if launcher.hostfile is None else f" {launcher.hostfile}"
+    plan = _plan_single_node(script, args, variables)
+    if launcher.hostfile is None:
+        return plan
+    missing = f"hostfile = {launcher.hostfile} does not exist: this machine alone is used"
+    return replace(plan, warnings=(missing,))
 
 
 def _slurm_hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str, int]:
@@ -184,10 +168,14 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
         return LaunchPlan(script, args, 1, None, extra)
     # Below critical, DeepSpeed prints the whole command, config and all, when a process fails.
     arguments = ["--no_local_rank", "--log_level", "critical"]
-    arguments += ["--master_addr", LOOPBACK, "--master_port", str(_single_node_port(launcher))]
-    if on_cpu or launcher.num_gpus is not None:
-        arguments += ["--num_gpus", str(processes)]
-    arguments += _filters(launcher)
+    chosen = "master_port" in launcher.model_fields_set
+    arguments += _options(
+        master_addr=LOOPBACK,
+        master_port=launcher.master_port if chosen else free_port(),
+        num_gpus=processes if on_cpu else launcher.num_gpus,
+        include=launcher.include,
+        exclude=launcher.exclude,
+    )
     return LaunchPlan(script, args, processes, arguments, extra)
 
 
@@ -199,79 +187,52 @@ def _cpu_environment(processes: int, environ: Mapping[str, str]) -> dict[str, st
     return extra
 
 
-def _single_node_port(launcher: LauncherArgs) -> int:
-    """The config's port if it chose one, else a free one."""
-    if "master_port" in launcher.model_fields_set:
-        return launcher.master_port
-    return free_port()
-
-
-def _filters(launcher: LauncherArgs) -> list[str]:
-    arguments: list[str] = []
-    if launcher.include:
-        arguments += ["--include", launcher.include]
-    if launcher.exclude:
-        arguments += ["--exclude", launcher.exclude]
-    return arguments
+def _options(**values: str | int | None) -> list[str]:
+    """`--name value` for each that is set."""
+    given = {name: value for name, value in values.items() if value}
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
 def _plan_multi_node(
-    script: list[str], args: NeoXArgs, hosts: dict[str, int], environ: Mapping[str, str]
+    script: list[str], args: NeoXArgs, hosts: dict[str, int], hostfile: Path | None
 ) -> LaunchPlan:
+    """On the hosts of a file, or of a Slurm allocation, for which one is written."""
     launcher = args.launcher
     if launcher.master_addr is not None:
         check_host(launcher.master_addr, "master_addr")
     if launcher.num_nodes > len(hosts):
         raise ConfigError(f"num_nodes = {launcher.num_nodes} but there are {len(hosts)} hosts.")
     names = list(hosts)[: launcher.num_nodes if launcher.num_nodes > 0 else None]
-    slots = {name: min(launcher.num_gpus or hosts[name], hosts[name]) for name in names}
-    short = [name for name in names if launcher.num_gpus and hosts[name] < launcher.num_gpus]
-    if short:
-        raise ConfigError(
-            f"num_gpus = {launcher.num_gpus} but {short[0]} has {hosts[short[0]]} slots."
-        )
+    for name in names:
+        if launcher.num_gpus and hosts[name] < launcher.num_gpus:
+            raise ConfigError(f"num_gpus = {launcher.num_gpus} but {name} has {hosts[name]} slots.")
+    slots = {name: launcher.num_gpus or hosts[name] for name in names}
     world_size = _filtered_slots(slots, launcher)
     direct = launcher.launcher != "pdsh"
     if direct and launcher.master_addr is None:
         # These launchers pass no address on; the ranks read it from the config.
         args = args.replace(master_addr=names[0])
-    arguments = ["--launcher", launcher.launcher, "--master_port", str(launcher.master_port)]
-    if args.launcher.master_addr:
-        arguments += ["--master_addr", args.launcher.master_addr]
-    from_file = _exists(launcher.hostfile) or launcher.launcher != "slurm"
-    if from_file:
-        arguments += ["--hostfile", launcher.hostfile or str(DEEPSPEED_DEFAULT_HOSTFILE)]
-        arguments += _counts(launcher)
+    arguments = _options(
+        launcher=launcher.launcher,
+        master_port=launcher.master_port,
+        master_addr=args.launcher.master_addr,
+        include=launcher.include,
+        exclude=launcher.exclude,
+    )
+    if hostfile is not None:
+        counted = launcher.num_nodes if launcher.num_nodes > 0 else None
+        arguments += _options(hostfile=str(hostfile), num_nodes=counted, num_gpus=launcher.num_gpus)
     if launcher.force_multi or (direct and len(names) == 1):
         arguments.append("--force_multi")
     if launcher.no_ssh_check or launcher.launcher == "slurm":
         arguments.append("--no_ssh_check")
     if launcher.launcher == "pdsh":
         arguments.append("--no_local_rank")
-    arguments += _filters(launcher)
-    text, warnings = _launcher_arguments(launcher, None if from_file else slots)
+    allocation = slots if hostfile is None else None
+    text, warnings = _launcher_arguments(launcher, allocation)
     if text:
         arguments.append(f"--launcher_args={text}")
-    hosts_to_write = None if from_file else slots
-    return LaunchPlan(script, args, world_size, arguments, {}, hosts_to_write, warnings)
-
-
-def _counts(launcher: LauncherArgs) -> list[str]:
-    arguments: list[str] = []
-    if launcher.num_nodes > 0:
-        arguments += ["--num_nodes", str(launcher.num_nodes)]
-    if launcher.num_gpus is not None:
-        arguments += ["--num_gpus", str(launcher.num_gpus)]
-    return arguments
-
-
-def _write_hostfile(slots: Mapping[str, int]) -> str:
-    """A hostfile for DeepSpeed's runner, which reads it on this machine only."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="hostfile-", delete=False, encoding="utf-8"
-    ) as file:
-        file.writelines(f"{name} slots={count}\n" for name, count in slots.items())
-    return file.name
+    return LaunchPlan(script, args, world_size, arguments, {}, allocation, warnings)
 
 
 def _filtered_slots(slots: dict[str, int], launcher: LauncherArgs) -> int:
@@ -319,11 +280,11 @@ def run(plan: LaunchPlan) -> int:
         return run_script(script)
     if plan.hosts is None:
         return run_runner([*plan.runner_arguments, *script])
-    hostfile = _write_hostfile(plan.hosts)
-    try:
-        return run_runner([*plan.runner_arguments, "--hostfile", hostfile, *script])
-    finally:
-        Path(hostfile).unlink(missing_ok=True)
+    # DeepSpeed's runner reads it, on this machine only.
+    with tempfile.NamedTemporaryFile("w", prefix="hostfile-", encoding="utf-8") as file:
+        file.writelines(f"{name} slots={count}\n" for name, count in plan.hosts.items())
+        file.flush()
+        return run_runner([*plan.runner_arguments, "--hostfile", file.name, *script])
 
 
 # Running it: signals are passed on and exit codes kept.

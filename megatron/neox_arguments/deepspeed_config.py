@@ -72,9 +72,7 @@ class BFloat16Block(Group):
     """bf16; needs no loss scaling."""
 
     enabled: bool = key(True, "Train in bf16.")
-    immediate_grad_update: bool = key(
-        False, "Add gradients to their fp32 copies as soon as they are ready."
-    )
+    immediate_grad_update: bool = key(False, "Add gradients to fp32 copies once they are ready.")
     check_grad_overflow: bool = key(True, "Skip steps whose gradients are not finite.")
 
 
@@ -118,9 +116,7 @@ class ZeroBlock(Group):
     round_robin_gradients: bool = key(False, "Spread gradient copies (stage 1, 2).")
     ignore_unused_parameters: bool = key(True, "Allow parameters without gradient.")
     sub_group_size: PositiveInt | None = key(None, "Stage 3: elements per update.")
-    stage3_prefetch_bucket_size: NonNegativeInt | None = key(
-        None, "Stage 3: elements fetched ahead."
-    )
+    stage3_prefetch_bucket_size: NonNegativeInt | None = key(None, "Stage 3: elements to prefetch.")
     stage3_param_persistence_threshold: NonNegativeInt | None = key(
         None, "Stage 3: smaller parameters are not split."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.machine import count_gpus, memory_bytes
@@ -203,8 +204,7 @@ def count_parameters(args: NeoXArgs) -> ParameterCount:
     )
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(NamedTuple):
     """Bytes per process. Activations are a rule of thumb; the rest is arithmetic."""
 
     parameters: int
@@ -215,7 +215,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """All four."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
+        return sum(self)
 
 
 def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:

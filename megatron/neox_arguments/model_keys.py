@@ -57,9 +57,7 @@ class RopeScaling(Group):
 class ModelArgs(Group):
     """Sizes, norms, positions, attention, initialisation and dropout."""
 
-    num_layers: PositiveInt = key(
-        ..., "Number of transformer layers.", hf="num_hidden_layers", hf_default=12
-    )
+    num_layers: PositiveInt = key(..., "Transformer layers.", hf="num_hidden_layers", hf_default=12)
     hidden_size: PositiveInt = key(
         ..., "Width of the residual stream; a multiple of num_attention_heads.", hf_default=768
     )
@@ -134,9 +132,7 @@ class ModelArgs(Group):
         hf_default="kerple_log",
     )
     rpe_num_buckets: PositiveInt = key(32, "T5 bias: number of distance buckets.")
-    rpe_max_distance: PositiveInt = key(
-        128, "T5 bias: distances from here on share the last bucket."
-    )
+    rpe_max_distance: PositiveInt = key(128, "T5 bias: distances from here share the last bucket.")
     rotary_pct: Fraction = key(1.0, "Fraction of each head that is rotated.")
     rotary_emb_base: PositiveFloat = key(
         10000, "Base of the rotary frequencies.", hf="rotary_base", hf_default=10000.0
@@ -194,9 +190,7 @@ class ModelArgs(Group):
     gpt_j_tied: bool = key(
         False, "With gpt_j_residual: one norm feeds both branches.", hf="share_parallel_norm"
     )
-    no_weight_tying: bool = key(
-        False, "Give the head its own matrix instead of the embedding's.", hf=None
-    )
+    no_weight_tying: bool = key(False, "The head has its own matrix, not the embedding's.", hf=None)
     output_layer_parallelism: Literal["column", "row"] = key(
         "column",
         "Split the head over the vocabulary (column) or over the hidden size (row, "

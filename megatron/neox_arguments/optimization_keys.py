@@ -34,9 +34,7 @@ class OptimizationArgs(Group):
         OptimizerBlock(), "{type: Adam, params: {lr: 0.0006, betas: [0.9, 0.999], eps: 1.0e-8}}."
     )
     zero_optimization: ZeroBlock = key(ZeroBlock(), "DeepSpeed's ZeRO block, e.g. {stage: 1}.")
-    train_iters: NonNegativeInt | None = key(
-        None, "Optimizer steps; 0 evaluates the loaded checkpoint and stops."
-    )
+    train_iters: NonNegativeInt | None = key(None, "Optimizer steps; 0: evaluate what is loaded.")
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
         "linear", "Shape of the learning-rate decay after warmup."
     )
@@ -46,9 +44,7 @@ class OptimizationArgs(Group):
         "the paper's numbers (kerple: the first step has rate 0, a cosine ends above 0). A run "
         "that began before this key existed keeps its own (earlier).",
     )
-    lr_decay_iters: PositiveInt | None = key(
-        None, "Step at which the decay ends; null means train_iters."
-    )
+    lr_decay_iters: PositiveInt | None = key(None, "Step where the decay ends; null: train_iters.")
     min_lr: NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.")
     warmup: Fraction = key(0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%).")
     override_lr_scheduler: bool = key(
@@ -56,12 +52,8 @@ class OptimizationArgs(Group):
         "On resume take the schedule of this config from the step reached, also the "
         "lr_decay_rule of a run that began before that key existed.",
     )
-    use_checkpoint_lr_scheduler: bool = key(
-        False, "On resume take the checkpoint's schedule, not this config's."
-    )
-    weight_decay: NonNegativeFloat = key(
-        0.1, "Decoupled weight decay; never applied to norms, biases or kernels."
-    )
+    use_checkpoint_lr_scheduler: bool = key(False, "On resume take the checkpoint's schedule.")
+    weight_decay: NonNegativeFloat = key(0.1, "Decoupled decay; not of norms, biases or kernels.")
     kerple_lr_scale: NonNegativeFloat = key(
         1.0,
         "Learning rate of kernel parameters and of T5's table as a multiple of the "
@@ -72,9 +64,7 @@ class OptimizationArgs(Group):
         "Decoupled weight decay of kernel parameters and of T5's table. The official "
         "fork decays them by weight_decay, GPT-NeoX T5's table.",
     )
-    gradient_clipping: NonNegativeFloat = key(
-        1.0, "Clip the global gradient norm here; 0 turns clipping off."
-    )
+    gradient_clipping: NonNegativeFloat = key(1.0, "Clip the global gradient norm here; 0: never.")
     train_batch_size: PositiveInt | None = key(
         None,
         "Sequences per optimizer step over all processes: micro-batch x accumulation "
@@ -100,24 +90,16 @@ class OptimizationArgs(Group):
         None, "Data type of gradient averaging; null follows the precision."
     )
     prescale_gradients: bool = key(False, "Divide gradients before they are summed over processes.")
-    gradient_predivide_factor: PositiveFloat = key(
-        1.0, "With prescale_gradients: divide by this first."
-    )
+    gradient_predivide_factor: PositiveFloat = key(1.0, "prescale_gradients divides by this first.")
     data_types: dict[str, Any] | None = key(
         None,
         "DeepSpeed's data_types block. Under bf16 gradients are added up in fp32, as "
         "in GPT-NeoX; {grad_accum_dtype: bf16} takes less memory.",
     )
-    checkpoint_activations: bool = key(
-        False, "Recompute layers in the backward pass instead of keeping them."
-    )
+    checkpoint_activations: bool = key(False, "Recompute layers in the backward pass: less memory.")
     checkpoint_num_layers: PositiveInt = key(1, "Layers per recomputed block.")
-    partition_activations: bool = key(
-        False, "Split kept activations over tensor-parallel processes."
-    )
-    synchronize_each_layer: bool = key(
-        False, "Synchronise the device around each recomputed block."
-    )
+    partition_activations: bool = key(False, "Split kept activations over tensor-parallel ranks.")
+    synchronize_each_layer: bool = key(False, "Synchronise the device around recomputed blocks.")
     contiguous_checkpointing: bool = key(False, "Keep activations in one contiguous buffer.")
     checkpoint_in_cpu: bool = key(False, "Keep activations in host memory.")
     profile_backward: bool = key(False, "Time the backward pass of blocks.")

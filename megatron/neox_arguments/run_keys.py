@@ -32,19 +32,13 @@ class DataArgs(Group):
     """Datasets, blending and splits."""
 
     data_path: str | None = key(None, "Prefix of one .bin/.idx pair, divided by `split`.")
-    train_data_paths: TextList | None = key(
-        None, "Prefixes of training datasets to blend; instead of data_path."
-    )
+    train_data_paths: TextList | None = key(None, "Training prefixes to blend, not with data_path.")
     valid_data_paths: TextList | None = key(None, "Prefixes of validation datasets.")
     test_data_paths: TextList | None = key(None, "Prefixes of test datasets.")
-    train_data_weights: WeightList | None = key(
-        None, "Share of each training dataset; null means equal shares."
-    )
+    train_data_weights: WeightList | None = key(None, "Shares of training datasets; null: equal.")
     valid_data_weights: WeightList | None = key(None, "Share of each validation dataset.")
     test_data_weights: WeightList | None = key(None, "Share of each test dataset.")
-    weight_by_num_documents: bool = key(
-        False, "Blend by documents^alpha instead of by given weights."
-    )
+    weight_by_num_documents: bool = key(False, "Blend by documents^alpha, not by given weights.")
     weighted_sampler_alpha: NonNegativeFloat = key(
         1.0, "The alpha of weight_by_num_documents; below 1 lifts small datasets."
     )
@@ -52,13 +46,9 @@ class DataArgs(Group):
         "infer", "Dataset format; .bin/.idx files are memory-mapped either way."
     )
     mmap_warmup: bool = key(False, "Read the files once before training.")
-    split: str = key(
-        "969, 30, 1", "Shares of train, valid and test documents in data_path, e.g. 949,50,1."
-    )
+    split: str = key("969, 30, 1", "Shares of train, valid and test in data_path, e.g. 949,50,1.")
     num_workers: NonNegativeInt = key(2, "Data-loading processes per rank.")
-    eod_mask_loss: bool = key(
-        False, "No loss at end-of-document tokens: the next document cannot be foreseen."
-    )
+    eod_mask_loss: bool = key(False, "No loss at end-of-document tokens: what follows is new.")
     reset_attention_mask: bool = key(
         False,
         "Documents packed into one sequence do not see each other, and what would "
@@ -73,9 +63,7 @@ class DataArgs(Group):
         "Seed of the sample order; null means `seed`. Set it to compare training "
         "seeds on the same documents.",
     )
-    data_cache_dir: str | None = key(
-        None, "Directory of sample-index caches; null puts them beside the data."
-    )
+    data_cache_dir: str | None = key(None, "Folder of sample-index caches; null: beside the data.")
 
     @property
     def tells_documents_apart(self) -> bool:
@@ -96,9 +84,7 @@ class TokenizerArgs(Group):
     ] = key("GPT2BPETokenizer", "Kind of tokenizer.")
     vocab_file: str | None = key(None, "Vocabulary or tokenizer file.")
     merge_file: str | None = key(None, "BPE merges (GPT2BPETokenizer).")
-    vocab_size: PositiveInt | None = key(
-        None, "Use this vocabulary size instead of the tokenizer's."
-    )
+    vocab_size: PositiveInt | None = key(None, "This vocabulary size instead of the tokenizer's.")
 
 
 class EvaluationArgs(Group):
@@ -114,9 +100,7 @@ class EvaluationArgs(Group):
         "What evaluate.py runs: extrapolation, positionwise, sliding, passkey, "
         "receptive_field, ruler, longppl, recall, or names of lm-eval tasks.",
     )
-    eval_results_prefix: str = key(
-        "", "Start of result file names; empty means <load>/results/step<N>."
-    )
+    eval_results_prefix: str = key("", "Start of result file names; empty: <load>/results/step<N>.")
     char_level_ppl: bool = key(False, "Report perplexity per character and per word too.")
     eval_lengths: PositiveIntList | None = key(
         None, "Sequence lengths to evaluate; null means 1x to 32x seq_length."
@@ -131,18 +115,12 @@ class EvaluationArgs(Group):
         "Sequences per length (fixed_sequences) or at the longest (fixed_tokens); "
         "the paper's tables use 320.",
     )
-    eval_window: PositiveInt | None = key(
-        None, "Limit attention to this window while evaluating; null: no window."
-    )
-    eval_context_length: PositiveInt | None = key(
-        None, "Context of lm-eval tasks; null means seq_length."
-    )
+    eval_window: PositiveInt | None = key(None, "Window of attention while evaluating; null: none.")
+    eval_context_length: PositiveInt | None = key(None, "lm-eval: the context; null: seq_length.")
     eval_stride: PositiveInt | None = key(
         None, "Sliding-window perplexity: new tokens per window; null: half of each length."
     )
-    eval_batch_tokens: PositiveInt | None = key(
-        None, "Tokens evaluated at a time; null means 16,384."
-    )
+    eval_batch_tokens: PositiveInt | None = key(None, "Tokens evaluated at a time; null: 16,384.")
     eval_limit: PositiveFloat | None = key(
         None, "lm-eval: documents per task (or the share, below 1); null: all."
     )
@@ -153,12 +131,8 @@ class EvaluationArgs(Group):
     positionwise_buckets: Literal["log", "linear"] | None = key(
         None, "Spacing of the buckets of position-wise loss; null means log."
     )
-    positionwise_bucket_count: PositiveInt | None = key(
-        None, "Number of those buckets; null chooses."
-    )
-    passkey_lengths: PositiveIntList | None = key(
-        None, "Prompt lengths of passkey retrieval; null means eval_lengths."
-    )
+    positionwise_bucket_count: PositiveInt | None = key(None, "How many buckets; null chooses.")
+    passkey_lengths: PositiveIntList | None = key(None, "Prompt lengths; null: eval_lengths.")
     passkey_depths: PositiveInt = key(10, "Depths the key is hidden at.")
     passkey_samples: PositiveInt = key(10, "Prompts per length and depth.")
     passkey_digits: PositiveInt = key(5, "Digits of the key.")
@@ -195,9 +169,7 @@ class GenerationArgs(Group):
     prompt_end: str = key("\n", "What ends a prompt in interactive mode.")
     sample_input_file: str | None = key(None, "Prompts, one a line.")
     sample_output_file: str = key("samples.txt", "Where samples go.")
-    stop_strings: TextList | None = key(
-        None, "Texts that end a sample when they appear; they are cut off."
-    )
+    stop_strings: TextList | None = key(None, "Texts that end a sample, and are cut off.")
     num_samples: PositiveInt = key(1, "Samples per prompt.")
     recompute: bool = key(False, "Do not use the key-value cache.")
     return_logits: bool = key(False, "Write logits of generated tokens too.")
@@ -224,9 +196,7 @@ class CheckpointArgs(Group):
         "much again as its files per rank). It becomes visible once all ranks have written it; a "
         "crash before that leaves the older one. Signals and the end of the run wait for it.",
     )
-    keep_last_n_checkpoints: PositiveInt | None = key(
-        None, "Delete older checkpoints; null keeps all."
-    )
+    keep_last_n_checkpoints: PositiveInt | None = key(None, "Delete older ones; null keeps all.")
     overwrite: bool = key(
         False,
         "Start anew in a `save` that holds a run; the old run is moved aside, to `save`.replacedN.",
@@ -236,9 +206,7 @@ class CheckpointArgs(Group):
         "Keys that a resumed run may set differently from the saved config, such as "
         "[train_batch_size]; all others that decide what is computed must be equal.",
     )
-    iteration: NonNegativeInt | None = key(
-        None, "Load this step instead of the one named in `latest`."
-    )
+    iteration: NonNegativeInt | None = key(None, "Load this step instead of the one in `latest`.")
     finetune: bool = key(False, "Load weights only and start from step 0 with a fresh optimizer.")
     no_save_optim: bool = key(
         False,
@@ -268,9 +236,7 @@ class LauncherArgs(Group):
     )
     include: str | None = key(None, "Hosts and devices to use: worker-0@worker-1:0,2.")
     exclude: str | None = key(None, "Hosts and devices not to use.")
-    num_nodes: Annotated[Int, Field(ge=-1)] = key(
-        -1, "Use the first N hosts of the hostfile; -1 all."
-    )
+    num_nodes: Annotated[Int, Field(ge=-1)] = key(-1, "The first N hosts of the hostfile; -1: all.")
     num_gpus: PositiveInt | None = key(
         None, "Processes per node; null means every GPU, or one process without GPUs."
     )
@@ -281,9 +247,7 @@ class LauncherArgs(Group):
     launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key(
         "pdsh", "What starts processes on several nodes."
     )
-    launcher_args: str | None = key(
-        None, "More arguments for the launcher, as one string: --partition=a100."
-    )
+    launcher_args: str | None = key(None, "More arguments of the launcher, e.g. --partition=a100.")
     account: str | None = key(None, "Slurm account, passed to srun.")
     comment: str | None = key(None, "Slurm comment, passed to srun.")
     force_multi: bool = key(False, "Use the launcher even for one node.")
@@ -313,9 +277,7 @@ class LoggingArgs(Group):
     wandb_project: str = key("neox", "wandb project.")
     wandb_host: str = key("https://api.wandb.ai", "wandb server.")
     wandb_run_name: str | None = key(None, "wandb name of this run.")
-    wandb_init_all_ranks: bool = key(
-        False, "One wandb run per rank.", refused="rank 0 logs for all"
-    )
+    wandb_init_all_ranks: bool = key(False, "A wandb run per rank.", refused="rank 0 logs for all")
     log_grad_norm: bool = accepted("the norm of the whole gradient is always logged.")
     log_param_norm: bool = key(
         False, "Log the norm of each parameter.", refused="per-parameter norms are not logged"
@@ -330,10 +292,8 @@ class LoggingArgs(Group):
         "Log the share of zeros in each gradient.",
         refused="the share of zero gradients is not logged",
     )
-    flops_profiler: dict[str, Any] | None = key(
-        None, "DeepSpeed's flops_profiler block, passed on."
-    )
-    comms_logger: dict[str, Any] | None = key(None, "DeepSpeed's comms_logger block, passed on.")
+    flops_profiler: dict[str, Any] | None = key(None, "DeepSpeed's flops_profiler, passed on.")
+    comms_logger: dict[str, Any] | None = key(None, "DeepSpeed's comms_logger, passed on.")
     dump_state: bool = key(False, "Let DeepSpeed print its state at start.")
 
 
@@ -354,7 +314,7 @@ class ParallelArgs(Group):
         "How layers are dealt to pipeline stages: uniform, parameters or type:REGEX.",
     )
     distributed_backend: str = key(
-        "nccl", "torch.distributed backend on GPUs; on CPUs it is always gloo."
+        "nccl", "torch.distributed backend on GPUs; on CPUs always gloo."
     )
 
     @property
@@ -372,15 +332,9 @@ class RuntimeArgs(Group):
     seed: Annotated[NonNegativeInt, Field(le=2**32 - 1)] = key(
         1234, "Seed of weights, dropout and (see data_seed) data."
     )
-    exit_interval: PositiveInt | None = key(
-        None, "Save and stop at the first step divisible by this."
-    )
-    distributed_timeout_minutes: PositiveFloat = key(
-        30.0, "Give up on a silent peer after this long."
-    )
-    detect_anomaly: bool = key(
-        False, "torch's anomaly detection: slow, names the operation behind a NaN."
-    )
+    exit_interval: PositiveInt | None = key(None, "Save and stop at the first multiple of this.")
+    distributed_timeout_minutes: PositiveFloat = key(30.0, "Give up on a silent peer after this.")
+    detect_anomaly: bool = key(False, "torch's anomaly detection: slow, names the source of a NaN.")
     deepspeed_extra_args: dict[str, Any] | None = key(
         None, "More top-level entries for DeepSpeed's config, passed on as they are."
     )
