@@ -26,17 +26,6 @@ tools/inspect_checkpoint.py RUN/global_step1000 OTHER_RUN --json
 """
 
 
-def _inspect_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("inspect_checkpoint.py", INSPECT)
-    parser.add_argument("path", metavar="PATH", help="run directory, global_stepN or HF folder")
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this one")
-    parser.add_argument("--no-weights", action="store_true", help="leave out the list of weights")
-    parser.add_argument("--longest", type=int, default=20480, help="effective lengths up to this")
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
-    add_checkpoint_arguments(parser)
-    return parser.parse_args(arguments)
-
-
 def _report(args: argparse.Namespace) -> dict[str, Any]:
     """Everything there is to show, as plain data."""
     settle_accelerator()
@@ -114,7 +103,14 @@ def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
 
 
 def inspect_checkpoint(arguments: Sequence[str] | None = None) -> int:
-    args = _inspect_options(arguments)
+    parser = command_parser("inspect_checkpoint.py", INSPECT)
+    parser.add_argument("path", metavar="PATH", help="run directory, global_stepN or HF folder")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="compare with this one")
+    parser.add_argument("--no-weights", action="store_true", help="leave out the list of weights")
+    parser.add_argument("--longest", type=int, default=20480, help="effective lengths up to this")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    add_checkpoint_arguments(parser)
+    args = parser.parse_args(arguments)
     content = _report(args)
     print(json.dumps(content, indent=2) if args.json else _as_text(content, args.longest))
     return 0

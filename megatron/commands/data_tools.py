@@ -166,12 +166,12 @@ def _hint(prefix: Path, request: PrepareRequest) -> None:
     kind = manifest["tokenizer"]["type"]
     run = f"runs/{prefix.parent.name}"
     sets = [f"data_path={prefix}", f"tokenizer_type={kind}", f"save={run}", f"load={run}"]
-    folder = prefix.parent
-    vocab = request.vocab_file or (folder / VOCABULARY if (folder / VOCABULARY).is_file() else None)
-    merges = request.merge_file or (folder / MERGES if (folder / MERGES).is_file() else None)
+    files = {
+        "vocab_file": request.vocab_file or prefix.parent / VOCABULARY,
+        "merge_file": request.merge_file or prefix.parent / MERGES,
+    }
     if kind != "CharLevelTokenizer":
-        sets += [f"vocab_file={vocab}"] if vocab else []
-        sets += [f"merge_file={merges}"] if merges else []
+        sets += [f"{key}={path}" for key, path in files.items() if path.exists()]
     command = shlex.join(["configs/laptop/tiny.yml", "--set", *sets])
     say_next(f"{shown_command('deepy')} train.py {command}")
 

@@ -77,9 +77,8 @@ def train(argv: Sequence[str] | None = None) -> int:
     """train.py's exit code; docs/reliability.md lists them."""
     leave_until_started()
     args, _ = parse_command_line("train.py", argv)
-    with leaving_at_once():
-        settle_accelerator()
-        from megatron.training.entry import run_and_report
+    settle_accelerator()
+    from megatron.training.entry import run_and_report
 
     return run_and_report(args)
 

@@ -87,9 +87,9 @@ class NeoXArgs(Group):
                 built[name] = group.model_validate(grouped[name])
             except ValidationError as error:
                 problems += describe_validation_error(error, group)
+        if isinstance(model := built.get("model"), ModelArgs):
+            problems += validation.other_attention(model)
         if problems:
-            if isinstance(model := built.get("model"), ModelArgs):
-                problems += validation.other_attention(model)
             raise ConfigError("\n".join(problems))
         args = cls.model_validate(built)
         validation.check(args)

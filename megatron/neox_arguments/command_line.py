@@ -134,19 +134,15 @@ def load_config(options: argparse.Namespace) -> NeoXArgs:
 
 def encode_config(args: NeoXArgs) -> str:
     """The config as one shell-proof word."""
-    payload = _encode({"config": args.to_dict(), "sources": args.sources})
-    if len(payload) > MAX_PAYLOAD:
-        payload = _encode({"config": args.to_dict(), "sources": {}})
-    if len(payload) > MAX_PAYLOAD:
-        raise ConfigError(
-            f"the merged config is {len(payload)} characters long, more than one argument may be. "
-            "Shorten lists such as train_data_paths."
-        )
-    return payload
-
-
-def _encode(value: dict[str, Any]) -> str:
-    return base64.urlsafe_b64encode(json.dumps(value).encode("utf-8")).decode("ascii")
+    for sources in (args.sources, {}):
+        content = json.dumps({"config": args.to_dict(), "sources": sources})
+        payload = base64.urlsafe_b64encode(content.encode("utf-8")).decode("ascii")
+        if len(payload) <= MAX_PAYLOAD:
+            return payload
+    raise ConfigError(
+        f"the merged config is {len(payload)} characters long, more than one argument may be. "
+        "Shorten lists such as train_data_paths."
+    )
 
 
 def decode_config(payload: str) -> NeoXArgs:

@@ -61,13 +61,8 @@ def _memory_section(args: NeoXArgs, world_size: int) -> str:
         memory = estimate_memory(args, world_size)
     except ConfigError as error:
         return f"{title}\nnot possible: {error}"
-    rows = [
-        ("parameters", memory.parameters),
-        ("gradients", memory.gradients),
-        ("optimizer", memory.optimizer),
-        ("activations (rule of thumb)", memory.activations),
-        ("total", memory.total),
-    ]
+    names = ("parameters", "gradients", "optimizer", "activations (rule of thumb)", "total")
+    rows = zip(names, (*memory, memory.total), strict=True)
     lines = [f"{name:34s} {number / 2**30:>14.2f} GiB" for name, number in rows]
     return "\n".join([title, *lines, *_here(args, world_size)])
 

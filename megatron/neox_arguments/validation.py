@@ -165,8 +165,6 @@ def _check_attention_config(model: ModelArgs) -> None:
     config = model.attention_config
     if config is None:
         return
-    if others := other_attention(model):
-        raise ConfigError(others[0])
     wrong = ConfigError(
         f'attention_config = {config!r:.80}: expected a list like [[["global"], '
         f"{model.num_layers}]]."
