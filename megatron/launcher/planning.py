@@ -43,11 +43,6 @@ class LaunchPlan:
     hosts: dict[str, int] | None = None
     warnings: tuple[str, ...] = ()
 
-    @property
-    def script_arguments(self) -> list[str]:
-        """What the script gets on every process."""
-        return ["--megatron_config", encode_config(self.args)]
-
     def command(self) -> list[str]:
         """The command to show to people, with the config shortened."""
         payload = f"<config, {len(encode_config(self.args))} characters>"
@@ -275,7 +270,7 @@ def _launcher_arguments(
 def run(plan: LaunchPlan) -> int:
     """Start the plan and return the job's exit code."""
     os.environ.update(plan.environment)
-    script = [*plan.script, *plan.script_arguments]
+    script = [*plan.script, "--megatron_config", encode_config(plan.args)]
     if plan.runner_arguments is None:
         return run_script(script)
     if plan.hosts is None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.atomic_files import read_json
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, UnknownPositionalEmbeddingError
 from megatron.neox_arguments.model_keys import ModelArgs
 
 ParameterCount = Callable[[ModelArgs], int]
@@ -168,16 +168,10 @@ def check_position_name(name: str) -> None:
     """ConfigError unless `name` is known, registered or importable as module:ClassName."""
     if method(name) is not None:
         return
-    try:
-        registry = importlib.import_module("megatron.model.position_names")
-    except ImportError as error:
-        raise ConfigError(
-            f"pos_emb = {name!r:.80} is not one of {', '.join(METHODS)}, and the "
-            f"registry cannot be asked: {error}."
-        ) from error
+    registry = importlib.import_module("megatron.model.position_names")
     try:
         registry.positional_embedding_class(name)
-    except registry.UnknownPositionalEmbeddingError as error:
+    except UnknownPositionalEmbeddingError as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # a module of the user's runs here and may raise anything
         raise ConfigError(

@@ -148,22 +148,17 @@ def unknown_zero_keys(block: Any) -> list[str]:
     others = [name for name in names if name not in ZeroBlock.model_fields]
     if not others:
         return []  # DeepSpeed takes seconds to import
-    known = [*ZeroBlock.model_fields, *_deepspeeds_zero_keys()]
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    theirs: Any = DeepSpeedZeroConfig.model_fields
+    spelled = [field.alias for field in theirs.values() if field.alias]
+    known = [*ZeroBlock.model_fields, *theirs, *spelled]
     return [
         f"unknown key 'zero_optimization.{name:.80}'. "
         + did_you_mean(name, known, "DeepSpeed does not know it either.")
         for name in others
         if name not in known
     ]
-
-
-def _deepspeeds_zero_keys() -> list[str]:
-    try:
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    except ImportError:
-        return []
-    fields: Any = DeepSpeedZeroConfig.model_fields
-    return [*fields, *(field.alias for field in fields.values() if field.alias)]
 
 
 # What its engine reads.

@@ -141,7 +141,6 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All parameters."""
         return self.embedding + self.positions + self.layers + self.final_norm + self.head
 
 
@@ -209,7 +208,6 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All four."""
         return sum(self)
 
 

@@ -8,8 +8,7 @@ of `key(...)` say where it is called otherwise, or does not go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import model_validator
 
@@ -304,8 +303,7 @@ def intermediate_size_for(width: int, activation: str) -> int:
     return 3 * width if activation in GATED_ACTIVATIONS else width
 
 
-@dataclass(frozen=True)
-class HFKey:
+class HFKey(NamedTuple):
     """A model key in a Hugging Face config of ours."""
 
     key: str

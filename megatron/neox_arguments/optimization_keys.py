@@ -119,12 +119,10 @@ class OptimizationArgs(Group):
 
     @property
     def lr(self) -> float:
-        """Peak learning rate."""
         return self.optimizer.params.lr
 
     @property
     def zero_stage(self) -> int:
-        """ZeRO stage, 0 to 3."""
         return self.zero_optimization.stage
 
     @property

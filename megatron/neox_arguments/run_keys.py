@@ -223,9 +223,6 @@ class CheckpointArgs(Group):
     )
 
 
-# How deepy.py starts the processes.
-
-
 class LauncherArgs(Group):
     """Hosts, processes and the program that starts them."""
 
@@ -254,9 +251,6 @@ class LauncherArgs(Group):
     no_ssh_check: bool = key(False, "Do not try ssh to the first host.")
     deepspeed_mpi: bool = accepted("MPI's variables are recognised by themselves.")
     deepspeed_slurm: bool = accepted("Slurm's variables are recognised by themselves.")
-
-
-# What is written down while training.
 
 
 class LoggingArgs(Group):
@@ -297,9 +291,6 @@ class LoggingArgs(Group):
     dump_state: bool = key(False, "Let DeepSpeed print its state at start.")
 
 
-# How the model is spread over processes.
-
-
 class ParallelArgs(Group):
     """Tensor, pipeline and data parallelism."""
 
@@ -321,9 +312,6 @@ class ParallelArgs(Group):
     def processes_per_replica(self) -> int:
         """Processes that together hold one copy of the model."""
         return max(self.pipe_parallel_size, 1) * self.model_parallel_size
-
-
-# The process itself.
 
 
 class RuntimeArgs(Group):

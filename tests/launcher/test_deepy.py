@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 from megatron.launcher import planning as launcher
 from megatron.launcher.planning import plan_launch, read_hostfile
 from megatron.machine import count_gpus
-from megatron.neox_arguments import NeoXArgs, decode_config
+from megatron.neox_arguments import NeoXArgs
 from tests.conftest import REPOSITORY
 from tests.neox_arguments.samples import TINY
 
@@ -248,7 +248,7 @@ def test_slurm_allocation_needs_neither_hostfile_nor_ssh() -> None:
     assert options.launcher_args == (
         "--nodes=2 --ntasks-per-node=4 --partition=a100 --account=lab '--comment=two words'"
     )
-    assert decode_config(plan.script_arguments[1]).launcher.master_addr == "n1"
+    assert plan.args.launcher.master_addr == "n1"
     with pytest.raises(ConfigError, match="allocation"):
         plan_launch(["train.py"], config(launcher="slurm"), {})
 
