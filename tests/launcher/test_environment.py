@@ -70,9 +70,10 @@ def test_batch_and_interactive_shells_are_one_process(step: str | None) -> None:
     assert (found.world_size, found.source) == (1, "single")
 
 
-def test_mpi_variables() -> None:
+def test_mpi_variables_win_over_those_of_the_step_that_started_its_daemons() -> None:
     found = discover_environment(
         {
+            **SLURM_STEP,
             "OMPI_COMM_WORLD_RANK": "3",
             "OMPI_COMM_WORLD_SIZE": "4",
             "OMPI_COMM_WORLD_LOCAL_RANK": "1",
