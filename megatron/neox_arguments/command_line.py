@@ -46,20 +46,17 @@ CONFIG_FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Config key -> flags that set it on top of every file, their help, and argparse's options."""
 
 
+_SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """CONF files, --override, --set and the shortcuts for single keys."""
     parser.add_argument(
         "conf_files", nargs="*", metavar="CONF", help="YAML files; `.yml` may be left out"
     )
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="directory of the CONF files")
-    parser.add_argument(
-        "--override",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="CONF",
-        help="YAML files that win over the files before",
-    )
+    winning = "YAML files that win over the files before"
+    parser.add_argument("--override", metavar="CONF", help=winning, **_SEVERAL)
     add_set_argument(parser, "single values that win over all files, e.g. optimizer.params.lr=1e-4")
     add_allow_kernel_argument(parser)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
@@ -70,15 +67,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_set_argument(parser: argparse.ArgumentParser, meaning: str) -> None:
     """`--set KEY=VALUE ...`, as `sets`."""
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        dest="sets",
-        metavar="KEY=VALUE",
-        help=meaning,
-    )
+    parser.add_argument("--set", dest="sets", metavar="KEY=VALUE", help=meaning, **_SEVERAL)
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
