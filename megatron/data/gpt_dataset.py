@@ -23,23 +23,10 @@ import numpy.typing as npt
 from megatron.data.index_cache import Arrays, cache_directory, cached_arrays
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
+from megatron.neox_arguments.validation import split_shares
 
 UINT32_SAMPLES = 2**32 - 2
 INT32_DOCUMENTS = 2**31 - 1
-
-
-def parse_split(split: str) -> tuple[float, float, float]:
-    """Normalised weights of train, valid and test from ``"949,50,1"`` or ``"949/50/1"``."""
-    separator = "/" if "/" in split and "," not in split else ","
-    try:
-        weights = [float(part) for part in split.split(separator) if part.strip()]
-    except ValueError:
-        raise DataError(f'split "{split}": not numbers; write it like "949,50,1"') from None
-    weights = [*weights, 0.0, 0.0, 0.0][:3]
-    total = sum(weights)
-    if not np.isfinite(total) or total <= 0 or min(weights) < 0:
-        raise DataError(f'split "{split}": weights must not be negative and must not all be 0')
-    return weights[0] / total, weights[1] / total, weights[2] / total
 
 
 def split_bounds(split: str, num_documents: int) -> list[int]:
@@ -48,8 +35,8 @@ def split_bounds(split: str, num_documents: int) -> list[int]:
     The rounding error is subtracted from every boundary, as in NeoX.
     """
     bounds = [0]
-    for weight in parse_split(split):
-        bounds.append(bounds[-1] + round(weight * float(num_documents)))
+    for share in split_shares(split):
+        bounds.append(bounds[-1] + round(share * float(num_documents)))
     error = bounds[-1] - num_documents
     return [0] + [min(max(bound - error, 0), num_documents) for bound in bounds[1:]]
 

@@ -36,7 +36,7 @@ def check(args: NeoXArgs) -> None:
     _check_checkpoints(args.checkpoint)
     known = [key for _, group in args for key in type(group).model_fields]
     _check_allowed_changes(args.checkpoint.allow_changed or [], known)
-    _check_split(args.data.split)
+    split_shares(args.data.split)
     _check_blends(args.data)
     _check_evaluation(args.evaluation, args.model.validation_length)
     _check_launcher(args.launcher)
@@ -244,16 +244,17 @@ def _check_allowed_changes(names: list[str], known: list[str]) -> None:
             raise ConfigError(unknown_key(name, known, "allow_changed"))
 
 
-def _check_split(split: str) -> None:
+def split_shares(split: str) -> list[float]:
+    """The shares of train, valid and test in `949,50,1` or `949/50/1`, out of 1."""
     advice = "Write up to three shares for train, valid and test, e.g. 949,50,1."
-    parts = split.replace("/", ",").split(",")
     try:
-        shares = [float(part) for part in parts]
+        shares = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError as error:
         raise ConfigError(f"split = {split!r:.80}: not a list of numbers. {advice}") from error
-    finite = all(0 <= share < float("inf") for share in shares)
-    if not finite or len(shares) > 3 or sum(shares) <= 0 or sum(shares) == float("inf"):
+    total = sum(shares)
+    if len(shares) > 3 or min(shares) < 0 or not 0 < total < float("inf"):
         raise ConfigError(f"split = {split!r:.80}: shares must be 0 or more, not all 0. {advice}")
+    return [share / total for share in [*shares, 0.0, 0.0][:3]]
 
 
 def _check_blends(data: DataArgs) -> None:

@@ -13,7 +13,6 @@ from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
 from megatron.data.gpt_dataset import (
     GPTDataset,
     number_of_epochs,
-    parse_split,
     split_bounds,
 )
 from megatron.data.indexed_dataset import IndexedDataset
@@ -35,14 +34,8 @@ def test_split_bounds(split: str, documents: int, bounds: list[int]) -> None:
     assert split_bounds(split, documents) == bounds
 
 
-@pytest.mark.parametrize("split", ["a,b", "0,0,0", "", "-1,2,3", "nan,1,1", "inf,1,1"])
-def test_nonsense_splits_are_refused(split: str) -> None:
-    with pytest.raises(DataError, match="split"):
-        parse_split(split)
-
-
 @given(
-    st.lists(st.floats(0, 1000), min_size=1, max_size=4).filter(lambda w: sum(w[:3]) > 0.1),
+    st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(lambda w: sum(w) > 0.1),
     st.integers(0, 10_000),
 )
 def test_bounds_always_ascend(weights: list[float], documents: int) -> None:

@@ -31,7 +31,7 @@ from .samples import TINY
         ({"split": "a,b"}, ["split", "949,50,1"]),
         ({"split": "0,0,0"}, ["split", "not all 0"]),
         ({"split": "1,2,3,4"}, ["split"]),
-        ({"split": "-1,2"}, ["split"]),
+        *(({"split": text}, ["split"]) for text in ("-1,2", "", "nan,1,1", "inf,1,1", "1,,1")),
         ({"eval_lengths": []}, ["eval_lengths", "empty"]),
         ({"train_data_paths": ["a", "b"], "train_data_weights": [1.0]},
          ["train_data_weights", "1 numbers", "2"]),
