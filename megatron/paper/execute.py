@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,19 +76,14 @@ class Children:
         with self.lock:
             self.stopping = True
             for process in self.processes:
-                if process.poll() is None:
-                    _signal_group(process, number)
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """A SIGKILL must reach the ranks; others only the leader, which passes them on itself."""
-    try:
-        if number == signal.SIGKILL:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
-    except ProcessLookupError:
-        return
+                if process.poll() is not None:
+                    continue
+                with suppress(ProcessLookupError):
+                    # SIGKILL must reach the ranks; others the leader, which passes them on itself.
+                    if number == signal.SIGKILL:
+                        os.killpg(process.pid, number)
+                    else:
+                        process.send_signal(number)
 
 
 def prepare_data(children: Children, launcher: Launcher, suite: Suite, run: Run) -> None:

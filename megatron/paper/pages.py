@@ -18,9 +18,8 @@ from megatron.atomic_files import write_text
 from megatron.evaluation.results_schema import text_table
 from megatron.paper.claims import Finding
 from megatron.paper.style import PlotFile
-from megatron.paper.tables import Block, Entry, Table
+from megatron.paper.tables import DAGGER, Block, Entry, Table
 
-DAGGER = "†"
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
@@ -81,7 +80,7 @@ def _templates() -> Environment:
     )
     environment.filters |= {"tex": _latex_escape, "latex_row": latex_row, "markdown": to_markdown}
     environment.filters["code"] = _code
-    environment.globals |= {"groups": _groups, "published": _published_text}
+    environment.globals["groups"] = _groups
     return environment
 
 
@@ -135,7 +134,7 @@ def _markdown_cell(entry: Entry) -> str:
     text = f"**{entry.text()}**" if entry.cell.bold else entry.text()
     text += DAGGER if entry.cell.dagger else ""
     if entry.published is not None:
-        text += f"<br><sub>paper {_published_text(entry)}</sub>"
+        text += f"<br><sub>paper {entry.published_text()}</sub>"
     return text
 
 
@@ -207,11 +206,6 @@ def _groups(block: Block) -> list[tuple[str, int]]:
     """Runs of neighbouring columns under the same head: [("GitHub", 2), ("ArXiv", 2)]."""
     runs = groupby(block.columns, key=lambda column: column.group)
     return [(group, len(list(columns))) for group, columns in runs]
-
-
-def _published_text(entry: Entry) -> str:
-    dagger = DAGGER if entry.published and entry.published.dagger else ""
-    return entry.published_text() + dagger
 
 
 def latex_row(label: str, entries: tuple[Entry, ...]) -> str:

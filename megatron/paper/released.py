@@ -33,13 +33,13 @@ _DEPTH = 3
 
 @dataclass(frozen=True)
 class ReleasedOptions:
-    text: tuple[Path, ...] = ()
-    tokenizer: str = "GPT2BPETokenizer"
-    vocab_file: Path | None = None
-    merge_file: Path | None = None
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
-    window: int = 512
-    sequences: int = 8
+    text: tuple[Path, ...]
+    tokenizer: str
+    vocab_file: Path | None
+    merge_file: Path | None
+    lengths: tuple[int, ...]
+    window: int
+    sequences: int
     """At the longest length; the others see the same tokens."""
 
 
@@ -142,11 +142,9 @@ def _perplexity_table(released: Sequence[Released], out: Path, options: Released
             Column(f"windowed@{window}" if window else "full", label_of(item.run.method))
             for item, window in pairs
         )
+        results = [measured[item.run.name, window] for item, window in pairs]
         rows = tuple(
-            Row(
-                str(length),
-                tuple(_entry(measured[item.run.name, window], length) for item, window in pairs),
-            )
+            Row(str(length), tuple(_entry(result, length) for result in results))
             for length in options.lengths
         )
         blocks.append(Block(f"trained on {data.title}", "length", columns, rows))

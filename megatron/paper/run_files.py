@@ -49,12 +49,6 @@ class RunState:
     host: str = ""
 
 
-def config_text(run: Run) -> str:
-    head = f"# Run {run.name}, written by tools/reproduce.py. Edit the suite, not this file.\n"
-    body = yaml.safe_dump(dict(run.config), sort_keys=True, default_flow_style=None, width=100)
-    return head + body
-
-
 def prepare_run(run: Run) -> None:
     """Write the config and the description; refuse to mix two trainings in one directory."""
     if different := training_differences(run):
@@ -62,7 +56,9 @@ def prepare_run(run: Run) -> None:
             f"{run.directory} holds a run with another training config ({different}). Move it "
             "aside, or let `tools/reproduce.py run --restart-changed` do that (nothing is deleted)."
         )
-    write_text(run.directory / "config.yml", config_text(run), parents=True)
+    head = f"# Run {run.name}, written by tools/reproduce.py. Edit the suite, not this file.\n"
+    body = yaml.safe_dump(dict(run.config), sort_keys=True, default_flow_style=None, width=100)
+    write_text(run.directory / "config.yml", head + body, parents=True)
     description = {
         "suite": run.directory.parent.name,
         "run": run.name,

@@ -24,6 +24,7 @@ from megatron.paper.run_results import (
 )
 from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, TableSpec
 
+DAGGER = "†"
 REFERENCE_METHOD = "kerple_log"
 """Every other method is tested against this one, as in the paper."""
 
@@ -45,9 +46,11 @@ class Entry:
         return cell_text(self.cell, self.rounding, self.decimals, plus_minus, missing)
 
     def published_text(self) -> str:
-        if self.published is None:
+        paper = self.published
+        if paper is None:
             return ""
-        return self.published.printed or cell_text(self.published, self.rounding, self.decimals)
+        text = paper.printed or cell_text(paper, self.rounding, self.decimals)
+        return text + (DAGGER if paper.dagger else "")
 
 
 @dataclass(frozen=True)
