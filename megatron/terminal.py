@@ -9,6 +9,7 @@ keeps its traceback; KERPLE_TRACEBACK=1 shows one for the mendable errors too.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from megatron.errors import KerpleError, MissingPackageError
 
@@ -63,6 +64,21 @@ def run_command(main: Main, argv: Sequence[str] | None = None) -> int:
     except (KerpleError, OSError, ModuleNotFoundError) as error:
         return print_error(error)
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """End the process after all that a normal exit does, but without tearing the interpreter down.
+
+    DeepSpeed holds process groups beyond `destroy_process_group`; a thread of theirs that asks for
+    the interpreter while it is torn down ends the process with SIGABRT in place of its code.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -55,6 +55,29 @@ def test_a_defect_keeps_its_traceback() -> None:
         ending_with(ModuleNotFoundError("x", name="megatron.nowhere"))
 
 
+LEAVING = """
+import atexit, threading, time
+from megatron.terminal import leave
+
+class Torn:
+    def __del__(self):
+        print("torn down")
+
+held = Torn()
+atexit.register(print, "exit work")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread done"))).start()
+leave(7)
+"""
+
+
+def test_leaving_does_the_exit_work_and_spares_the_teardown() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout.splitlines() == ["thread done", "exit work"]
+
+
 def test_a_missing_package_is_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     code, said = ending_with(ModuleNotFoundError("x", name="wandb.sdk"))
     assert code == 2

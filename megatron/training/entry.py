@@ -63,8 +63,6 @@ def _run(args: NeoXArgs) -> int:
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)
-        if not finished and dist.is_initialized() and dist.get_world_size() == 1:
-            dist.destroy_process_group()  # with peers, they may be gone, and it would wait
     if code == 0 and _rank() == 0:
         _hint(args)
     if dist.is_initialized():  # after an error, peers may be gone: leave without a farewell

@@ -24,6 +24,7 @@ from megatron.model import ModelSpec
 from megatron.mpu import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
 from megatron.neox_arguments import NeoXArgs, allow_kernel
+from megatron.terminal import leave
 from megatron.training.engine import build_engine, build_module
 from megatron.training.run import find_vocabulary
 
@@ -81,4 +82,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
