@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,13 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import BatchPlan, NeoXArgs
     from megatron.neox_arguments.run_keys import DataArgs
 
-Streams = tuple[
-    Iterator[MicroBatch] | None, Iterator[MicroBatch] | None, Iterator[MicroBatch] | None
-]
+
+class Streams(NamedTuple):
+    """Endless micro-batches of each split; None where the data has none."""
+
+    train: Iterator[MicroBatch] | None
+    valid: Iterator[MicroBatch] | None
+    test: Iterator[MicroBatch] | None
 
 
 def build_streams(
@@ -40,7 +44,43 @@ def build_streams(
     start: Resumed,
 ) -> Streams:
     """Training data after the samples consumed; validation and test from where they would be."""
-    evaluation = args.evaluation
+
+    def stream(
+        dataset: Any, consumed: int, at_end: Literal["error", "wrap"]
+    ) -> Iterator[MicroBatch] | None:
+        if dataset is None or len(dataset) == 0:
+            return None
+        sampler = ResumableBatchSampler(
+            total_samples=len(dataset),
+            consumed_samples=consumed,
+            micro_batch_size=plan.micro_batch_size,
+            dp_rank=parallel.dp_rank,
+            dp_size=parallel.dp_size,
+            grad_accum=plan.gradient_accumulation_steps,
+            wrap=at_end == "wrap",
+        )
+        loader = build_data_loader(
+            dataset,
+            sampler,
+            num_workers=args.data.num_workers if at_end == "error" else 0,
+            pin_memory=torch.cuda.is_available(),
+            seed=args.runtime.seed,
+        )
+        return _micro_batches(loader, current_device(), eod, args.data)
+
+    train, valid, test = _datasets(args, plan, start, eod, vocab_size)
+    evaluations_done = start.step // args.evaluation.eval_interval
+    validated = evaluations_done * args.evaluation.eval_iters * plan.train_batch_size
+    return Streams(
+        stream(train, start.consumed_samples, "error"),
+        stream(valid, validated, "wrap"),
+        stream(test, 0, "wrap"),
+    )
+
+
+def _datasets(
+    args: NeoXArgs, plan: BatchPlan, start: Resumed, eod: int, vocab_size: int
+) -> tuple[Any, Any, Any]:
     datasets = build_datasets(
         args.data,
         seq_length=args.model.seq_length,
@@ -55,16 +95,7 @@ def build_streams(
     iterations = args.optimization.train_iters or 0
     if iterations and dist.get_rank() == 0:
         print(_amount(datasets[0], iterations * plan.train_batch_size * args.model.seq_length))
-    evaluations_done = start.step // evaluation.eval_interval
-    validated = evaluations_done * evaluation.eval_iters * plan.train_batch_size
-    starts = (start.consumed_samples, validated, 0)
-    streams = [
-        None
-        if dataset is None or len(dataset) == 0
-        else _stream(dataset, start, plan, parallel, args, eod, wrap=i > 0)
-        for i, (dataset, start) in enumerate(zip(datasets, starts, strict=True))
-    ]
-    return streams[0], streams[1], streams[2]
+    return datasets
 
 
 def _check_enough(train: Any, length: int) -> None:
@@ -108,35 +139,6 @@ def _sample_counts(args: NeoXArgs, plan: BatchPlan, start: Resumed) -> tuple[int
     if start.step > iterations:
         train = iterations * plan.train_batch_size
     return train, valid, test
-
-
-def _stream(
-    dataset: Any,
-    consumed: int,
-    plan: BatchPlan,
-    parallel: ParallelState,
-    args: NeoXArgs,
-    eod: int,
-    *,
-    wrap: bool,
-) -> Iterator[MicroBatch]:
-    sampler = ResumableBatchSampler(
-        total_samples=len(dataset),
-        consumed_samples=consumed,
-        micro_batch_size=plan.micro_batch_size,
-        dp_rank=parallel.dp_rank,
-        dp_size=parallel.dp_size,
-        grad_accum=plan.gradient_accumulation_steps,
-        wrap=wrap,
-    )
-    loader = build_data_loader(
-        dataset,
-        sampler,
-        num_workers=args.data.num_workers if not wrap else 0,
-        pin_memory=torch.cuda.is_available(),
-        seed=args.runtime.seed,
-    )
-    return _micro_batches(loader, current_device(), eod, args.data)
 
 
 def _micro_batches(

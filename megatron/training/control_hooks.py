@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from megatron.errors import NonFiniteError
 from megatron.terminal import EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, MicroBatch, StepReport, Trainer
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.run_keys import CheckpointArgs
 
 EXIT_DIVERGED = 76
 INTERRUPTED = (EXIT_REQUEUE, EXIT_INTERRUPTED)
@@ -63,12 +66,10 @@ class StopWhenDiverged(Hook):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.in_a_row = 0
-        self.total = 0
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         bad = is_bad_step(trainer, report)
         self.in_a_row = self.in_a_row + 1 if bad else 0
-        self.total += bad
         if bad and trainer.is_main:
             print(
                 f"step {report.step}: loss {report.loss} or its gradient is not finite; "
@@ -157,15 +158,8 @@ class StopAtInterval(Hook):
             trainer.ask_to_stop(f"exit_interval {self.interval} reached")
 
 
-class NameFirstBadLayer(Hook):
-    """detect_anomaly: raise at the first layer whose output or gradient is not finite."""
-
-    def on_start(self, trainer: Trainer) -> None:
-        watch(trainer.stepper.engine.module)
-
-
-def watch(module: nn.Module) -> None:
-    """Check every leaf layer of `module` in forward and backward; slow, for debugging."""
+def name_first_bad_layer(module: nn.Module) -> None:
+    """detect_anomaly: raise at the first leaf layer whose output or gradient is not finite."""
     for name, part in module.named_modules():
         if next(part.children(), None) is None:
             name = name or type(part).__name__
@@ -192,7 +186,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class SaveCheckpoints(Hook):
-    """Every `interval` steps (or at powers of it), at extra steps, and when the run ends.
+    """Every `checkpoint_factor` steps (or at its powers), at extra steps, and when the run ends.
 
     `async_save` lets the next steps begin while the files are written, one checkpoint at a time. It
     appears after the first step at whose end every rank has written its files, or when something
@@ -200,17 +194,10 @@ class SaveCheckpoints(Hook):
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        *,
-        interval: float | None,
-        scale: str,
-        extra_steps: frozenset[int],
-        start: Resumed,
-        samples_per_step: int,
+        self, store: CheckpointStore, options: CheckpointArgs, start: Resumed, samples_per_step: int
     ) -> None:
-        self.store = store
-        self.interval, self.scale, self.extra_steps = interval, scale, extra_steps
+        self.store, self.options = store, options
+        self.extra_steps = options.extra_save_iters or []
         self.start, self.samples_per_step = start, samples_per_step
         self.saved_step = -1
         self.pending: Save | None = None
@@ -239,8 +226,8 @@ class SaveCheckpoints(Hook):
     def on_end(self, trainer: Trainer) -> None:
         self._complete(trainer)
         if trainer.exit_code == EXIT_DIVERGED:
-            newest = self.store.newest()
             if trainer.is_main:
+                newest = self.store.newest()
                 good = self.store.path(newest) if newest is not None else "none was saved"
                 print(f"The last good checkpoint: {good}", flush=True)
         elif trainer.step > self.saved_step:
@@ -248,15 +235,16 @@ class SaveCheckpoints(Hook):
             self._complete(trainer)
 
     def _is_due(self, step: int) -> bool:
+        interval = self.options.checkpoint_factor
         if step in self.extra_steps:
             return True
-        if not self.interval:
+        if not interval:
             return False
-        if self.scale == "linear":
-            return step % self.interval == 0
+        if self.options.checkpoint_scale == "linear":
+            return step % interval == 0
         power = 1.0
         while int(power) < step:  # GPT-NeoX's: 1 and the powers, cut to whole steps
-            power *= self.interval
+            power *= interval
         return int(power) == step
 
     def _save(self, trainer: Trainer) -> None:
@@ -296,21 +284,23 @@ class Validate(Hook):
         self.validated_step = -1
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        if report.step % self.interval == 0 and trainer.valid_batches is not None:
-            self.measure(trainer, "valid", trainer.valid_batches)
+        if report.step % self.interval == 0:
+            self._measure(trainer, "valid", trainer.valid_batches)
             self.validated_step = report.step
 
     def on_end(self, trainer: Trainer) -> None:
-        if trainer.stop_reason is not None or self.iterations == 0:
-            return
-        if trainer.valid_batches is not None and self.validated_step != trainer.step:
-            self.measure(trainer, "valid", trainer.valid_batches)
-        if trainer.test_batches is not None:
-            self.measure(trainer, "test", trainer.test_batches)
+        if trainer.stop_reason is None:
+            self.measure_both(trainer)
 
-    def measure(self, trainer: Trainer, name: str, batches: Iterator[MicroBatch]) -> None:
+    def measure_both(self, trainer: Trainer) -> None:
+        """Validation, unless this step has had it, and test."""
+        if self.validated_step != trainer.step:
+            self._measure(trainer, "valid", trainer.valid_batches)
+        self._measure(trainer, "test", trainer.test_batches)
+
+    def _measure(self, trainer: Trainer, name: str, batches: Iterator[MicroBatch] | None) -> None:
         """Evaluate one split; rank 0 prints and records it."""
-        if self.iterations == 0:
+        if batches is None or self.iterations == 0:
             return
         loss = float(trainer.stepper.evaluate(batches, self.iterations))
         perplexity = math.exp(min(loss, 100.0))

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron import __version__
-from megatron.atomic_files import atomic_writer, write_text
+from megatron.atomic_files import atomic_writer, read_json, write_text
 from megatron.errors import CheckpointError, OutputError
 from megatron.terminal import install_command, require
+from megatron.training.trainer import Hook, Trainer
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -155,8 +156,8 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Sinks:
-    """All sinks of a run as one; empty on ranks that do not log."""
+class Sinks(Hook):
+    """All sinks of a run as one, closed when it ends; empty on ranks that do not log."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self._sinks = sinks
@@ -168,6 +169,12 @@ class Sinks:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.close()
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        self.close()
 
 
 def build_sinks(args: NeoXArgs, directory: Path | None, start_step: int, *, main: bool) -> Sinks:
@@ -254,17 +261,8 @@ def _sha256(path: Path, blocks: int | None) -> str:
     return digest.hexdigest()
 
 
-def _read(directory: Path) -> dict[str, Any]:
-    """The manifest of a run; {} if there is none, or none that can be read."""
-    try:
-        content = json.loads((directory / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _history(directory: Path) -> list[dict[str, Any]]:
-    history = _read(directory).get("history")
+    history = (read_json(directory / NAME) or {}).get("history")
     entries = history if isinstance(history, list) else []
     return [entry for entry in entries if isinstance(entry, dict)]
 
@@ -280,16 +278,15 @@ def finished_at(directory: Path) -> int | None:
 
 def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) -> None:
     """Refuse to go on with other data than the run in `directory` recorded, wherever it lies."""
-    recorded = _read(directory).get("data")
+    recorded = (read_json(directory / NAME) or {}).get("data")
     allowed = {"data_path", "train_data_paths"} & set(allow_changed)
     if not isinstance(recorded, dict) or not recorded or allowed:
         return
     now = _data_identity(data)
-    if len(now) == len(recorded):
-        pairs = zip(now.items(), recorded.values(), strict=True)
-        changed = [prefix for (prefix, identity), before in pairs if identity != before]
-    else:
-        changed = []  # compared by their names
+    if len(now) != len(recorded):
+        return  # compared by their names
+    pairs = zip(now.items(), recorded.values(), strict=True)
+    changed = [prefix for (prefix, identity), before in pairs if identity != before]
     if changed:
         raise CheckpointError(
             f"{directory}: was trained on other data than {', '.join(changed)} holds now (another "
@@ -298,7 +295,7 @@ def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) ->
         )
 
 
-class Manifest:
+class Manifest(Hook):
     """Written at every start and stop; the history of earlier starts is kept."""
 
     def __init__(self, directory: Path, args: NeoXArgs, parameters: int, world_size: int) -> None:
@@ -319,16 +316,20 @@ class Manifest:
             "history": _history(directory),
         }
 
-    def started(self, step: int) -> None:
-        self.content["history"].append({"started": time.time(), "from_step": step})
+    def on_start(self, trainer: Trainer) -> None:
+        self.content["history"].append({"started": time.time(), "from_step": trainer.step})
         self._write()
 
-    def stopped(self, step: int, reason: str) -> None:
-        self.content["history"][-1].update(
-            {"stopped": time.time(), "at_step": step, "reason": reason}
-        )
+    def on_end(self, trainer: Trainer) -> None:
+        self._stopped(trainer.step, trainer.stop_reason or FINISHED)
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        self._stopped(trainer.step, f"failed: {type(error).__name__}: {error}")
+
+    def _stopped(self, step: int, reason: str) -> None:
+        stopped = {"stopped": time.time(), "at_step": step, "reason": reason}
+        self.content["history"][-1].update(stopped)
         self._write()
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, json.dumps(self.content, indent=1))
+        write_text(self.path, json.dumps(self.content, indent=1), parents=True)

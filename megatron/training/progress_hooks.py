@@ -127,37 +127,35 @@ class ShowProgress(Hook):
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
-        self._bar: tqdm[Any] | None = None
-        self._start_time = 0.0
-        self._start_step = 0
+        self._bar: tqdm[Any] = tqdm(disable=True)
+        self._start_time, self._start_step = 0.0, 0
 
     def on_start(self, trainer: Trainer) -> None:
         self._start_time, self._start_step = time.perf_counter(), trainer.step
-        if trainer.is_main and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=trainer.train_iters, initial=trainer.step, unit="step", dynamic_ncols=True
-            )
+        self._bar = tqdm(
+            total=trainer.train_iters,
+            initial=trainer.step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not (trainer.is_main and sys.stderr.isatty()),
+        )
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        if self._bar is not None:
-            self._bar.update(1)
-            self._bar.set_postfix_str(
-                f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s"
-            )
-        elif trainer.is_main and (
-            report.step % self.interval == 0 or report.step == trainer.train_iters
-        ):
+        self._bar.update(1)
+        self._bar.set_postfix_str(
+            f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s"
+        )
+        due = report.step % self.interval == 0 or report.step == trainer.train_iters
+        if due and trainer.is_main and self._bar.disable:
             print(self._line(trainer, report), flush=True)
 
     def on_end(self, trainer: Trainer) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         if trainer.is_main and trainer.stop_reason is not None:
             print(f"stopped after step {trainer.step}: {trainer.stop_reason}", flush=True)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def _line(self, trainer: Trainer, report: StepReport) -> str:
         done = report.step - self._start_step
@@ -175,19 +173,6 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}"
-
-
-class CloseSinks(Hook):
-    """Last of all: flush what was recorded."""
-
-    def __init__(self, sinks: Sinks) -> None:
-        self.sinks = sinks
-
-    def on_end(self, trainer: Trainer) -> None:
-        self.sinks.close()
-
-    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        self.sinks.close()
 
 
 # The learned kernels: their values per head in the metrics, and the `project` constraint.

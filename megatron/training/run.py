@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,25 +22,23 @@ from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams
 from megatron.training.control_hooks import (
     INTERRUPTED,
-    NameFirstBadLayer,
     SaveCheckpoints,
     StopAtInterval,
     StopOnSignal,
     StopWhenDiverged,
     Validate,
     WatchDivergence,
+    name_first_bad_layer,
 )
 from megatron.training.engine import build_engine, build_module, build_schedule, weights_dtype
-from megatron.training.metrics import FINISHED, Manifest, Sinks, build_sinks
+from megatron.training.metrics import Manifest, Sinks, build_sinks
 from megatron.training.progress_hooks import (
-    CloseSinks,
     ProjectKernels,
     RecordKernels,
     RecordMetrics,
     ShowProgress,
 )
 from megatron.training.run_directory import (
-    Start,
     command_to_continue,
     plan_start,
     run_directory,
@@ -78,22 +76,6 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
     return Vocabulary(size, padded, eod)
 
 
-class RecordManifest(Hook):
-    """Start and stop times, on rank 0."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-
-    def on_start(self, trainer: Trainer) -> None:
-        self.manifest.started(trainer.step)
-
-    def on_end(self, trainer: Trainer) -> None:
-        self.manifest.stopped(trainer.step, trainer.stop_reason or FINISHED)
-
-    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        self.manifest.stopped(trainer.step, f"failed: {type(error).__name__}: {error}")
-
-
 def train(args: NeoXArgs) -> int:
     """Train as the config says; returns the process's exit code."""
     parallel = start_distributed(args)
@@ -108,36 +90,38 @@ def train(args: NeoXArgs) -> int:
     if start.foreign is not None:
         _load_foreign_weights(start.foreign, args, module, spec, parallel, vocabulary)
     engine = build_engine(args, module, parallel)
-    resumed = _resume(start, args, engine, parallel)
+    resumed = Resumed(0, 0)
+    if start.resume_from is not None and start.step is not None:
+        resumed = resume(engine, CheckpointStore(start.resume_from), args, start.step, parallel)
     streams = build_streams(
         args, plan, parallel, eod=vocabulary.eod, vocab_size=vocabulary.padded_size, start=resumed
     )
-    trainer = _trainer(args, plan, parallel, engine, resumed.step, streams)
+    trainer = Trainer(
+        args=args,
+        stepper=build_stepper(engine, parallel),
+        parallel=parallel,
+        is_main=dist.get_rank() == 0,
+        train_batches=streams.train,
+        valid_batches=streams.valid if args.evaluation.do_valid is not False else None,
+        test_batches=streams.test if args.evaluation.do_test is not False else None,
+        tokens_per_step=plan.train_batch_size * args.model.seq_length,
+        train_iters=0 if args.evaluation.do_train is False else args.optimization.train_iters or 0,
+        step=resumed.step,
+    )
     directory = run_directory(args.checkpoint)
     sinks = build_sinks(args, directory, resumed.step, main=trainer.is_main)
-    trainer.hooks = build_hooks(args, trainer, plan, sinks, spec, resumed)
     if trainer.is_main:
-        print(_opening_line(args, trainer, engine), flush=True)
-        if build_schedule(args.optimization).rises_again(trainer.train_iters):
-            print(_RISES, flush=True)
-    if trainer.train_iters == 0:
-        return _evaluate_only(trainer, sinks)
+        _say_what_begins(args, trainer)
+    if trainer.train_iters == 0:  # the official code's way to ask for an evaluation
+        Validate(1, args.evaluation.eval_iters, sinks).measure_both(trainer)
+        sinks.close()
+        return 0
+    trainer.hooks = build_hooks(args, trainer, plan, sinks, spec, resumed)
     code = trainer.run()
     if trainer.is_main and code in INTERRUPTED:
-        print(_how_to_continue(directory), flush=True)
+        unsaved = "nothing was saved, because `save` is not set"
+        print(f"to continue: {command_to_continue()}" if directory else unsaved, flush=True)
     return code
-
-
-def _how_to_continue(directory: Path | None) -> str:
-    if directory is None:
-        return "nothing was saved, because `save` is not set"
-    return f"to continue: {command_to_continue()}"
-
-
-_RISES = (
-    "warning: train_iters is beyond lr_decay_iters, and with lr_decay_rule neox a cosine rises "
-    "again after it, as in GPT-NeoX"
-)
 
 
 def _load_foreign_weights(
@@ -161,36 +145,6 @@ def _load_foreign_weights(
         print(f"weights from {path} ({found.kind}); optimizer and step start anew", flush=True)
 
 
-def _resume(start: Start, args: NeoXArgs, engine: Any, parallel: ParallelState) -> Resumed:
-    if start.resume_from is None or start.step is None:
-        return Resumed(0, 0)
-    return resume(engine, CheckpointStore(start.resume_from), args, start.step, parallel)
-
-
-def _trainer(
-    args: NeoXArgs,
-    plan: BatchPlan,
-    parallel: ParallelState,
-    engine: Any,
-    step: int,
-    streams: Any,
-) -> Trainer:
-    train_batches, valid_batches, test_batches = streams
-    pipelined = args.parallel.pipe_parallel_size >= 1
-    return Trainer(
-        args=args,
-        stepper=build_stepper(engine, parallel, pipelined=pipelined),
-        parallel=parallel,
-        is_main=dist.get_rank() == 0,
-        train_batches=train_batches,
-        valid_batches=valid_batches if args.evaluation.do_valid is not False else None,
-        test_batches=test_batches if args.evaluation.do_test is not False else None,
-        tokens_per_step=plan.train_batch_size * args.model.seq_length,
-        train_iters=0 if args.evaluation.do_train is False else args.optimization.train_iters or 0,
-        step=step,
-    )
-
-
 def build_hooks(
     args: NeoXArgs,
     trainer: Trainer,
@@ -210,7 +164,7 @@ def build_hooks(
     if args.model.kerple_constraint == "project":
         hooks.append(ProjectKernels())
     if args.runtime.detect_anomaly:
-        hooks.append(NameFirstBadLayer())
+        name_first_bad_layer(trainer.stepper.engine.module)
     hooks += [
         ShowProgress(min(log_interval, args.logging.steps_per_print)),
         RecordMetrics(sinks, log_interval, flops_per_token(spec, args.model.seq_length)),
@@ -223,19 +177,12 @@ def build_hooks(
     if directory is not None:
         hooks.append(
             SaveCheckpoints(
-                CheckpointStore(directory),
-                interval=args.checkpoint.checkpoint_factor,
-                scale=args.checkpoint.checkpoint_scale,
-                extra_steps=frozenset(args.checkpoint.extra_save_iters or ()),
-                start=resumed,
-                samples_per_step=plan.train_batch_size,
+                CheckpointStore(directory), args.checkpoint, resumed, plan.train_batch_size
             )
         )
         if trainer.is_main:
-            manifest = Manifest(directory, args, _count(trainer), dist.get_world_size())
-            hooks.append(RecordManifest(manifest))
-    hooks.append(CloseSinks(sinks))
-    return hooks
+            hooks.append(Manifest(directory, args, _count(trainer), dist.get_world_size()))
+    return [*hooks, sinks]
 
 
 def flops_per_token(spec: ModelSpec, length: int) -> float:
@@ -252,36 +199,27 @@ def _count(trainer: Trainer) -> int:
     return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
 
 
-def _opening_line(args: NeoXArgs, trainer: Trainer, engine: Any) -> str:
-    layout = (
-        f"{dist.get_world_size()} process(es): dp {trainer.parallel.dp_size}, "
-        f"mp {trainer.parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
-        f"ZeRO {engine.zero_optimization_stage()}"
-    )
-    start = f"resuming after step {trainer.step}" if trainer.step else "starting"
-    return (
-        f"{args.model.pos_emb}: {_count(trainer):,} parameters on this rank, "
-        f"{engine.device}, {layout}; attention: {_attention_engine(args, engine)}; {start}"
-    )
-
-
-def _attention_engine(args: NeoXArgs, engine: Any) -> str:
-    """Which attention engine will run, and why it is not a faster one."""
-    return explain_engine(
+def _say_what_begins(args: NeoXArgs, trainer: Trainer) -> None:
+    """One line: the model, the layout, the attention engine and why it is not a faster one."""
+    engine = trainer.stepper.engine
+    attention = explain_engine(
         args.model.engine_in_effect,
         device=torch.device(engine.device),
         dtype=weights_dtype(args.optimization),
         head_dim=args.model.head_dim,
         dropout=args.model.attention_dropout,
     )
-
-
-def _evaluate_only(trainer: Trainer, sinks: Sinks) -> int:
-    """train_iters 0: the official code's way to ask for an evaluation."""
-    measure = Validate(1, trainer.args.evaluation.eval_iters, sinks)
-    if trainer.valid_batches is not None:
-        measure.measure(trainer, "valid", trainer.valid_batches)
-    if trainer.test_batches is not None:
-        measure.measure(trainer, "test", trainer.test_batches)
-    sinks.close()
-    return 0
+    print(
+        f"{args.model.pos_emb}: {_count(trainer):,} parameters on this rank, {engine.device}, "
+        f"{dist.get_world_size()} process(es): dp {trainer.parallel.dp_size}, "
+        f"mp {trainer.parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
+        f"ZeRO {engine.zero_optimization_stage()}; attention: {attention}; "
+        + (f"resuming after step {trainer.step}" if trainer.step else "starting"),
+        flush=True,
+    )
+    if build_schedule(args.optimization).rises_again(trainer.train_iters):
+        print(
+            "warning: train_iters is beyond lr_decay_iters, and with lr_decay_rule neox a cosine "
+            "rises again after it, as in GPT-NeoX",
+            flush=True,
+        )

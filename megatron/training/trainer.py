@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from megatron.model.embedding import masked_mean
@@ -112,24 +113,23 @@ class Trainer:
         assert self.train_batches is not None
         rate = float(self.stepper.engine.lr_scheduler.get_lr()[0])
         start = time.perf_counter()
-        agreed = self.stepper.train(self.train_batches, self._flags)
+        own = self.stepper.train(self.train_batches)
+        flags = {name: up for hook in self.hooks for name, up in hook.flags().items()}
+        loss, raised = agree(own, self.parallel, flags)
         self.step += 1
         engine = self.stepper.engine
         norm = engine.get_global_grad_norm()
         return StepReport(
             step=self.step,
-            loss=agreed.loss,
+            loss=loss,
             lr=rate,
             grad_norm=None if norm is None else float(norm),
             seconds=time.perf_counter() - start,
             tokens=self.tokens_per_step,
             skipped=bool(getattr(engine.optimizer, "overflow", False)),
             loss_scale=_dynamic_loss_scale(engine),
-            raised=agreed.raised,
+            raised=raised,
         )
-
-    def _flags(self) -> dict[str, bool]:
-        return {name: up for hook in self.hooks for name, up in hook.flags().items()}
 
 
 def _dynamic_loss_scale(engine: Any) -> float | None:
@@ -140,42 +140,17 @@ def _dynamic_loss_scale(engine: Any) -> float | None:
 
 
 # One training step and one validation pass, on either kind of DeepSpeed engine.
-#
-# All that a step's end has to tell between ranks, the loss and what hooks want to know of the
-# others, goes through one reduction and comes to the host at once.
-
-Flags = Callable[[], Mapping[str, bool]]
-"""What a rank says when its step is over: the same names on all ranks."""
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks know after a step: the mean loss, and on how many each flag is up."""
-
-    loss: float
-    raised: dict[str, int]
-
-
-class Stepper(Protocol):
-    """What the loop needs of an engine."""
-
-    engine: Any
-
-    def train(self, batches: Iterator[MicroBatch], flags: Flags = dict) -> Agreed:
-        """Take one optimizer step; the loss is the mean over micro-batches and replicas."""
-
-    def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
-        """The mean loss of `count` whole batches: the same samples under every layout."""
-
-
-class PlainStepper:
+class Stepper:
     """pipe_parallel_size 0: the whole model on every rank (or tensor-parallel group)."""
 
     def __init__(self, engine: Any, parallel: ParallelState) -> None:
         self.engine = engine
         self.parallel = parallel
 
-    def train(self, batches: Iterator[MicroBatch], flags: Flags = dict) -> Agreed:
+    def train(self, batches: Iterator[MicroBatch]) -> Tensor:
+        """Take one optimizer step; this rank's mean loss over micro-batches, 0 if it has none."""
         self.engine.train()
         accumulation = self.engine.gradient_accumulation_steps()
         total = torch.zeros((), device=self.engine.device)
@@ -184,9 +159,10 @@ class PlainStepper:
             self.engine.backward(loss)
             self.engine.step()
             total += loss.detach().float()
-        return _agree(total / accumulation, flags(), self.parallel)
+        return total / accumulation
 
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
+        """The mean loss of `count` whole batches: the same samples under every layout."""
         self.engine.eval()
         total = torch.zeros((), device=self.engine.device)
         micro_batches = count * self.engine.gradient_accumulation_steps()
@@ -204,22 +180,21 @@ class PlainStepper:
         return masked_mean(self.engine(inputs, labels), mask)
 
 
-class PipelineStepper:
+class PipelineStepper(Stepper):
     """pipe_parallel_size >= 1: DeepSpeed's pipeline engine runs the schedule."""
 
     def __init__(self, engine: Any, parallel: ParallelState) -> None:
-        self.engine = engine
-        self.parallel = parallel
+        super().__init__(engine, parallel)
         self._evaluated = False
         # DeepSpeed would average over replicas, then broadcast to the stages.
         engine._aggregate_total_loss = self._own_loss
 
-    def train(self, batches: Iterator[MicroBatch], flags: Flags = dict) -> Agreed:
+    def train(self, batches: Iterator[MicroBatch]) -> Tensor:
         if self._evaluated:  # validation may use other lengths
             self.engine.reset_activation_shape()
             self._evaluated = False
-        own = self.engine.train_batch(data_iter=batches)
-        return _agree(own, flags(), self.parallel, counts=self.engine.is_last_stage())
+        own: Tensor = self.engine.train_batch(data_iter=batches)
+        return own
 
     def _own_loss(self) -> Tensor:
         """The mean over micro-batches where the loss is computed: on the last stage."""
@@ -238,20 +213,25 @@ class PipelineStepper:
         return total / max(count, 1)
 
 
-def _agree(
-    loss: Tensor, flags: Mapping[str, bool], parallel: ParallelState, *, counts: bool = True
-) -> Agreed:
-    """One sum over all ranks; of those that hold the same loss, the first counts."""
-    counts = counts and parallel.tp.rank == 0
-    ups = torch.tensor([float(up) for up in flags.values()], device=loss.device)
-    said = torch.cat([loss[None] if counts else torch.zeros_like(loss)[None], ups])
+def build_stepper(engine: Any, parallel: ParallelState) -> Stepper:
+    """The stepper for this engine."""
+    kind = PipelineStepper if isinstance(engine, PipelineEngine) else Stepper
+    return kind(engine, parallel)
+
+
+def agree(
+    loss: Tensor, parallel: ParallelState, flags: Mapping[str, bool] | None = None
+) -> tuple[float, dict[str, int]]:
+    """The mean of the replicas' losses, and on how many ranks each flag is up.
+
+    One sum over all ranks, which comes to the host at once; of the tensor-parallel ranks, which
+    hold the same loss, the first counts.
+    """
+    flags = flags or {}
+    own = loss if parallel.tp.rank == 0 else torch.zeros_like(loss)
+    said = torch.cat([own[None], torch.tensor([float(up) for up in flags.values()]).to(loss)])
     if dist.get_world_size() > 1:
         dist.all_reduce(said)
     said[0] /= parallel.dp_size
     mean, *numbers = said.tolist()
-    return Agreed(mean, dict(zip(flags, map(int, numbers), strict=True)))
-
-
-def build_stepper(engine: Any, parallel: ParallelState, *, pipelined: bool) -> Stepper:
-    """The stepper for this engine."""
-    return PipelineStepper(engine, parallel) if pipelined else PlainStepper(engine, parallel)
+    return mean, dict(zip(flags, map(int, numbers), strict=True))

@@ -61,7 +61,7 @@ def main() -> None:
     tokens = np.load(source / "training.npz")["tokens"]
     trainer = Trainer(
         args=args,
-        stepper=build_stepper(engine, parallel, pipelined=args.parallel.pipe_parallel_size >= 1),
+        stepper=build_stepper(engine, parallel),
         parallel=parallel,
         is_main=True,
         train_batches=batches(tokens),

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.checkpoints.resuming import Resumed
 from megatron.checkpoints.store import CheckpointStore
+from megatron.neox_arguments.run_keys import CheckpointArgs
 from megatron.training.control_hooks import SaveCheckpoints
 from tests.training.cases import write_data
 from tests.training.runs import run, run_config
@@ -26,14 +27,8 @@ from tests.training.runs import run, run_config
 def test_the_steps_of_gpt_neox(
     tmp_path: Path, interval: float | None, scale: str, due: list[int]
 ) -> None:
-    saves = SaveCheckpoints(
-        CheckpointStore(tmp_path),
-        interval=interval,
-        scale=scale,
-        extra_steps=frozenset(),
-        start=Resumed(0, 0),
-        samples_per_step=1,
-    )
+    options = CheckpointArgs(checkpoint_factor=interval, checkpoint_scale=scale)
+    saves = SaveCheckpoints(CheckpointStore(tmp_path), options, Resumed(0, 0), 1)
     assert [step for step in range(1, 101) if saves._is_due(step)] == due
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.errors import NonFiniteError
-from megatron.training.control_hooks import EXIT_DIVERGED, watch
+from megatron.training.control_hooks import EXIT_DIVERGED, name_first_bad_layer
 from megatron.training.engine import whole_norm
 from megatron.training.metrics import Sinks
 from megatron.training.progress_hooks import RecordMetrics
@@ -139,7 +139,7 @@ class _Root(nn.Module):
 
 def test_the_first_bad_layer_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.GELU()))
-    watch(model)
+    name_first_bad_layer(model)
     model(torch.ones(2, 3)).sum().backward()
     with torch.no_grad():
         model[1][0].weight[0, 0] = float("inf")  # type: ignore[index]
@@ -151,7 +151,7 @@ def test_the_first_bad_gradient_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), _Root(), nn.Identity())
     nn.init.zeros_(model[0].weight)  # type: ignore[arg-type]
     nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
-    watch(model)
+    name_first_bad_layer(model)
     with pytest.raises(NonFiniteError, match=r"gradient \(Linear\) of 0 is not finite"):
         model(torch.ones(2, 3)).sum().backward()
 

@@ -47,7 +47,7 @@ from megatron.training.engine import build_engine, build_module
 from megatron.training.progress_hooks import gathered, kernel_modules
 from megatron.training.resharding import write_universal
 from megatron.training.run import find_vocabulary
-from megatron.training.trainer import build_stepper
+from megatron.training.trainer import agree, build_stepper
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         vocab_size=vocabulary.padded_size,
         start=Resumed(start, start * plan.train_batch_size),
     )
-    stepper = build_stepper(engine, parallel, pipelined=args.parallel.pipe_parallel_size >= 1)
+    stepper = build_stepper(engine, parallel)
     assert train is not None and valid is not None
 
     def export(directory: str, step: int) -> None:
@@ -133,7 +133,7 @@ def take_steps(
         poison.at(step)
         held.at(step)
         with counted_scalars() as scalars:
-            record["losses"].append(stepper.train(batches).loss)
+            record["losses"].append(agree(stepper.train(batches), stepper.parallel)[0])
         record["scalar_collectives"].append(scalars)
         record["grad_norms"].append(float(engine.get_global_grad_norm()))
         refused = bool(getattr(engine.optimizer, "overflow", False))
