@@ -74,7 +74,7 @@ def export(
         step = states.get(STEP)
         whole = {key: _joined(name, value, sharding, parallel.tp) for key, value in states.items()}
         # A tied embedding lies on the last stage too.
-        is_copy = name.startswith("0.") and not parallel.is_first_stage
+        is_copy = name.startswith("0.") and parallel.pp_rank > 0
         if writes and not is_copy:
             folder = directory / PARAMETERS / name
             files.makedirs(str(folder), exist_ok=True)

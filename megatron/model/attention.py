@@ -5,8 +5,6 @@ Shape suffixes: B batch, L length, H heads (of this rank), D head dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -34,20 +32,12 @@ def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Genera
     return generator
 
 
-@dataclass(frozen=True)
-class ScoreTerms:
-    """What shapes a layer's scores beside products and tables over distance."""
-
-    rotary: RotaryEmbedding | None
-    forget_gate: bool
-    sinks: bool
-    softmax_scale: float | None  # where the scalable softmax starts
-    documents_apart: bool  # a token sees its own document only
-    positions_restart: bool  # rotary positions begin anew with each document
-
-
 class SelfAttention(nn.Module):
-    """Projections around the one attention function."""
+    """Projections around the one attention function.
+
+    `softmax_scale` is where the scalable softmax starts. `documents_apart`: a token sees its own
+    document only; `positions_restart`: rotary positions begin anew with each document.
+    """
 
     def __init__(
         self,
@@ -56,8 +46,13 @@ class SelfAttention(nn.Module):
         kv_heads: int,
         *,
         linear: Projections,
-        terms: ScoreTerms,
+        rotary: RotaryEmbedding | None,
         qk_norm: nn.Module | None,
+        forget_gate: bool,
+        sinks: bool,
+        softmax_scale: float | None,
+        documents_apart: bool,
+        positions_restart: bool,
         dropout: float,
         window: int | None,
         engine: str,
@@ -73,9 +68,8 @@ class SelfAttention(nn.Module):
         self.queries_per_key = num_heads // kv_heads
         self.dropout, self.window = dropout, window
         self.engine, self.pruning = engine, pruning
-        self.documents_apart = terms.documents_apart
-        self.positions_restart = terms.positions_restart
-        self.rotary, self.qk_layernorm = terms.rotary, qk_norm
+        self.documents_apart, self.positions_restart = documents_apart, positions_restart
+        self.rotary, self.qk_layernorm = rotary, qk_norm
         key_size = hidden_size // self.queries_per_key
         self.query_key_value = linear.column(
             "attention.query_key_value",
@@ -83,16 +77,17 @@ class SelfAttention(nn.Module):
             hidden_size + 2 * key_size,
             # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
             parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
-            input_is_shared=terms.forget_gate,
+            input_is_shared=forget_gate,
         )
         self.forget_gate: ColumnParallelLinear | None = None
-        if terms.forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
+        if forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
             self.forget_gate = linear.column(
                 "attention.forget_gate", hidden_size, num_heads, bias=True, input_is_shared=True
             )
-        self.sinks = per_head_parameter(0.0, num_heads, tp) if terms.sinks else None
-        start = terms.softmax_scale
-        self.softmax_scale = None if start is None else per_head_parameter(start, num_heads, tp)
+        self.sinks = per_head_parameter(0.0, num_heads, tp) if sinks else None
+        self.softmax_scale: nn.Parameter | None = None
+        if softmax_scale is not None:
+            self.softmax_scale = per_head_parameter(softmax_scale, num_heads, tp)
         self.dense = linear.row("attention.dense", hidden_size, hidden_size)
 
     def forward(

@@ -118,18 +118,15 @@ class TiedHead(nn.Module):
         return self._borrowed[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return tied_logits(self.embedding, x)
+        return self.logits(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        words = self.embedding.word_embeddings
+        return F.linear(copy_to_group(x, words.tp), words.weight)
 
 
-def tied_logits(embedding: Embedding, x: Tensor) -> Tensor:
-    """Logits from the token embedding's own weight."""
-    words = embedding.word_embeddings
-    return F.linear(copy_to_group(x, words.tp), words.weight)
-
-
-def full_logits(logits: Tensor, vocab_tp: TensorParallel) -> Tensor:
-    """All ranks' parts of the vocabulary."""
-    return gather_from_group(logits, vocab_tp)
+full_logits = gather_from_group
+"""All ranks' parts of the vocabulary, from logits and their head's `vocab_tp`."""
 
 
 # The loss of hidden states, without ever holding the logits of all tokens.

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megatron.errors import ConfigError, PositionalEmbeddingError
-from megatron.model.attention import ScoreTerms, SelfAttention
+from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, softmax_scale_start
 from megatron.model.position_base import (
@@ -37,10 +37,8 @@ from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu import (
     SERIAL,
-    ColumnParallelLinear,
     InitMethod,
     Projections,
-    RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
     init_method,
@@ -210,19 +208,11 @@ class LayerFactory:
         return FinalNorm(self._norm())
 
     def untied_head(self) -> UntiedHead:
-        spec = self.spec
-        sizes = (spec.hidden_size, spec.padded_vocab_size)
-        how: dict[str, Any] = {
-            "init": self._init(spec.init_method),
-            "generator": seeded_generator(spec.seed, "final_linear"),
-            "bias": False,
-            "tp": self.tp,
-        }
-        linear: ColumnParallelLinear | RowParallelLinear
-        if spec.output_layer_parallelism == "row":
-            linear = RowParallelLinear(*sizes, input_is_split=False, **how)
-        else:
-            linear = ColumnParallelLinear(*sizes, **how)
+        spec, init = self.spec, self._init(self.spec.init_method)
+        make = Projections(init, init, partial(seeded_generator, spec.seed), False, self.tp)
+        what = ("final_linear", spec.hidden_size, spec.padded_vocab_size)
+        by_row = spec.output_layer_parallelism == "row"
+        linear = make.row(*what, input_is_split=False) if by_row else make.column(*what)
         return UntiedHead(linear, in_loss=self.pipelined)
 
     def _positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
@@ -251,22 +241,21 @@ class LayerFactory:
 
     def _attention(self, linear: Projections) -> SelfAttention:
         spec = self.spec
-        start = softmax_scale_start(spec.seq_length, spec.attention_window)
-        terms = ScoreTerms(
-            rotary=self._positions(RotaryEmbedding),
-            forget_gate=spec.forget_gate,
-            sinks=spec.attention_sinks,
-            softmax_scale=start if spec.scalable_softmax else None,
-            documents_apart=spec.reset_attention_mask,
-            positions_restart=spec.reset_position_ids,
-        )
+        softmax_scale = None
+        if spec.scalable_softmax:
+            softmax_scale = softmax_scale_start(spec.seq_length, spec.attention_window)
         return SelfAttention(
             spec.hidden_size,
             spec.num_attention_heads,
             spec.kv_heads,
             linear=linear,
-            terms=terms,
+            rotary=self._positions(RotaryEmbedding),
             qk_norm=self._qk_norm(),
+            forget_gate=spec.forget_gate,
+            sinks=spec.attention_sinks,
+            softmax_scale=softmax_scale,
+            documents_apart=spec.reset_attention_mask,
+            positions_restart=spec.reset_position_ids,
             dropout=spec.attention_dropout,
             window=spec.attention_window,
             engine=spec.engine_in_effect,

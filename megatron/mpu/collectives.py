@@ -46,20 +46,10 @@ class ParallelState:
 
     tp: TensorParallel
     pp_rank: int
-    pp_size: int
     dp_rank: int
     dp_size: int
     dp_group: dist.ProcessGroup | None
     grid: Any
-    topology: Any
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
 
 
 def initialize_parallel(pipe_parallel_size: int, model_parallel_size: int) -> ParallelState:
@@ -91,12 +81,10 @@ def initialize_parallel(pipe_parallel_size: int, model_parallel_size: int) -> Pa
             size=grid.get_slice_parallel_world_size(),
         ),
         pp_rank=grid.get_pipe_parallel_rank(),
-        pp_size=grid.get_pipe_parallel_world_size(),
         dp_rank=grid.get_data_parallel_rank(),
         dp_size=grid.get_data_parallel_world_size(),
         dp_group=grid.get_data_parallel_group(),
         grid=grid,
-        topology=topology,
     )
 
 

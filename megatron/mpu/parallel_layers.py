@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,42 +116,26 @@ def _draw(rows: int, columns: int, init: InitMethod, generator: torch.Generator)
 class _SplitLinear(nn.Module):
     """What linear layers hold: this rank's slice of the weight, and a bias that starts at 0."""
 
-    def __init__(
-        self, local: Tensor, bias_size: int, *, split_bias: bool, tp: TensorParallel
-    ) -> None:
+    def __init__(self, weight: Tensor, *, bias: bool, split_bias: bool, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = _parameter(local.clone(), split=tp.size > 1)
+        split = tp.size > 1
+        self.weight = _parameter(weight, split=split)
         self.bias: nn.Parameter | None = None
-        if bias_size:
-            split = split_bias and tp.size > 1
-            self.bias = _parameter(torch.zeros(bias_size), split=split)
+        if bias:
+            self.bias = _parameter(torch.zeros(len(weight)), split=split and split_bias)
 
 
 class ColumnParallelLinear(_SplitLinear):
     """y = x A^T + b with the outputs split over the ranks.
 
-    `parts` are the sizes of parts stacked in the output (two for gated activations; queries, keys
-    and values of grouped heads); each part is split, so that every rank holds a slice of all.
     `input_is_shared`: `copy_to_group` was called on the input, for several layers at once.
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        init: InitMethod,
-        generator: torch.Generator,
-        bias: bool = True,
-        parts: Sequence[int] = (),
-        input_is_shared: bool = False,
-        tp: TensorParallel = SERIAL,
+        self, weight: Tensor, *, bias: bool, tp: TensorParallel, input_is_shared: bool = False
     ) -> None:
-        full = _draw(output_size, input_size, init, generator)
-        pieces = full.split(list(parts) or [output_size])
-        local = torch.cat([piece[tp.slice_of(len(piece), "output size")] for piece in pieces])
-        super().__init__(local, len(local) if bias else 0, split_bias=True, tp=tp)
+        super().__init__(weight, bias=bias, split_bias=True, tp=tp)
         self.input_is_shared = input_is_shared
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,19 +147,9 @@ class RowParallelLinear(_SplitLinear):
     """y = x A^T + b with the inputs split over the ranks; the bias is added once, after the sum."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        init: InitMethod,
-        generator: torch.Generator,
-        bias: bool = True,
-        input_is_split: bool = True,
-        tp: TensorParallel = SERIAL,
+        self, weight: Tensor, *, bias: bool, tp: TensorParallel, input_is_split: bool = True
     ) -> None:
-        full = _draw(output_size, input_size, init, generator)
-        local = full[:, tp.slice_of(input_size, "input size")]
-        super().__init__(local, output_size if bias else 0, split_bias=False, tp=tp)
+        super().__init__(weight, bias=bias, split_bias=False, tp=tp)
         self.input_is_split = input_is_split
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,7 +163,7 @@ class RowParallelLinear(_SplitLinear):
 
 @dataclass(frozen=True)
 class Projections:
-    """Makes the linear layers of one block, each drawn under its own name."""
+    """Makes the linear layers of one block, each drawn whole under its own name, then cut."""
 
     init: InitMethod
     output_init: InitMethod
@@ -199,22 +172,29 @@ class Projections:
     tp: TensorParallel
 
     def column(
-        self, name: str, input_size: int, output_size: int, **options: Any
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool | None = None,
+        parts: Sequence[int] = (),
+        input_is_shared: bool = False,
     ) -> ColumnParallelLinear:
-        given = {"bias": self.bias, "init": self.init, "tp": self.tp, **options}
-        return ColumnParallelLinear(
-            input_size, output_size, generator=self.generators(name), **given
-        )
+        """`parts` are the sizes of parts stacked in the output (two for gated activations; queries,
+        keys and values of grouped heads); each is split, so that every rank has a slice of all."""
+        full = _draw(output_size, input_size, self.init, self.generators(name))
+        pieces = full.split(list(parts) or [output_size])
+        weight = torch.cat([piece[self.tp.slice_of(len(piece), "output size")] for piece in pieces])
+        bias = self.bias if bias is None else bias
+        return ColumnParallelLinear(weight, bias=bias, tp=self.tp, input_is_shared=input_is_shared)
 
-    def row(self, name: str, input_size: int, output_size: int) -> RowParallelLinear:
-        return RowParallelLinear(
-            input_size,
-            output_size,
-            init=self.output_init,
-            generator=self.generators(name),
-            bias=self.bias,
-            tp=self.tp,
-        )
+    def row(
+        self, name: str, input_size: int, output_size: int, *, input_is_split: bool = True
+    ) -> RowParallelLinear:
+        full = _draw(output_size, input_size, self.output_init, self.generators(name))
+        weight = full[:, self.tp.slice_of(input_size, "input size")].clone()
+        return RowParallelLinear(weight, bias=self.bias, tp=self.tp, input_is_split=input_is_split)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,9 @@ from megatron.model.embedding import (
     head_losses,
     loss_chunk,
     masked_mean,
-    tied_logits,
 )
 from megatron.model.layer_list import Layer, LayerFactory
-from megatron.mpu import SERIAL, ParallelState, TensorParallel
+from megatron.mpu import ParallelState, TensorParallel
 from megatron.mpu.job import current_device
 from megatron.mpu.parallel_layers import after_drawing
 from megatron.training.optimizer import (
@@ -66,7 +65,7 @@ def weights_dtype(options: OptimizationArgs) -> torch.dtype:
 def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
     """The whole model, or this rank's pipeline stage."""
     if args.parallel.pipe_parallel_size >= 1:
-        return build_pipeline(spec, parallel, args.parallel.pipe_partition_method)
+        return _build_pipeline(args, spec, parallel)
     if args.optimization.zero_stage == 3:
         return _build_in_pieces(args, spec, parallel)
     return GPTModel(spec, parallel.tp)
@@ -105,26 +104,15 @@ def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -
 class PipelineLoss:
     """The last stage's loss against (labels, loss mask); it applies the head itself."""
 
-    def __init__(self, vocab_tp: TensorParallel) -> None:
-        self.vocab_tp = vocab_tp
-        self.logits_of: Callable[[Tensor], Tensor] | None = None
-        self.vocabulary = 0
-
-    def apply_head_of(self, module: PipelineModule, spec: ModelSpec) -> None:
-        """Find the head among this stage's layers; other stages have none."""
-        self.vocabulary = spec.padded_vocab_size
-        if not spec.no_weight_tying:
-            embedding = module.tied_modules["embedding"] if module.tied_modules else None
-            self.logits_of = None if embedding is None else partial(tied_logits, embedding)
-        for layer in module.modules():
-            if isinstance(layer, UntiedHead):
-                self.logits_of = layer.logits
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self.head: TiedHead | UntiedHead | None = None
 
     def __call__(self, hidden: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels, mask = targets
-        assert self.logits_of is not None
+        assert self.head is not None
         chunk = loss_chunk(labels.numel(), self.vocabulary)
-        losses = head_losses(self.logits_of, hidden, labels, self.vocab_tp, chunk)
+        losses = head_losses(self.head.logits, hidden, labels, self.head.vocab_tp, chunk)
         return masked_mean(losses, mask)
 
 
@@ -151,23 +139,23 @@ def _make(layer: Layer, log: bool = False) -> nn.Module:
     return layer.make()
 
 
-def build_pipeline(
-    spec: ModelSpec, parallel: ParallelState, partition_method: str = "type:transformer|mlp"
-) -> PipelineModule:
-    """This rank's stage of the model."""
-    row_split_head = spec.no_weight_tying and spec.output_layer_parallelism == "row"
-    interval = spec.checkpoint_num_layers if spec.checkpoint_activations else 0
-    loss = PipelineLoss(SERIAL if row_split_head else parallel.tp)
+def _build_pipeline(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> PipelineModule:
+    loss = PipelineLoss(spec.padded_vocab_size)
     module = PipelineModule(
         layer_specs(spec, parallel.tp),
-        topology=parallel.topology,
+        topology=parallel.grid.topology(),
         loss_fn=loss,
-        partition_method=partition_method,
-        activation_checkpoint_interval=interval,
+        partition_method=args.parallel.pipe_partition_method,
+        activation_checkpoint_interval=(
+            spec.checkpoint_num_layers if spec.checkpoint_activations else 0
+        ),
         activation_checkpoint_func=non_reentrant_checkpoint,
         checkpointable_layers=["TransformerLayer"],
     )
-    loss.apply_head_of(module, spec)
+    if module.tied_modules:
+        loss.head = TiedHead(module.tied_modules["embedding"])
+    else:  # stages before the last have no head
+        loss.head = next((part for part in module.modules() if isinstance(part, UntiedHead)), None)
     return module
 
 
@@ -236,22 +224,37 @@ def _keep_gradients_of_the_loss(optimizer: Any) -> None:
 # A step whose gradient is not finite anywhere changes nothing anywhere. ZeRO's optimizers do this
 # themselves: they know the norm over all ranks before they touch a weight, and set `overflow`. fp32
 # without ZeRO has no wrapper, and `clip_fp32_gradients` counts, on pipeline stages after the first,
-# only the slices of tensor-parallel layers: `own_whole_step` takes its place.
+# only the slices of tensor-parallel layers: the optimizer's own step takes its place.
 
 
 def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
-    """Mend what DeepSpeed clips by a part of the norm."""
-    if engine.optimizer is engine.basic_optimizer:
-        own_whole_step(
-            engine.optimizer,
-            max_norm=engine.gradient_clipping(),
-            tp_rank=parallel.tp.rank,
-            replica=parallel.grid.get_model_parallel_group(),
-        )
-        engine.clip_fp32_gradients = lambda: None
-    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    """Mend what DeepSpeed clips by a part of the norm: fp32 without ZeRO.
+
+    The two attributes that a step sets are those that DeepSpeed's engine looks for after it.
+    """
+    optimizer, max_norm = engine.optimizer, engine.gradient_clipping()
+    scaler: Any = getattr(optimizer, "loss_scaler", None)
     if hasattr(scaler, "raise_error_at_min_scale"):
         scaler.raise_error_at_min_scale = False  # StopWhenDiverged ends the run, with a code
+    if optimizer is not engine.basic_optimizer:
+        return
+    replica, apply = parallel.grid.get_model_parallel_group(), optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = whole_norm(parameters, tp_rank=parallel.tp.rank, replica=replica)
+        optimizer._global_grad_norm = norm
+        optimizer.overflow = not math.isfinite(norm)
+        if optimizer.overflow:
+            return None
+        if 0 < max_norm < norm:
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+        return apply(*args, **kwargs)
+
+    optimizer.overflow = False
+    optimizer.step = step
+    engine.clip_fp32_gradients = lambda: None
 
 
 def _counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
@@ -273,53 +276,12 @@ def whole_norm(
     Copies that do not count must still be finite: infinity in one makes the norm infinite.
     """
     present = [p for p in parameters if p.grad is not None]
-    square = torch.zeros(())
+    square = torch.zeros((), device=current_device())
     if present:
         gradients = [p.grad.float() for p in present if p.grad is not None]
         squares = torch.stack(list(torch._foreach_norm(gradients))).square()
         counted = torch.tensor([_counts_here(p, tp_rank) for p in present], device=squares.device)
         square = torch.where(counted | ~torch.isfinite(squares), squares, 0.0).sum()
-    square = _on_collective_device(square)
     if dist.is_initialized() and dist.get_world_size(replica) > 1:
         dist.all_reduce(square, group=replica)
     return float(square.sqrt())
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most `max_norm`; 0 leaves them."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if max_norm > 0 and norm > max_norm:
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
-
-
-def own_whole_step(
-    optimizer: torch.optim.Optimizer,
-    *,
-    max_norm: float,
-    tp_rank: int,
-    replica: dist.ProcessGroup | None,
-) -> None:
-    """Make `optimizer.step` clip by the whole norm, or refuse if that is not finite.
-
-    The two attributes it sets are those that DeepSpeed's engine looks for after a step.
-    """
-    target: Any = optimizer
-    apply = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = whole_norm(parameters, tp_rank=tp_rank, replica=replica)
-        target._global_grad_norm = norm
-        target.overflow = not math.isfinite(norm)
-        if target.overflow:
-            return None
-        clip_gradients(parameters, norm, max_norm)
-        return apply(*args, **kwargs)
-
-    target.overflow = False
-    target.step = step
-
-
-def _on_collective_device(value: Tensor) -> Tensor:
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return value.cuda() if on_gpu else value

@@ -50,55 +50,39 @@ def build_optimizer(
     lr: float,
     betas: tuple[float, float],
     eps: float,
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """The optimizer named in the config (decoupled weight decay, as GPT-NeoX's Adam)."""
-    optimizer_class, options = _choose(kind, lr=lr, betas=betas, eps=eps)
-    if not optimizer_class.__module__.startswith("deepspeed."):
-        return optimizer_class(groups, **options)
-    try:  # DeepSpeed compiles its own at first use, which takes some minutes
-        return optimizer_class(groups, **options)
+    adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+    name = kind.lower()
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=betas[0])
+    if name == "cpu_torch_adam":
+        return torch.optim.AdamW(groups, **adam)
+    if name in ("fused_adam", "cpu_adam"):
+        return _deepspeeds_adam(name, groups, adam)
+    if get_accelerator().device_name() == "cuda":
+        try:
+            from apex.optimizers import FusedAdam
+
+            return FusedAdam(groups, adam_w_mode=True, **adam)
+        except ImportError:
+            pass
+    return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def _deepspeeds_adam(kind: str, groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optimizer:
+    """DeepSpeed compiles its own at first use, which takes some minutes."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    try:
+        if kind == "cpu_adam":
+            return DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
+        return FusedAdam(groups, adam_w_mode=True, **adam)
     except Exception as error:  # whatever compilers and their tools raise
         raise ValueError(
-            f"optimizer.type {kind}: DeepSpeed could not build its {optimizer_class.__name__} here "
-            f"({error}). Install a C++ compiler (for GPUs also nvcc), or set optimizer.type: Adam"
+            f"optimizer.type {kind}: DeepSpeed could not build it here ({error}). Install a C++ "
+            "compiler (for GPUs also nvcc), or set optimizer.type: Adam"
         ) from error
-
-
-def _choose(
-    kind: str, *, lr: float, betas: tuple[float, float], eps: float
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    adam = {"lr": lr, "betas": betas, "eps": eps}
-    name = kind.lower()
-    if name in ("adam", "adamw"):
-        fused = _apex_adam() if get_accelerator().device_name() == "cuda" else None
-        if fused is not None:
-            return fused, {**adam, "adam_w_mode": True}
-        return torch.optim.AdamW, {**adam, "fused": True}
-    if name == "fused_adam":
-        from deepspeed.ops.adam import FusedAdam
-
-        return FusedAdam, {**adam, "adam_w_mode": True}
-    if name == "cpu_adam":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        return DeepSpeedCPUAdam, {**adam, "adamw_mode": True}
-    if name == "cpu_torch_adam":
-        return torch.optim.AdamW, adam
-    if name == "sgd":
-        return torch.optim.SGD, {"lr": lr, "momentum": betas[0]}
-    raise ValueError(
-        f"optimizer.type {kind!r} is not implemented; use Adam, AdamW, fused_adam, cpu_adam, "
-        "cpu_torch_adam or SGD"
-    )
-
-
-def _apex_adam() -> type[torch.optim.Optimizer] | None:
-    try:
-        from apex.optimizers import FusedAdam
-    except ImportError:
-        return None
-    fused: type[torch.optim.Optimizer] = FusedAdam
-    return fused
 
 
 # The learning rate over a run: GPT-NeoX's rule, the official KERPLE fork's, and our first one.

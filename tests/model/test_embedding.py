@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.model import GPTModel, embedding
-from megatron.model.embedding import head_losses
+from megatron.model.embedding import UntiedHead, head_losses
 from megatron.mpu import SERIAL
 from megatron.training.engine import PipelineLoss
 from tests.model import small_spec
@@ -55,8 +58,8 @@ def test_a_pipelines_loss_applies_its_head_in_pieces(monkeypatch: pytest.MonkeyP
     torch.manual_seed(0)
     head, hidden = nn.Linear(16, 50), torch.randn(2, 1024, 16)
     labels, mask = torch.randint(50, (2, 1024)), (torch.rand(2, 1024) > 0.3).float()
-    last_stage = PipelineLoss(SERIAL)
-    last_stage.logits_of, last_stage.vocabulary = head, 50
+    last_stage = PipelineLoss(50)
+    last_stage.head = cast(UntiedHead, SimpleNamespace(logits=head, vocab_tp=SERIAL))
     whole = last_stage(hidden, (labels, mask))
     expected = gradients(whole, head)
     monkeypatch.setattr(embedding, "AT_ONCE", 1024 * 50)
