@@ -17,7 +17,7 @@ from megatron.model import GPTModel, ModelSpec
 from megatron.model.learned_numbers import constraint_named
 from megatron.model.position_base import DistanceKernel
 from megatron.model.position_names import positional_embedding_class
-from megatron.mpu import SERIAL, TensorParallel
+from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import SCORE_TERMS

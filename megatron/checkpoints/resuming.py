@@ -18,7 +18,7 @@ from megatron.checkpoints.store import CheckpointStore, tag_of
 from megatron.checkpoints.universal import is_universal
 from megatron.checkpoints.universal_engine import load_whole
 from megatron.errors import CheckpointError, KerpleError
-from megatron.mpu import ParallelState
+from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import Ranks, set_seeds
 
 if TYPE_CHECKING:

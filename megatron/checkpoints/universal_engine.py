@@ -43,7 +43,7 @@ from megatron.checkpoints.universal import (
     read_weights,
 )
 from megatron.errors import CheckpointError
-from megatron.mpu import ParallelState, TensorParallel
+from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
 from megatron.tokenizer import padded_vocab_size
 

@@ -15,8 +15,8 @@ from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharp
 from megatron.model.learned_numbers import at_least_fp32
 from megatron.model.position_base import Tables
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.mpu import ColumnParallelLinear, Projections, TensorParallel, per_head_parameter
-from megatron.mpu.collectives import copy_to_group
+from megatron.mpu.collectives import TensorParallel, copy_to_group
+from megatron.mpu.parallel_layers import ColumnParallelLinear, Projections, per_head_parameter
 
 
 def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Generator:

@@ -11,15 +11,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.position_base import InputEmbedding
-from megatron.mpu import (
+from megatron.mpu.collectives import (
     SERIAL,
-    ColumnParallelLinear,
-    RowParallelLinear,
     TensorParallel,
-    VocabParallelEmbedding,
+    copy_to_group,
+    gather_from_group,
     vocab_parallel_cross_entropy,
 )
-from megatron.mpu.collectives import copy_to_group, gather_from_group
+from megatron.mpu.parallel_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 
 State = Tensor | tuple[Tensor, ...]
 """What travels between layers, see transformer.py."""

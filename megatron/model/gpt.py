@@ -25,7 +25,7 @@ from megatron.model.embedding import (
 from megatron.model.layer_list import FunctionLayer, Layer, LayerFactory, ModelSpec
 from megatron.model.position_base import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
-from megatron.mpu import SERIAL, TensorParallel
+from megatron.mpu.collectives import SERIAL, TensorParallel
 
 
 class GPTModel(nn.Module):

@@ -35,11 +35,10 @@ from megatron.model.position_base import (
 from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
-from megatron.mpu import (
-    SERIAL,
+from megatron.mpu.collectives import SERIAL, TensorParallel
+from megatron.mpu.parallel_layers import (
     InitMethod,
     Projections,
-    TensorParallel,
     VocabParallelEmbedding,
     init_method,
     seeded_generator,

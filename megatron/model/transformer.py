@@ -15,7 +15,7 @@ from megatron.model.attention import LayerCache, SelfAttention
 from megatron.model.embedding import State
 from megatron.model.layer_formulas import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
-from megatron.mpu import Projections
+from megatron.mpu.parallel_layers import Projections
 
 
 def pack(hidden: Tensor, starts: Tensor | None, tables: Tables) -> State:

@@ -17,7 +17,7 @@ from megatron.data.loader import (
     get_labels_and_mask,
 )
 from megatron.errors import DataError
-from megatron.mpu import ParallelState
+from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import current_device
 from megatron.training.trainer import MicroBatch
 

@@ -28,7 +28,7 @@ from megatron.model.embedding import (
     masked_mean,
 )
 from megatron.model.layer_list import Layer, LayerFactory
-from megatron.mpu import ParallelState, TensorParallel
+from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.job import current_device
 from megatron.mpu.parallel_layers import after_drawing
 from megatron.training.optimizer import (

@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from megatron.model.kernel_theory import effective_length
 from megatron.model.position_base import TableEmbedding, Tables
-from megatron.mpu import TensorParallel
-from megatron.mpu.collectives import gather_from_group
+from megatron.mpu.collectives import TensorParallel, gather_from_group
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, StepReport, Trainer
 

@@ -21,7 +21,7 @@ from megatron.checkpoints.store import CheckpointStore, tag_of
 from megatron.checkpoints.universal import LATEST
 from megatron.checkpoints.universal_engine import export, progress_of
 from megatron.model import ModelSpec
-from megatron.mpu import ParallelState
+from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
 from megatron.neox_arguments import NeoXArgs, allow_kernel
 from megatron.terminal import leave

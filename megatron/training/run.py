@@ -16,7 +16,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.data.datasets import check_tokenizers
 from megatron.engines.dispatch import explain_engine
 from megatron.model import ModelSpec
-from megatron.mpu import ParallelState
+from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams

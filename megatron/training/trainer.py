@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from megatron.model.embedding import masked_mean
-from megatron.mpu import ParallelState
+from megatron.mpu.collectives import ParallelState
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.checkpoints import load_weights
 from megatron.checkpoints.saved_config import RESOLVED
 from megatron.model import ModelSpec
-from megatron.mpu import initialize_parallel
+from megatron.mpu.collectives import initialize_parallel
 from megatron.mpu.job import join_job
 from megatron.training.engine import build_engine, build_module
 from tests.checkpoints.small_models import VOCABULARY, small_args, tokens

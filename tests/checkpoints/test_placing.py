@@ -12,7 +12,7 @@ from megatron.checkpoints import load_weights, read_checkpoint
 from megatron.checkpoints.sharding import Sharding, merge_shards
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
-from megatron.mpu import TensorParallel
+from megatron.mpu.collectives import TensorParallel
 from tests.checkpoints.small_models import logits_of, random_model, saved_model, small_args, tokens
 from tests.conftest import FIXTURES
 

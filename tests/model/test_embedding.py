@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.model import GPTModel, embedding
 from megatron.model.embedding import UntiedHead, head_losses
-from megatron.mpu import SERIAL
+from megatron.mpu.collectives import SERIAL
 from megatron.training.engine import PipelineLoss
 from tests.model import small_spec
 from tools.benchmarks.peak_memory import _step

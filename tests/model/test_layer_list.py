@@ -14,7 +14,7 @@ from megatron.model import GPTModel, ModelSpec
 from megatron.model.layer_list import Layer, LayerFactory
 from megatron.model.position_base import PositionalEmbedding, PositionOptions
 from megatron.model.position_names import position_options
-from megatron.mpu import SERIAL
+from megatron.mpu.collectives import SERIAL
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.training.engine import layer_specs
 from tests.checkpoints.small_models import small_args

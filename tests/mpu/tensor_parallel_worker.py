@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.model import GPTModel, ModelSpec
-from megatron.mpu import SERIAL, TensorParallel, vocab_parallel_cross_entropy
+from megatron.mpu.collectives import SERIAL, TensorParallel, vocab_parallel_cross_entropy
 from tests.model import small_spec
 
 SPEC = small_spec.SPEC.replace(no_weight_tying=True)

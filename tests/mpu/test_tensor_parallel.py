@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.mpu import TensorParallel
+from megatron.mpu.collectives import TensorParallel
 from tests.processes import run_ranks
 
 

@@ -37,8 +37,7 @@ from megatron.checkpoints.saving import Save, save_run
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
-from megatron.mpu import ParallelState, initialize_parallel
-from megatron.mpu.collectives import gather_from_group
+from megatron.mpu.collectives import ParallelState, gather_from_group, initialize_parallel
 from megatron.mpu.job import set_seeds, start_distributed
 from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
