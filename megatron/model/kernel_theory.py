@@ -57,21 +57,22 @@ def _tolerance(table: Tensor, matrix: Tensor) -> Tensor:
     return 4 * precision * matrix.shape[-1] * matrix.abs().amax((-2, -1))
 
 
-def cpd_margin(table: Tensor, points: int | None = None) -> Tensor:
-    """The smallest eigenvalue on the zero-sum subspace, per head: CPD where it is >= 0."""
-    matrix = kernel_matrix(table, points)
+def _on_zero_sums(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernel matrix as it acts on the zero-sum subspace, and that subspace's basis."""
     if matrix.shape[-1] < 2:
         raise KernelAnalysisError("one point has no zero-sum combinations; use at least 2 points.")
     basis = _zero_sum_basis(matrix.shape[-1]).to(matrix.device)
-    return torch.linalg.eigvalsh(basis.T @ matrix @ basis)[..., 0]
+    return basis.T @ matrix @ basis, basis
 
 
-def is_cpd(table: Tensor, points: int | None = None, tol: float | None = None) -> bool:
-    """Whether every head's kernel is conditionally positive definite on 0..points-1.
+def cpd_margin(table: Tensor, points: int | None = None) -> Tensor:
+    """The smallest eigenvalue on the zero-sum subspace, per head: CPD where it is >= 0."""
+    return torch.linalg.eigvalsh(_on_zero_sums(kernel_matrix(table, points))[0])[..., 0]
 
-    `tol` is the most negative eigenvalue that still passes (default: rounding of the table).
-    """
-    allowed = _tolerance(table, kernel_matrix(table, points)) if tol is None else tol
+
+def is_cpd(table: Tensor, points: int | None = None) -> bool:
+    """Whether every head's kernel is conditionally positive definite on 0..points-1."""
+    allowed = _tolerance(table, kernel_matrix(table, points))
     return bool((cpd_margin(table, points) >= -allowed).all())
 
 
@@ -84,17 +85,15 @@ def counterexample(table: Tensor, points: int | None = None) -> Tensor | None:
         raise KernelAnalysisError("counterexample takes one head: pass table[h].")
     if is_cpd(table, points):
         return None
-    matrix = kernel_matrix(table, points)
-    basis = _zero_sum_basis(matrix.shape[-1]).to(matrix.device)
-    _, vectors = torch.linalg.eigh(basis.T @ matrix @ basis)
+    acting, basis = _on_zero_sums(kernel_matrix(table, points))
+    _, vectors = torch.linalg.eigh(acting)
     return basis @ vectors[:, 0]
 
 
-def is_pd(table: Tensor, points: int | None = None, tol: float | None = None) -> bool:
+def is_pd(table: Tensor, points: int | None = None) -> bool:
     """Whether every head's kernel is positive (semi)definite on 0..points-1."""
     matrix = kernel_matrix(table, points)
-    allowed = _tolerance(table, matrix) if tol is None else tol
-    return bool((torch.linalg.eigvalsh(matrix)[..., 0] >= -allowed).all())
+    return bool((torch.linalg.eigvalsh(matrix)[..., 0] >= -_tolerance(table, matrix)).all())
 
 
 def smallest_shift(table: Tensor, points: int | None = None, precision: float = 1.0) -> float:
@@ -135,11 +134,9 @@ def _bisect_shift(table: Tensor, points: int | None, high: float, precision: flo
 
 
 def effective_length(
-    kernel: Tensor | TableEmbedding,
-    max_distance: int = PAPER_MAX_DISTANCE,
-    threshold: float = EFFECTIVE_BIAS,
+    kernel: Tensor | TableEmbedding, max_distance: int = PAPER_MAX_DISTANCE
 ) -> list[int | None]:
-    """Per head, the first distance whose bias is below the threshold; None if it never is.
+    """Per head, the first distance whose bias is below EFFECTIVE_BIAS; None if it never is.
 
     Takes a bias table [heads, length], or an embedding, which is asked for max_distance + 1.
     """
@@ -153,7 +150,7 @@ def effective_length(
             )
     else:
         bias = kernel.detach().reshape(-1, kernel.shape[-1])[:, : max_distance + 1]
-    before = (bias < threshold).cumsum(-1) == 0
+    before = (bias < EFFECTIVE_BIAS).cumsum(-1) == 0
     first = before.sum(-1).tolist()
     return [None if d == bias.shape[-1] else d for d in first]
 

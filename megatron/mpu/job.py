@@ -104,9 +104,9 @@ def _meet_on_loopback(
     """
     if environment.master_addr not in LOOPBACK_NAMES:
         return
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if loopback := _loopback_interface():
-            os.environ.setdefault(variable, loopback)
+    for loopback in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         backend,
         store=_loopback_store(environment, timeout),
@@ -114,11 +114,6 @@ def _meet_on_loopback(
         world_size=environment.world_size,
         timeout=timeout,
     )
-
-
-def _loopback_interface() -> str | None:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name in ("lo", "lo0")), None)
 
 
 def _loopback_store(environment: DistributedEnvironment, timeout: timedelta) -> dist.Store:

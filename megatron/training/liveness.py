@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,25 +25,6 @@ EXIT_PEER_LOST = 77
 INTERVAL = 1.0  # seconds between heartbeats
 FAREWELL = "done"
 DEAD = "kerple/dead"  # where the first rank that finds a dead one writes which
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a rank last wrote."""
-
-    count: int
-    host: str
-    pid: int
-    boot: str
-
-    @classmethod
-    def read(cls, raw: bytes) -> Beat | None:
-        """What a rank wrote; None for its farewell, and for anything that no rank writes."""
-        try:
-            count, host, pid, boot = raw.decode().split()
-            return cls(int(count), host, int(pid), boot)
-        except ValueError:
-            return None
 
 
 def _boot_id() -> str:
@@ -73,11 +53,12 @@ class Heartbeat:
     def __init__(self, rank: int, world_size: int, timeout_seconds: float, store: Any) -> None:
         self.rank, self.world_size = rank, world_size
         self.timeout = timeout_seconds
-        self._own = f"{socket.gethostname()} {os.getpid()} {_boot_id()}"
+        self._boot = _boot_id()
+        self._own = f"{socket.gethostname()} {os.getpid()} {self._boot}"
         self._stop = threading.Event()
         self._store = store
         self._watched = (rank + 1) % world_size
-        self._last: tuple[Beat, float] | None = None  # of the watched rank, and when it changed
+        self._last: tuple[bytes, float] | None = None  # the watched rank's beat, and its time
         self._count = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -147,14 +128,16 @@ class Heartbeat:
         if raw == FAREWELL.encode():  # it has finished: watch the one behind it
             self._watched, self._last = (rank + 1) % self.world_size, None
             return None
-        beat = Beat.read(raw)
-        if beat is None:
-            return None
-        if self._last is None or self._last[0].count != beat.count:
-            self._last = (beat, now)
+        try:
+            _, host, pid, boot = raw.decode().split()
+            gone = boot == self._boot != "unknown" and process_is_gone(int(pid))
+        except ValueError:
+            return None  # no rank writes such a thing
+        if self._last is None or self._last[0] != raw:
+            self._last = (raw, now)
         quiet = now - self._last[1]
-        place = f"rank {rank} (process {beat.pid} on {beat.host})"
-        if beat.boot == self._own.split()[2] != "unknown" and process_is_gone(beat.pid):
+        place = f"rank {rank} (process {pid} on {host})"
+        if gone:
             return f"{place} has died"
         return f"{place} has been silent for {quiet:.0f} s" if quiet > silence else None
 

@@ -120,12 +120,7 @@ def neox_rate(schedule: Schedule, step: int) -> float:
     if warmup > 0 and step <= warmup:
         return peak * max(1, step) / warmup
     done, end = step - warmup, (schedule.decay_steps - warmup) or 1
-    if schedule.style == "cosine":
-        half = (peak - schedule.minimum) / 2.0
-        rate = schedule.minimum + half * (math.cos(math.pi * done / end) + 1)
-    else:
-        rate = _monotone(schedule.style, peak, done, end)
-    return max(rate, schedule.minimum)
+    return max(_decayed(schedule, done, end, schedule.minimum), schedule.minimum)
 
 
 def kerple_rate(schedule: Schedule, step: int) -> float:
@@ -134,18 +129,17 @@ def kerple_rate(schedule: Schedule, step: int) -> float:
     counted = min(step, end - warmup)
     if warmup > 0 and step <= warmup:
         return peak * counted / warmup
-    done = counted - warmup
+    return max(_decayed(schedule, counted - warmup, end, 0.0), schedule.minimum)
+
+
+def _decayed(schedule: Schedule, done: float, end: float, cosine_end: float) -> float:
+    """The rate when `done` of `end` steps of decay are over."""
+    peak = schedule.peak
     if schedule.style == "cosine":
-        rate = peak / 2.0 * (math.cos(math.pi * done / end) + 1)
-    else:
-        rate = _monotone(schedule.style, peak, done, end)
-    return max(rate, schedule.minimum)
-
-
-def _monotone(style: str, peak: float, done: float, end: float) -> float:
-    if style == "linear":
+        return cosine_end + (peak - cosine_end) / 2.0 * (math.cos(math.pi * done / end) + 1)
+    if schedule.style == "linear":
         return peak * (end - done) / end
-    if style == "exponential":
+    if schedule.style == "exponential":
         return peak * math.exp(-HALVING * done / end)
     return peak  # constant
 

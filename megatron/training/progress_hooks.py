@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from megatron.model.kernel_theory import effective_length
-from megatron.model.position_base import TableEmbedding, Tables
-from megatron.mpu.collectives import TensorParallel, gather_from_group
+from megatron.model.kernel_theory import PAPER_MAX_DISTANCE, effective_length
+from megatron.model.position_base import TableEmbedding
+from megatron.mpu.collectives import gather_from_group
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, StepReport, Trainer
 
@@ -220,21 +220,13 @@ class RecordKernels(Hook):
                     name: gather_from_group(value.float(), trainer.parallel.tp).tolist()
                     for name, value in kernel.kernel_values().items()
                 }
-                lengths = self._effective_lengths(kernel, trainer.parallel.tp)
+                bias = kernel(PAPER_MAX_DISTANCE + 1).bias
             suffix = f"_layer{number}" if len(kernels) > 1 else ""
             line: dict[str, Any] = {f"kernel{suffix}": values}
-            if lengths is not None:
-                line[f"effective_length{suffix}"] = lengths
+            if bias is not None:
+                everyone = gather_from_group(bias.T, trainer.parallel.tp).T
+                line[f"effective_length{suffix}"] = effective_length(everyone)
             self.sinks.write(trainer.step, line)
-
-    def _effective_lengths(
-        self, kernel: TableEmbedding, tp: TensorParallel
-    ) -> list[int | None] | None:
-        if "bias" not in kernel.table_names:
-            return None
-        tables: Tables = kernel(20_481)
-        assert tables.bias is not None
-        return effective_length(gather_from_group(tables.bias.T, tp).T)
 
 
 class ProjectKernels(Hook):

@@ -80,7 +80,10 @@ def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
     if start.resume_from is not None and start.step is not None:
         began = as_it_began(args, CheckpointStore(start.resume_from).path(start.step))
         if began.optimization.lr_decay_rule != args.optimization.lr_decay_rule:
-            start.lines.append(_EARLIER)
+            start.lines.append(
+                "the run is from before lr_decay_rule existed: it goes on with its schedule "
+                "(override_lr_scheduler: true takes the config's)"
+            )
         args = began
     if dist.get_rank() == 0:
         for line in start.lines:
@@ -88,18 +91,13 @@ def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
     return args, start
 
 
-_EARLIER = (
-    "the run is from before lr_decay_rule existed: it goes on with its schedule "
-    "(override_lr_scheduler: true takes the config's)"
-)
-
-
 def _plan(args: NeoXArgs, world_size: int) -> Start:
-    save, load = run_directory(args.checkpoint), _load_directory(args.checkpoint)
+    save = run_directory(args.checkpoint)
+    load = save if args.checkpoint.load == "auto" else args.checkpoint.load
+    load = Path(load) if load else None
     trains = bool(args.optimization.train_iters) and args.evaluation.do_train is not False
     lines: list[str] = []
     if save is not None:
-        _make(save)
         hold(save)
         if trains and args.checkpoint.overwrite:
             lines += _move_aside(save, args, world_size)
@@ -116,23 +114,6 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
     if start.resume_from is not None and (start.continues or not args.checkpoint.finetune):
         lines += _check(start, args, world_size)
     return replace(start, lines=lines)
-
-
-def _load_directory(options: CheckpointArgs) -> Path | None:
-    load = options.save if options.load == "auto" else options.load
-    return Path(load) if load else None
-
-
-def _make(save: Path) -> None:
-    """Refuse now what could not be written after the first hours."""
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise CheckpointError(f"save = {save}: is a file, or below one; name a directory") from None
-    except OSError as error:
-        raise CheckpointError(f"save = {save}: cannot be made ({error.strerror})") from error
-    if not os.access(save, os.W_OK | os.X_OK):
-        raise CheckpointError(f"save = {save}: cannot be written; choose a directory of yours")
 
 
 def _continue(save: Path, load: Path | None, args: NeoXArgs) -> Start:

@@ -189,7 +189,6 @@ class TestEffectiveLength:
         table = -torch.arange(50.0)[None] * torch.tensor([[1.0], [0.1], [0.01]])
         assert effective_length(table) == [3, 21, None]
         assert effective_length(table, max_distance=20) == [3, None, None]
-        assert effective_length(table, threshold=-0.4) == [1, 5, 41]
         assert effective_length(torch.full((1, 4), -3.0)) == [0]
 
     @property_test
