@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -77,12 +77,7 @@ class FinalNorm(nn.Module):
         return self.norm(x)
 
 
-class Head(Protocol):
-    """Logits of hidden states; `vocab_tp` says over which ranks their vocabulary is split."""
-
-    vocab_tp: TensorParallel
-
-    def __call__(self, x: Tensor) -> Tensor: ...
+# The heads: logits of hidden states; `vocab_tp` says over which ranks their vocabulary is split.
 
 
 class UntiedHead(nn.Module):
@@ -127,6 +122,8 @@ class TiedHead(nn.Module):
         words = self.embedding.word_embeddings
         return F.linear(copy_to_group(x, words.tp), words.weight)
 
+
+Head = TiedHead | UntiedHead
 
 full_logits = gather_from_group
 """All ranks' parts of the vocabulary, from logits and their head's `vocab_tp`."""

@@ -142,7 +142,7 @@ class LayerFactory:
             Layer(PositionTables, self.position_tables) if self.has_shared_tables else keep,
             *stack,
             drop_tables,
-            Layer(FinalNorm, self.final_norm),
+            Layer(FinalNorm, lambda: FinalNorm(self._norm())),
             head,
         ]
 
@@ -202,9 +202,6 @@ class LayerFactory:
             hidden_dropout=spec.hidden_dropout,
             parallel_residual=spec.gpt_j_residual,
         )
-
-    def final_norm(self) -> FinalNorm:
-        return FinalNorm(self._norm())
 
     def untied_head(self) -> UntiedHead:
         spec, init = self.spec, self._init(self.spec.init_method)

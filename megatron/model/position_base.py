@@ -48,14 +48,6 @@ class PositionOptions:
     tp_rank: int = 0
     tp_size: int = 1
 
-    def __post_init__(self) -> None:
-        if self.num_heads % self.tp_size or not 0 <= self.tp_rank < self.tp_size:
-            raise PositionalEmbeddingError(
-                f"num_attention_heads: {self.num_heads} heads cannot be split over "
-                f"model_parallel_size {self.tp_size} (rank {self.tp_rank}); "
-                "use a number of heads that model_parallel_size divides."
-            )
-
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__") or key == "config":  # asked by copy and pickle
             raise AttributeError(key)

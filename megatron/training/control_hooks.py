@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from megatron.checkpoints.resuming import Resumed
 from megatron.checkpoints.saving import Save, save_run
@@ -168,18 +169,10 @@ def name_first_bad_layer(module: nn.Module) -> None:
 
 
 def _check_finite(name: str, what: str, module: nn.Module, _: Any, found: Any) -> None:
-    for tensor in _tensors(found):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    for leaf in tree_leaves(found):
+        if isinstance(leaf, Tensor) and not bool(torch.isfinite(leaf).all()):
             kind = type(module).__name__
             raise NonFiniteError(f"detect_anomaly: the {what} ({kind}) of {name} is not finite")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 # When to write a checkpoint.

@@ -21,6 +21,7 @@ from megatron.checkpoints.universal import note_cuts
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.embedding import (
     Embedding,
+    Head,
     TiedHead,
     UntiedHead,
     head_losses,
@@ -106,7 +107,7 @@ class PipelineLoss:
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
-        self.head: TiedHead | UntiedHead | None = None
+        self.head: Head | None = None
 
     def __call__(self, hidden: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels, mask = targets

@@ -81,10 +81,6 @@ class TestRegistry:
         with pytest.raises(PositionalEmbeddingError, match=r"neither bias\(\) nor weight\(\)"):
             Empty(options())
 
-    def test_heads_that_do_not_divide_say_so(self) -> None:
-        with pytest.raises(PositionalEmbeddingError, match="num_attention_heads: 12"):
-            build("kerple_log", tp_size=5)
-
     def test_bad_bias_scale_names_the_key(self) -> None:
         with pytest.raises(PositionalEmbeddingError, match="kerple_bias_scale: 'both'"):
             build("kerple_log", kerple_bias_scale="both")
