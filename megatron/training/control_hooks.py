@@ -71,11 +71,10 @@ class StopWhenDiverged(Hook):
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         bad = is_bad_step(trainer, report)
         self.in_a_row = self.in_a_row + 1 if bad else 0
-        if bad and trainer.is_main:
-            print(
+        if bad:
+            trainer.say(
                 f"step {report.step}: loss {report.loss} or its gradient is not finite; "
-                f"the step was skipped ({self.in_a_row} in a row)",
-                flush=True,
+                f"the step was skipped ({self.in_a_row} in a row)"
             )
         if self.limit and self.in_a_row >= self.limit:
             trainer.ask_to_stop(
@@ -120,7 +119,13 @@ class WatchDivergence(Hook):
         self.in_a_row = self.in_a_row + 1 if far and self._grows() else 0
         if self.in_a_row >= 3 and not self.told:
             self.told = True
-            self._tell(trainer, report)
+            trainer.say(
+                f"warning: step {report.step}: the training diverges: loss {report.loss:.4g}, "
+                f"where a model that knows nothing has {self.uniform:.4g}. Lower the learning rate "
+                f"(now {report.lr:.2e}); exit_on_divergence: true ends such a run with "
+                f"{EXIT_DIVERGED}."
+            )
+            self.sinks.write(report.step, {"diverging": report.loss, "uniform_loss": self.uniform})
         if self.ends and self.in_a_row >= self.PATIENCE:
             trainer.ask_to_stop(
                 f"the loss diverged: {report.loss:.4g}, the uniform model's is {self.uniform:.4g}",
@@ -135,17 +140,6 @@ class WatchDivergence(Hook):
             return True
         older, newer = losses[:half], losses[half:]
         return sum(newer) / len(newer) >= 0.9 * sum(older) / len(older)
-
-    def _tell(self, trainer: Trainer, report: StepReport) -> None:
-        if trainer.is_main:
-            print(
-                f"warning: step {report.step}: the training diverges: loss {report.loss:.4g}, "
-                f"where a model that knows nothing has {self.uniform:.4g}. Lower the learning rate "
-                f"(now {report.lr:.2e}); exit_on_divergence: true ends such a run with "
-                f"{EXIT_DIVERGED}.",
-                flush=True,
-            )
-        self.sinks.write(report.step, {"diverging": report.loss, "uniform_loss": self.uniform})
 
 
 class StopAtInterval(Hook):
@@ -219,10 +213,9 @@ class SaveCheckpoints(Hook):
     def on_end(self, trainer: Trainer) -> None:
         self._complete(trainer)
         if trainer.exit_code == EXIT_DIVERGED:
-            if trainer.is_main:
-                newest = self.store.newest()
-                good = self.store.path(newest) if newest is not None else "none was saved"
-                print(f"The last good checkpoint: {good}", flush=True)
+            newest = self.store.newest()
+            good = self.store.path(newest) if newest is not None else "none was saved"
+            trainer.say(f"The last good checkpoint: {good}")
         elif trainer.step > self.saved_step:
             self._save(trainer)
             self._complete(trainer)
@@ -248,11 +241,10 @@ class SaveCheckpoints(Hook):
             "iteration": trainer.step,
             "consumed_samples": self.start.samples_at(trainer.step, self.samples_per_step),
         }
-        engine, args = trainer.stepper.engine, trainer.args
-        background = args.checkpoint.async_save
+        engine, background = trainer.stepper.engine, self.options.async_save
         self.saved_step = trainer.step
         self.pending = save_run(
-            engine, self.store, args, trainer.step, progress, background=background
+            engine, self.store, trainer.args, trainer.step, progress, background=background
         )
         if not background:
             self._complete(trainer)
@@ -261,9 +253,7 @@ class SaveCheckpoints(Hook):
         """Make the checkpoint that is being written visible, waiting for it if need be."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            path = pending.complete()
-            if trainer.is_main:
-                print(f"saved {path}", flush=True)
+            trainer.say(f"saved {pending.complete()}")
 
 
 # Validation every `eval_interval` steps, and both splits at the end.
@@ -297,9 +287,5 @@ class Validate(Hook):
             return
         loss = float(trainer.stepper.evaluate(batches, self.iterations))
         perplexity = math.exp(min(loss, 100.0))
-        if trainer.is_main:
-            print(
-                f"step {trainer.step}: {name} loss {loss:.4f}, perplexity {perplexity:.4f}",
-                flush=True,
-            )
+        trainer.say(f"step {trainer.step}: {name} loss {loss:.4f}, perplexity {perplexity:.4f}")
         self.sinks.write(trainer.step, {f"{name}_loss": loss, f"{name}_ppl": perplexity})

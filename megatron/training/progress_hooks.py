@@ -79,8 +79,7 @@ class RecordMetrics(Hook):
             mean, deviation = float(recent.mean()), float(recent.std())
             if report.loss > mean + max(6 * deviation, 0.5):
                 self.sinks.write(report.step, {"loss_spike": report.loss, "recent_loss": mean})
-                if trainer.is_main:
-                    tqdm.write(f"step {report.step}: loss spike {report.loss:.3f} (was {mean:.3f})")
+                trainer.say(f"step {report.step}: loss spike {report.loss:.3f} (was {mean:.3f})")
         self._recent.append(report.loss)
 
 
@@ -145,13 +144,13 @@ class ShowProgress(Hook):
             f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s"
         )
         due = report.step % self.interval == 0 or report.step == trainer.train_iters
-        if due and trainer.is_main and self._bar.disable:
-            print(self._line(trainer, report), flush=True)
+        if due and self._bar.disable:
+            trainer.say(self._line(trainer, report))
 
     def on_end(self, trainer: Trainer) -> None:
         self._bar.close()
-        if trainer.is_main and trainer.stop_reason is not None:
-            print(f"stopped after step {trainer.step}: {trainer.stop_reason}", flush=True)
+        if trainer.stop_reason is not None:
+            trainer.say(f"stopped after step {trainer.step}: {trainer.stop_reason}")
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         self._bar.close()

@@ -110,17 +110,17 @@ def train(args: NeoXArgs) -> int:
     )
     directory = run_directory(args.checkpoint)
     sinks = build_sinks(args, directory, resumed.step, main=trainer.is_main)
-    if trainer.is_main:
-        _say_what_begins(args, trainer)
+    _say_what_begins(args, trainer)
     if trainer.train_iters == 0:  # the official code's way to ask for an evaluation
         Validate(1, args.evaluation.eval_iters, sinks).measure_both(trainer)
         sinks.close()
         return 0
     trainer.hooks = build_hooks(args, trainer, plan, sinks, spec, resumed)
     code = trainer.run()
-    if trainer.is_main and code in INTERRUPTED:
-        unsaved = "nothing was saved, because `save` is not set"
-        print(f"to continue: {command_to_continue()}" if directory else unsaved, flush=True)
+    if code in INTERRUPTED and directory is None:
+        trainer.say("nothing was saved, because `save` is not set")
+    elif code in INTERRUPTED:
+        trainer.say(f"to continue: {command_to_continue()}")
     return code
 
 
@@ -209,17 +209,15 @@ def _say_what_begins(args: NeoXArgs, trainer: Trainer) -> None:
         head_dim=args.model.head_dim,
         dropout=args.model.attention_dropout,
     )
-    print(
+    trainer.say(
         f"{args.model.pos_emb}: {_count(trainer):,} parameters on this rank, {engine.device}, "
         f"{dist.get_world_size()} process(es): dp {trainer.parallel.dp_size}, "
         f"mp {trainer.parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
         f"ZeRO {engine.zero_optimization_stage()}; attention: {attention}; "
-        + (f"resuming after step {trainer.step}" if trainer.step else "starting"),
-        flush=True,
+        + (f"resuming after step {trainer.step}" if trainer.step else "starting")
     )
     if build_schedule(args.optimization).rises_again(trainer.train_iters):
-        print(
+        trainer.say(
             "warning: train_iters is beyond lr_decay_iters, and with lr_decay_rule neox a cosine "
-            "rises again after it, as in GPT-NeoX",
-            flush=True,
+            "rises again after it, as in GPT-NeoX"
         )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron.model.embedding import masked_mean
 from megatron.mpu.collectives import ParallelState
@@ -104,6 +105,12 @@ class Trainer:
                 hook.on_failure(self, error)
             except Exception as second:
                 print(f"warning: {type(hook).__name__}: {second}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of output, from rank 0, above the progress bar."""
+        if self.is_main:
+            tqdm.write(text)
+            sys.stdout.flush()
 
     def ask_to_stop(self, reason: str, exit_code: int = 0) -> None:
         """End the run after this step, once every hook has seen it."""

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from megatron.training.control_hooks import EXIT_DIVERGED, WatchDivergence
-from megatron.training.trainer import StepReport
+from megatron.training.trainer import StepReport, Trainer
 
 
 class Listener:
     """What the hook needs of a trainer, and what it said."""
 
     is_main = True
+    say = Trainer.say
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, object]]] = []

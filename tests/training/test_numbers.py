@@ -170,7 +170,7 @@ class _Recorder:
 def test_a_loss_spike_is_logged() -> None:
     recorder = _Recorder()
     hook = RecordMetrics(Sinks([recorder]), 1000, flops_per_token=1.0)
-    trainer: Any = type("T", (), {"is_main": False, "train_iters": 10_000})
+    trainer: Any = type("T", (), {"say": print, "train_iters": 10_000})
     for step in range(1, 203):
         loss = 9.0 if step == 150 else 3.0 + 0.01 * math.sin(step)
         report = StepReport(step, loss, 0.1, 1.0, 0.1, 64, skipped=False)
