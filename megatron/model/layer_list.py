@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -43,6 +43,7 @@ from megatron.mpu.parallel_layers import (
     init_method,
     seeded_generator,
 )
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.optimization_keys import OptimizationArgs
 from megatron.neox_arguments.run_keys import DataArgs, RuntimeArgs
@@ -53,9 +54,6 @@ try:
     from apex.normalization import FusedLayerNorm
 except ImportError:
     FusedLayerNorm = None
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
 
 FIRST_LAYER = 2
 Position = TypeVar("Position", bound=PositionalEmbedding)

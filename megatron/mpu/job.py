@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from megatron.errors import ConfigError, EvaluationError
 from megatron.launcher.environment import LOOPBACK, DistributedEnvironment, environment_for
 from megatron.machine import settle_accelerator
 from megatron.mpu.collectives import ParallelState, initialize_parallel
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,9 @@ from megatron.data.loader import (
 from megatron.errors import DataError
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import current_device
+from megatron.neox_arguments import BatchPlan, NeoXArgs
+from megatron.neox_arguments.run_keys import DataArgs
 from megatron.training.trainer import MicroBatch
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import BatchPlan, NeoXArgs
-    from megatron.neox_arguments.run_keys import DataArgs
 
 
 class Streams(NamedTuple):

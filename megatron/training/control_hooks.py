@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,10 @@ from megatron.checkpoints.resuming import Resumed
 from megatron.checkpoints.saving import Save, save_run
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import NonFiniteError
+from megatron.neox_arguments.run_keys import CheckpointArgs
 from megatron.terminal import EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, MicroBatch, StepReport, Trainer
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.run_keys import CheckpointArgs
 
 EXIT_DIVERGED = 76
 INTERRUPTED = (EXIT_REQUEUE, EXIT_INTERRUPTED)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import torch
@@ -32,6 +32,8 @@ from megatron.model.layer_list import Layer, LayerFactory
 from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.job import current_device
 from megatron.mpu.parallel_layers import after_drawing
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.optimization_keys import OptimizationArgs
 from megatron.training.optimizer import (
     Schedule,
     Scheduler,
@@ -39,10 +41,6 @@ from megatron.training.optimizer import (
     parameter_groups,
     scale_kernel_steps,
 )
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
-    from megatron.neox_arguments.optimization_keys import OptimizationArgs
 
 
 def build_schedule(options: OptimizationArgs) -> Schedule:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,12 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import ConfigError, KerpleError, NonFiniteError
 from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.dry_run import memory_shortage
 from megatron.terminal import EXIT_USER_ERROR, describe_error, say_next, shown_command
 from megatron.training.control_hooks import EXIT_DIVERGED
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
 
 
 def run_and_report(args: NeoXArgs) -> int:

@@ -15,17 +15,15 @@ from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megatron import __version__
 from megatron.atomic_files import atomic_writer, read_json, write_text
 from megatron.errors import CheckpointError, OutputError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.run_keys import DataArgs
 from megatron.terminal import install_command, require
 from megatron.training.trainer import Hook, Trainer
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
-    from megatron.neox_arguments.run_keys import DataArgs
 
 Values = dict[str, Any]
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from megatron.checkpoints.optimizer_view import Group, groups_of
 from megatron.mpu.parallel_layers import whole_shape
-
-DECAYED, PLAIN = "decayed", "plain"
 
 
 def parameter_groups(
@@ -26,21 +24,14 @@ def parameter_groups(
     Two groups, never more: ZeRO takes the norm of each group over all pipeline stages, so every
     stage must have the same ones, and only the first has a kernel.
     """
-    members: dict[str, list[nn.Parameter]] = {DECAYED: [], PLAIN: []}
+    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay, "name": "decayed"}
+    plain: dict[str, Any] = {"params": [], "weight_decay": 0.0, "name": "plain"}
     for name, parameter in named_parameters:
         kernel = getattr(parameter, "is_kernel_parameter", False)
         norm = ".qk_layernorm." in name  # of two dimensions: heads and their width
-        decayed = len(whole_shape(parameter)) >= 2 and not kernel and not norm
-        members[DECAYED if decayed else PLAIN].append(parameter)
-    return [
-        {
-            "params": parameters,
-            "weight_decay": weight_decay if name == DECAYED else 0.0,
-            "name": name,
-        }
-        for name, parameters in members.items()
-        if parameters
-    ]
+        is_matrix = len(whole_shape(parameter)) >= 2 and not kernel and not norm
+        (decayed if is_matrix else plain)["params"].append(parameter)
+    return [group for group in (decayed, plain) if group["params"]]
 
 
 def build_optimizer(
@@ -216,10 +207,8 @@ class Scheduler:
 # numbers are corrected after the optimizer's step, wherever DeepSpeed keeps them: an optimizer that
 # moved x by u at rate r has it moved by scale * (u - r * decay * x).
 
-Span = tuple[int, int]
 
-
-def kernel_spans(group: Group) -> list[Span]:
+def kernel_spans(group: Group) -> list[tuple[int, int]]:
     """Where the kernel's elements lie in this rank's part of the flat fp32 numbers."""
     return [
         (start, stop)
@@ -242,7 +231,7 @@ def scale_kernel_steps(engine: Any, *, scale: float, decay: float) -> None:
             (piece, piece.clone(), float(group["lr"]))
             for group in optimizer.param_groups
             for master in group["params"]
-            for piece in _pieces(master, spans.get(id(master), []))
+            for piece in (master.detach().view(-1)[a:b] for a, b in spans.get(id(master), []))
         ]
         result = apply(*args, **kwargs)
         with torch.no_grad():
@@ -251,8 +240,3 @@ def scale_kernel_steps(engine: Any, *, scale: float, decay: float) -> None:
         return result
 
     optimizer.step = step
-
-
-def _pieces(master: Tensor, spans: list[Span]) -> list[Tensor]:
-    flat = master.detach().view(-1)
-    return [flat[start:stop] for start, stop in spans]

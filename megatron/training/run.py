@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from megatron.engines.dispatch import explain_engine
 from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import set_seeds, start_distributed
+from megatron.neox_arguments import BatchPlan, NeoXArgs
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams
 from megatron.training.control_hooks import (
@@ -44,9 +44,6 @@ from megatron.training.run_directory import (
     run_directory,
 )
 from megatron.training.trainer import Hook, Trainer, build_stepper
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import BatchPlan, NeoXArgs
 
 
 @dataclass(frozen=True)

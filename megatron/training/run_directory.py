@@ -12,7 +12,7 @@ import shlex
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,12 +27,10 @@ from megatron.checkpoints.saved_config import (
 from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.run_keys import CheckpointArgs
 from megatron.terminal import shown_command
 from megatron.training.metrics import check_data, finished_at
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
-    from megatron.neox_arguments.run_keys import CheckpointArgs
 
 RUN_FILES = re.compile(
     r"global_step\d+|latest|latest_universal|metrics\.jsonl|manifest\.json|results|\.incomplete"

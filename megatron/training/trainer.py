@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ from tqdm import tqdm
 
 from megatron.model.embedding import masked_mean
 from megatron.mpu.collectives import ParallelState
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 Inputs = Tensor | tuple[Tensor, Tensor]  # tokens, or (tokens, where their documents start)
 MicroBatch = tuple[Inputs, tuple[Tensor, Tensor]]  # inputs, (labels, loss mask)
