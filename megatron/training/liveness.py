@@ -58,7 +58,7 @@ class Heartbeat:
         self._stop = threading.Event()
         self._store = store
         self._watched = (rank + 1) % world_size
-        self._last: tuple[bytes, float] | None = None  # the watched rank's beat, and its time
+        self._last: tuple[int, float] | None = None  # the watched rank's count, and when
         self._count = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -129,15 +129,15 @@ class Heartbeat:
             self._watched, self._last = (rank + 1) % self.world_size, None
             return None
         try:
-            _, host, pid, boot = raw.decode().split()
-            gone = boot == self._boot != "unknown" and process_is_gone(int(pid))
+            text, host, process, boot = raw.decode().split()
+            count, pid = int(text), int(process)
         except ValueError:
             return None  # no rank writes such a thing
-        if self._last is None or self._last[0] != raw:
-            self._last = (raw, now)
+        if self._last is None or self._last[0] != count:
+            self._last = (count, now)
         quiet = now - self._last[1]
         place = f"rank {rank} (process {pid} on {host})"
-        if gone:
+        if boot == self._boot != "unknown" and process_is_gone(pid):
             return f"{place} has died"
         return f"{place} has been silent for {quiet:.0f} s" if quiet > silence else None
 

@@ -70,7 +70,7 @@ def test_a_finished_rank_alarms_nobody_and_the_one_behind_it_is_watched() -> Non
 
 def test_junk_in_the_store_is_ignored() -> None:
     store, ranks = job(3)
-    for junk in ("", "x", "1 2 3 4 5", "one host 7 boot"):
+    for junk in ("", "x", "1 2 3", "1 2 3 4 5", "one host 7 boot", "1 host x boot"):
         store.set("kerple/heartbeat/1", junk)
         assert ranks[0].turn(silence=-1.0) is None
     store.values["kerple/heartbeat/1"] = b"\xff\xfe"
