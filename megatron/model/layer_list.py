@@ -83,15 +83,10 @@ class ModelSpec(ModelArgs):
     @classmethod
     def from_args(cls, args: NeoXArgs, padded_vocab_size: int) -> ModelSpec:
         """The model that a config describes."""
-        return cls(
-            **dict(args.model),
-            padded_vocab_size=padded_vocab_size,
-            seed=args.runtime.seed,
-            checkpoint_activations=args.optimization.checkpoint_activations,
-            checkpoint_num_layers=args.optimization.checkpoint_num_layers,
-            reset_attention_mask=args.data.reset_attention_mask,
-            reset_position_ids=args.data.reset_position_ids,
-        )
+        groups = (args.model, args.runtime, args.optimization, args.data)
+        declared = {key: value for group in groups for key, value in group}
+        own = {key: declared[key] for key in cls.model_fields if key in declared}
+        return cls(**own, padded_vocab_size=padded_vocab_size)
 
     def replace(self, **changes: Any) -> ModelSpec:
         """The same model but for these keys."""

@@ -6,9 +6,7 @@ This file travels with every exported model, beside the formulas.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -158,9 +156,11 @@ class Smooth(Constraint):
         return torch.logit(share, eps=self.margin)
 
 
-CONSTRAINTS: Mapping[str, Constraint] = MappingProxyType(
-    {"ste": StraightThrough(), "project": Projected(), "softplus": Smooth()}
-)
+CONSTRAINTS: dict[str, Constraint] = {
+    "ste": StraightThrough(),
+    "project": Projected(),
+    "softplus": Smooth(),
+}
 
 
 def constraint_named(name: str) -> Constraint:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def _yarn(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, 
 
 
 Scaling = Callable[[int, float, float, int], tuple[Tensor, float]]
-SCALINGS: Mapping[str, Scaling] = MappingProxyType({"linear": _linear, "ntk": _ntk, "yarn": _yarn})
+SCALINGS: dict[str, Scaling] = {"linear": _linear, "ntk": _ntk, "yarn": _yarn}
 SCALING_KEYS = frozenset({"type", "factor", "original_max_position"})
 
 

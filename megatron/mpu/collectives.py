@@ -16,6 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.neox_arguments.optimization_keys import data_parallel_size
+from megatron.neox_arguments.run_keys import ParallelArgs
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -52,25 +55,17 @@ class ParallelState:
     grid: Any
 
 
-def initialize_parallel(pipe_parallel_size: int, model_parallel_size: int) -> ParallelState:
+def initialize_parallel(options: ParallelArgs) -> ParallelState:
     """Lay the grid over the initialised process group, tensor-parallel ranks adjacent."""
     from deepspeed.runtime.pipe.topology import (
         PipelineParallelGrid,
         PipeModelDataParallelTopology,
     )
 
-    world_size = dist.get_world_size()
-    stages = max(pipe_parallel_size, 1)
-    if world_size % (stages * model_parallel_size):
-        raise ValueError(
-            f"{world_size} processes cannot be split into pipe_parallel_size = "
-            f"{pipe_parallel_size} x model_parallel_size = {model_parallel_size}: "
-            f"start a multiple of {stages * model_parallel_size} processes"
-        )
     topology = PipeModelDataParallelTopology(
-        num_pp=stages,
-        num_mp=model_parallel_size,
-        num_dp=world_size // (stages * model_parallel_size),
+        num_pp=max(options.pipe_parallel_size, 1),
+        num_mp=options.model_parallel_size,
+        num_dp=data_parallel_size(options, dist.get_world_size()),
     )
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole grid
         grid = PipelineParallelGrid(topology=topology)

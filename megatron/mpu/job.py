@@ -68,7 +68,7 @@ def current_device() -> torch.device:
 def start_distributed(args: NeoXArgs) -> ParallelState:
     """Join the other ranks and lay the grid."""
     join_job(args)
-    return initialize_parallel(args.parallel.pipe_parallel_size, args.parallel.model_parallel_size)
+    return initialize_parallel(args.parallel)
 
 
 def join_job(args: NeoXArgs) -> None:

@@ -27,13 +27,13 @@ def logits(engine: Any, pipelined: bool) -> torch.Tensor:
         state: Any = inputs
         for layer in engine.module.forward_funcs:
             state = layer(state)
-        return engine.module.loss_fn.logits_of(state)  # the head is applied by the loss
+        return engine.module.loss_fn.head.logits(state)  # the head is applied by the loss
     return engine.module(inputs)
 
 
 def run(folder: Path, start: str | None, changes: dict[str, Any]) -> None:
     args = small_args(**changes, optimizer={"type": "Adam", "params": {"lr": 0.01}}, train_iters=10)
-    parallel = initialize_parallel(args.parallel.pipe_parallel_size, 1)
+    parallel = initialize_parallel(args.parallel)
     spec = ModelSpec.from_args(args, VOCABULARY)
     module = build_module(args, spec, parallel)
     if start is not None:

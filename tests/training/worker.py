@@ -51,9 +51,7 @@ from megatron.training.trainer import agree, build_stepper
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     args = NeoXArgs.from_dict(case["config"])
-    parallel = initialize_parallel(
-        args.parallel.pipe_parallel_size, args.parallel.model_parallel_size
-    )
+    parallel = initialize_parallel(args.parallel)
     vocabulary = find_vocabulary(args)
     set_seeds(args.runtime.seed, parallel)
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
