@@ -114,19 +114,14 @@ def smallest_shift(table: Tensor, points: int | None = None, precision: float = 
         return 0.0
     matrix = kernel_matrix(table, points)
     limit = _SHIFT_LIMIT * matrix.shape[-1] * float(matrix.abs().max())
-    high = 2.0
+    low, high = 0.0, 2.0
     while not is_pd(table + high, points):
-        high *= 2
+        low, high = high, 2 * high
         if high > limit:
             raise KernelAnalysisError(
                 f"no shift up to {limit:.3g} makes the table PD on these points; "
                 "it is CPD, but not strictly."
             )
-    return _bisect_shift(table, points, high, precision)
-
-
-def _bisect_shift(table: Tensor, points: int | None, high: float, precision: float) -> float:
-    low = high / 2 if high > 2 else 0.0
     while high - low > precision * high:
         middle = (low + high) / 2
         low, high = (low, middle) if is_pd(table + middle, points) else (middle, high)
