@@ -6,11 +6,13 @@ import re
 import sys
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 from tqdm import tqdm
 
@@ -185,15 +187,9 @@ def kernel_modules(module: nn.Module) -> list[TableEmbedding]:
     ]
 
 
-def gathered(engine: Any, kernel: nn.Module, *, write: bool = False) -> AbstractContextManager[Any]:
+def gathered(kernel: nn.Module, *, write: bool = False) -> AbstractContextManager[Any]:
     """Under ZeRO-3 parameters are in pieces: put them together for the time of the block."""
-    if engine.zero_optimization_stage() < 3:
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(
-        list(kernel.parameters()), modifier_rank=0 if write else None
-    )
+    return GatheredParameters(list(kernel.parameters()), modifier_rank=0 if write else None)
 
 
 class RecordKernels(Hook):
@@ -214,7 +210,7 @@ class RecordKernels(Hook):
     def _record(self, trainer: Trainer) -> None:
         kernels = kernel_modules(trainer.stepper.engine.module)
         for number, kernel in enumerate(kernels):
-            with gathered(trainer.stepper.engine, kernel):
+            with gathered(kernel):
                 values = {
                     name: gather_from_group(value.float(), trainer.parallel.tp).tolist()
                     for name, value in kernel.kernel_values().items()
@@ -232,9 +228,8 @@ class ProjectKernels(Hook):
     """kerple_constraint `project`: put parameters back into their bounds after every step."""
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        engine = trainer.stepper.engine
-        for kernel in kernel_modules(engine.module):
-            with gathered(engine, kernel, write=True):
+        for kernel in kernel_modules(trainer.stepper.engine.module):
+            with gathered(kernel, write=True):
                 kernel.project_()
             for parameter in kernel.parameters():
                 _clamp_master(parameter)
@@ -242,8 +237,6 @@ class ProjectKernels(Hook):
 
 def _clamp_master(parameter: nn.Parameter) -> None:
     """Mixed precision and ZeRO keep an fp32 master copy, which would undo the projection."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
     if not hasattr(parameter, "_hp_mapping") and not hasattr(parameter, "ds_id"):
         return
     master = safe_get_full_fp32_param(parameter)

@@ -305,7 +305,7 @@ def replicas_agree(engine: Any, parallel: ParallelState) -> bool:
     """Whether the kernel's parameters are the same bits on every data-parallel rank."""
     own = []
     for kernel in kernel_modules(engine.module):
-        with gathered(engine, kernel):
+        with gathered(kernel):
             own += [digest(p.detach().float()) for p in kernel.parameters()]
     copies: list[Any] = [None] * parallel.dp_size
     dist.all_gather_object(copies, own, group=parallel.dp_group)
