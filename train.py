@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.terminal import leave_until_started
+from megatron.terminal import leave, leave_until_started
 
 if __name__ == "__main__":
     leave_until_started()  # before the imports that take seconds
@@ -12,4 +12,4 @@ import sys
 from megatron.commands import run
 
 if __name__ == "__main__":
-    sys.exit(run("train", sys.argv[1:]))
+    leave(run("train", sys.argv[1:]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.errors import KerpleError
-from megatron.terminal import run_command
+from megatron.terminal import leave, run_command
 
 __all__ = ["COMMANDS", "kerple", "run"]
 
@@ -72,7 +72,10 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def kerple(argv: Sequence[str] | None = None) -> int:
     """The console script: `kerple NAME ARGUMENTS...`; hyphens and underscores are the same."""
-    return run_command(_kerple, argv)
+    code = run_command(_kerple, argv)
+    if argv is None:
+        leave(code)
+    return code
 
 
 def _kerple(argv: Sequence[str] | None) -> int:

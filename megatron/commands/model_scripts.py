@@ -22,13 +22,7 @@ from megatron.neox_arguments.command_line import (
     parse_command_line,
 )
 from megatron.neox_arguments.dry_run import dry_run_report
-from megatron.terminal import (
-    command_parser,
-    leave,
-    leave_until_started,
-    leaving_at_once,
-    shown_command,
-)
+from megatron.terminal import command_parser, leave_until_started, leaving_at_once, shown_command
 
 DEEPY = """Merge YAML configs, check them, and start SCRIPT on every process through DeepSpeed's
 launcher. One process without a launcher: python SCRIPT CONF..."""
@@ -86,7 +80,7 @@ def train(argv: Sequence[str] | None = None) -> int:
     settle_accelerator()
     from megatron.training.entry import run_and_report
 
-    leave(run_and_report(args))
+    return run_and_report(args)
 
 
 def evaluate(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoints.resuming import Resumed
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.training import batches
@@ -69,5 +70,7 @@ def test_the_loader_pins_memory_where_there_is_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(batches, "build_data_loader", build)
     alone: Any = SimpleNamespace(dp_rank=0, dp_size=1)
-    batches._stream([0] * 8, 0, args.batch_plan(1), alone, args, 0, wrap=False)
+    monkeypatch.setattr(batches, "_datasets", lambda *_: ([0] * 8, None, None))
+    start, plan = Resumed(0, 0), args.batch_plan(1)
+    batches.build_streams(args, plan, alone, eod=0, vocab_size=9, start=start)
     assert asked["pin_memory"] is cuda
