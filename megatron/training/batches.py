@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,15 +21,7 @@ from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import current_device
 from megatron.neox_arguments import BatchPlan, NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
-from megatron.training.trainer import MicroBatch
-
-
-class Streams(NamedTuple):
-    """Endless micro-batches of each split; None where the data has none."""
-
-    train: Iterator[MicroBatch] | None
-    valid: Iterator[MicroBatch] | None
-    test: Iterator[MicroBatch] | None
+from megatron.training.trainer import MicroBatch, Stream
 
 
 def build_streams(
@@ -40,12 +32,10 @@ def build_streams(
     eod: int,
     vocab_size: int,
     start: Resumed,
-) -> Streams:
+) -> tuple[Stream, Stream, Stream]:
     """Training data after the samples consumed; validation and test from where they would be."""
 
-    def stream(
-        dataset: Any, consumed: int, at_end: Literal["error", "wrap"]
-    ) -> Iterator[MicroBatch] | None:
+    def stream(dataset: Any, consumed: int, at_end: Literal["error", "wrap"]) -> Stream:
         if dataset is None or len(dataset) == 0:
             return None
         sampler = ResumableBatchSampler(
@@ -69,7 +59,7 @@ def build_streams(
     train, valid, test = _datasets(args, plan, start, eod, vocab_size)
     evaluations_done = start.step // args.evaluation.eval_interval
     validated = evaluations_done * args.evaluation.eval_iters * plan.train_batch_size
-    return Streams(
+    return (
         stream(train, start.consumed_samples, "error"),
         stream(valid, validated, "wrap"),
         stream(test, 0, "wrap"),

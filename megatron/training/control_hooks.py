@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -22,7 +21,7 @@ from megatron.errors import NonFiniteError
 from megatron.neox_arguments.run_keys import CheckpointArgs
 from megatron.terminal import EXIT_INTERRUPTED, EXIT_REQUEUE
 from megatron.training.metrics import Sinks
-from megatron.training.trainer import Hook, MicroBatch, StepReport, Trainer
+from megatron.training.trainer import Hook, StepReport, Stream, Trainer
 
 EXIT_DIVERGED = 76
 INTERRUPTED = (EXIT_REQUEUE, EXIT_INTERRUPTED)
@@ -279,7 +278,7 @@ class Validate(Hook):
             self._measure(trainer, "valid", trainer.valid_batches)
         self._measure(trainer, "test", trainer.test_batches)
 
-    def _measure(self, trainer: Trainer, name: str, batches: Iterator[MicroBatch] | None) -> None:
+    def _measure(self, trainer: Trainer, name: str, batches: Stream) -> None:
         """Evaluate one split; rank 0 prints and records it."""
         if batches is None or self.iterations == 0:
             return

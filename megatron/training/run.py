@@ -90,7 +90,7 @@ def train(args: NeoXArgs) -> int:
     resumed = Resumed(0, 0)
     if start.resume_from is not None and start.step is not None:
         resumed = resume(engine, CheckpointStore(start.resume_from), args, start.step, parallel)
-    streams = build_streams(
+    train_batches, valid_batches, test_batches = build_streams(
         args, plan, parallel, eod=vocabulary.eod, vocab_size=vocabulary.padded_size, start=resumed
     )
     trainer = Trainer(
@@ -98,9 +98,9 @@ def train(args: NeoXArgs) -> int:
         stepper=build_stepper(engine, parallel),
         parallel=parallel,
         is_main=dist.get_rank() == 0,
-        train_batches=streams.train,
-        valid_batches=streams.valid if args.evaluation.do_valid is not False else None,
-        test_batches=streams.test if args.evaluation.do_test is not False else None,
+        train_batches=train_batches,
+        valid_batches=valid_batches if args.evaluation.do_valid is not False else None,
+        test_batches=test_batches if args.evaluation.do_test is not False else None,
         tokens_per_step=plan.train_batch_size * args.model.seq_length,
         train_iters=0 if args.evaluation.do_train is False else args.optimization.train_iters or 0,
         step=resumed.step,

@@ -20,6 +20,7 @@ from megatron.neox_arguments import NeoXArgs
 
 Inputs = Tensor | tuple[Tensor, Tensor]  # tokens, or (tokens, where their documents start)
 MicroBatch = tuple[Inputs, tuple[Tensor, Tensor]]  # inputs, (labels, loss mask)
+Stream = Iterator[MicroBatch] | None  # endless; None where there is no such data
 
 
 @dataclass
@@ -70,9 +71,9 @@ class Trainer:
     stepper: Stepper
     parallel: ParallelState
     is_main: bool
-    train_batches: Iterator[MicroBatch] | None
-    valid_batches: Iterator[MicroBatch] | None
-    test_batches: Iterator[MicroBatch] | None
+    train_batches: Stream
+    valid_batches: Stream
+    test_batches: Stream
     tokens_per_step: int
     train_iters: int
     step: int = 0
