@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ def build_streams(
 ) -> tuple[Stream, Stream, Stream]:
     """Training data after the samples consumed; validation and test from where they would be."""
 
-    def stream(dataset: Any, consumed: int, at_end: Literal["error", "wrap"]) -> Stream:
+    def stream(dataset: Any, consumed: int, *, wrap: bool) -> Stream:
         if dataset is None or len(dataset) == 0:
             return None
         sampler = ResumableBatchSampler(
@@ -45,12 +45,12 @@ def build_streams(
             dp_rank=parallel.dp_rank,
             dp_size=parallel.dp_size,
             grad_accum=plan.gradient_accumulation_steps,
-            wrap=at_end == "wrap",
+            wrap=wrap,
         )
         loader = build_data_loader(
             dataset,
             sampler,
-            num_workers=args.data.num_workers if at_end == "error" else 0,
+            num_workers=0 if wrap else args.data.num_workers,
             pin_memory=torch.cuda.is_available(),
             seed=args.runtime.seed,
         )
@@ -60,9 +60,9 @@ def build_streams(
     evaluations_done = start.step // args.evaluation.eval_interval
     validated = evaluations_done * args.evaluation.eval_iters * plan.train_batch_size
     return (
-        stream(train, start.consumed_samples, "error"),
-        stream(valid, validated, "wrap"),
-        stream(test, 0, "wrap"),
+        stream(train, start.consumed_samples, wrap=False),
+        stream(valid, validated, wrap=True),
+        stream(test, 0, wrap=True),
     )
 
 
