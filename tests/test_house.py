@@ -77,6 +77,20 @@ def test_a_room_imports_only_rooms_above_it() -> None:
     assert wrong == []
 
 
+def test_the_tests_mirror_the_house_file_by_file() -> None:
+    """tests/ROOM/test_X.py holds megatron/ROOM/X.py; `stories` and `fuzz` cross the rooms."""
+    tests = REPOSITORY / "tests"
+    lost = []
+    for path in sorted(tests.rglob("test_*.py")):
+        place = path.relative_to(tests)
+        name = place.stem.removeprefix("test_")
+        inside = [base / place.parent for base in (ROOT, REPOSITORY)]
+        known = any((folder / f"{name}.py").is_file() or folder.name == name for folder in inside)
+        if place.parts[0] not in ("stories", "fuzz") and not known and path.name != "test_house.py":
+            lost.append(str(place))
+    assert lost == []
+
+
 def test_training_knows_nothing_of_the_paper() -> None:
     for path in (ROOT / "training").glob("*.py"):
         assert "paper" not in set(imports(path)), path

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron import attention
 from megatron.engines import cpu
 from megatron.engines.call import OPERANDS
-from tests.engines.test_terms import Draw
+from tests.engines.test_call import Draw
 
 
 @pytest.fixture(autouse=True)

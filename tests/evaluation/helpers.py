@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import yaml
 
 from megatron.data import IndexedDatasetWriter
+from megatron.evaluation.evaluator import run_evaluation
 from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
 
@@ -77,3 +79,12 @@ def plain_losses(model: GPTModel, text: torch.Tensor) -> torch.Tensor:
     logits = model(text[None, :-1])[0].double()
     picked = logits.gather(1, text[1:, None])[:, 0]
     return (logits.logsumexp(-1) - picked).detach()
+
+
+def result_of(args: NeoXArgs, name: str) -> dict[str, Any]:
+    """The newest result of one task, run here."""
+    assert run_evaluation(args.replace(eval_tasks=[name])) == 0
+    folder = Path(args.checkpoint.load or "") / "results"
+    path = max(folder.glob(f"step10_{name}*.json"), key=lambda found: found.stat().st_mtime_ns)
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return content

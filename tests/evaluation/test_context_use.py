@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -10,16 +11,18 @@ import torch
 
 from megatron.evaluation import context_use
 from megatron.evaluation.context_use import (
+    input_gradient_norms,
     key_tokens,
     long_perplexity,
     scored,
     short_contexts,
+    tokens_covering,
 )
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.sequences import SequenceSet
-from tests.evaluation.helpers import plain_losses, write_run
+from megatron.model import GPTModel, ModelSpec
+from tests.evaluation.helpers import plain_losses, result_of, sharpened, write_run
 from tests.evaluation.test_perplexity import official_texts
-from tests.evaluation.test_retrieval_and_receptive_field import result_of
 
 
 def test_a_key_token_gains_more_than_two_and_ends_above_minus_two() -> None:
@@ -107,3 +110,72 @@ def test_an_evaluator_that_is_not_there_is_one_line(
     wrong = args.replace(longppl_evaluator=str(tmp_path / "none"), eval_tasks=["longppl"])
     assert run_evaluation(wrong) == 1
     assert "none" in capsys.readouterr().err
+
+
+# receptive_field against finite differences.
+
+
+def finite_difference_norms(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Norms of the gradient of the best next logit, by central differences in fp64."""
+    with torch.no_grad():
+        best = int(model(tokens[None])[0, -1].argmax())
+        width = model.spec.hidden_size
+        change = torch.zeros(len(tokens), width, dtype=torch.float64)
+        hook = model.embedding.word_embeddings.register_forward_hook(
+            lambda _module, _inputs, output: output + change
+        )
+        gradient = torch.zeros_like(change)
+        for position in range(len(tokens)):
+            for i in range(width):
+                sides = []
+                for step in (1e-5, -1e-5):
+                    change[position, i] = step
+                    sides.append(float(model(tokens[None])[0, -1, best]))
+                change[position, i] = 0
+                gradient[position, i] = (sides[0] - sides[1]) / 2e-5
+        hook.remove()
+    return gradient.norm(dim=-1)
+
+
+def test_gradient_norms_agree_with_finite_differences() -> None:
+    spec = ModelSpec(
+        padded_vocab_size=64, num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=16,
+        pos_emb="alibi", attention_engine="naive",
+    )  # fmt: skip
+    model = sharpened(GPTModel(spec)).double()
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    expected = finite_difference_norms(model, tokens)
+    torch.testing.assert_close(input_gradient_norms(model, tokens), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_receptive_field_counts_tokens_from_the_end(tmp_path: Path) -> None:
+    args, model = write_run(tmp_path, eval_lengths=[24], eval_num_sequences=3)
+    (entry,) = result_of(args, "receptive_field")["results"]["valid"]
+    curves = []
+    for text in official_texts(args, 24, 3)["valid"]:
+        norms = input_gradient_norms(model, text[:-1])
+        curves.append(torch.tensor([float(norms[-n:].sum() / norms.sum()) for n in range(1, 25)]))
+    mean = torch.stack(curves).mean(0)
+    expected = next(n for n in range(1, 25) if mean[n - 1] >= 0.99)
+    assert entry["tokens_for"]["0.99"] == expected
+    assert entry["curve"][-1] == {"tokens": 24, "share": pytest.approx(1.0)}
+    assert entry["curve"][0]["share"] == pytest.approx(float(mean[0]), rel=1e-4)
+
+
+def test_a_window_bounds_the_receptive_field(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[32], eval_window=3)
+    assert run_evaluation(args.replace(eval_tasks=["receptive_field"])) == 0
+    path = Path(args.checkpoint.load or "") / "results" / "step10_receptive_field_window3.json"
+    (entry,) = json.loads(path.read_text("utf-8"))["results"]["valid"]
+    assert entry["tokens_for"]["0.99"] <= 1 + 2 * (3 - 1)  # two layers, two steps back each
+
+
+def test_tokens_covering() -> None:
+    shares = torch.tensor([0.5, 0.9, 0.99, 1.0], dtype=torch.float64)
+    assert [tokens_covering(shares, share) for share in (0.4, 0.5, 0.6, 0.99, 1.0)] == [
+        1,
+        1,
+        2,
+        3,
+        4,
+    ]

@@ -21,8 +21,7 @@ from megatron.evaluation.ruler_prompts import (
     smallest_length,
 )
 from megatron.tokenizer import build_tokenizer
-from tests.evaluation.helpers import write_run
-from tests.evaluation.test_retrieval_and_receptive_field import result_of
+from tests.evaluation.helpers import result_of, write_run
 
 BYTES = build_tokenizer("CharLevelTokenizer")
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")

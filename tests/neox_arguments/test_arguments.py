@@ -11,8 +11,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import FIXTURES
-
-from .samples import TINY
+from tests.neox_arguments.samples import TINY
 
 OFFICIAL_STYLE = """
 # comments, flow mappings, trailing commas, Python's True

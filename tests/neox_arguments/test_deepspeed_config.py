@@ -11,8 +11,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import REPOSITORY
-
-from .samples import TINY
+from tests.neox_arguments.samples import TINY
 
 
 def parsed(config: dict[str, Any]) -> Any:

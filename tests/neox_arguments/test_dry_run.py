@@ -8,8 +8,7 @@ import pytest
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
-
-from .samples import TINY
+from tests.neox_arguments.samples import TINY
 
 
 @pytest.mark.parametrize(

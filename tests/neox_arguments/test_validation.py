@@ -8,8 +8,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
-
-from .samples import TINY
+from tests.neox_arguments.samples import TINY
 
 
 @pytest.mark.parametrize(

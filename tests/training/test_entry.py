@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from megatron.commands import run
+from megatron.training.entry import text_log
 from tests.conftest import REPOSITORY
 from tests.evaluation.helpers import tiny_config, write_data
 from tests.processes import run_ranks
@@ -113,3 +114,25 @@ def test_ctrl_c_while_starting_is_one_word(tmp_path: Path, config: dict[str, Any
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and errors == "interrupted\n"
+
+
+# log_dir keeps what a rank prints.
+
+
+def test_output_goes_to_the_terminal_and_to_the_ranks_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with text_log(str(tmp_path / "logs")):
+        print("a line")
+        print("a warning", file=sys.stderr)
+    print("not logged")
+    captured = capsys.readouterr()
+    assert captured.out == "a line\nnot logged\n" and captured.err == "a warning\n"
+    assert (tmp_path / "logs" / "rank_00003.log").read_text() == "a line\na warning\n"
+
+
+def test_without_a_directory_nothing_changes() -> None:
+    before = sys.stdout
+    with text_log(None):
+        assert sys.stdout is before

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.paper.pages import fill_tables
 from tests.conftest import REPOSITORY
-from tests.paper.stated_claims import check_page, sentences
+from tests.stories.stated_claims import check_page, sentences
 
 RESULTS = REPOSITORY / "docs" / "results"
 PAGES = [REPOSITORY / "README.md", *sorted(RESULTS.glob("*/README.md"))]

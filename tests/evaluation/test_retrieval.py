@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,10 +23,11 @@ from megatron.data.recall_text import (
 from megatron.evaluation import retrieval
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.losses import Score, score_tokens
+from megatron.evaluation.retrieval import make_prompt
 from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
-from tests.evaluation.helpers import VOCAB, sharpened, tiny_config, write_run
-from tests.evaluation.test_retrieval_and_receptive_field import result_of
+from megatron.tokenizer import build_tokenizer
+from tests.evaluation.helpers import VOCAB, result_of, sharpened, tiny_config, write_run
 
 
 @pytest.mark.parametrize(("length", "asked"), [(16, 1), (72, 8), (127, 3), (1000, 1)])
@@ -144,3 +146,104 @@ def test_other_tokens_than_bytes_are_refused(
     monkeypatch.setattr(type(tokenizer), "tokenize", lambda self, text: [1] * (len(text) // 2))
     assert run_evaluation(args.replace(eval_tasks=["recall"])) == 1
     assert "one token per symbol" in capsys.readouterr().err
+
+
+# Passkeys in prose, against independent computations.
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.37, 1.0])
+@pytest.mark.parametrize("length", [200, 777])
+def test_prompts_have_the_length_and_hide_the_key_at_the_depth(length: int, depth: float) -> None:
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    prompt, answer = make_prompt(tokenizer, length, depth, 5, Random(1))
+    assert len(prompt) + len(answer) == length
+    text, spoken = tokenizer.detokenize(prompt), tokenizer.detokenize(answer)
+    assert re.fullmatch(r" \d{5}", spoken)
+    key = spoken.strip()
+    assert text.count(key) == 2
+    assert text.endswith("The pass key is")
+    hint = text.index(" The pass key is")
+    first, last = len("There is a pass key hidden in this text. Find it and memorize it."), 0
+    last = length - len(answer) - len(text[text.index(" What is the pass key?") :])
+    last -= len(f" The pass key is {key}. Remember it. {key} is the pass key.")
+    assert hint == pytest.approx(first + depth * (last - first), abs=1)
+
+
+class OracleModel(GPTModel):
+    """Repeats the first run of digits it has seen, from position `horizon` behind at most."""
+
+    horizon = 10**9
+
+    def hidden_states(self, tokens_BL: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        out = torch.zeros(*tokens_BL.shape, self.spec.padded_vocab_size)
+        for row, tokens in enumerate(tokens_BL.tolist()):
+            text = bytes(tokens).decode("latin-1")
+            for place in range(len(text)):
+                out[row, place, self._guess(text[: place + 1])] = 9.0
+        return out
+
+    def _guess(self, text: str) -> int:
+        question = text.rfind(" What is the pass key?")
+        if question < 0:
+            return 0
+        answer = text[question:].partition("The pass key is")[2]
+        seen = text[max(0, len(text) - self.horizon) : question]
+        place = seen.find("The pass key is ")
+        if place < 0:
+            return 0
+        key = f" {seen[place + 16 : place + 21]}"
+        return ord(key[len(answer)]) if len(answer) < len(key) else 0
+
+
+class IdentityHead(torch.nn.Module):
+    """The oracle's hidden states are its logits."""
+
+    def __init__(self, vocab_tp: Any) -> None:
+        super().__init__()
+        self.vocab_tp = vocab_tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_model_that_finds_the_key_scores_one_and_a_short_sighted_one_only_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, model = write_run(
+        tmp_path, passkey_lengths=[300], passkey_depths=3, passkey_samples=2, passkey_digits=5
+    )
+    oracle = OracleModel(model.spec)
+    oracle.sequential[-1] = IdentityHead(model.head.vocab_tp)
+    monkeypatch.setattr("megatron.generation.pretrained._load", lambda *_: oracle)
+    grid = result_of(args, "passkey")["results"]["grid"]
+    assert [(cell["depth"], cell["accuracy"]) for cell in grid] == [(0, 1), (0.5, 1), (1, 1)]
+    oracle.horizon = 120  # sees the question and a key right before it, nothing earlier
+    grid = result_of(args.replace(seed=5), "passkey")["results"]["grid"]
+    assert [(cell["depth"], cell["accuracy"]) for cell in grid] == [(0, 0), (0.5, 0), (1, 1)]
+
+
+def test_passkey_agrees_with_greedy_decoding(tmp_path: Path) -> None:
+    args, model = write_run(
+        tmp_path, passkey_lengths=[170], passkey_depths=2, passkey_samples=3, passkey_digits=1
+    )
+    grid = result_of(args, "passkey")["results"]["grid"]
+    tokenizer = build_tokenizer("CharLevelTokenizer")
+    for cell in grid:
+        random = Random(f"1234/170/{cell['depth']}")
+        right = token_hits = 0
+        for _ in range(3):
+            prompt, answer = make_prompt(tokenizer, 170, cell["depth"], 1, random)
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + answer]))[0]
+            guesses = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+            token_hits += sum(a == b for a, b in zip(guesses, answer, strict=True))
+            right += guesses == answer
+        assert cell["accuracy"] == right / 3
+        assert cell["token_accuracy"] == token_hits / (3 * len(answer))
+
+
+def test_too_short_a_length_is_an_error_and_the_others_run(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path, passkey_lengths=[20, 200], passkey_depths=1, passkey_samples=1)
+    content = result_of(args, "passkey")
+    assert [cell["length"] for cell in content["results"]["grid"]] == [200]
+    assert "use longer passkey_lengths" in content["errors"][0]["error"]

@@ -14,8 +14,7 @@ from megatron.errors import ConfigError
 from megatron.launcher.environment import expand_hostlist
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs, decode_config
 from megatron.neox_arguments.normalize import ALIASES, DERIVED, UNIMPLEMENTED
-
-from .samples import TINY
+from tests.neox_arguments.samples import TINY
 
 SETTINGS = settings(
     max_examples=150,

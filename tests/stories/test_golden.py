@@ -1,7 +1,7 @@
 """The demo's kerple_log model must train as it did when the golden losses were recorded.
 
 A change that is meant to keep the numbers keeps these; one that changes them on purpose records
-them anew: `python -m tests.training.test_golden`. The text is the licence, because the demo's own
+them anew: `python -m tests.stories.test_golden`. The text is the licence, because the demo's own
 corpus differs between versions of Python.
 """
 

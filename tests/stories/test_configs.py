@@ -9,8 +9,7 @@ import pytest
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
 from megatron.neox_arguments.dry_run import count_parameters
 from megatron.neox_arguments.yaml_files import read_layer
-
-from .conftest import REPOSITORY
+from tests.conftest import REPOSITORY
 
 CONFIGS = REPOSITORY / "configs"
 SMALL = CONFIGS / "small_bf16.yml"

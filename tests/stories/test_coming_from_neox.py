@@ -11,7 +11,7 @@ from megatron.neox_arguments.command_line import build_script_parser
 from megatron.neox_arguments.yaml_files import parse_yaml
 from tests.conftest import REPOSITORY
 from tests.neox_arguments.samples import TINY
-from tests.neox_arguments.test_neox_configs import FILES, REFUSED
+from tests.stories.test_neox_configs import FILES, REFUSED
 
 PAGE = (REPOSITORY / "docs" / "coming_from_neox.md").read_text(encoding="utf-8")
 SWITCHES = [
