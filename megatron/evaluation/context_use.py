@@ -89,9 +89,6 @@ def long_perplexity(
 class LongPPL(TaskByLength):
     """Perplexity of the tokens that need more than a short context, at each length."""
 
-    def file_name(self, options: EvaluationOptions) -> str:
-        return self.name
-
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         own = {
             "short_context": options.longppl_short_context,
