@@ -3,7 +3,7 @@
 #   make demo        train five models, evaluate them to 32x their training length, write a page
 #   make test        the tests
 #   make test-full   the tests, with the slow ones
-#   make test-slow   the slow ones alone; TESTS="tests/training" for a part
+#   make test-slow   the slow ones alone; TESTS="tests/stories" for a part
 #   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
 #   make fuzz        spoil N=10000 files of every kind: only our own errors may come of it
 #   make soak        KILLS=100 random kills over layouts, each resumed to the same bits
@@ -65,7 +65,7 @@ test-slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "slow and not slurm" -q $(TESTS)
 
 test-slurm: $(VENV)/.dev slurm-packages
-	@$(BIN)/python -m pytest -m slurm -q tests/paper
+	@$(BIN)/python -m pytest -m slurm -q tests/paper tests/stories
 
 slurm-packages:
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
