@@ -18,7 +18,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn, TextIO
@@ -72,12 +72,11 @@ def leave(code: int) -> NoReturn:
     DeepSpeed holds process groups beyond `destroy_process_group`; a thread of theirs that asks for
     the interpreter while it is torn down ends the process with SIGABRT in place of its code.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # pools end their idle threads, others join
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # its reader is gone, or it is closed
+            stream.flush()
     os._exit(code)
 
 
