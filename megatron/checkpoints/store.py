@@ -145,13 +145,15 @@ class CheckpointStore:
         problems = self._problems(step, needed)
         if not problems:
             return (root / CHECKSUMS).is_file()
-        others = [other for other in self.steps() if other != step and not self._problems(other)]
-        offer = (
-            f"The newest complete checkpoint before it is {tag_of(others[-1])}: "
-            f"add --set iteration={others[-1]} to resume from it."
-            if others
-            else "No other complete checkpoint is there."
-        )
+        complete = [other for other in self.steps() if other != step and not self._problems(other)]
+        earlier = [other for other in complete if other < step]
+        offer = "No other complete checkpoint is there."
+        if complete:
+            offered, which = (earlier[-1], " before it") if earlier else (complete[-1], "")
+            offer = (
+                f"The newest complete checkpoint{which} is {tag_of(offered)}: "
+                f"add --set iteration={offered} to resume from it."
+            )
         raise CheckpointError(f"{root} is damaged: {'; '.join(problems)}. {offer}")
 
     def _problems(self, step: int, needed: Iterable[Path] | None = None) -> list[str]:

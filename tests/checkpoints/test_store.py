@@ -159,6 +159,18 @@ def test_damage_is_named_and_the_previous_offered(
         store.verify(30)
 
 
+def test_an_earlier_checkpoint_is_offered_rather_than_a_later(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step in (10, 20, 30):
+        save(store, step)
+    _remove(store.path(20))
+    with pytest.raises(CheckpointError, match="before it is global_step10"):
+        store.verify(20)
+    _remove(store.path(10))
+    with pytest.raises(CheckpointError, match="newest complete checkpoint is global_step30"):
+        store.verify(10)
+
+
 def test_a_missing_iteration_lists_those_there(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 10)
