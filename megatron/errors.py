@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 
 class KerpleError(ValueError):
-    """What all errors below are."""
+    """The base of all errors here but `NonFiniteError`."""
 
 
 class MissingPackageError(KerpleError):
@@ -59,7 +59,10 @@ class CheckpointError(KerpleError):
 
 
 class NonFiniteError(RuntimeError):
-    """A layer's output, or its gradient, is not finite; the run ends as diverged."""
+    """A layer's output, or its gradient, is not finite; the run ends as diverged.
+
+    Not a mistake of the user's, so no `KerpleError`: training/entry.py gives it a code of its own.
+    """
 
 
 class GenerationError(KerpleError):

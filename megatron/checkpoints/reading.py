@@ -45,7 +45,10 @@ _ZERO = re.compile(r"zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_(optim|model)_stat
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one checkpoint, by model-parallel rank."""
+    """The files of one checkpoint, by model-parallel rank.
+
+    (`layout_of` in resuming.py is another thing: how a job's processes share the model.)
+    """
 
     directory: Path
     root: Path

@@ -1,7 +1,7 @@
 """Input cut into chunks of a quarter of a megabyte: the unit of work of one worker process.
 
-Nothing here grows with the size of the input: small documents are grouped, and one that is longer
-than a chunk is passed on in pieces.
+Nothing here grows with the size of the input: small documents are grouped, a larger one is a chunk
+of its own, and one of more than `PIECE_BYTES` is passed on in pieces.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ def fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
     """The gradient in the operand's dtype and shape: that may be longer (a table), or broadcast."""
     if grad is None or operand is None:
         return None
-    if operand.dim() == 2:
+    if operand.dim() == 2:  # a table; only its first Lk distances were seen
         grad = torch.nn.functional.pad(grad, (0, operand.shape[1] - grad.shape[1]))
-    elif operand.dim() == 1:
+    elif operand.dim() == 1:  # a sink per head, from [B, H, Lq]
         grad = grad.sum((0, 2))
     return grad.sum_to_size(operand.shape).to(operand.dtype)
 

@@ -95,7 +95,7 @@ def _depths(count: int) -> list[float]:
 
 
 def _accuracies(context: Context, length: int) -> list[dict[str, Any]]:
-    """Accuracy and digit accuracy at each depth of one length."""
+    """Accuracy of prompts and of their tokens, at each depth of one length."""
     options = context.options
     tokenizer = context.tokenizer()
     depths = _depths(options.passkey_depths)

@@ -1,1 +1,1 @@
-"""From a config to processes: hosts, ranks, launch plans, and what deepy.py does."""
+"""From a config to processes: hosts, ranks and launch plans."""

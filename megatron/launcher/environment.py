@@ -82,8 +82,8 @@ def discover_environment(
 def _discover(
     environ: Mapping[str, str], local_rank: int | None, addr: str | None, port: int | None
 ) -> DistributedEnvironment:
+    # Before Slurm's: inside its jobs mpirun starts daemons with srun, whose ranks those would be.
     for source, (rank, local, size) in _VARIABLES.items():
-        # mpirun inside a Slurm job starts its daemons with srun: Slurm's ranks would be theirs.
         if rank not in environ or size not in environ:
             continue
         found = _integer(environ, local)

@@ -1,6 +1,6 @@
 """What to build: a model's spec, and its layers as one list at GPT-NeoX's indices.
 
-`gpt.py` runs the list in sequence, `training/engine.py` hands it to DeepSpeed's pipeline.
+`gpt.py` builds it as one module, `training/engine.py` hands it to DeepSpeed's pipeline.
 
 0          Embedding                 tokens -> hidden
 1          PositionTables            the kernel's owner; a plain function where there is none
@@ -270,11 +270,8 @@ def _check_restarts(embedding: InputEmbedding, pos_emb: str) -> None:
 
 
 class FunctionLayer(nn.Module):
-    """A plain function in a list of modules."""
+    """The place of a plain function among the modules of a `GPTModel`, which calls it itself."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
         self.function = function
-
-    def forward(self, state: State) -> State | Tensor:
-        return self.function(state)

@@ -146,8 +146,8 @@ def scatter_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """-log softmax(logits)[target] without ever gathering the logits.
 
-    rank 0 holds ids [0, V/2), rank 1 holds [V/2, V): three small all-reduces of [...] give the
-    maximum, the sum of exponentials and the target's logit; the gradient is local.
+    rank 0 holds ids [0, V/2), rank 1 holds [V/2, V): two small all-reduces give the maximum, then
+    the sum of exponentials with the target's logit; the gradient is local.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the parallel layout.
+"""Layers split over tensor-parallel ranks, whose initial weights do not depend on the split.
 
 Every parameter has a generator of its own, seeded from the run's seed and the parameter's name.
 The full tensor is drawn and the rank's slice is kept, so one process, two tensor-parallel ranks or

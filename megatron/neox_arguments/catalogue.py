@@ -3,7 +3,8 @@
 Registry, config check, dry run, config reference, tables, figures, reports, model cards and the
 conversion to other codes' files read this list. A new method is one class (in
 `megatron/model/positional_embeddings.py`) and one line here. A name that is not in it may still be
-registered, or be `module:ClassName`: a kernel of your own needs no line.
+registered, or be `module:ClassName`: a kernel of your own needs no line. The second half of this
+file says whose `module:ClassName` is imported.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ SHAPING = (
     "Transformer Engine", "encoder-decoder and masked models", "parameter-efficient tuning",
     "layer sharing", "gMLP", "this MLP or attention variant",
 )  # fmt: skip
-"""Features that make another model; a checkpoint trained with any other one can be loaded."""
+"""Features that make another model. A checkpoint that was trained with one of the rest loads."""
 
 IGNORED = frozenset({"use_flashattn_swiglu", "fused_kernels_build_path", "global_num_gpus"})
 """GPT-NeoX keys that change nothing: the same function fused, a build folder, a derived count."""

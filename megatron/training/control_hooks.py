@@ -93,9 +93,9 @@ def is_bad_step(trainer: Trainer, report: StepReport) -> bool:
 
 
 class WatchDivergence(Hook):
-    """Says when the loss has left for good: far above the uniform model's, and growing.
+    """Says when the loss has left for good: far above the uniform model's, and not falling.
 
-    Told from the first steps on, once; with `exit_on_divergence` the run ends instead.
+    Told once, after three such steps in a row; `exit_on_divergence` ends the run after `PATIENCE`.
     """
 
     WINDOW = 5
@@ -113,7 +113,7 @@ class WatchDivergence(Hook):
             return  # StopWhenDiverged counts those
         self.recent.append(report.loss)
         far = report.loss > 1.5 * self.uniform + 1.0
-        self.in_a_row = self.in_a_row + 1 if far and self._grows() else 0
+        self.in_a_row = self.in_a_row + 1 if far and self._does_not_fall() else 0
         if self.in_a_row >= 3 and not self.told:
             self.told = True
             trainer.say(
@@ -129,8 +129,8 @@ class WatchDivergence(Hook):
                 exit_code=EXIT_DIVERGED,
             )
 
-    def _grows(self) -> bool:
-        """The newer half of the last losses lies above the older, or all of them are high."""
+    def _does_not_fall(self) -> bool:
+        """Whether the newer half of the last losses is less than a tenth below the older half."""
         losses = list(self.recent)
         half = len(losses) // 2
         if half == 0:

@@ -188,6 +188,9 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
     # DeepSpeed puts a program beside each ZeRO checkpoint; tools/convert_checkpoint.py does more.
     engine._copy_recovery_script = lambda save_path: None
     scale_kernel_steps(engine, scale=options.kerple_lr_scale, decay=options.kerple_weight_decay)
+    scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+    if hasattr(scaler, "raise_error_at_min_scale"):
+        scaler.raise_error_at_min_scale = False  # StopWhenDiverged ends the run, with a code
     _clip_by_whole_norm(engine, parallel)
     _keep_gradients_of_the_loss(engine.optimizer)
     if options.zero_stage == 3:
@@ -232,9 +235,6 @@ def _clip_by_whole_norm(engine: Any, parallel: ParallelState) -> None:
     The two attributes that a step sets are those that DeepSpeed's engine looks for after it.
     """
     optimizer, max_norm = engine.optimizer, engine.gradient_clipping()
-    scaler: Any = getattr(optimizer, "loss_scaler", None)
-    if hasattr(scaler, "raise_error_at_min_scale"):
-        scaler.raise_error_at_min_scale = False  # StopWhenDiverged ends the run, with a code
     if optimizer is not engine.basic_optimizer:
         return
     replica, apply = parallel.grid.get_model_parallel_group(), optimizer.step

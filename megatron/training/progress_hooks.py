@@ -1,4 +1,4 @@
-"""What a person sees while training, and what is recorded: progress, and the learned kernels."""
+"""What a person sees while training, what is recorded, and what is done to kernels after a step."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _begin_from(load: Path, args: NeoXArgs) -> Start:
 
 
 def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
-    """Whether the config is the run's."""
+    """What to say of changes that are allowed; an error if the config is not the run's."""
     assert start.resume_from is not None
     assert start.step is not None
     directory = CheckpointStore(start.resume_from).path(start.step)
