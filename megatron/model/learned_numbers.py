@@ -78,7 +78,7 @@ def log1p(x: Tensor) -> Tensor:
 
 
 def sharded_parameter(values: Tensor) -> nn.Parameter:
-    """A kernel's parameter, never weight-decayed, that holds this rank's heads."""
+    """A kernel's parameter, which `weight_decay` leaves alone; it holds this rank's heads."""
     # Exported models are built on the meta device before their weights are read.
     parameter = nn.Parameter(values.contiguous().to(torch.get_default_device()))
     for flag in ("is_kernel_parameter", "model_parallel", "tensor_model_parallel"):

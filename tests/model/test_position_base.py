@@ -116,6 +116,5 @@ class TestCustomKernel:
         assert standing["tables"].bias.shape == (12, 512)
         names: dict[str, object] = {"__name__": "docs"}
         exec(define, names)
-        names["kernel"] = build("rational")
         exec(ask, names)
         assert names["table"].shape == (12, 512)
