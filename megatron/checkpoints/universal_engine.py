@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.atomic_files import write_text
-from megatron.checkpoints import read_checkpoint
-from megatron.checkpoints.optimizer_view import read, write
+from megatron.checkpoints import optimizer_view, read_checkpoint
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
 from megatron.checkpoints.sharding import Sharding, canonical_names, with_rows
 from megatron.checkpoints.universal import (
@@ -69,7 +68,7 @@ def export(
     writes = parallel.dp_rank == 0 and parallel.tp.rank == 0
     files: SafeCheckpointEngine = engine.checkpoint_engine
     step: Tensor | None = None
-    for parameter, states in read(engine):
+    for parameter, states in optimizer_view.read(engine):
         name = names[parameter]
         step = states.get(STEP)
         whole = {key: _joined(name, value, sharding, parallel.tp) for key, value in states.items()}
@@ -153,7 +152,7 @@ def load_whole(
                 f"has {tuple(shape)}; resume with the model settings it was trained with"
             )
         states[parameter] = share
-    write(engine, states)
+    optimizer_view.write(engine, states)
     engine.global_steps = progress["iteration"]
     engine.global_samples = progress["consumed_samples"]
     engine.skipped_steps = progress["skipped_steps"]

@@ -47,8 +47,8 @@ class Children:
     stopping: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, command: Sequence[str], log: Path) -> int:
-        """Run a command to its end with its output in a log file; the exit code."""
+    def run(self, command: Sequence[str], log: Path) -> int:
+        """A command to its end, with its output in a log file; the exit code."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             output.write(f"\n$ {' '.join(command)}\n".encode())
@@ -90,7 +90,7 @@ def prepare_data(children: Children, launcher: Launcher, suite: Suite, run: Run)
     """A run's data, with its tokenizer; prepare_data.py decides itself what is up to date."""
     source, log = suite.file.data[run.data], data_log(suite, run.data)
     command = prepare_command(source, suite.data_root, run.config, launcher.python)
-    code = children.start([*launcher.container, *command], log)
+    code = children.run([*launcher.container, *command], log)
     if code != 0 and not children.stopping:
         raise ReproduceError(
             f"preparing {source.name} failed with exit code {code}; the last lines of {log}:\n"
@@ -145,7 +145,7 @@ def _execute_step(
     here = (os.getpid(), socket.gethostname())
     write_state(run.directory, RunState(State.RUNNING, step.name, None, spent, *here))
     start = time.monotonic()
-    code = children.start(command, log_path(run, step.name))
+    code = children.run(command, log_path(run, step.name))
     seconds = time.monotonic() - start
     if code == 0:
         mark_done(run, step, seconds)

@@ -282,7 +282,7 @@ def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) ->
         return
     now = _data_identity(data)
     if len(now) != len(recorded):
-        return  # compared by their names
+        return  # more files or fewer than then: `check_agreement` compares their names
     pairs = zip(now.items(), recorded.values(), strict=True)
     changed = [prefix for (prefix, identity), before in pairs if identity != before]
     if changed:
