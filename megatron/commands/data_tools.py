@@ -167,11 +167,13 @@ def _hint(prefix: Path, request: PrepareRequest) -> None:
     run = f"runs/{prefix.parent.name}"
     sets = [f"data_path={prefix}", f"tokenizer_type={kind}", f"save={run}", f"load={run}"]
     files = {
-        "vocab_file": request.vocab_file or prefix.parent / VOCABULARY,
-        "merge_file": request.merge_file or prefix.parent / MERGES,
+        "vocab_file": (request.vocab_file, prefix.parent / VOCABULARY),
+        "merge_file": (request.merge_file, prefix.parent / MERGES),
     }
-    if kind != "CharLevelTokenizer":
-        sets += [f"{key}={path}" for key, path in files.items() if path.exists()]
+    if kind != "CharLevelTokenizer":  # what was given may be a name, not a file
+        sets += [
+            f"{key}={given or own}" for key, (given, own) in files.items() if given or own.is_file()
+        ]
     command = shlex.join(["configs/laptop/tiny.yml", "--set", *sets])
     say_next(f"{shown_command('deepy')} train.py {command}")
 

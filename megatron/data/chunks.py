@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,13 +54,15 @@ def _grouped(members: Iterator[TextFile], split: Callable[[BinaryIO], Parts]) ->
     chunk: Chunk | None = None
     size = 0
     for member in members:
-        if chunk and (chunk.is_json or member.is_json):
-            yield chunk
-            chunk = None
-        parts = _json_lines(member.stream) if member.is_json else split(member.stream)
-        for line, (part, ends) in enumerate(parts, start=1):
+        if member.is_json:
+            if chunk:
+                yield chunk
+                chunk = None
+            yield from _json_chunks(member)
+            continue
+        for part, ends in split(member.stream):
             if chunk is None:
-                chunk, size = Chunk(member.name, member.is_json, line), 0
+                chunk, size = Chunk(member.name), 0
             chunk.parts.append(part)
             chunk.ends_document = ends
             size += len(part)
@@ -68,6 +71,20 @@ def _grouped(members: Iterator[TextFile], split: Callable[[BinaryIO], Parts]) ->
                 chunk = None
     if chunk:
         yield chunk
+
+
+def _json_chunks(member: TextFile) -> Iterator[Chunk]:
+    """Each line is a document, and none of them too long to be one."""
+    number = 1
+    while block := member.stream.read(CHUNK_BYTES):  # line by line it would be much slower
+        rest = b"" if block.endswith(b"\n") else member.stream.readline(MAX_LINE_BYTES)
+        lines = BytesIO(block + rest).readlines()
+        if len(rest) == MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            lines[-1] = b""
+            while rest and not rest.endswith(b"\n"):
+                rest = member.stream.readline(PIECE_BYTES)
+        yield Chunk(member.name, True, number, lines)
+        number += len(lines)
 
 
 def read_texts(
@@ -123,17 +140,6 @@ def _value_at(record: Any, path: str) -> str | None:
     return None if record is None else str(record)
 
 
-def _json_lines(stream: BinaryIO) -> Parts:
-    """Each line is a document, and none of them too long to be one."""
-    while line := stream.readline(MAX_LINE_BYTES):
-        if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
-            yield line, True
-            continue
-        while line and not line.endswith(b"\n"):
-            line = stream.readline(PIECE_BYTES)
-        yield b"", True
-
-
 def _whole_file(stream: BinaryIO) -> Parts:
     """The file is one document."""
     held = b""
@@ -153,7 +159,8 @@ def _safe_cut(text: bytes) -> int:
         if text[position - 1 : position].isalnum():
             return position
     cut = len(text) // 2
-    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # not inside a UTF-8 character
+    # Not inside a UTF-8 character; something must be left, to end the document with.
+    while cut < len(text) - 1 and text[cut] & 0xC0 == 0x80:
         cut += 1
     return cut
 

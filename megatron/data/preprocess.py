@@ -223,8 +223,7 @@ def _tokenize(
 
     def hashed_chunks() -> Iterator[Chunk]:
         for chunk in read_chunks(files, options.splitter):
-            for part in chunk.parts:
-                digest.update(part)
+            digest.update(b"".join(chunk.parts))
             yield chunk
 
     total = sum(path.stat().st_size for path in files)

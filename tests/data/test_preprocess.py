@@ -219,6 +219,17 @@ def test_a_document_larger_than_memory_allows_goes_in_pieces(
         assert list(data[0])[: len(code) - 5] == code[:-5]  # as if it had been done at once
 
 
+def test_a_document_in_pieces_ends_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one that offers no place to be cut at leaves an empty last piece."""
+    monkeypatch.setattr(chunks_module, "PIECE_BYTES", 64)
+    (tmp_path / "a.txt").write_bytes(b"\x80" * 200)
+    (tmp_path / "b.txt").write_text("next")
+    run([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(["\ufffd" * 200, "next"])
+
+
 def test_an_endless_line_is_skipped_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
