@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from megatron.errors import ConfigError, did_you_mean
-from megatron.neox_arguments.values import (
-    Fraction,
-    Group,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    key,
-)
+from megatron.neox_arguments import values
+from megatron.neox_arguments.values import Group, key
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -35,11 +28,11 @@ def _list_to_tuple(value: Any) -> Any:
 class OptimizerParams(Group):
     """Hyperparameters of Adam."""
 
-    lr: NonNegativeFloat = key(0.001, "Peak learning rate.")
-    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_list_to_tuple)] = key(
-        (0.9, 0.999), "Decay rates of the two moments."
+    lr: values.NonNegativeFloat = key(0.001, "Peak learning rate.")
+    betas: Annotated[tuple[values.Fraction, values.Fraction], BeforeValidator(_list_to_tuple)] = (
+        key((0.9, 0.999), "Decay rates of the two moments.")
     )
-    eps: PositiveFloat = key(1.0e-8, "Added to the denominator.")
+    eps: values.PositiveFloat = key(1.0e-8, "Added to the denominator.")
 
 
 class OptimizerBlock(Group):
@@ -60,12 +53,12 @@ class Float16Block(Group):
 
     enabled: bool = key(True, "Train in fp16.")
     auto_cast: bool = key(False, "Cast inputs to fp16.")
-    loss_scale: NonNegativeFloat = key(0, "Fixed loss scale; 0 is dynamic.")
-    initial_scale_power: NonNegativeInt = key(16, "First dynamic scale: 2^this.")
-    loss_scale_window: PositiveInt = key(1000, "Good steps before it doubles.")
-    hysteresis: PositiveInt = key(2, "Overflows before it halves.")
+    loss_scale: values.NonNegativeFloat = key(0, "Fixed loss scale; 0 is dynamic.")
+    initial_scale_power: values.NonNegativeInt = key(16, "First dynamic scale: 2^this.")
+    loss_scale_window: values.PositiveInt = key(1000, "Good steps before it doubles.")
+    hysteresis: values.PositiveInt = key(2, "Overflows before it halves.")
     consecutive_hysteresis: bool = key(False, "Refill hysteresis on good steps.")
-    min_loss_scale: PositiveFloat = key(1, "Lowest dynamic scale.")
+    min_loss_scale: values.PositiveFloat = key(1, "Lowest dynamic scale.")
 
 
 class BFloat16Block(Group):
@@ -82,13 +75,13 @@ class OffloadBlock(Group):
     device: Literal["none", "cpu", "nvme"] = key("none", "none, cpu or nvme.")
     nvme_path: str | None = key(None, "Directory for device nvme.")
     pin_memory: bool = key(True, "Use page-locked host memory.")
-    buffer_count: PositiveInt | None = key(None, "Number of buffers.")
-    buffer_size: PositiveInt | None = key(None, "Elements of a buffer.")
-    max_in_cpu: PositiveInt | None = key(None, "Elements kept in host memory.")
+    buffer_count: values.PositiveInt | None = key(None, "Number of buffers.")
+    buffer_size: values.PositiveInt | None = key(None, "Elements of a buffer.")
+    max_in_cpu: values.PositiveInt | None = key(None, "Elements kept in host memory.")
     pipeline_read: bool | None = key(None, "Overlap reading.")
     pipeline_write: bool | None = key(None, "Overlap writing.")
     fast_init: bool | None = key(None, "Faster first touch on nvme.")
-    ratio: Fraction | None = key(None, "Share of the states to offload.")
+    ratio: values.Fraction | None = key(None, "Share of the states to offload.")
 
 
 class ZeroBlock(Group):
@@ -99,14 +92,14 @@ class ZeroBlock(Group):
 
     model_config = ConfigDict(extra="allow")
 
-    stage: Annotated[NonNegativeInt, Field(le=3)] = key(
+    stage: Annotated[values.NonNegativeInt, Field(le=3)] = key(
         0, "0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters."
     )
     allgather_partitions: bool = key(True, "Gather with allgather.")
-    allgather_bucket_size: PositiveInt = key(500_000_000, "Elements per gather.")
+    allgather_bucket_size: values.PositiveInt = key(500_000_000, "Elements per gather.")
     overlap_comm: bool | None = key(None, "Overlap communication with the backward pass.")
     reduce_scatter: bool = key(True, "Average with reduce-scatter.")
-    reduce_bucket_size: PositiveInt = key(500_000_000, "Elements per reduction.")
+    reduce_bucket_size: values.PositiveInt = key(500_000_000, "Elements per reduction.")
     contiguous_gradients: bool = key(True, "Copy gradients to one buffer.")
     cpu_offload: bool = key(False, "Old spelling of offload_optimizer: {device: cpu}.")
     offload_optimizer: OffloadBlock | None = key(None, "Offload the optimizer.")
@@ -115,15 +108,17 @@ class ZeroBlock(Group):
     elastic_checkpoint: bool = key(False, "Old spelling, DeepSpeed ignores it.")
     round_robin_gradients: bool = key(False, "Spread gradient copies (stage 1, 2).")
     ignore_unused_parameters: bool = key(True, "Allow parameters without gradient.")
-    sub_group_size: PositiveInt | None = key(None, "Stage 3: elements per update.")
-    stage3_prefetch_bucket_size: NonNegativeInt | None = key(None, "Stage 3: elements to prefetch.")
-    stage3_param_persistence_threshold: NonNegativeInt | None = key(
+    sub_group_size: values.PositiveInt | None = key(None, "Stage 3: elements per update.")
+    stage3_prefetch_bucket_size: values.NonNegativeInt | None = key(
+        None, "Stage 3: elements to prefetch."
+    )
+    stage3_param_persistence_threshold: values.NonNegativeInt | None = key(
         None, "Stage 3: smaller parameters are not split."
     )
-    stage3_max_live_parameters: NonNegativeInt | None = key(
+    stage3_max_live_parameters: values.NonNegativeInt | None = key(
         None, "Stage 3: gathered elements kept at a time."
     )
-    stage3_max_reuse_distance: NonNegativeInt | None = key(
+    stage3_max_reuse_distance: values.NonNegativeInt | None = key(
         None, "Stage 3: keep a parameter used again within this many elements."
     )
     stage3_gather_16bit_weights_on_model_save: bool | None = key(
@@ -137,7 +132,7 @@ class ActivationCheckpointingBlock(Group):
     partition_activations: bool | None = key(None, "As the key outside.")
     cpu_checkpointing: bool | None = key(None, "As checkpoint_in_cpu.")
     contiguous_memory_optimization: bool | None = key(None, "As contiguous_checkpointing.")
-    number_checkpoints: PositiveInt | None = key(None, "Number of blocks.")
+    number_checkpoints: values.PositiveInt | None = key(None, "Number of blocks.")
     synchronize_checkpoint_boundary: bool | None = key(None, "As synchronize_each_layer.")
     profile: bool | None = key(None, "As profile_backward.")
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.errors import ConfigError
+from megatron.neox_arguments import values
 from megatron.neox_arguments.deepspeed_config import (
     ActivationCheckpointingBlock,
     BFloat16Block,
@@ -14,15 +15,7 @@ from megatron.neox_arguments.deepspeed_config import (
     ZeroBlock,
 )
 from megatron.neox_arguments.run_keys import ParallelArgs
-from megatron.neox_arguments.values import (
-    Fraction,
-    Group,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    key,
-)
+from megatron.neox_arguments.values import Group, key
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -34,7 +27,9 @@ class OptimizationArgs(Group):
         OptimizerBlock(), "{type: Adam, params: {lr: 0.0006, betas: [0.9, 0.999], eps: 1.0e-8}}."
     )
     zero_optimization: ZeroBlock = key(ZeroBlock(), "DeepSpeed's ZeRO block, e.g. {stage: 1}.")
-    train_iters: NonNegativeInt | None = key(None, "Optimizer steps; 0: evaluate what is loaded.")
+    train_iters: values.NonNegativeInt | None = key(
+        None, "Optimizer steps; 0: evaluate what is loaded."
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
         "linear", "Shape of the learning-rate decay after warmup."
     )
@@ -44,36 +39,44 @@ class OptimizationArgs(Group):
         "the paper's numbers (kerple: the first step has rate 0, a cosine ends above 0). A run "
         "that began before this key existed keeps its own (earlier).",
     )
-    lr_decay_iters: PositiveInt | None = key(None, "Step where the decay ends; null: train_iters.")
-    min_lr: NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.")
-    warmup: Fraction = key(0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%).")
+    lr_decay_iters: values.PositiveInt | None = key(
+        None, "Step where the decay ends; null: train_iters."
+    )
+    min_lr: values.NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.")
+    warmup: values.Fraction = key(
+        0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%)."
+    )
     override_lr_scheduler: bool = key(
         False,
         "On resume take the schedule of this config from the step reached, also the "
         "lr_decay_rule of a run that began before that key existed.",
     )
     use_checkpoint_lr_scheduler: bool = key(False, "On resume take the checkpoint's schedule.")
-    weight_decay: NonNegativeFloat = key(0.1, "Decoupled decay; not of norms, biases or kernels.")
-    kerple_lr_scale: NonNegativeFloat = key(
+    weight_decay: values.NonNegativeFloat = key(
+        0.1, "Decoupled decay; not of norms, biases or kernels."
+    )
+    kerple_lr_scale: values.NonNegativeFloat = key(
         1.0,
         "Learning rate of kernel parameters and of T5's table as a multiple of the "
         "model's; 0 keeps them as they are.",
     )
-    kerple_weight_decay: NonNegativeFloat = key(
+    kerple_weight_decay: values.NonNegativeFloat = key(
         0.0,
         "Decoupled weight decay of kernel parameters and of T5's table. The official "
         "fork decays them by weight_decay, GPT-NeoX T5's table.",
     )
-    gradient_clipping: NonNegativeFloat = key(1.0, "Clip the global gradient norm here; 0: never.")
-    train_batch_size: PositiveInt | None = key(
+    gradient_clipping: values.NonNegativeFloat = key(
+        1.0, "Clip the global gradient norm here; 0: never."
+    )
+    train_batch_size: values.PositiveInt | None = key(
         None,
         "Sequences per optimizer step over all processes: micro-batch x accumulation "
         "x data-parallel size. Give any two, the third follows.",
     )
-    train_micro_batch_size_per_gpu: PositiveInt | None = key(
+    train_micro_batch_size_per_gpu: values.PositiveInt | None = key(
         None, "Sequences per forward pass of one data-parallel process."
     )
-    gradient_accumulation_steps: PositiveInt | None = key(
+    gradient_accumulation_steps: values.PositiveInt | None = key(
         None, "Forward passes per optimizer step; null means 1, or what train_batch_size asks for."
     )
     precision: Precision | None = key(
@@ -90,14 +93,16 @@ class OptimizationArgs(Group):
         None, "Data type of gradient averaging; null follows the precision."
     )
     prescale_gradients: bool = key(False, "Divide gradients before they are summed over processes.")
-    gradient_predivide_factor: PositiveFloat = key(1.0, "prescale_gradients divides by this first.")
+    gradient_predivide_factor: values.PositiveFloat = key(
+        1.0, "prescale_gradients divides by this first."
+    )
     data_types: dict[str, Any] | None = key(
         None,
         "DeepSpeed's data_types block. Under bf16 gradients are added up in fp32, as "
         "in GPT-NeoX; {grad_accum_dtype: bf16} takes less memory.",
     )
     checkpoint_activations: bool = key(False, "Recompute layers in the backward pass: less memory.")
-    checkpoint_num_layers: PositiveInt = key(1, "Layers per recomputed block.")
+    checkpoint_num_layers: values.PositiveInt = key(1, "Layers per recomputed block.")
     partition_activations: bool = key(False, "Split kept activations over tensor-parallel ranks.")
     synchronize_each_layer: bool = key(False, "Synchronise the device around recomputed blocks.")
     contiguous_checkpointing: bool = key(False, "Keep activations in one contiguous buffer.")
@@ -111,7 +116,7 @@ class OptimizationArgs(Group):
         "End with exit code 76 when the loss stays far above the uniform model's and "
         "grows; otherwise that is only said.",
     )
-    max_consecutive_nonfinite: NonNegativeInt = key(
+    max_consecutive_nonfinite: values.NonNegativeInt = key(
         20,
         "Stop after this many steps in a row with a loss or gradient that is not "
         "finite; 0 never stops.",
