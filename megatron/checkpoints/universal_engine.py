@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems
 
 
-def export(
+def write_universal_files(
     engine: Any,
     directory: Path,
     parallel: ParallelState,

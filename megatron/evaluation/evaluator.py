@@ -35,7 +35,7 @@ from megatron.evaluation.tasks import (
     nearest,
 )
 from megatron.generation.pretrained import Subject
-from megatron.mpu.job import Ranks, join_ranks
+from megatron.mpu.job import Ranks, join_evaluation
 from megatron.terminal import (
     EXIT_USER_ERROR,
     install_command,
@@ -56,7 +56,7 @@ DEFAULT_TASKS = ("extrapolation",)
 
 def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Evaluate as the config says; the exit code is 0 if every task gave a result."""
-    ranks, device = join_ranks(args, local_rank)
+    ranks, device = join_evaluation(args, local_rank)
     try:
         subject = Subject(args, device)
         evaluation = Evaluation(args, subject, ranks)

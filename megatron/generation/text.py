@@ -21,7 +21,7 @@ from megatron.atomic_files import atomic_writer, check_writable
 from megatron.errors import GenerationError, KerpleError
 from megatron.generation.decoding import Completion, Sampling, complete
 from megatron.generation.pretrained import Subject
-from megatron.mpu.job import Ranks, join_ranks
+from megatron.mpu.job import Ranks, join_evaluation
 from megatron.terminal import EXIT_USER_ERROR, print_error
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def interactive(
 
 def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Generate as the config says; returns the exit code."""
-    ranks, device = join_ranks(args, local_rank)
+    ranks, device = join_evaluation(args, local_rank)
     options = args.generation
     try:
         if ranks.is_main and options.text_gen_type != "interactive":

@@ -65,7 +65,7 @@ def current_device() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def start_distributed(args: NeoXArgs) -> ParallelState:
+def join_training(args: NeoXArgs) -> ParallelState:
     """Join the other ranks and lay the grid."""
     join_job(args)
     return initialize_parallel(args.parallel)
@@ -135,7 +135,7 @@ def _without_compiled_collectives() -> None:
     backend.build_shm_op = lambda: None
 
 
-def join_ranks(args: NeoXArgs, local_rank: int | None = None) -> tuple[Ranks, str]:
+def join_evaluation(args: NeoXArgs, local_rank: int | None = None) -> tuple[Ranks, str]:
     """This process among those that evaluate, and its device.
 
     Every process holds the whole model and takes a share of the sequences; they exchange results

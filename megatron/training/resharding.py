@@ -19,10 +19,10 @@ from megatron.checkpoints.saved_config import (
 from megatron.checkpoints.saving import Save, write_configs
 from megatron.checkpoints.store import CheckpointStore, tag_of
 from megatron.checkpoints.universal import LATEST
-from megatron.checkpoints.universal_engine import export, progress_of
+from megatron.checkpoints.universal_engine import progress_of, write_universal_files
 from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState
-from megatron.mpu.job import set_seeds, start_distributed
+from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import NeoXArgs, allow_kernel
 from megatron.terminal import leave
 from megatron.training.engine import build_engine, build_module
@@ -35,7 +35,7 @@ def reshard(source: Path, target: Path, step: int) -> None:
     file = store.path(step) / "configs" / RESOLVED
     saved = args_from(read_config_file(file), file)
     args = as_it_began(saved.replace(finetune=False, override_lr_scheduler=False), store.path(step))
-    parallel = start_distributed(args)
+    parallel = join_training(args)
     set_seeds(args.runtime.seed, parallel)
     vocabulary = find_vocabulary(args)
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
@@ -60,7 +60,7 @@ def write_universal(
     progress = progress_of(engine, at.step, at.consumed_samples, vocab_size)
 
     def write() -> None:
-        export(engine, staged, parallel, args, progress)
+        write_universal_files(engine, staged, parallel, args, progress)
         if dist.get_rank() == 0:
             write_configs(staged / "configs", args)
 

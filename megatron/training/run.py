@@ -16,7 +16,7 @@ from megatron.data.datasets import check_tokenizers
 from megatron.engines.dispatch import explain_engine
 from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState
-from megatron.mpu.job import set_seeds, start_distributed
+from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
 from megatron.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.training.batches import build_streams
@@ -75,7 +75,7 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
 
 def train(args: NeoXArgs) -> int:
     """Train as the config says; returns the process's exit code."""
-    parallel = start_distributed(args)
+    parallel = join_training(args)
     args, start = plan_start(args)
     if start.finished:
         return 0

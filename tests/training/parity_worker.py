@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.checkpoints import load_weights
 from megatron.model import ModelSpec
-from megatron.mpu.job import start_distributed
+from megatron.mpu.job import join_training
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import build_engine, build_module
 from megatron.training.progress_hooks import kernel_modules
@@ -51,7 +51,7 @@ def main() -> None:
     recording, output, *sets = sys.argv[1:]
     source = Path(recording)
     args = NeoXArgs.from_files([source / "global_step0" / "configs" / "model.yml"], sets=sets)
-    parallel = start_distributed(args)
+    parallel = join_training(args)
     vocabulary = find_vocabulary(args)
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
     module = build_module(args, spec, parallel)

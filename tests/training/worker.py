@@ -38,7 +38,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState, gather_from_group, initialize_parallel
-from megatron.mpu.job import set_seeds, start_distributed
+from megatron.mpu.job import join_training, set_seeds
 from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.batches import build_streams
@@ -356,7 +356,7 @@ def everywhere(value: Any) -> list[Any]:
 
 def main() -> None:
     output, cases = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
-    start_distributed(NeoXArgs.from_dict(next(iter(cases.values()))["config"]))
+    join_training(NeoXArgs.from_dict(next(iter(cases.values()))["config"]))
     results = {}
     for name, case in cases.items():
         print("case", name, flush=True)
