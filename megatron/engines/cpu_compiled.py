@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from megatron.engines.call import Call, key_origin, rows_apart, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount
 
 _LOG2E = math.log2(math.e)
+# What the engine writes to, whatever torch.set_default_dtype and set_default_device say.
+_FP32: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
 _MARGIN = 64  # floats around a table that the engine may read, or write zeros to
 _TASKS_PER_THREAD = 4
 _GROUPED_TASKS_PER_THREAD = 2  # longer ones; and every part has its own gradient of q
@@ -64,7 +67,7 @@ class CompiledBackend:
         batch, heads, q_len, dim = call.q.shape
         job = _Job(call, bounds, self._vector, batch * heads)
         out = job.set_new_rows("out", batch, heads, q_len)
-        lse = torch.empty(batch, heads, q_len)
+        lse = torch.empty(batch, heads, q_len, **_FP32)
         job.set_pointer("lse", lse)
         self._library.attention_forward(ctypes.byref(job.problem))
         tiles = TileCount(job.problem.tiles, job.problem.tiles_visited)
@@ -137,17 +140,17 @@ class _Job:
         setattr(self.problem, name, _Rows(tensor.data_ptr(), *tensor.stride()[:3]))
 
     def set_new_rows(self, name: str, batch: int, heads: int, length: int) -> Tensor:
-        rows = rows_apart((batch, heads, length, self.dim))
+        rows = rows_apart((batch, heads, length, self.dim), **_FP32)
         self.set_rows(name, rows)
         return rows
 
     def set_gradient(self, name: str, batch: int, length: int, margin: int = 0) -> Tensor:
-        grad = torch.zeros(batch, self.problem.heads, length)
+        grad = torch.zeros(batch, self.problem.heads, length, **_FP32)
         self.set_pointer(f"grad_{name}", grad, margin)
         return grad
 
     def _set_tables(self, call: Call, heads: int, k_len: int) -> None:
-        table = torch.full((heads, self.problem.table_row), -math.inf)
+        table = torch.full((heads, self.problem.table_row), -math.inf, **_FP32)
         visible = table[:, _MARGIN : _MARGIN + k_len]
         if call.bias is None:
             visible.zero_()
