@@ -109,7 +109,7 @@ def _call_of(arguments: Sequence[Any]) -> Call:
 
 @_forward_operator.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return rows_apart(q.shape, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return rows_apart(q.shape, q.dtype, q.device), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(
@@ -131,7 +131,7 @@ def _(out: Tensor, _lse: Any, _grad: Any, needed: Sequence[bool], *others: Any) 
     return [
         out.new_empty(0)
         if x is None or not needs
-        else (rows_apart(x.shape, x.dtype) if x.dim() == 4 else x.new_empty(x.shape))
+        else (rows_apart(x.shape, x.dtype, x.device) if x.dim() == 4 else x.new_empty(x.shape))
         for x, needs in zip(others[: len(OPERANDS)], needed, strict=True)
     ]
 
@@ -156,5 +156,5 @@ def _laid_out(x: Tensor) -> Tensor:
     """As the fake operators promise."""
     if x.dim() != 4:
         return x.contiguous()
-    expected = rows_apart(x.shape, x.dtype)
+    expected = rows_apart(x.shape, x.dtype, x.device)
     return x if x.stride() == expected.stride() else expected.copy_(x)
