@@ -172,7 +172,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise CheckpointError(f"{folder}: holds neither *.safetensors nor pytorch_model*.bin")
-    for index in folder.glob("*.index.json"):
+    for index in folder.glob(f"*{files[0].suffix}.index.json"):
         table = read_object(index).get("weight_map", {})
         named = {str(name) for name in table.values()} if isinstance(table, dict) else set()
         if missing := sorted(named - {path.name for path in files}):

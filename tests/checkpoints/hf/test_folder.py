@@ -27,6 +27,7 @@ from megatron.errors import CheckpointError
 from megatron.neox_arguments import allow_kernel
 from megatron.tokenizer import build_tokenizer
 from tests.checkpoints.small_models import (
+    assert_equal_weights,
     at_rest,
     logits_of,
     random_model,
@@ -129,6 +130,19 @@ def test_rotary_models_are_plain_gpt_neox(tmp_path: Path, changes: dict[str, Any
     again = read_checkpoint(tmp_path / "again")
     assert again.weights.keys() == original.weights.keys()
     assert all(torch.equal(again.weights[name], t) for name, t in original.weights.items())
+
+
+def test_an_index_is_asked_of_the_files_that_are_read(tmp_path: Path) -> None:
+    """Hub folders often hold the weights twice: safetensors, and the index of .bin files."""
+    args = small_args(pos_emb="rotary")
+    original = at_rest(random_model(args), args)
+    write_hf(original, tmp_path)
+    table = json.dumps({"weight_map": {"gpt_neox.embed_in.weight": "gone"}})
+    (tmp_path / "pytorch_model.bin.index.json").write_text(table)
+    assert_equal_weights(read_checkpoint(tmp_path), original)
+    (tmp_path / "model.safetensors.index.json").write_text(table)
+    with pytest.raises(CheckpointError, match="incomplete, missing gone"):
+        read_checkpoint(tmp_path)
 
 
 def test_a_model_fine_tuned_in_transformers_comes_back_and_trains_on(tmp_path: Path) -> None:
