@@ -8,6 +8,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml
 
 
 @pytest.fixture
@@ -25,6 +26,12 @@ def other(base: Path, text: str) -> Path:
     path = base.parent / "other.yml"
     path.write_text(text)
     return path
+
+
+@pytest.mark.parametrize("text", ["1e-4", "-1E5", "1_000", "017", "yes", "~", "<<", "a: b", ""])
+def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
+    written = dump_yaml({"wandb_run_name": text, "stop_strings": [text]})
+    assert parse_yaml(written, "again") == {"wandb_run_name": text, "stop_strings": [text]}
 
 
 def test_different_value_in_two_files_names_both(base: Path) -> None:
