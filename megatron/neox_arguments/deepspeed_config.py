@@ -125,6 +125,12 @@ class ZeroBlock(Group):
         None, "Stage 3: save whole 16-bit weights."
     )
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's states lie elsewhere than on the device, in either spelling."""
+        chosen = self.offload_optimizer
+        return self.cpu_offload if chosen is None else chosen.device != "none"
+
 
 class ActivationCheckpointingBlock(Group):
     """DeepSpeed's activation checkpointing block."""

