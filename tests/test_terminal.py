@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from megatron.atomic_files import check_writable
 from megatron.commands import COMMANDS, kerple
 from megatron.errors import DataError, MissingPackageError, OutputError
-from megatron.terminal import require, run_command, shown_command
+from megatron.terminal import RUNTIME_PACKAGES, require, run_command, shown_command
 from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train", "evaluate", "generate", "prepare_data", "deepy"]
@@ -96,6 +97,12 @@ def test_a_missing_package_is_its_pip_command(monkeypatch: pytest.MonkeyPatch) -
         require("transformers", "export")
     code, said = ending_with(ModuleNotFoundError("x", name="pydantic"))
     assert code == 2 and "source .venv/bin/activate" in said
+
+
+def test_every_package_that_is_required_is_missed_in_one_line() -> None:
+    lines = (REPOSITORY / "requirements" / "requirements.txt").read_text().splitlines()
+    required = {re.split(r"[=<>]", line)[0] for line in lines if not line.startswith("#")}
+    assert required - {"PyYAML"} | {"yaml"} == RUNTIME_PACKAGES
 
 
 def test_ctrl_c_is_one_word_and_130(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments.run_keys import LauncherArgs
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500
+DEFAULT_PORT: int = LauncherArgs.model_fields["master_port"].default
 MAX_HOSTS = 100_000
 
 Source = Literal["launcher", "slurm", "mpi", "single"]
@@ -47,9 +47,8 @@ def environment_for(
     launcher: LauncherArgs, local_rank: int | None = None
 ) -> DistributedEnvironment:
     """`discover_environment` with the config's address, and its port if one was chosen."""
-    chosen = launcher.master_port if launcher.master_port != DEFAULT_PORT else None
     return discover_environment(
-        local_rank=local_rank, master_addr=launcher.master_addr, master_port=chosen
+        local_rank=local_rank, master_addr=launcher.master_addr, master_port=launcher.chosen_port
     )
 
 
@@ -122,7 +121,7 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """True in a task that srun started; false in a batch or interactive shell of the job."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     # Slurm numbers the batch script, interactive shells and extern steps from 0xfffffffa up.
-    return step.isdigit() and int(step) < 0xFFFFFFFA - 1 and "SLURM_PROCID" in environ
+    return step.isdigit() and int(step) < 0xFFFFFFFA and "SLURM_PROCID" in environ
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:

@@ -58,7 +58,9 @@ class Float16Block(Group):
     loss_scale_window: values.PositiveInt = key(1000, "Good steps before it doubles.")
     hysteresis: values.PositiveInt = key(2, "Overflows before it halves.")
     consecutive_hysteresis: bool = key(False, "Refill hysteresis on good steps.")
-    min_loss_scale: values.PositiveFloat = key(1, "Lowest dynamic scale.")
+    min_loss_scale: Annotated[values.PositiveFloat, Field(multiple_of=1)] = key(
+        1, "Lowest dynamic scale; a whole number."
+    )
 
 
 class BFloat16Block(Group):
@@ -223,7 +225,7 @@ def _add_precision(config: dict[str, Any], optimization: OptimizationArgs) -> No
     if optimization.precision == "fp16":
         assert optimization.fp16 is not None
         block = optimization.fp16.model_dump()
-        # DeepSpeed insists on an integer here.
+        # DeepSpeed insists on an integer here, also where it is written 1.0.
         block["min_loss_scale"] = int(block["min_loss_scale"])
         config["fp16"] = block
     elif optimization.precision == "bf16":
