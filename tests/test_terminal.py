@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.atomic_files import check_writable
 from megatron.commands import COMMANDS, kerple
-from megatron.errors import DataError, MissingPackageError, OutputError
+from megatron.errors import DataError, MissingPackageError
 from megatron.terminal import RUNTIME_PACKAGES, require, run_command, shown_command
 from tests.conftest import REPOSITORY
 
@@ -144,16 +143,6 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
             text=True,
         )
         assert done.stderr == "" and done.stdout.split()[-1] in last
-
-
-def test_outputs_are_tried_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match=r"^--out .*file/deep/x: cannot be written \(Not a direc"):
-        check_writable(tmp_path / "file" / "deep" / "x", "--out")
-    with pytest.raises(OutputError, match="Is a directory"):
-        check_writable(tmp_path, "--out")
-    check_writable(tmp_path / "new" / "x", "--out")
-    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_library_warnings_are_not_shown_but_ours_are(tmp_path: Path) -> None:
