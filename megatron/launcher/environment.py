@@ -44,28 +44,17 @@ class DistributedEnvironment:
 
 
 def environment_for(
-    launcher: LauncherArgs, local_rank: int | None = None
-) -> DistributedEnvironment:
-    """`discover_environment` with the config's address, and its port if one was chosen."""
-    return discover_environment(
-        local_rank=local_rank, master_addr=launcher.master_addr, master_port=launcher.chosen_port
-    )
-
-
-def discover_environment(
-    environ: MutableMapping[str, str] | None = None,
-    *,
+    launcher: LauncherArgs,
     local_rank: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
+    environ: MutableMapping[str, str] | None = None,
 ) -> DistributedEnvironment:
     """Rank and address of this process, exported to `environ` (os.environ by default).
 
-    `master_addr` and `master_port` are the config's; variables of a launcher win over them.
+    Variables win over the config's address and port, and over a `local_rank` that was an argument.
     """
     target = os.environ if environ is None else environ
-    addr = target.get("MASTER_ADDR") or master_addr
-    port = _integer(target, "MASTER_PORT") or master_port
+    addr = target.get("MASTER_ADDR") or launcher.master_addr
+    port = _integer(target, "MASTER_PORT") or launcher.chosen_port
     found = _discover(target, local_rank, addr, port)
     if not 0 <= found.rank < found.world_size:
         raise ConfigError(
