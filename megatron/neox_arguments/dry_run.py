@@ -17,6 +17,9 @@ from megatron.neox_arguments.optimization_keys import data_parallel_size
 from megatron.neox_arguments.run_keys import DataArgs, TokenizerArgs
 from megatron.neox_arguments.yaml_files import dump_yaml
 
+NAMED_VOCABULARIES = ("HFGPT2Tokenizer", "TiktokenTokenizer")
+"""Tokenizers whose vocab_file may be a name that their library knows, and no file."""
+
 
 def dry_run_report(args: NeoXArgs, world_size: int = 1, command: Sequence[str] = ()) -> str:
     """The whole report as text."""
@@ -85,7 +88,9 @@ def _files_section(tokenizer: TokenizerArgs, data: DataArgs) -> str:
     named = {"data_path": [data.data_path] if data.data_path else []}
     for split in ("train", "valid", "test"):
         named[f"{split}_data_paths"] = getattr(data, f"{split}_data_paths") or []
-    rows = [(key, path, Path(path).exists()) for key, path in wanted if path]
+    rows = [(key, path, Path(path).expanduser().exists()) for key, path in wanted if path]
+    if tokenizer.tokenizer_type in NAMED_VOCABULARIES:
+        rows = [row for row in rows if row[2]]
     rows += [
         (key, f"{path}{suffix}", Path(f"{path}{suffix}").is_file())
         for key, paths in named.items()
@@ -178,7 +183,7 @@ def _vocabulary_size(tokenizer: TokenizerArgs) -> tuple[int, list[str]]:
     if tokenizer.vocab_size is not None:
         return tokenizer.vocab_size, []
     if kind == "GPT2BPETokenizer" and file is not None:
-        if entries := read_json(Path(file)):
+        if entries := read_json(Path(file).expanduser()):
             return len(entries), []
     elif kind in KNOWN_VOCABULARIES:
         return KNOWN_VOCABULARIES[kind], []

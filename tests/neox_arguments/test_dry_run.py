@@ -125,3 +125,17 @@ def test_a_vocabulary_of_ones_own_is_counted_and_an_absent_one_is_said(tmp_path:
     vocabulary.write_text(json.dumps({str(number): number for number in range(4096)}))
     assert count_parameters(args).padded_vocab_size == 4096
     assert count_parameters(args).assumptions == ()
+
+
+def test_a_vocabulary_that_a_library_knows_by_name_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files(kind: str, vocabulary: str) -> str:
+        values = {**TINY, "tokenizer_type": kind, "vocab_file": vocabulary}
+        return dry_run_report(NeoXArgs.from_dict(values)).partition("# files")[2]
+
+    assert "cl100k_base" not in files("TiktokenTokenizer", "cl100k_base")
+    assert "MISSING vocab_file: cl100k_base" in files("GPT2BPETokenizer", "cl100k_base")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "vocab.json").write_text("{}")
+    assert "found   vocab_file: ~/vocab.json" in files("GPT2BPETokenizer", "~/vocab.json")
