@@ -1,4 +1,4 @@
-"""The token files: byte-compatible with the official writer, and safe against damage."""
+"""The token files: every number type, and every damage seen."""
 
 from __future__ import annotations
 

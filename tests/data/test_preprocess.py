@@ -1,22 +1,17 @@
-"""Text to tokens: formats, broken input, interruptions."""
+"""Text to tokens: broken input, many processes, interruptions."""
 
 from __future__ import annotations
 
-import gzip
-import io
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
 
 from megatron.commands import run as command_run
 from megatron.data import chunks as chunks_module
@@ -28,62 +23,6 @@ from megatron.neox_arguments.run_keys import DataArgs
 from megatron.tokenizer import build_tokenizer
 from tests.conftest import REPOSITORY
 from tests.data.samples import BYTES, TEXTS, documents, ended, jsonl, run
-
-
-def tar_of(members: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-def zip_of(members: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return buffer.getvalue()
-
-
-ZST = zstandard.ZstdCompressor().compress
-FILES = {
-    "a.jsonl": jsonl(TEXTS),
-    "a.jsonl.zst": ZST(jsonl(TEXTS)),
-    "two_frames.jsonl.zst": ZST(jsonl(TEXTS[:1])) + ZST(jsonl(TEXTS[1:])),
-    "a.jsonl.gz": gzip.compress(jsonl(TEXTS)),
-    "no_last_newline.jsonl": jsonl(TEXTS)[:-1],
-    "a.jsonl.zst.tar": tar_of(
-        {"x/1.jsonl.zst": ZST(jsonl(TEXTS[:2])), "2.jsonl": jsonl(TEXTS[2:])}
-    ),
-    "a.tar.gz": gzip.compress(tar_of({f"{i}.md": t.encode() for i, t in enumerate(TEXTS)})),
-    "a.zip": zip_of({f"{i}.txt": t.encode() for i, t in enumerate(TEXTS)}),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(FILES[name])
-    outcome = run([tmp_path / name], tmp_path / "out")
-    assert documents(tmp_path / "out_text_document") == ended(TEXTS)
-    assert (outcome.documents, outcome.broken_lines) == (3, 0)
-
-
-def test_a_folder_is_read_in_order_and_other_files_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "corpus"
-    (folder / "b").mkdir(parents=True)
-    (folder / "b" / "2.txt").write_text("two")
-    (folder / "a.jsonl").write_bytes(jsonl(["one"]))
-    (folder / "c.md").write_text("three")
-    (folder / "picture.png").write_bytes(b"\x89PNG")
-    (folder / ".hidden.txt").write_text("hidden")
-    run([folder], tmp_path / "out")
-    assert documents(tmp_path / "out_text_document") == ended(["one", "two", "three"])
-    assert "1 files" in caplog.text and ".png" in caplog.text
 
 
 def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
@@ -137,14 +76,6 @@ def test_only_broken_lines_is_an_error_that_shows_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"nothing\nuseful\n")
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         run([tmp_path / "a.jsonl"], tmp_path / "out")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.tar.gz", "a.zip"])
-def test_truncated_archives_are_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(FILES[name][:-10])
-    with pytest.raises(DataError, match=f"{name}.*(damaged|truncated)"):
-        run([tmp_path / name], tmp_path / "out")
-    assert not (tmp_path / "out_text_document.idx").exists()
 
 
 def test_several_keys_make_several_datasets(tmp_path: Path) -> None:

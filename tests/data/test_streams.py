@@ -1,17 +1,23 @@
-"""Files that are damaged, or made to fill the memory."""
+"""Text in every kind of file: the same documents, in order; damaged, or made to fill the memory."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 import zstandard
 
+from megatron.data.chunks import read_chunks
 from megatron.errors import DataError
+from tests.data.samples import TEXTS, documents, ended, jsonl, run
 
 BOMB = """
 import resource, sys
@@ -45,8 +51,6 @@ def test_a_zstd_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_frames_follow_each_other_and_a_cut_one_is_named(tmp_path: Path) -> None:
-    from megatron.data.chunks import read_chunks
-
     texts = [os.urandom(100_000).hex().encode() + b"\n" for _ in range(3)]
     path = tmp_path / "a.txt.zst"
     path.write_bytes(b"".join(zstandard.compress(text) for text in texts))
@@ -55,3 +59,69 @@ def test_frames_follow_each_other_and_a_cut_one_is_named(tmp_path: Path) -> None
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DataError, match="incomplete"):
         list(read_chunks([path]))
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def zip_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+ZST = zstandard.ZstdCompressor().compress
+
+
+FILES = {
+    "a.jsonl": jsonl(TEXTS),
+    "a.jsonl.zst": ZST(jsonl(TEXTS)),
+    "two_frames.jsonl.zst": ZST(jsonl(TEXTS[:1])) + ZST(jsonl(TEXTS[1:])),
+    "a.jsonl.gz": gzip.compress(jsonl(TEXTS)),
+    "no_last_newline.jsonl": jsonl(TEXTS)[:-1],
+    "a.jsonl.zst.tar": tar_of(
+        {"x/1.jsonl.zst": ZST(jsonl(TEXTS[:2])), "2.jsonl": jsonl(TEXTS[2:])}
+    ),
+    "a.tar.gz": gzip.compress(tar_of({f"{i}.md": t.encode() for i, t in enumerate(TEXTS)})),
+    "a.zip": zip_of({f"{i}.txt": t.encode() for i, t in enumerate(TEXTS)}),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    outcome = run([tmp_path / name], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(TEXTS)
+    assert (outcome.documents, outcome.broken_lines) == (3, 0)
+
+
+def test_a_folder_is_read_in_order_and_other_files_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "corpus"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "2.txt").write_text("two")
+    (folder / "a.jsonl").write_bytes(jsonl(["one"]))
+    (folder / "c.md").write_text("three")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / ".hidden.txt").write_text("hidden")
+    run([folder], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(["one", "two", "three"])
+    assert "1 files" in caplog.text and ".png" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.tar.gz", "a.zip"])
+def test_truncated_archives_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name][:-10])
+    with pytest.raises(DataError, match=f"{name}.*(damaged|truncated)"):
+        run([tmp_path / name], tmp_path / "out")
+    assert not (tmp_path / "out_text_document.idx").exists()

@@ -1,4 +1,4 @@
-"""Associative recall and passkeys: the texts, and the accuracy of models that are known."""
+"""Associative recall and passkeys: the accuracy of models that are known."""
 
 from __future__ import annotations
 

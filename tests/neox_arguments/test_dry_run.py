@@ -1,4 +1,4 @@
-"""Counting parameters by arithmetic must agree with the model that is built."""
+"""What a config amounts to must agree with the model that is built and with what runs."""
 
 from __future__ import annotations
 

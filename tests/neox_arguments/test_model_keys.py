@@ -1,4 +1,4 @@
-"""A key that names a formula accepts the names of the formulas, no more and no fewer."""
+"""Model keys accept the names of formulas, no more and no fewer; what follows from several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Impossible combinations: the message has the keys, the values and a way out."""
+"""Impossible combinations: the message has the keys, the values and a way out; others load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several files, --override and --set."""
+"""YAML files, several of them, --override and --set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every tokenizer type, on files made here or published."""
+"""Every tokenizer type, on files made here or published; what is said of files that are not."""
 
 from __future__ import annotations
 
