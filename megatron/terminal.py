@@ -89,7 +89,6 @@ def leave(code: int) -> NoReturn:
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
     """Ctrl-C while libraries are imported: some of them swallow KeyboardInterrupt."""
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
