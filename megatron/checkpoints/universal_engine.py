@@ -44,7 +44,7 @@ from megatron.checkpoints.universal import (
 from megatron.errors import CheckpointError
 from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
-from megatron.tokenizer import padded_vocab_size
+from megatron.neox_arguments.model_keys import padded_vocab_size
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

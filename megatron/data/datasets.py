@@ -22,10 +22,10 @@ from megatron.tokenizer import Tokenizer
 
 
 def sample_counts(
-    train_iters: int, eval_interval: int | None, eval_iters: int, global_batch: int
+    train_iters: int, eval_interval: int, eval_iters: int, global_batch: int
 ) -> tuple[int, int, int]:
     """NeoX's numbers of training, validation and test samples."""
-    evaluations = train_iters // eval_interval + 1 if eval_interval else 1
+    evaluations = train_iters // eval_interval + 1
     return (
         train_iters * global_batch,
         evaluations * eval_iters * global_batch,
@@ -98,12 +98,7 @@ def _paths(data: DataArgs, name: str) -> list[str]:
 def _weights(data: DataArgs, name: str, tokens: Sequence[IndexedDataset]) -> list[float]:
     if data.weight_by_num_documents:
         return weights_by_num_documents([len(t) for t in tokens], data.weighted_sampler_alpha)
-    weights = getattr(data, f"{name}_data_weights") or [1.0] * len(tokens)
-    if len(weights) != len(tokens):
-        raise DataError(
-            f"{name}_data_weights has {len(weights)} numbers, {name}_data_paths {len(tokens)} paths"
-        )
-    return normalised_weights(weights)
+    return normalised_weights(getattr(data, f"{name}_data_weights") or [1.0] * len(tokens))
 
 
 def _blend(

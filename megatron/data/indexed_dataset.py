@@ -11,8 +11,9 @@ The index file, little endian, without padding::
     i64[n]   byte position of each sequence in the .bin file
     i64[d]   document boundaries, as sequence numbers
 
-Everything is checked when a file is opened, so that damage shows itself as a ``DataError`` with
-the file and the reason, never as wrong tokens in the middle of a run.
+The index is checked when a file is opened, so that damage shows itself as a ``DataError`` with the
+file and the reason, never in the middle of a run. Tokens are compared with their checksum on
+``warmup`` only, which reads all of them.
 """
 
 from __future__ import annotations

@@ -234,8 +234,8 @@ def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
         state += f", {outcome.broken_lines} broken lines"
     if outcome and outcome.left_out:
         state += f", {outcome.left_out} documents left out by --where"
-    sizes = IndexedDataset(prefix).sizes
-    tokens = int(sizes.sum(dtype=np.int64))
+    dataset = IndexedDataset(prefix)
+    sizes, tokens = dataset.sizes, dataset.total_tokens
     shortest, median, longest = (int(x) for x in np.quantile(sizes, [0, 0.5, 1], method="nearest"))
     lines = [
         f"{name}: {state}, {prefix}",

@@ -37,7 +37,7 @@ PARENT_POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """How text becomes tokens; everything that can change the result."""
+    """How text becomes tokens, and how the work is done."""
 
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = True

@@ -18,7 +18,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments.run_keys import LauncherArgs
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500
+DEFAULT_PORT: int = LauncherArgs.model_fields["master_port"].default
 MAX_HOSTS = 100_000
 
 Source = Literal["launcher", "slurm", "mpi", "single"]
@@ -44,29 +44,17 @@ class DistributedEnvironment:
 
 
 def environment_for(
-    launcher: LauncherArgs, local_rank: int | None = None
-) -> DistributedEnvironment:
-    """`discover_environment` with the config's address, and its port if one was chosen."""
-    chosen = launcher.master_port if launcher.master_port != DEFAULT_PORT else None
-    return discover_environment(
-        local_rank=local_rank, master_addr=launcher.master_addr, master_port=chosen
-    )
-
-
-def discover_environment(
-    environ: MutableMapping[str, str] | None = None,
-    *,
+    launcher: LauncherArgs,
     local_rank: int | None = None,
-    master_addr: str | None = None,
-    master_port: int | None = None,
+    environ: MutableMapping[str, str] | None = None,
 ) -> DistributedEnvironment:
     """Rank and address of this process, exported to `environ` (os.environ by default).
 
-    `master_addr` and `master_port` are the config's; variables of a launcher win over them.
+    Variables win over the config's address and port, and over a `local_rank` that was an argument.
     """
     target = os.environ if environ is None else environ
-    addr = target.get("MASTER_ADDR") or master_addr
-    port = _integer(target, "MASTER_PORT") or master_port
+    addr = target.get("MASTER_ADDR") or launcher.master_addr
+    port = _integer(target, "MASTER_PORT") or launcher.chosen_port
     found = _discover(target, local_rank, addr, port)
     if not 0 <= found.rank < found.world_size:
         raise ConfigError(
@@ -122,7 +110,7 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """True in a task that srun started; false in a batch or interactive shell of the job."""
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     # Slurm numbers the batch script, interactive shells and extern steps from 0xfffffffa up.
-    return step.isdigit() and int(step) < 0xFFFFFFFA - 1 and "SLURM_PROCID" in environ
+    return step.isdigit() and int(step) < 0xFFFFFFFA and "SLURM_PROCID" in environ
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:

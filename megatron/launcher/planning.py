@@ -163,10 +163,9 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
         return LaunchPlan(script, args, 1, None, extra)
     # Below critical, DeepSpeed prints the whole command, config and all, when a process fails.
     arguments = ["--no_local_rank", "--log_level", "critical"]
-    chosen = "master_port" in launcher.model_fields_set
     arguments += _options(
         master_addr=LOOPBACK,
-        master_port=launcher.master_port if chosen else free_port(),
+        master_port=launcher.chosen_port or free_port(),
         num_gpus=processes if on_cpu else launcher.num_gpus,
         include=launcher.include,
         exclude=launcher.exclude,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, KerpleError
-from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.arguments import GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import allow_kernel, kernels_in
 from megatron.terminal import print_error
 
@@ -23,27 +23,25 @@ HOSTFILE_VARIABLE = "DLTS_HOSTFILE"
 # deepy.py hands the config over as one argument; Linux takes up to 128 KiB in one.
 MAX_PAYLOAD = 120_000
 
-CONFIG_FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "wandb_group": ("--wandb_group", "wandb group of this run", {}),
-    "wandb_run_name": ("--wandb_run_name", "wandb name of this run", {}),
-    "wandb_team": ("--wandb_team", "wandb team or user", {}),
-    "eval_tasks": ("--eval_tasks", "what evaluate.py runs", {"nargs": "+"}),
-    "iteration": ("--iteration", "checkpoint step to load", {"type": int}),
-    "eval_results_prefix": ("--eval_results_prefix", "start of result file names", {}),
-    "eval_lengths": ("--eval_lengths", "lengths to evaluate at", {"type": int, "nargs": "+"}),
-    "eval_window": ("--eval_window", "let evaluation see this many tokens back only",
-                    {"type": int}),
-    "eval_context_length": ("--eval_context_length", "context of lm-eval tasks", {"type": int}),
-    "eval_stride": ("--eval_stride", "new tokens per window of the sliding task", {"type": int}),
-    "eval_limit": ("--limit --eval_limit", "examples per lm-eval task, or their share",
-                   {"type": float}),
-    "eval_include_path": ("--include_path", "folder of your own lm-eval task files", {}),
-    "num_fewshot": ("--num_fewshot", "examples in the prompt of lm-eval tasks", {"type": int}),
-    "hostfile": ("-H --hostfile", "hosts, one `name slots=N` a line", {}),
-    "sample_input_file": ("-i --sample_input_file", "prompts for generate.py", {}),
-    "sample_output_file": ("-o --sample_output_file", "where generate.py writes", {}),
-}  # fmt: skip
-"""Config key -> flags that set it on top of every file, their help, and argparse's options."""
+CONFIG_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "wandb_group": ("--wandb_group", {}),
+    "wandb_run_name": ("--wandb_run_name", {}),
+    "wandb_team": ("--wandb_team", {}),
+    "eval_tasks": ("--eval_tasks", {"nargs": "+"}),
+    "iteration": ("--iteration", {"type": int}),
+    "eval_results_prefix": ("--eval_results_prefix", {}),
+    "eval_lengths": ("--eval_lengths", {"type": int, "nargs": "+"}),
+    "eval_window": ("--eval_window", {"type": int}),
+    "eval_context_length": ("--eval_context_length", {"type": int}),
+    "eval_stride": ("--eval_stride", {"type": int}),
+    "eval_limit": ("--limit --eval_limit", {"type": float}),
+    "eval_include_path": ("--include_path", {}),
+    "num_fewshot": ("--num_fewshot", {"type": int}),
+    "hostfile": ("-H --hostfile", {}),
+    "sample_input_file": ("-i --sample_input_file", {}),
+    "sample_output_file": ("-o --sample_output_file", {}),
+}
+"""Config key -> flags that set it on top of every file, and argparse's options for them."""
 
 
 _SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
@@ -60,8 +58,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     add_set_argument(parser, "single values that win over all files, e.g. optimizer.params.lr=1e-4")
     add_allow_kernel_argument(parser)
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
-    for key, (flags, meaning, options) in CONFIG_FLAGS.items():
+    for key, (flags, options) in CONFIG_FLAGS.items():
         spelled = [each for flag in flags.split() for each in (flag, flag.replace("_", "-"))]
+        meaning = GROUPS[OWNER[key]].model_fields[key].description
         parser.add_argument(*dict.fromkeys(spelled), dest=key, help=meaning, **options)
 
 

@@ -58,7 +58,9 @@ class Float16Block(Group):
     loss_scale_window: values.PositiveInt = key(1000, "Good steps before it doubles.")
     hysteresis: values.PositiveInt = key(2, "Overflows before it halves.")
     consecutive_hysteresis: bool = key(False, "Refill hysteresis on good steps.")
-    min_loss_scale: values.PositiveFloat = key(1, "Lowest dynamic scale.")
+    min_loss_scale: Annotated[values.PositiveFloat, Field(multiple_of=1)] = key(
+        1, "Lowest dynamic scale; a whole number."
+    )
 
 
 class BFloat16Block(Group):
@@ -124,6 +126,12 @@ class ZeroBlock(Group):
     stage3_gather_16bit_weights_on_model_save: bool | None = key(
         None, "Stage 3: save whole 16-bit weights."
     )
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's states lie elsewhere than on the device, in either spelling."""
+        chosen = self.offload_optimizer
+        return self.cpu_offload if chosen is None else chosen.device != "none"
 
 
 class ActivationCheckpointingBlock(Group):
@@ -217,7 +225,7 @@ def _add_precision(config: dict[str, Any], optimization: OptimizationArgs) -> No
     if optimization.precision == "fp16":
         assert optimization.fp16 is not None
         block = optimization.fp16.model_dump()
-        # DeepSpeed insists on an integer here.
+        # DeepSpeed insists on an integer here, also where it is written 1.0.
         block["min_loss_scale"] = int(block["min_loss_scale"])
         config["fp16"] = block
     elif optimization.precision == "bf16":

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.atomic_files import read_json
 from megatron.errors import ConfigError
 from megatron.machine import count_gpus, memory_bytes
 from megatron.neox_arguments.arguments import GROUPS, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of, method
-from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
+from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs, padded_vocab_size
 from megatron.neox_arguments.optimization_keys import data_parallel_size
 from megatron.neox_arguments.run_keys import DataArgs, TokenizerArgs
 from megatron.neox_arguments.yaml_files import dump_yaml
+
+NAMED_VOCABULARIES = ("HFGPT2Tokenizer", "TiktokenTokenizer")
+"""Tokenizers whose vocab_file may be a name that their library knows, and no file."""
 
 
 def dry_run_report(args: NeoXArgs, world_size: int = 1, command: Sequence[str] = ()) -> str:
@@ -56,7 +60,7 @@ def _parameter_section(args: NeoXArgs) -> str:
 
 
 def _memory_section(args: NeoXArgs, world_size: int) -> str:
-    title = f"# memory per process (ZeRO stage {args.optimization.zero_stage}, estimated)"
+    title = f"# memory per process (ZeRO stage {args.optimization.zero_stage_in_effect}, estimated)"
     try:
         memory = estimate_memory(args, world_size)
     except ConfigError as error:
@@ -84,7 +88,9 @@ def _files_section(tokenizer: TokenizerArgs, data: DataArgs) -> str:
     named = {"data_path": [data.data_path] if data.data_path else []}
     for split in ("train", "valid", "test"):
         named[f"{split}_data_paths"] = getattr(data, f"{split}_data_paths") or []
-    rows = [(key, path, Path(path).exists()) for key, path in wanted if path]
+    rows = [(key, path, Path(path).expanduser().exists()) for key, path in wanted if path]
+    if tokenizer.tokenizer_type in NAMED_VOCABULARIES:
+        rows = [row for row in rows if row[2]]
     rows += [
         (key, f"{path}{suffix}", Path(f"{path}{suffix}").is_file())
         for key, paths in named.items()
@@ -119,12 +125,12 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
 
 # How large it is: parameters, memory, tokens.
 
+ASSUMED_VOCABULARY = 50257  # GPT-2's
 KNOWN_VOCABULARIES = {
-    "GPT2BPETokenizer": 50257,
-    "HFGPT2Tokenizer": 50257,
+    "GPT2BPETokenizer": ASSUMED_VOCABULARY,
+    "HFGPT2Tokenizer": ASSUMED_VOCABULARY,
     "CharLevelTokenizer": 512,
 }
-ASSUMED_VOCABULARY = 50257
 
 
 @dataclass(frozen=True)
@@ -171,18 +177,28 @@ def _layer_parameters(model: ModelArgs) -> int:
     return attention + mlp + norms * _norm_parameters(model)
 
 
+def _vocabulary_size(tokenizer: TokenizerArgs) -> tuple[int, list[str]]:
+    """The entries of the vocabulary, and what was assumed where no file says them at once."""
+    kind, file = tokenizer.tokenizer_type, tokenizer.vocab_file
+    if tokenizer.vocab_size is not None:
+        return tokenizer.vocab_size, []
+    if kind == "GPT2BPETokenizer" and file is not None:
+        if entries := read_json(Path(file).expanduser()):
+            return len(entries), []
+    elif kind in KNOWN_VOCABULARIES:
+        return KNOWN_VOCABULARIES[kind], []
+    return ASSUMED_VOCABULARY, [
+        f"vocabulary of {ASSUMED_VOCABULARY} assumed ({kind} is not opened here)"
+    ]
+
+
 def count_parameters(args: NeoXArgs) -> ParameterCount:
     """Parameters of the model a config describes, without building it."""
     model = args.model
-    assumptions = []
-    size = args.tokenizer.vocab_size
-    if size is None:
-        kind = args.tokenizer.tokenizer_type
-        size = KNOWN_VOCABULARIES.get(kind, ASSUMED_VOCABULARY)
-        if kind not in KNOWN_VOCABULARIES:
-            assumptions.append(f"vocabulary of {size} assumed ({kind} is not opened here)")
-    multiple = model.make_vocab_size_divisible_by * args.parallel.model_parallel_size
-    padded = -(-size // multiple) * multiple  # a round share for every tensor-parallel rank
+    size, assumptions = _vocabulary_size(args.tokenizer)
+    padded = padded_vocab_size(
+        size, model.make_vocab_size_divisible_by, args.parallel.model_parallel_size
+    )
     position = method(model.pos_emb)
     if position is None:
         assumptions.append(f"parameters of pos_emb {model.pos_emb} not counted")
@@ -216,7 +232,7 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     share = -(-count_parameters(args).total // args.parallel.processes_per_replica)
     copies = data_parallel_size(args.parallel, world_size)
     optimization = args.optimization
-    stage, half = optimization.zero_stage, optimization.precision != "fp32"
+    stage, half = optimization.zero_stage_in_effect, optimization.precision != "fp32"
     # bf16's gradients are added up in fp32 beside them.
     beside = optimization.precision == "bf16" and optimization.accumulation_dtype == "fp32"
     sums = 4 if beside else 0
@@ -237,7 +253,7 @@ def memory_shortage(args: NeoXArgs, world_size: int, available: int, where: str)
     """
     needed = estimate_memory(args, world_size)
     states = needed.parameters + needed.gradients
-    if args.optimization.zero_optimization.offload_optimizer is None:
+    if not args.optimization.zero_optimization.offloads_optimizer:
         states += needed.optimizer
     if states <= available:
         return None

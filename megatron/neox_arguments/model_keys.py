@@ -303,6 +303,12 @@ def intermediate_size_for(width: int, activation: str) -> int:
     return 3 * width if activation in GATED_ACTIVATIONS else width
 
 
+def padded_vocab_size(vocab_size: int, divisible_by: int, model_parallel_size: int) -> int:
+    """NeoX's padding: the next multiple of both, so that every rank's share is a round number."""
+    multiple = divisible_by * model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
 class HFKey(NamedTuple):
     """A model key in a Hugging Face config of ours."""
 

@@ -167,8 +167,8 @@ class GenerationArgs(Group):
     top_k: NonNegativeInt = key(0, "Sample from the k best tokens; 0 is off.")
     maximum_tokens: PositiveInt = key(64, "Tokens to generate.")
     prompt_end: str = key("\n", "What ends a prompt in interactive mode.")
-    sample_input_file: str | None = key(None, "Prompts, one a line.")
-    sample_output_file: str = key("samples.txt", "Where samples go.")
+    sample_input_file: str | None = key(None, "Prompts for generate.py, one a line.")
+    sample_output_file: str = key("samples.txt", "Where generate.py writes samples.")
     stop_strings: TextList | None = key(None, "Texts that end a sample, and are cut off.")
     num_samples: PositiveInt = key(1, "Samples per prompt.")
     recompute: bool = key(False, "Do not use the key-value cache.")
@@ -251,6 +251,12 @@ class LauncherArgs(Group):
     no_ssh_check: bool = key(False, "Do not try ssh to the first host.")
     deepspeed_mpi: bool = accepted("MPI's variables are recognised by themselves.")
     deepspeed_slurm: bool = accepted("Slurm's variables are recognised by themselves.")
+
+    @property
+    def chosen_port(self) -> int | None:
+        """master_port, if somebody chose it: saved configs hold the default one, too."""
+        default = type(self).model_fields["master_port"].default
+        return None if self.master_port == default else self.master_port
 
 
 class LoggingArgs(Group):

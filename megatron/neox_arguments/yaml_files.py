@@ -139,7 +139,9 @@ def _represent_float(dumper: _Dumper, value: float) -> yaml.ScalarNode:
 
 
 def _represent_text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
-    style = None if value.isprintable() and value else '"'
+    """Quoted where `1e-4` would be taken for the number that `_ConfigLoader` reads in it."""
+    plain = value.isprintable() and value and not _FLOAT.match(value)
+    style = None if plain else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 

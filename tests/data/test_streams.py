@@ -1,22 +1,23 @@
-"""Files that are damaged, or made to fill the memory."""
+"""Text in every kind of file: the same documents, in order; damaged, or made to fill the memory."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import zstandard
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter
-from megatron.data.indexed_dataset import idx_path
-from megatron.data.preprocess import PreprocessOptions, preprocess
+from megatron.data.chunks import read_chunks
 from megatron.errors import DataError
-from megatron.tokenizer import build_tokenizer
+from tests.data.samples import TEXTS, documents, ended, jsonl, run
 
 BOMB = """
 import resource, sys
@@ -50,8 +51,6 @@ def test_a_zstd_bomb_streams_in_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_frames_follow_each_other_and_a_cut_one_is_named(tmp_path: Path) -> None:
-    from megatron.data.chunks import read_chunks
-
     texts = [os.urandom(100_000).hex().encode() + b"\n" for _ in range(3)]
     path = tmp_path / "a.txt.zst"
     path.write_bytes(b"".join(zstandard.compress(text) for text in texts))
@@ -62,73 +61,67 @@ def test_frames_follow_each_other_and_a_cut_one_is_named(tmp_path: Path) -> None
         list(read_chunks([path]))
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> Path:
-    """A dataset with its manifest."""
-    text = tmp_path / "in.txt"
-    text.write_text("\n".join(f"line {n} of the text" for n in range(200)))
-    options = PreprocessOptions(keys=["text"], workers=1, splitter="line", progress=False)
-    outcome = preprocess([text], tmp_path / "d", build_tokenizer("CharLevelTokenizer"), options)
-    return outcome.prefixes[0]
+def tar_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
 
 
-def test_every_flipped_bit_of_an_index_is_seen(prepared: Path) -> None:
-    IndexedDataset(prepared)
-    path = idx_path(prepared)
-    good = path.read_bytes()
-    generator = np.random.default_rng(0)
-    for _ in range(200):
-        damaged = bytearray(good)
-        damaged[generator.integers(len(good))] ^= 1 << int(generator.integers(8))
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"\.idx: does not match the checksum"):
-            IndexedDataset(prepared)
+def zip_of(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
 
 
-def test_the_tokens_are_verified_on_request(prepared: Path) -> None:
-    path = prepared.with_name(prepared.name + ".bin")
-    damaged = bytearray(path.read_bytes())
-    damaged[100] ^= 1
-    path.write_bytes(damaged)
-    IndexedDataset(prepared)  # opening does not read the tokens
-    with pytest.raises(DataError, match=r"\.bin: does not match the checksum"):
-        IndexedDataset(prepared, warmup=True)
+ZST = zstandard.ZstdCompressor().compress
 
 
-@pytest.mark.parametrize("kind", ["bin", "idx"])
-@pytest.mark.parametrize("change", [-8, 2])
-def test_a_file_of_another_size_than_recorded_is_damaged(
-    prepared: Path, kind: str, change: int
+FILES = {
+    "a.jsonl": jsonl(TEXTS),
+    "a.jsonl.zst": ZST(jsonl(TEXTS)),
+    "two_frames.jsonl.zst": ZST(jsonl(TEXTS[:1])) + ZST(jsonl(TEXTS[1:])),
+    "a.jsonl.gz": gzip.compress(jsonl(TEXTS)),
+    "no_last_newline.jsonl": jsonl(TEXTS)[:-1],
+    "a.jsonl.zst.tar": tar_of(
+        {"x/1.jsonl.zst": ZST(jsonl(TEXTS[:2])), "2.jsonl": jsonl(TEXTS[2:])}
+    ),
+    "a.tar.gz": gzip.compress(tar_of({f"{i}.md": t.encode() for i, t in enumerate(TEXTS)})),
+    "a.zip": zip_of({f"{i}.txt": t.encode() for i, t in enumerate(TEXTS)}),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    outcome = run([tmp_path / name], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(TEXTS)
+    assert (outcome.documents, outcome.broken_lines) == (3, 0)
+
+
+def test_a_folder_is_read_in_order_and_other_files_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = prepared.with_name(f"{prepared.name}.{kind}")
-    content = path.read_bytes()
-    path.write_bytes(content[:change] if change < 0 else content[:50] + b"xx" + content[50:])
-    with pytest.raises(DataError, match=rf"\.{kind}: \d+ bytes, but .*\.json recorded \d+"):
-        IndexedDataset(prepared)
+    folder = tmp_path / "corpus"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "2.txt").write_text("two")
+    (folder / "a.jsonl").write_bytes(jsonl(["one"]))
+    (folder / "c.md").write_text("three")
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / ".hidden.txt").write_text("hidden")
+    run([folder], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(["one", "two", "three"])
+    assert "1 files" in caplog.text and ".png" in caplog.text
 
 
-def test_data_written_anew_is_not_measured_by_an_older_manifest(prepared: Path) -> None:
-    with IndexedDatasetWriter(prepared) as writer:
-        writer.add_document([1, 2, 3])
-    assert IndexedDataset(prepared, warmup=True)[0].tolist() == [1, 2, 3]
-
-
-def test_what_a_killed_preprocessing_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    left = tmp_path / f".d.bin.{gone.pid}.0123abcd.tmp"
-    left.write_bytes(b"x" * 100)
-    recent = tmp_path / f".d.bin.{gone.pid}.89abcdef.tmp"
-    recent.write_bytes(b"x")
-    living = tmp_path / f".d.bin.{os.getpid()}.01234567.tmp"
-    living.write_bytes(b"x")
-    other = tmp_path / f".e.bin.{gone.pid}.0123abcd.tmp"
-    other.write_bytes(b"x")
-    for path in (left, living, other):
-        os.utime(path, (0, 0))
-    with IndexedDatasetWriter(tmp_path / "d") as writer:
-        writer.add_document([1, 2])
-    assert not left.exists()
-    assert recent.exists()
-    assert living.exists()
-    assert other.exists()
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.tar.gz", "a.zip"])
+def test_truncated_archives_are_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(FILES[name][:-10])
+    with pytest.raises(DataError, match=f"{name}.*(damaged|truncated)"):
+        run([tmp_path / name], tmp_path / "out")
+    assert not (tmp_path / "out_text_document.idx").exists()

@@ -8,7 +8,12 @@ import socket
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.launcher.environment import discover_environment, expand_hostlist
+from megatron.launcher.environment import (
+    DistributedEnvironment,
+    environment_for,
+    expand_hostlist,
+)
+from megatron.neox_arguments.run_keys import LauncherArgs
 
 SLURM_STEP = {
     "SLURM_JOB_ID": "77",
@@ -20,9 +25,13 @@ SLURM_STEP = {
 }
 
 
+def discover(environ: dict[str, str], **keys: str) -> DistributedEnvironment:
+    return environment_for(LauncherArgs(**keys), environ=environ)
+
+
 def test_nothing_set_is_one_process() -> None:
     environ: dict[str, str] = {}
-    found = discover_environment(environ)
+    found = discover(environ)
     assert (found.rank, found.world_size, found.source) == (0, 1, "single")
     assert environ["RANK"] == "0" and environ["MASTER_ADDR"] == "127.0.0.1"
 
@@ -31,7 +40,7 @@ def test_a_second_single_process_finds_another_port() -> None:
     with socket.socket() as busy:
         with contextlib.suppress(OSError):  # somebody else holds it, which serves as well
             busy.bind(("127.0.0.1", 29500))
-        assert discover_environment({}).master_port != 29500
+        assert discover({}).master_port != 29500
 
 
 def test_launcher_variables_win_over_slurm() -> None:
@@ -39,24 +48,24 @@ def test_launcher_variables_win_over_slurm() -> None:
         **SLURM_STEP, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1234",
         "MASTER_ADDR": "there",
     }  # fmt: skip
-    found = discover_environment(environ)
+    found = discover(environ)
     assert (found.rank, found.world_size, found.local_rank) == (1, 2, 1)
     assert (found.master_addr, found.master_port, found.source) == ("there", 1234, "launcher")
 
 
 def test_srun_task() -> None:
     environ = dict(SLURM_STEP)
-    found = discover_environment(environ)
+    found = discover(environ)
     assert (found.rank, found.local_rank, found.world_size) == (5, 1, 8)
     assert found.master_addr == "gpu03"
     assert environ["WORLD_SIZE"] == "8"
     assert environ["MASTER_PORT"] == str(found.master_port)
     others = dict(SLURM_STEP, SLURM_PROCID="0", SLURM_LOCALID="0")
-    assert discover_environment(others).master_port == found.master_port
+    assert discover(others).master_port == found.master_port
 
 
 def test_srun_on_one_node_uses_loopback() -> None:
-    assert discover_environment({**SLURM_STEP, "SLURM_NODELIST": "n1"}).master_addr == "127.0.0.1"
+    assert discover({**SLURM_STEP, "SLURM_NODELIST": "n1"}).master_addr == "127.0.0.1"
 
 
 @pytest.mark.parametrize("step", [None, "", "batch", "4294967291", "4294967290"])
@@ -66,12 +75,12 @@ def test_batch_and_interactive_shells_are_one_process(step: str | None) -> None:
     environ["SLURM_PROCID"] = "0"
     if step is not None:
         environ["SLURM_STEP_ID"] = step
-    found = discover_environment(environ)
+    found = discover(environ)
     assert (found.world_size, found.source) == (1, "single")
 
 
 def test_mpi_variables_win_over_those_of_the_step_that_started_its_daemons() -> None:
-    found = discover_environment(
+    found = discover(
         {
             **SLURM_STEP,
             "OMPI_COMM_WORLD_RANK": "3",
@@ -95,7 +104,7 @@ def test_mpi_variables_win_over_those_of_the_step_that_started_its_daemons() -> 
 )
 def test_broken_variables(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
-        discover_environment(environ)
+        discover(environ)
 
 
 @pytest.mark.parametrize(

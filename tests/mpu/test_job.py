@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError
-from megatron.launcher.environment import discover_environment
+from megatron.launcher.environment import environment_for
 from megatron.mpu.job import device_index, pick_device
+from megatron.neox_arguments.run_keys import LauncherArgs
 
 NODES, PER_NODE = 2, 8
 WORLD = NODES * PER_NODE
@@ -85,7 +86,7 @@ def test_every_process_of_two_nodes_finds_its_rank_and_device(
     assert callable(start)
     places, ports = [], set()
     for rank in range(WORLD):
-        found = discover_environment(environ := start(rank))
+        found = environment_for(LauncherArgs(), environ=(environ := start(rank)))
         monkeypatch.setenv("LOCAL_RANK", environ["LOCAL_RANK"])
         device = pick_device(found.local_rank)
         assert found.master_addr == "gpu07"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 TINY: dict[str, Any] = {
@@ -12,3 +13,9 @@ TINY: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "train_iters": 10,
 }
+
+
+def write(directory: Path, name: str, text: str) -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron.errors import ConfigError
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, DistanceKernel, TableEmbedding
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS, aliases, label_of, line_style, method
 from tests.conftest import REPOSITORY
+from tests.neox_arguments.samples import TINY, write
 
 OURS = {
     name: cls
@@ -127,3 +133,39 @@ def run(script: str, arguments: list[str], folder: Path, environment: dict[str, 
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kerple_log", "kerple_power_ap_", "kerple_power__ap", "kerple_power_ap_ap",
+     "kerple_power_original"],
+)  # fmt: skip
+def test_official_position_names_are_known_here_and_to_the_model(name: str) -> None:
+    from megatron.model.position_names import canonical_name
+    from megatron.neox_arguments.catalogue import canonical_method
+
+    NeoXArgs.from_dict({**TINY, "pos_emb": name})
+    assert canonical_name(name) == canonical_method(name)
+
+
+def test_every_registered_position_is_accepted() -> None:
+    from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+
+    for name in POSITIONAL_EMBEDDINGS:
+        assert NeoXArgs.from_dict({**TINY, "pos_emb": name}).model.pos_emb == name
+
+
+def test_own_kernel_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(
+        tmp_path,
+        "my_positions.py",
+        "from megatron.model.positional_embeddings import TableEmbedding\n"
+        "class Mine(TableEmbedding):\n    pass\n",
+    )
+    write(tmp_path, "my_broken_positions.py", "1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = write(tmp_path, "mine.yml", json.dumps(TINY))
+    assert NeoXArgs.from_files([config], sets=["pos_emb=my_positions:Mine"]).model.pos_emb
+    for wrong in ("my_positions:Other", "no_such_module:X", "my_broken_positions:X", ":", "a:b:c"):
+        with pytest.raises(ConfigError, match="pos_emb"):
+            NeoXArgs.from_files([config], sets=[f"pos_emb={wrong!r}"])

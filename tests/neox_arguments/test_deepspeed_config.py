@@ -58,6 +58,13 @@ def test_loss_scaling_reaches_deepspeed() -> None:
     assert config.float16_config.hysteresis == 3
 
 
+def test_a_lowest_loss_scale_that_deepspeed_cannot_take_is_refused() -> None:
+    whole = {**TINY, "fp16": {"enabled": True, "min_loss_scale": 2.0}}
+    assert NeoXArgs.from_dict(whole).deepspeed_config(1)["fp16"]["min_loss_scale"] == 2
+    with pytest.raises(ConfigError, match=r"fp16.min_loss_scale = 0.5 .* multiple of 1"):
+        NeoXArgs.from_dict({**TINY, "fp16": {"enabled": True, "min_loss_scale": 0.5}})
+
+
 def test_old_cpu_offload_becomes_offload_optimizer() -> None:
     zero = {"stage": 2, "cpu_offload": True}
     config = NeoXArgs.from_dict({**TINY, "zero_optimization": zero}).deepspeed_config(1)

@@ -1,13 +1,21 @@
-"""Counting parameters by arithmetic must agree with the model that is built."""
+"""What a config amounts to must agree with the model that is built and with what runs."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
+from megatron.neox_arguments.dry_run import (
+    MemoryEstimate,
+    count_parameters,
+    dry_run_report,
+    estimate_memory,
+    memory_shortage,
+)
 from tests.neox_arguments.samples import TINY
 
 
@@ -68,15 +76,66 @@ def test_llama_7b_has_the_parameters_that_its_authors_count() -> None:
     assert count_parameters(NeoXArgs.from_dict({**TINY, **llama})).total == 6_738_415_616
 
 
+def memory_under_zero(stage: int, precision: str) -> MemoryEstimate:
+    zero = {"stage": stage}
+    args = NeoXArgs.from_dict({**TINY, "precision": precision, "zero_optimization": zero})
+    return estimate_memory(args, 4)
+
+
 def test_zero_stages_save_what_they_split() -> None:
-    totals = []
-    for stage in range(4):
-        args = NeoXArgs.from_dict(
-            {**TINY, "precision": "bf16", "zero_optimization": {"stage": stage}}
-        )
-        totals.append(estimate_memory(args, 4))
+    totals = [memory_under_zero(stage, "fp32") for stage in range(4)]
     assert totals[1].optimizer == totals[0].optimizer // 4
     assert totals[1].gradients == totals[0].gradients
     assert totals[2].gradients == totals[0].gradients // 4
     assert totals[3].parameters == totals[0].parameters // 4
     assert totals[0].total > totals[1].total > totals[2].total > totals[3].total
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_without_zero_run_and_are_counted_under_stage_1(precision: str) -> None:
+    assert memory_under_zero(0, precision) == memory_under_zero(1, precision)
+    args = NeoXArgs.from_dict({**TINY, "precision": precision})
+    assert args.deepspeed_config(4)["zero_optimization"]["stage"] == 1
+    assert "(ZeRO stage 1, estimated)" in dry_run_report(args, 4)
+
+
+@pytest.mark.parametrize(
+    ("block", "fits"),
+    [
+        ({}, False),
+        ({"cpu_offload": True}, True),
+        ({"offload_optimizer": {"device": "cpu"}}, True),
+        ({"offload_optimizer": {"device": "none"}}, False),
+    ],
+)
+def test_an_optimizer_that_is_offloaded_takes_no_memory_of_the_device(
+    block: dict[str, Any], fits: bool
+) -> None:
+    args = NeoXArgs.from_dict({**TINY, "zero_optimization": {"stage": 1, **block}})
+    needed = estimate_memory(args, 1)
+    without = needed.parameters + needed.gradients
+    assert (memory_shortage(args, 1, without, "this GPU") is None) == fits
+
+
+def test_a_vocabulary_of_ones_own_is_counted_and_an_absent_one_is_said(tmp_path: Path) -> None:
+    vocabulary = tmp_path / "vocab.json"
+    args = NeoXArgs.from_dict({**TINY, "vocab_file": str(vocabulary)})
+    assert count_parameters(args).padded_vocab_size == 50304
+    assert "vocabulary of 50257 assumed" in count_parameters(args).assumptions[0]
+    vocabulary.write_text(json.dumps({str(number): number for number in range(4096)}))
+    assert count_parameters(args).padded_vocab_size == 4096
+    assert count_parameters(args).assumptions == ()
+
+
+def test_a_vocabulary_that_a_library_knows_by_name_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files(kind: str, vocabulary: str) -> str:
+        values = {**TINY, "tokenizer_type": kind, "vocab_file": vocabulary}
+        return dry_run_report(NeoXArgs.from_dict(values)).partition("# files")[2]
+
+    assert "cl100k_base" not in files("TiktokenTokenizer", "cl100k_base")
+    assert "MISSING vocab_file: cl100k_base" in files("GPT2BPETokenizer", "cl100k_base")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "vocab.json").write_text("{}")
+    assert "found   vocab_file: ~/vocab.json" in files("GPT2BPETokenizer", "~/vocab.json")

@@ -1,4 +1,4 @@
-"""Impossible combinations: the message has the keys, the values and a way out."""
+"""Impossible combinations: the message has the keys, the values and a way out; others load."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ from tests.neox_arguments.samples import TINY
         ({"include": "a", "exclude": "b"}, ["include", "exclude"]),
         ({"include": "a", "num_gpus": 2}, ["num_gpus"]),
         ({"gpt_j_tied": True}, ["gpt_j_residual"]),
+        ({"num_kv_heads": 3}, ["num_kv_heads = 3", "num_attention_heads = 4", "Use"]),
+        ({"num_kv_heads": 1, "model_parallel_size": 2}, ["model_parallel_size = 2", "kv_heads"]),
+        ({"use_qk_layernorm": True, "norm": "rmsnorm"}, ["use_qk_layernorm", "rmsnorm"]),
+        ({"use_qk_layernorm": True, "model_parallel_size": 2}, ["use_qk_layernorm", "= 2"]),
+        ({"use_qk_layernorm": True, "num_kv_heads": 2}, ["use_qk_layernorm", "num_kv_heads"]),
+        ({"attention_config": [[["local"], 2]]}, ["local", "not implemented"]),
+        ({"attention_config": [[["global"], 5]]}, ["5 layers", "num_layers = 2"]),
+        ({"attention_config": ["global"]}, ["attention_config", "expected"]),
+        ({"allow_changed": ["train_bach_size"]}, ["allow_changed", "train_batch_size?"]),
     ],
 )  # fmt: skip
 def test_impossible_combinations(values: dict[str, Any], fragments: list[str]) -> None:
@@ -56,44 +65,16 @@ def test_every_other_position_may_be_evaluated_at_any_length(pos_emb: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("values", "world", "plan"),
+    "values",
     [
-        ({"train_micro_batch_size_per_gpu": 4}, 2, (8, 4, 1, 2)),
-        ({"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, 2, (24, 4, 3, 2)),
-        ({"train_micro_batch_size_per_gpu": 4, "train_batch_size": 32}, 2, (32, 4, 4, 2)),
-        ({"train_batch_size": 32}, 4, (32, 8, 1, 4)),
-        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, (32, 4, 2, 4)),
-        ({"train_batch_size": 32, "model_parallel_size": 2, "pipe_parallel_size": 2}, 8,
-         (32, 16, 1, 2)),
-    ],
-)  # fmt: skip
-def test_batch_arithmetic(
-    values: dict[str, Any], world: int, plan: tuple[int, int, int, int]
-) -> None:
-    config = {key: value for key, value in TINY.items() if "batch" not in key}
-    found = NeoXArgs.from_dict({**config, **values}).batch_plan(world)
-    assert plan == (
-        found.train_batch_size,
-        found.micro_batch_size,
-        found.gradient_accumulation_steps,
-        found.data_parallel_size,
-    )
-
-
-@pytest.mark.parametrize(
-    ("values", "world", "fragments"),
-    [
-        ({"train_micro_batch_size_per_gpu": None}, 1, ["no batch size"]),
-        ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, 1, ["30", "28"]),
-        ({"train_batch_size": 8, "gradient_accumulation_steps": 2}, 1, ["= 8", "= 4", "derived"]),
-        ({"model_parallel_size": 2}, 3, ["3 processes", "multiple of 2"]),
+        {"num_kv_heads": 4},
+        {"num_kv_heads": 2, "model_parallel_size": 2},
+        {"use_qk_layernorm": True},
+        {"attention_config": [[["flash"], 2]]},
+        {"attention_config": [[["global"], "all"]]},
+        {"allow_changed": ["optimizer.params", "seed"]},
     ],
 )
-def test_batch_arithmetic_explains(
-    values: dict[str, Any], world: int, fragments: list[str]
-) -> None:
+def test_possible_combinations_load(values: dict[str, object]) -> None:
     args = NeoXArgs.from_dict({**TINY, **values})
-    with pytest.raises(ConfigError) as caught:
-        args.batch_plan(world)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+    assert NeoXArgs.from_dict(args.to_dict()) == args

@@ -1,4 +1,4 @@
-"""Several files, --override and --set."""
+"""YAML files, several of them, --override and --set."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml
+from tests.neox_arguments.samples import write
 
 
 @pytest.fixture
@@ -25,6 +27,12 @@ def other(base: Path, text: str) -> Path:
     path = base.parent / "other.yml"
     path.write_text(text)
     return path
+
+
+@pytest.mark.parametrize("text", ["1e-4", "-1E5", "1_000", "017", "yes", "~", "<<", "a: b", ""])
+def test_text_that_looks_like_something_else_stays_text(text: str) -> None:
+    written = dump_yaml({"wandb_run_name": text, "stop_strings": [text]})
+    assert parse_yaml(written, "again") == {"wandb_run_name": text, "stop_strings": [text]}
 
 
 def test_different_value_in_two_files_names_both(base: Path) -> None:
@@ -118,3 +126,45 @@ def test_set_precision_replaces_the_blocks_of_files(base: Path, precision: str) 
 def test_wrong_set(base: Path, assignment: str, fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
         NeoXArgs.from_files([base], sets=[assignment])
+
+
+def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yml", "optimizer: {params: {lr: 6e-4}}\nmin_lr: 1e-5\n")
+    base = write(
+        tmp_path, "b.yml", "num_layers: 1\nhidden_size: 8\nnum_attention_heads: 1\nseed: 1e3"
+    )
+    args = NeoXArgs.from_files([path, base])
+    assert (args.optimization.lr, args.optimization.min_lr, args.runtime.seed) == (6e-4, 1e-5, 1000)
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        (b"\xff\xfe\x00bad", "UTF-8"),
+        (b"- a\n- b\n", "mapping"),
+        (b"just text", "mapping"),
+        (b"1: 2\n", "text key"),
+        (b"a: [", "YAML"),
+        (b"a: &x [*x]\n", "aliases"),
+        (b"seed: 1\nseed: 2\n", "twice"),
+        (b"seed: !!python/object/apply:os.system ['true']\n", "YAML"),
+        (b"seed: !!binary aGk=\n", "bytes"),
+        (b"deepspeed_extra_args: " + b"[" * 3000 + b"]" * 3000, "nested"),
+        (b'wandb_group: "\\ud800"\n', "Unicode"),
+        (b"seed: " + b"9" * 6000, "YAML"),
+    ],
+)
+def test_files_that_are_not_configs(tmp_path: Path, content: bytes, fragment: str) -> None:
+    path = tmp_path / "odd.yml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=fragment) as caught:
+        NeoXArgs.from_files([path])
+    assert "odd.yml" in str(caught.value)
+
+
+def test_missing_file_and_directory(tmp_path: Path) -> None:
+    write(tmp_path, "small.yml", "{}")
+    with pytest.raises(ConfigError, match=r"Did you mean .*small\.yml"):
+        NeoXArgs.from_files([tmp_path / "smal.yml"])
+    with pytest.raises(ConfigError, match="directory"):
+        NeoXArgs.from_files([tmp_path])

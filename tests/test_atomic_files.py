@@ -1,0 +1,76 @@
+"""Files and folders that are complete or absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.atomic_files import (
+    atomic_writer,
+    check_folder_writable,
+    check_writable,
+    new_directory,
+    read_json,
+    write_json,
+    write_text,
+)
+from megatron.errors import OutputError
+
+
+def test_outputs_are_tried_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match=r"^--out .*file/deep/x: cannot be written \(Not a direc"):
+        check_writable(tmp_path / "file" / "deep" / "x", "--out")
+    with pytest.raises(OutputError, match="Is a directory"):
+        check_writable(tmp_path, "--out")
+    with pytest.raises(OutputError, match=r"--runs .*file: is a file, not a folder"):
+        check_folder_writable(tmp_path / "file", "--runs")
+    check_writable(tmp_path / "new" / "x", "--out")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_an_error_while_writing_keeps_the_old_file_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    write_text(path, "old", parents=True)
+    with pytest.raises(RuntimeError), atomic_writer(path) as handle:
+        handle.write(b"half of the new")
+        raise RuntimeError("interrupted")
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+    write_text(path, "new")
+    assert path.read_text() == "new"
+
+
+def test_a_folder_appears_whole_and_replaces_its_like_only(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+
+    def make(content: str, *, overwrite: bool = False, source: Path = tmp_path / "in") -> None:
+        rules = {"overwrite": overwrite, "replaceable": lambda name: name == "part"}
+        with new_directory(target, sources=[source], **rules) as folder:
+            (folder / "part").write_text(content)
+            if content == "broken":
+                raise RuntimeError("interrupted")
+
+    make("first")
+    with pytest.raises(OutputError, match="exists; choose another destination"):
+        make("second")
+    with pytest.raises(RuntimeError):
+        make("broken", overwrite=True)
+    assert (target / "part").read_text() == "first"
+    make("second", overwrite=True)
+    assert (target / "part").read_text() == "second"
+    with pytest.raises(OutputError, match="which is read"):
+        make("third", overwrite=True, source=target / "part")
+    (target / "precious").touch()
+    with pytest.raises(OutputError, match="holds precious"):
+        make("third", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000])
+def test_json_that_is_no_object_is_none(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"b": 1})
+    assert read_json(path) == {"b": 1}
+    path.write_bytes(content)
+    assert read_json(path) is None and read_json(tmp_path / "absent.json") is None

@@ -1,0 +1,42 @@
+"""What this machine has, asked without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron import machine
+from megatron.machine import count_gpus, is_running, memory_bytes
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus({}, tmp_path) == 3
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "1,2"}, tmp_path) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+    assert count_gpus({"DS_ACCELERATOR": "cpu"}, tmp_path) == 0
+
+
+def test_a_container_may_have_less_memory_than_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = tmp_path / "memory.max"
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", (tmp_path / "absent", limits))
+    whole = memory_bytes()
+    assert whole is not None
+    for text, found in (("max\n", whole), ("1048576\n", 1 << 20), (f"{2**62}\n", whole)):
+        limits.write_text(text)
+        assert memory_bytes() == found
+
+
+def test_a_process_runs_until_it_has_ended() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert is_running(os.getpid()) and is_running(1)
+    assert not is_running(ended.pid) and not is_running(2**70)
