@@ -26,14 +26,9 @@ from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, softmax_scale_start
-from megatron.model.position_base import (
-    InputEmbedding,
-    PositionalEmbedding,
-    PositionOptions,
-    TableEmbedding,
-)
+from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
 from megatron.model.position_names import positional_embedding_class
-from megatron.model.rotary_and_input_positions import RotaryEmbedding
+from megatron.model.rotary_and_input_positions import InputEmbedding, RotaryEmbedding
 from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import (

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.engines.dispatch import ENGINES
 from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
-from megatron.model.learned_numbers import CONSTRAINTS
+from megatron.model.position_base import CONSTRAINTS
 from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs
 
 DERIVED = {"gelu_tanh"}  # no value of the key: gelu with `bias_gelu_fusion`
