@@ -58,15 +58,6 @@ class PositionOptions:
                 f"this positional embedding needs {key}, which was not given; give {key}=..."
             ) from error
 
-    def one_of(self, key: str, choices: Iterable[str]) -> str:
-        """The value of a key, if it is one of the choices."""
-        value = getattr(self, key)
-        if value not in choices:
-            raise PositionalEmbeddingError(
-                f"{key}: {value!r} is not one of {', '.join(map(repr, choices))}."
-            )
-        return str(value)
-
     @property
     def num_heads(self) -> int:
         """All heads of the model."""
@@ -345,9 +336,10 @@ class DistanceKernel(TableEmbedding):
             raise PositionalEmbeddingError(
                 f"{type(self).__name__} defines neither bias() nor weight(); write one of them."
             )
-        pre = options.one_of("kerple_bias_scale", ("post", "pre")) == "pre"
+        pre = _one_of("kerple_bias_scale", options.kerple_bias_scale, ("post", "pre")) == "pre"
         self._divisor = math.sqrt(options.head_dim) if pre else None  # Eq. 1
-        self._constraint = CONSTRAINTS[options.one_of("kerple_constraint", CONSTRAINTS)]
+        constraint = _one_of("kerple_constraint", options.kerple_constraint, CONSTRAINTS)
+        self._constraint = CONSTRAINTS[constraint]
         for name, raw in self.initial_values().items():
             self.register_parameter(name, sharded_parameter(raw))
 
@@ -394,6 +386,14 @@ class DistanceKernel(TableEmbedding):
     def project_(self) -> None:
         for name, spec in self.learnable.items():
             self._constraint.project_(self.get_parameter(name), spec)
+
+
+def _one_of(key: str, value: str, choices: Iterable[str]) -> str:
+    if value not in choices:
+        raise PositionalEmbeddingError(
+            f"{key}: {value!r} is not one of {', '.join(map(repr, choices))}."
+        )
+    return value
 
 
 def _formula_arguments(cls: type, table: str, learnable: Mapping[str, Bounded]) -> tuple[str, ...]:
