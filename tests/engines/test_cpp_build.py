@@ -143,3 +143,8 @@ def test_a_shared_cache_directory_is_not_trusted(
     assert own.stat().st_mode & 0o077 == 0
     own.chmod(0o777)  # somebody made it for us
     assert not compiled._cache_directory().is_relative_to(tmp_path)
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    own.rmdir()
+    own.symlink_to(private)  # or leads us to ours, and elsewhere before we load from it
+    assert not compiled._cache_directory().is_relative_to(tmp_path)
