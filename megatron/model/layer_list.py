@@ -262,11 +262,3 @@ def _check_restarts(embedding: InputEmbedding, pos_emb: str) -> None:
             f"reset_position_ids = true with pos_emb = {pos_emb}: its forward takes no "
             "`positions`. Give it that argument ([batch, length] or None), or remove the key."
         )
-
-
-class FunctionLayer(nn.Module):
-    """The place of a plain function among the modules of a `GPTModel`, which calls it itself."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
