@@ -265,14 +265,6 @@ def test_pruning_with_gates_changes_only_rounding(tiled: Engine, tables: str) ->
         assert (pruned[name] - value).abs().max() <= 3e-6 * value.abs().max(), name
 
 
-def test_gates_prune_tiles_in_the_compiled_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERPLE_TILED_BACKEND", "compiled")
-    draw = Draw(batch=1, q_len=2000, k_len=2000, terms="none", tables="none")
-    q, k, v = (draw.arguments[name] for name in "qkv")
-    _, count = tiled_forward_with_count(q, k, v, key_bias=gates(1, 6, 2000, 1000.0))
-    assert count.share < 0.5
-
-
 _MEMORY_PROBE = """
 import sys, torch
 from megatron import attention
