@@ -147,7 +147,7 @@ Cls = TypeVar("Cls", bound=type[PositionalEmbedding])
 
 POSITIONAL_EMBEDDINGS: dict[str, type[PositionalEmbedding]] = {}
 ALIASES: dict[str, str] = {}
-"""Other names of registered embeddings -> the registered ones."""
+"""Other names of registered embeddings, which no class may take -> the registered ones."""
 
 
 def register(name: str) -> Callable[[Cls], Cls]:
