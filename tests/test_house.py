@@ -124,7 +124,7 @@ def test_the_formulas_come_first_and_stand_on_their_base_alone() -> None:
     first = next(n for n, line in enumerate(lines, 1) if "return -r1 * log1p(r2 * d)" in line)
     assert first <= 60
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-    assert {node.module for node in nodes if node.level} == {"learned_numbers", "position_base"}
+    assert {node.module for node in nodes if node.level} == {"position_base"}
     assert list(imports(path)) == []
 
 

@@ -14,8 +14,7 @@ from megatron.checkpoints.reading import EMBEDDING, Checkpoint, read_checkpoint
 from megatron.checkpoints.sharding import Sharding, canonical_names, split_name, with_rows
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.learned_numbers import constraint_named
-from megatron.model.position_base import DistanceKernel
+from megatron.model.position_base import CONSTRAINTS, DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
@@ -122,7 +121,7 @@ def with_constraint(
     cls = positional_embedding_class(spec.pos_emb)
     if constraint == spec.kerple_constraint or not issubclass(cls, DistanceKernel):
         return dict(weights)
-    old, new = constraint_named(spec.kerple_constraint), constraint_named(constraint)
+    old, new = CONSTRAINTS[spec.kerple_constraint], CONSTRAINTS[constraint]
     result = dict(weights)
     for name, raw in weights.items():
         rest = split_name(name)[1]

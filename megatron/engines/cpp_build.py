@@ -15,6 +15,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -130,10 +131,10 @@ def _cache_directory() -> Path:
     base = Path(os.environ.get("KERPLE_CACHE_DIR") or shared / "kerple-neox")
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not _is_private(base):
+        if not is_private(base):
             base = base / f"user-{os.getuid()}"  # shared among users: a place of one's own in it
             base.mkdir(exist_ok=True, mode=0o700)
-        if not _is_private(base):
+        if not is_private(base):
             raise PermissionError(f"{base} belongs to somebody else")
         with tempfile.NamedTemporaryFile(dir=base):
             return base
@@ -141,10 +142,11 @@ def _cache_directory() -> Path:
         return Path(tempfile.mkdtemp(prefix="kerple-neox-"))
 
 
-def _is_private(directory: Path) -> bool:
-    """Whether nobody else could have put a program there for us to load."""
-    about = directory.stat()
-    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+def is_private(directory: Path) -> bool:
+    """Whether nobody else could have put a program there for us to load, nor lead us elsewhere."""
+    about = directory.lstat()
+    ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+    return ours and not about.st_mode & 0o022
 
 
 def _compile(compiler: str, target: Path) -> None:
@@ -152,18 +154,20 @@ def _compile(compiler: str, target: Path) -> None:
     for cpu_flags in _CPU_FLAGS:
         temporary = temporary_name(target)
         command = [compiler, *_FLAGS, *cpu_flags, "-o", str(temporary)]
-        result = subprocess.run(
-            [*command, str(_SOURCES / "attention.cpp")],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_SECONDS,
-        )
-        if result.returncode == 0:
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
-            temporary.replace(target)
-            return
-        temporary.unlink(missing_ok=True)
+        try:
+            result = subprocess.run(
+                [*command, str(_SOURCES / "attention.cpp")],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_TIMEOUT_SECONDS,
+            )
+            if result.returncode == 0:
+                with temporary.open("rb+") as file:
+                    os.fsync(file.fileno())
+                temporary.replace(target)
+                return
+        finally:
+            temporary.unlink(missing_ok=True)
         errors = result.stderr.strip().splitlines()[0] if result.stderr.strip() else "no message"
     raise BuildError(f"{Path(compiler).name} failed: {errors}")

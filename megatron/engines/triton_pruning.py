@@ -46,10 +46,12 @@ def can_decay(bias: Tensor, reach: int) -> bool:
 
     Waits for the GPU once for each new table.
     """
+    # Tables of torch.inference_mode count no versions; an old answer costs time, never numbers.
+    version = None if bias.is_inference() else bias._version
     kept = _decided.get(bias)
-    if kept is None or kept[:2] != (bias._version, reach):
+    if kept is None or kept[:2] != (version, reach):
         fall = (bias.detach()[:, 0] - bias.detach()[:, reach - 1]).float().max()
-        kept = (bias._version, reach, bool(fall > _margin(reach)))
+        kept = (version, reach, bool(fall > _margin(reach)))
         _decided[bias] = kept
     return bool(kept[2])
 

@@ -14,7 +14,6 @@ disk: the first rank of the node compiles, the others wait for it and load what 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
@@ -26,7 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
+
+from megatron.engines.cpp_build import is_private
 
 triton: Any = None
 tl: Any = None
@@ -82,11 +84,9 @@ def _private_folder() -> Path:
     base = Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     folder = base / f"kerple-triton-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if folder.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        # code is loaded from here: not from a directory that somebody else can write to
-        return Path(tempfile.mkdtemp(prefix="kerple-triton-", dir=base))
-    return folder
+    if is_private(folder):
+        return folder
+    return Path(tempfile.mkdtemp(prefix="kerple-triton-", dir=base))
 
 
 @contextlib.contextmanager
@@ -95,8 +95,7 @@ def compile_turn(kernel: Hashable) -> Iterator[None]:
     if _folder is None or kernel in _launched:
         yield
         return
-    with (_folder / "compiling.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, also if the process dies
+    with FileLock(_folder / "compiling.lock"):
         yield
     _launched.add(kernel)
 

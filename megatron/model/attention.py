@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from megatron.engines import attention
 from megatron.model.embedding import places_in_documents
 from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharpened
-from megatron.model.learned_numbers import at_least_fp32
-from megatron.model.position_base import Tables
+from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.mpu.collectives import TensorParallel, copy_to_group
 from megatron.mpu.parallel_layers import ColumnParallelLinear, Projections, per_head_parameter

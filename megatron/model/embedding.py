@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.position_base import InputEmbedding
+from megatron.model.rotary_and_input_positions import InputEmbedding
 from megatron.mpu.collectives import (
     SERIAL,
     TensorParallel,

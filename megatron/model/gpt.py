@@ -22,7 +22,7 @@ from megatron.model.embedding import (
     head_losses,
     loss_chunk,
 )
-from megatron.model.layer_list import FunctionLayer, Layer, LayerFactory, ModelSpec
+from megatron.model.layer_list import Function, Layer, LayerFactory, ModelSpec
 from megatron.model.position_base import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu.collectives import SERIAL, TensorParallel
@@ -114,7 +114,7 @@ class GPTModel(nn.Module):
         for module in self.positional_embeddings():
             if isinstance(module, TableEmbedding):
                 return module(length)
-        return Tables(None, None)
+        return Tables()
 
     def set_window(self, window: int | None) -> None:
         """Limit every layer to the last `window` distances; None lifts the limit."""
@@ -138,3 +138,11 @@ class GPTModel(nn.Module):
             group = nn.Sequential(*layers[start : start + step])
             state = cast(State, checkpoint(group, state, use_reentrant=False))
         return state
+
+
+class FunctionLayer(nn.Module):
+    """The place of a plain function among the modules, which `GPTModel` calls itself."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function

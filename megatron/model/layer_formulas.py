@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .learned_numbers import at_least_fp32
+from .position_base import at_least_fp32
 
 Activation = Callable[[Tensor], Tensor]
 

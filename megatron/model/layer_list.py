@@ -26,14 +26,9 @@ from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, softmax_scale_start
-from megatron.model.position_base import (
-    InputEmbedding,
-    PositionalEmbedding,
-    PositionOptions,
-    TableEmbedding,
-)
+from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
 from megatron.model.position_names import positional_embedding_class
-from megatron.model.rotary_and_input_positions import RotaryEmbedding
+from megatron.model.rotary_and_input_positions import InputEmbedding, RotaryEmbedding
 from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import (
@@ -267,11 +262,3 @@ def _check_restarts(embedding: InputEmbedding, pos_emb: str) -> None:
             f"reset_position_ids = true with pos_emb = {pos_emb}: its forward takes no "
             "`positions`. Give it that argument ([batch, length] or None), or remove the key."
         )
-
-
-class FunctionLayer(nn.Module):
-    """The place of a plain function among the modules of a `GPTModel`, which calls it itself."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function

@@ -1,7 +1,8 @@
-"""What the formulas in positional_embeddings.py stand on, with the numbers of learned_numbers.py.
+"""What the formulas in positional_embeddings.py stand on.
 
-Options, the registry, the base classes, and what makes a formula with learned numbers a module
-(`DistanceKernel`). This file travels with every exported model, beside the formulas.
+Options, the registry, the base classes, how learned numbers start and stay in their bounds, and
+what makes a formula with such numbers a module (`DistanceKernel`). This file travels with every
+exported model, beside the formulas.
 """
 
 from __future__ import annotations
@@ -11,21 +12,20 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .learned_numbers import (
-    Bounded,
-    PositionalEmbeddingError,
-    at_least_fp32,
-    constraint_named,
-    one_of,
-    sharded_parameter,
-)
+try:
+    if __package__ != "megatron.model":  # beside an exported model nothing of ours is looked for
+        raise ImportError
+    from megatron.errors import PositionalEmbeddingError as PositionalEmbeddingError
+except ImportError:
 
-Kind = Literal["input", "rotation", "tables", "none"]
+    class PositionalEmbeddingError(ValueError):  # type: ignore[no-redef]
+        """A positional embedding cannot be built with these options."""
 
 
 # Options.
@@ -85,11 +85,6 @@ class PositionOptions:
 # Base classes.
 
 
-def room_for(length: int) -> int:
-    """The next power of two: caches that grow token by token in generation grow seldom."""
-    return 1 << max(length - 1, 0).bit_length()
-
-
 class Tables(NamedTuple):
     """Functions of distance, each [local heads, length]: score = (q.k) * scale * weight + bias."""
 
@@ -101,7 +96,7 @@ class PositionalEmbedding(nn.Module):
     """The base of all; `kind` tells the model where it acts."""
 
     name: ClassVar[str] = ""
-    kind: ClassVar[Kind]
+    kind: ClassVar[Literal["input", "rotation", "tables", "none"]]
 
     def __init__(self, options: PositionOptions) -> None:
         super().__init__()
@@ -125,18 +120,6 @@ class PositionalEmbedding(nn.Module):
         """Bring the parameters back into their bounds, where the constraint asks for it."""
 
 
-class InputEmbedding(PositionalEmbedding):
-    """Adds something to the token embeddings x_BLH; position `offset` is the first of them.
-
-    With `reset_position_ids`, `positions` [B, L] tells each token's own position.
-    """
-
-    kind = "input"
-
-    def forward(self, x_BLH: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
-
-
 class TableEmbedding(PositionalEmbedding):
     """Tables over distance: column d belongs to keys d positions before the query.
 
@@ -150,21 +133,12 @@ class TableEmbedding(PositionalEmbedding):
     kind = "tables"
     table_names: ClassVar[tuple[str, ...]] = ("bias",)
 
-    def __init__(self, options: PositionOptions) -> None:
-        super().__init__(options)
-        self._distances = torch.empty(0)
-
     def forward(self, length: int) -> Tables:
         raise NotImplementedError
 
     def distances(self, length: int) -> Tensor:
-        """0, 1, ..., length-1 in fp32, kept between calls (neither parameter nor buffer)."""
-        if self._distances.numel() < length or self._distances.device != self.device:
-            with torch.inference_mode(False):
-                self._distances = torch.arange(
-                    room_for(length), dtype=torch.float32, device=self.device
-                )
-        return self._distances[:length]
+        """0, 1, ..., length-1 in fp32."""
+        return torch.arange(length, dtype=torch.float32, device=self.device)
 
 
 # The registry.
@@ -173,27 +147,165 @@ Cls = TypeVar("Cls", bound=type[PositionalEmbedding])
 
 POSITIONAL_EMBEDDINGS: dict[str, type[PositionalEmbedding]] = {}
 ALIASES: dict[str, str] = {}
-"""Other names of registered embeddings -> the registered ones."""
+"""Other names of registered embeddings, which no class may take -> the registered ones."""
 
 
-def register(name: str, aliases: Iterable[str] = ()) -> Callable[[Cls], Cls]:
+def register(name: str) -> Callable[[Cls], Cls]:
     """Class decorator: make a positional embedding available as `pos_emb: <name>`."""
 
     def decorate(cls: Cls) -> Cls:
-        for key in (name, *aliases):
-            other = POSITIONAL_EMBEDDINGS.get(ALIASES.get(key, key))
-            # A module that runs twice (as script and as import) may register itself again.
-            if other is not None and other.__qualname__ != cls.__qualname__:
-                raise PositionalEmbeddingError(
-                    f"pos_emb {key!r} is taken by {other.__module__}.{other.__qualname__}; "
-                    "register yours under another name."
-                )
+        other = POSITIONAL_EMBEDDINGS.get(ALIASES.get(name, name))
+        # A module that runs twice (as script and as import) may register itself again.
+        if other is not None and other.__qualname__ != cls.__qualname__:
+            raise PositionalEmbeddingError(
+                f"pos_emb {name!r} is taken by {other.__module__}.{other.__qualname__}; "
+                "register yours under another name."
+            )
         cls.name = name
         POSITIONAL_EMBEDDINGS[name] = cls
-        ALIASES.update(dict.fromkeys(aliases, name))
         return cls
 
     return decorate
+
+
+# Learned numbers: how they start, their bounds, and the constraints that keep these.
+
+
+class InitialValues(Protocol):
+    """How a parameter starts: a value for each head of the whole model."""
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Initial values, uniform in [low, high)."""
+
+    low: float
+    high: float
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        random = torch.rand(count, generator=generator, device="cpu")
+        return self.low + (self.high - self.low) * random
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """One kernel parameter, a value per head in [minimum, maximum]."""
+
+    init: InitialValues
+    minimum: float = 0.01  # the official code's, for every kernel parameter
+    maximum: float = math.inf
+
+    def clamp(self, value: Tensor) -> Tensor:
+        return value.clamp(self.minimum, self.maximum)
+
+
+@dataclass(frozen=True)
+class Positive(Bounded):
+    """r > 0."""
+
+
+@dataclass(frozen=True)
+class Exponent(Bounded):
+    """0 < r <= 2: beyond 2 the kernels are not conditionally positive definite (Prop. 1)."""
+
+    maximum: float = 2.0
+
+
+class Constraint:
+    """How a stored number (raw) relates to the value that the formula sees."""
+
+    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
+        """The value inside the bounds, differentiable in raw."""
+        raise NotImplementedError
+
+    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
+        """What to store for that value."""
+        return value.clone()
+
+    def project_(self, raw: Tensor, spec: Bounded) -> None:
+        """After an optimizer step."""
+
+
+class _ClampStraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, raw: Tensor, minimum: float, maximum: float) -> Tensor:
+        return raw.clamp(minimum, maximum)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0], None, None
+
+
+class StraightThrough(Constraint):
+    """Clamped in the forward, gradient as if it were not: what the official code amounts to.
+
+    The official code clamps the low-precision copy and lets the optimizer move the fp32 master
+    weight freely, so a parameter below its bound can come back.
+    """
+
+    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
+        return _ClampStraightThrough.apply(raw, spec.minimum, spec.maximum)
+
+
+class Projected(Constraint):
+    """Projected gradient descent: plain gradient, clamped in place after each step."""
+
+    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
+        # Inside the bounds this is the identity; a checkpoint may hold values outside.
+        return spec.clamp(raw)
+
+    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
+        return spec.clamp(value)
+
+    def project_(self, raw: Tensor, spec: Bounded) -> None:
+        with torch.no_grad():
+            raw.clamp_(spec.minimum, spec.maximum)
+
+
+class Smooth(Constraint):
+    """Softplus for r > 0, a scaled sigmoid where there is an upper bound: never clamped."""
+
+    margin = 1e-4  # a value on the bound would need an infinite raw parameter
+
+    def value(self, raw: Tensor, spec: Bounded) -> Tensor:
+        if math.isinf(spec.maximum):
+            return spec.minimum + F.softplus(raw)
+        # Written from the upper bound down, so that rounding can never pass it.
+        return spec.maximum - (spec.maximum - spec.minimum) * torch.sigmoid(-raw)
+
+    def raw(self, value: Tensor, spec: Bounded) -> Tensor:
+        if math.isinf(spec.maximum):
+            excess = (value - spec.minimum).clamp(min=self.margin)
+            return excess + torch.log(-torch.expm1(-excess))
+        share = (value - spec.minimum) / (spec.maximum - spec.minimum)
+        return torch.logit(share, eps=self.margin)
+
+
+CONSTRAINTS: dict[str, Constraint] = {
+    "ste": StraightThrough(),
+    "project": Projected(),
+    "softplus": Smooth(),
+}
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def log1p(x: Tensor) -> Tensor:
+    """log(1 + x); in bf16 the sum is rounded before the logarithm, as in the official code."""
+    return torch.log1p(x) if x.dtype != torch.bfloat16 else torch.log(1 + x)
+
+
+def sharded_parameter(values: Tensor) -> nn.Parameter:
+    """A kernel's parameter, which `weight_decay` leaves alone; it holds this rank's heads."""
+    # Exported models are built on the meta device before their weights are read.
+    parameter = nn.Parameter(values.contiguous().to(torch.get_default_device()))
+    for flag in ("is_kernel_parameter", "model_parallel", "tensor_model_parallel"):
+        setattr(parameter, flag, True)
+    return parameter
 
 
 # A formula and its learned numbers as a module.
@@ -224,9 +336,10 @@ class DistanceKernel(TableEmbedding):
             raise PositionalEmbeddingError(
                 f"{type(self).__name__} defines neither bias() nor weight(); write one of them."
             )
-        pre = one_of("kerple_bias_scale", options.kerple_bias_scale, ("post", "pre")) == "pre"
+        pre = _one_of("kerple_bias_scale", options.kerple_bias_scale, ("post", "pre")) == "pre"
         self._divisor = math.sqrt(options.head_dim) if pre else None  # Eq. 1
-        self._constraint = constraint_named(options.kerple_constraint)
+        constraint = _one_of("kerple_constraint", options.kerple_constraint, CONSTRAINTS)
+        self._constraint = CONSTRAINTS[constraint]
         for name, raw in self.initial_values().items():
             self.register_parameter(name, sharded_parameter(raw))
 
@@ -273,6 +386,14 @@ class DistanceKernel(TableEmbedding):
     def project_(self) -> None:
         for name, spec in self.learnable.items():
             self._constraint.project_(self.get_parameter(name), spec)
+
+
+def _one_of(key: str, value: str, choices: Iterable[str]) -> str:
+    if value not in choices:
+        raise PositionalEmbeddingError(
+            f"{key}: {value!r} is not one of {', '.join(map(repr, choices))}."
+        )
+    return value
 
 
 def _formula_arguments(cls: type, table: str, learnable: Mapping[str, Bounded]) -> tuple[str, ...]:

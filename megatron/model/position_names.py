@@ -25,12 +25,12 @@ from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.run_keys import RuntimeArgs
 from megatron.neox_arguments.validation import describe_validation_error
 
-ALIASES.update(aliases())  # known to the registry too, so that nobody takes one of them
+ALIASES.update(aliases())  # so that nobody registers a class under one of them
 
 
 def canonical_name(name: str) -> str:
     """The registered name behind an alias; `package.module:Class` stays as it is."""
-    resolved = ALIASES.get(name, canonical_method(name))
+    resolved = canonical_method(name)
     if resolved in POSITIONAL_EMBEDDINGS or ":" in resolved:
         return resolved
     known = sorted({*POSITIONAL_EMBEDDINGS, *ALIASES})

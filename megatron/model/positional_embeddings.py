@@ -25,22 +25,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .learned_numbers import (
+from .position_base import (
+    DistanceKernel,
     Exponent,
+    PositionalEmbedding,
     PositionalEmbeddingError,
+    PositionOptions,
     Positive,
+    TableEmbedding,
+    Tables,
     Uniform,
     at_least_fp32,
     log1p,
-    sharded_parameter,
-)
-from .position_base import (
-    DistanceKernel,
-    PositionalEmbedding,
-    PositionOptions,
-    TableEmbedding,
-    Tables,
     register,
+    sharded_parameter,
 )
 
 # KERPLE, Section 4: the two variants of the main results. Eq. 4 with bias kernels of Corollary 1.

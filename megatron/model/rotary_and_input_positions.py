@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .learned_numbers import PositionalEmbeddingError
 from .position_base import (
-    InputEmbedding,
     PositionalEmbedding,
+    PositionalEmbeddingError,
     PositionOptions,
     register,
-    room_for,
 )
 
 # YaRN (Peng et al. 2023): dimensions that turn more than 32 times over the original length keep
@@ -88,6 +86,11 @@ def rotary_frequencies(
     scale, factor = _checked_scaling(scaling)
     original = scaling.get("original_max_position") or max_position
     return scale(rotary_dim, base, factor, int(original))
+
+
+def room_for(length: int) -> int:
+    """The next power of two: caches that grow token by token in generation grow seldom."""
+    return 1 << max(length - 1, 0).bit_length()
 
 
 def cos_and_sin(
@@ -178,6 +181,18 @@ class RotaryEmbedding(PositionalEmbedding):
 
 
 # Absolute positional embeddings, added to the token embeddings x_BLH (batch, length, hidden).
+
+
+class InputEmbedding(PositionalEmbedding):
+    """Adds something to the token embeddings x_BLH; position `offset` is the first of them.
+
+    With `reset_position_ids`, `positions` [B, L] tells each token's own position.
+    """
+
+    kind = "input"
+
+    def forward(self, x_BLH: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
 
 
 def sinusoids(positions: Tensor, hidden_size: int, base: float = 10000.0) -> Tensor:

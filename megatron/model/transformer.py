@@ -28,7 +28,7 @@ def pack(hidden: Tensor, starts: Tensor | None, tables: Tables) -> State:
 def unpack(state: State, table_names: tuple[str, ...]) -> tuple[Tensor, Tensor | None, Tables]:
     """Hidden states, starts of documents, and tables by the names under which they were packed."""
     if isinstance(state, Tensor):
-        return state, None, Tables(None, None)
+        return state, None, Tables()
     hidden, *tables = state
     starts = None
     if tables and not tables[0].is_floating_point():

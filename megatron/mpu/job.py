@@ -47,8 +47,8 @@ def pick_device(local_rank: int = 0) -> torch.device:
     LOCAL_RANK is set to its index, because DeepSpeed chooses the device by it again.
     """
     settle_accelerator()
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind is None or os.environ.get("DS_ACCELERATOR") == "cpu":
+    kind = _accelerator()
+    if kind is None:
         return torch.device("cpu")
     index = device_index(local_rank, torch.accelerator.device_count())
     os.environ["LOCAL_RANK"] = str(index)
@@ -58,11 +58,17 @@ def pick_device(local_rank: int = 0) -> torch.device:
 
 def current_device() -> torch.device:
     """The device that `pick_device` chose for this process."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available():
+    kind = _accelerator()
+    if kind is None:
         return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
     return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def _accelerator() -> torch.device | None:
+    """The machine's accelerator, unless it has none or DS_ACCELERATOR forbids it."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
 
 
 def join_training(args: NeoXArgs) -> ParallelState:

@@ -1,4 +1,5 @@
-"""Grouped heads, key biases, first keys and sinks: in every engine, alone and together."""
+"""Grouped heads, key biases, first keys and sinks: in every engine, alone and together; and what is
+refused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron.engines import attention
 from megatron.engines.cpu import tiled_forward_with_count
+from megatron.errors import EngineError
 from tests.engines.reference import reference_attention, relative_error
 
 Engine = Callable[..., Tensor]
@@ -265,14 +268,6 @@ def test_pruning_with_gates_changes_only_rounding(tiled: Engine, tables: str) ->
         assert (pruned[name] - value).abs().max() <= 3e-6 * value.abs().max(), name
 
 
-def test_gates_prune_tiles_in_the_compiled_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERPLE_TILED_BACKEND", "compiled")
-    draw = Draw(batch=1, q_len=2000, k_len=2000, terms="none", tables="none")
-    q, k, v = (draw.arguments[name] for name in "qkv")
-    _, count = tiled_forward_with_count(q, k, v, key_bias=gates(1, 6, 2000, 1000.0))
-    assert count.share < 0.5
-
-
 _MEMORY_PROBE = """
 import sys, torch
 from megatron import attention
@@ -312,3 +307,75 @@ def test_no_copies_of_heads_and_no_dense_masks(backend: str, limit: float) -> No
         check=True,
     )
     assert float(result.stdout) < limit, result.stdout
+
+
+# What a call may be.
+
+
+def plain() -> list[Tensor]:
+    return [torch.randn(1, 2, 32, 16) for _ in range(3)]
+
+
+@pytest.mark.parametrize("engine", ["naive", "tiled"])
+def test_longer_table_is_cut_and_gets_zero_gradient_beyond(engine: str) -> None:
+    q, k, v = plain()
+    table = (-torch.rand(2, 50)).requires_grad_()
+    out = attention(q, k, v, table, engine=engine)
+    torch.testing.assert_close(out, attention(q, k, v, table[:, :32], engine=engine))
+    (grad,) = torch.autograd.grad(out.square().sum(), table)
+    assert grad.shape == table.shape
+    assert grad[:, 32:].eq(0).all()
+    assert grad[:, :32].ne(0).any()
+
+
+@pytest.mark.parametrize("engine", ["auto", "naive", "tiled"])
+@pytest.mark.parametrize("name", ["bias", "weight"])
+def test_shorter_table_is_an_error(engine: str, name: str) -> None:
+    with pytest.raises(EngineError, match=f"{name} must be a table .heads=2, at least 32"):
+        attention(*plain(), **{name: torch.zeros(2, 31)}, engine=engine)
+
+
+BAD = {
+    "three dimensions": (lambda q, k, v: (q[0], k, v), "batch, heads, length, head_dim"),
+    "heads of k and v differ": (lambda q, k, v: (q, k[:, :1], v), "agree"),
+    "key heads no divisor": (lambda q, k, v: (q[:, :1], k, v), "must divide those of q, 1"),
+    "values shorter": (lambda q, k, v: (q, k, v[:, :, 1:]), "agree"),
+    "more queries": (lambda q, k, v: (q, k[:, :, 1:], v[:, :, 1:]), "more queries than keys"),
+    "mixed dtypes": (lambda q, k, v: (q.bfloat16(), k, v), "one floating dtype"),
+    "integers": (lambda q, k, v: (q.int(), k.int(), v.int()), "one floating dtype"),
+    "empty": (lambda q, k, v: (q[:, :, :0], k, v), "must not be empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tensors_are_named(name: str) -> None:
+    change, says = BAD[name]
+    with pytest.raises(EngineError, match=says):
+        attention(*change(*plain()))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"window": 0}, "window=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"dropout": -0.1}, "dropout=-0.1"),
+        ({"scale": math.inf}, "scale=inf"),
+        ({"bias": torch.zeros(3, 32)}, "bias must be a table"),
+        ({"bias": torch.zeros(2, 32, dtype=torch.int64)}, "bias must be floating"),
+        (
+            {"key_bias": torch.zeros(1, 2, 31)},
+            "key_bias must be .batch=1 or 1, heads=2 or 1, keys=32",
+        ),
+        ({"key_bias": torch.zeros(1, 2, 32).long()}, "key_bias must be floating"),
+        ({"sink": torch.zeros(3)}, "sink must be .heads=2. or"),
+        ({"first_key": torch.zeros(1, 32)}, "first_key must hold int32 or int64"),
+        ({"first_key": torch.zeros(32).long()}, "first_key must be .batch=1, queries=32."),
+        ({"first_key": torch.arange(32)[None] + 1}, "own position at most"),
+        ({"first_key": torch.arange(32)[None].flip(-1) - 31}, "must rise"),
+        ({"first_key": torch.tensor([[0] * 10 + [5] * 10 + [4] * 12])}, "must rise"),
+    ],
+)
+def test_bad_options_are_named(options: dict, says: str) -> None:
+    with pytest.raises(EngineError, match=says):
+        attention(*plain(), **options)

@@ -74,6 +74,22 @@ def test_a_compiler_that_fails_falls_back_with_its_message(
     assert not list(fresh.glob("*.tmp"))
 
 
+def test_a_compiler_that_hangs_is_stopped_and_leaves_nothing(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = fresh / "endless-cxx"
+    endless.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\n'
+        'while [ "$1" != -o ]; do shift; done\ntouch "$2"\nexec sleep 60\n'
+    )
+    endless.chmod(0o755)
+    monkeypatch.setenv("CXX", str(endless))
+    monkeypatch.setattr(compiled, "_TIMEOUT_SECONDS", 2.0)
+    with pytest.warns(UserWarning, match="timed out"):
+        run_small()
+    assert {path.suffix for path in fresh.iterdir() if path != endless} == {".lock"}
+
+
 def test_a_broken_library_in_the_cache_is_built_again(fresh: Path) -> None:
     target = fresh / f"attention-{compiled._fingerprint(compiled._find_compiler())}.so"
     target.write_bytes(b"not a library")
@@ -142,4 +158,9 @@ def test_a_shared_cache_directory_is_not_trusted(
     assert own == tmp_path / f"user-{os.getuid()}"
     assert own.stat().st_mode & 0o077 == 0
     own.chmod(0o777)  # somebody made it for us
+    assert not compiled._cache_directory().is_relative_to(tmp_path)
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    own.rmdir()
+    own.symlink_to(private)  # or leads us to ours, and elsewhere before we load from it
     assert not compiled._cache_directory().is_relative_to(tmp_path)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,32 +10,12 @@ from megatron.engines.call import checked_call
 from megatron.engines.triton_attention import can_run
 from megatron.engines.triton_runtime import interpreted, unavailable
 from megatron.errors import EngineError
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def python(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-    )
+from tests.engines.triton_cases import check_in_interpreter, python
 
 
 @pytest.mark.skipif(unavailable() is not None, reason="Triton is not installed")
 def test_every_output_and_gradient_in_tritons_interpreter() -> None:
-    """Runs its files in a process of their own: the interpreter is chosen at import."""
-    names = ("", "_pruning", "_softmax")
-    tests = [f"tests/engines/triton_interpreted{name}.py" for name in names]
-    result = python(
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
-        TRITON_INTERPRET="1",
-    )
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    assert " passed" in result.stdout
-    assert "skipped" not in result.stdout
+    check_in_interpreter("triton_interpreted.py")
 
 
 def test_the_modules_import_and_explain_themselves_without_triton() -> None:

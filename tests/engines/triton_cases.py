@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from megatron.engines.call import checked_call
 from megatron.engines.triton_attention import pruned_attention
+from tests.conftest import REPOSITORY
 
 Inputs = dict[str, Tensor | None]
 
@@ -119,3 +123,24 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         error = (found[name].double() - x.double()).abs().max().item()
         # "not <=", so that a NaN fails
         assert error <= tolerance * max(1.0, x.abs().max().item()), f"{name}: {error:.2e}"
+
+
+def python(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def check_in_interpreter(name: str) -> None:
+    """Run a file of tests in a process of its own: the interpreter is chosen at import."""
+    result = python(
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"tests/engines/{name}"],
+        TRITON_INTERPRET="1",
+    )
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout
+    assert "skipped" not in result.stdout

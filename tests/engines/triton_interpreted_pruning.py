@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.engines import attention
 from megatron.engines.call import checked_call
 from megatron.engines.pruning import MIN_KEYS, decay_bounds, head_windows
 from megatron.engines.triton_pruning import can_decay, visible_distances
@@ -129,6 +130,18 @@ def test_a_table_that_changed_is_looked_at_again() -> None:
     assert not can_decay(bias, LENGTH - 1)
     bias[0, 0] = math.nan
     assert not can_decay(bias, LENGTH)
+
+
+@torch.inference_mode()
+def test_tables_made_in_inference_mode_are_pruned_alike() -> None:
+    """As evaluation and generation make them: such tensors have no version."""
+    inputs = steep(STEEP)
+    inputs["bias"] = inputs["bias"] * 1.0
+    assert inputs["bias"].is_inference()
+    pruned = attention(**inputs, scale=0.2, engine="triton")
+    assert_same({"out": pruned}, {"out": run_triton(**inputs, scale=0.2)}, 1e-6)
+    visible = counts_of(inputs)
+    assert visible is not None and visible[0] < LENGTH
 
 
 def test_nothing_is_pruned_without_a_bias_or_below_some_length() -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from megatron.errors import ConfigError, PositionalEmbeddingError
+from megatron.errors import ConfigError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.layer_list import Layer, LayerFactory
-from megatron.model.position_base import PositionalEmbedding, PositionOptions
-from megatron.model.position_names import position_options
+from megatron.model.position_base import PositionalEmbedding
 from megatron.mpu.collectives import SERIAL
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.training.engine import layer_specs
@@ -45,25 +42,6 @@ def test_a_bad_value_is_named_with_its_key() -> None:
         spec.replace(padded_vocab_size=0)
     with pytest.raises(ConfigError, match="seed = -1"):
         spec.replace(seed=-1)
-
-
-def test_an_option_of_a_positional_embedding_is_the_models_key() -> None:
-    spec = ModelSpec.from_args(small_args(rpe_num_buckets=17), 128)
-    options = PositionOptions(spec, tp_rank=1, tp_size=2)
-    assert options.rpe_num_buckets == 17
-    assert options.num_heads == spec.num_attention_heads
-    assert options.local_heads == slice(spec.num_attention_heads // 2, spec.num_attention_heads)
-    for twin in (copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
-        assert twin == options
-
-
-def test_a_key_that_is_not_there_is_named() -> None:
-    options = position_options(heads=2)
-    with pytest.raises(PositionalEmbeddingError, match="needs head_dim"):
-        _ = options.head_dim
-    assert not hasattr(options, "no_such_key")
-    with pytest.raises(ConfigError, match="rpe_num_bucket"):
-        position_options(heads=2, rpe_num_bucket=8)
 
 
 def spec_of(**changes: object) -> ModelSpec:

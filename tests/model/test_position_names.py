@@ -1,9 +1,10 @@
-"""kernel(): a positional embedding without a model of ours."""
+"""Names of positional embeddings, and kernel(): one without a model of ours."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ import torch
 from megatron import attention, kernel
 from megatron.errors import ConfigError, PositionalEmbeddingError, UnknownPositionalEmbeddingError
 from megatron.model import GPTModel, ModelSpec
+from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+from megatron.model.position_names import canonical_name
+from megatron.neox_arguments import allow_kernel
 from tests.checkpoints.small_models import small_args
+from tests.model.position_helpers import build
 
 
 def test_tables_are_those_of_a_model_with_the_same_seed() -> None:
@@ -52,3 +57,53 @@ def test_the_package_imports_no_torch_until_it_is_asked() -> None:
     script = "import sys, megatron; assert 'torch' not in sys.modules; dir(megatron); "
     script += "assert 'kernel' in dir(megatron) and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("kerple_power_ap_", "kerple_power"),
+        ("kerple_power__ap", "gauss_wht2"),
+        ("kerple_power_ap_ap", "kerple_bias_wht"),
+        ("kerple_power_original", "kerple_power_original"),
+        ("kerple_log", "kerple_log"),
+    ],
+)
+def test_official_names_resolve(alias: str, name: str) -> None:
+    assert canonical_name(alias) == name
+    assert build(alias).name == name
+
+
+def test_every_name_of_the_docs_is_there() -> None:
+    page = Path(__file__).parents[2] / "docs" / "positional_embeddings.md"
+    text = page.read_text(encoding="utf-8")
+    for name in POSITIONAL_EMBEDDINGS:
+        if not POSITIONAL_EMBEDDINGS[name].__module__.startswith("megatron."):
+            continue
+        assert f"`{name}`" in text, f"{name} is not documented"
+
+
+@pytest.mark.parametrize("name", ["kerple_lgo", "", "KERPLE_LOG"])
+def test_unknown_name_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(UnknownPositionalEmbeddingError, match="kerple_log"):
+        canonical_name(name)
+    assert issubclass(UnknownPositionalEmbeddingError, ValueError)
+
+
+@pytest.mark.parametrize("name", ["no_such_module:Kernel", "math:nothing", "math:pi", ":", "a:"])
+def test_unimportable_class_says_so(name: str) -> None:
+    with pytest.raises(UnknownPositionalEmbeddingError, match="pos_emb"):
+        build(name)
+
+
+def test_the_example_runs_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    allow_kernel("custom_kernel:RationalKernel")
+    embedding = build("custom_kernel:RationalKernel")
+    assert embedding.kind == "tables"
+    r1, r2 = embedding.kernel_values().values()
+    d = torch.arange(20.0)
+    expected = -r1[:, None] * d / (r2[:, None] + d)
+    torch.testing.assert_close(embedding(20).bias, expected)
+    assert canonical_name("rational") == "rational"

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
-from megatron.mpu.collectives import TensorParallel
 from tests.processes import run_ranks
 
 
@@ -15,14 +12,8 @@ def test_split_models_equal_whole_ones(tmp_path: Path) -> None:
     output = tmp_path / "differences.json"
     run_ranks(["tests/mpu/tensor_parallel_worker.py", str(output)], 2)
     found = json.loads(output.read_text())
-    assert found.pop("cross entropy") < 1e-3  # of losses near 100
     assert len(found) == 11
     for name, gaps in found.items():
         assert gaps["logits"] < 1e-5, name
         assert gaps["losses"] < 1e-5, name
         assert gaps["gradient"] < 1e-6, name
-
-
-def test_an_uneven_split_says_what_to_change() -> None:
-    with pytest.raises(ValueError, match="num_attention_heads = 6 cannot be split over model_pa"):
-        TensorParallel(None, 0, 4).slice_of(6, "num_attention_heads")

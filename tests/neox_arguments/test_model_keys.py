@@ -8,7 +8,7 @@ import pytest
 
 from megatron.engines.dispatch import ENGINES
 from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
-from megatron.model.learned_numbers import CONSTRAINTS
+from megatron.model.position_base import CONSTRAINTS
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs, padded_vocab_size
 from tests.neox_arguments.samples import TINY

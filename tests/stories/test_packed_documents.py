@@ -13,7 +13,8 @@ from megatron.errors import PositionalEmbeddingError
 from megatron.model import GPTModel
 from megatron.model.embedding import head_losses
 from megatron.model.layer_list import Layer, LayerFactory
-from megatron.model.position_base import InputEmbedding, register
+from megatron.model.position_base import register
+from megatron.model.rotary_and_input_positions import InputEmbedding
 from tests.model import small_spec
 
 EOD = 0

@@ -92,7 +92,6 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 OWN_KERNEL = "own_kernel.py"
 TRAVELLING = (
-    "learned_numbers",
     "position_base",
     "positional_embeddings",
     "rotary_and_input_positions",

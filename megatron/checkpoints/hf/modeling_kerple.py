@@ -30,7 +30,6 @@ from megatron.model.layer_formulas import (
     sharpened,
     softmax_scale_start,
 )
-from megatron.model.learned_numbers import Bounded  # noqa: F401 - 5.0 copies direct imports
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
 from megatron.model.positional_embeddings import TableEmbedding
 from megatron.model.rotary_and_input_positions import (

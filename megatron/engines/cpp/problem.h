@@ -44,7 +44,7 @@ struct Problem {
   float* grad_weight;
   const float* bias_after;    // [heads, k_len]: largest bias at this distance or beyond; or null
   const float* weight_after;  // [heads, k_len]: largest |weight| likewise; or null
-  const float* key_bias;   // a row of key_row floats for each (batch, head), in base e; or null
+  const float* key_bias;   // k_len floats for each (batch, head), in base e, then room; or null
   int64_t key_batch, key_head;  // its strides; 0 where a row serves many
   const float* key_origin;      // [batch, heads, q_len]: what is subtracted from a query's key
                                 // biases before they are added, so that they may be large

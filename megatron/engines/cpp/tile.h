@@ -116,9 +116,8 @@ ALWAYS_INLINE void each(F f) {
 
 // acc[m][v] += sum over k of left[m * left_row + k * left_k] * right[k * right_row + v * VL ...]
 template <int N>
-ALWAYS_INLINE void multiply(vf (&acc)[M][N], const float* left,
-                                                    long left_row, long left_k,
-                                                    const float* right, long right_row, long k) {
+ALWAYS_INLINE void multiply(vf (&acc)[M][N], const float* left, long left_row, long left_k,
+                            const float* right, long right_row, long k) {
   if (k < 1) __builtin_unreachable();  // else the sums pass through memory on their way out
   for (long i = 0; i < k; ++i) {
     vf b[N];
