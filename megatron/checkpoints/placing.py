@@ -98,7 +98,7 @@ def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> st
             differences.append(f"{key} {getattr(theirs, key)!r} there, {getattr(spec, key)!r} here")
     hint = f" The configs differ: {'; '.join(differences)}." if differences else ""
     return (
-        f"{checkpoint.layout.directory}: {len(problems)} weights do not fit the model.{hint}\n"
+        f"{checkpoint.files.directory}: {len(problems)} weights do not fit the model.{hint}\n"
         + "\n".join(problems)
     )
 

@@ -25,7 +25,7 @@ from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import ModelArgs
 
 if TYPE_CHECKING:
-    from megatron.checkpoints.reading import Layout
+    from megatron.checkpoints.reading import CheckpointFiles
 
 _BUFFERS = (
     "attention.rotary_emb.",
@@ -284,19 +284,19 @@ def split_weights(
 #     rank 1   [ a2 a3 | b3 b4 -- | ... ]        pieces of ceil(4/2) = 2 and ceil(5/2) = 3
 
 
-def read_zero3_shards(layout: Layout) -> list[dict[str, Tensor]]:
+def read_zero3_shards(files: CheckpointFiles) -> list[dict[str, Tensor]]:
     """Each model-parallel rank's tensors, whole, in fp32, named `<index>.<name>`."""
     return [
-        _join(_shapes(layout, mp_rank), _flat_pieces(layout, mp_rank), layout.directory)
-        for mp_rank in range(layout.mp_size)
+        _join(_shapes(files, mp_rank), _flat_pieces(files, mp_rank), files.directory)
+        for mp_rank in range(files.mp_size)
     ]
 
 
-def _shapes(layout: Layout, mp_rank: int) -> dict[str, torch.Size]:
-    path = layout.zero_model_files.get((0, mp_rank))
+def _shapes(files: CheckpointFiles, mp_rank: int) -> dict[str, torch.Size]:
+    path = files.zero_model_files.get((0, mp_rank))
     if path is None:
         raise CheckpointError(
-            f"{layout.directory}: zero_pp_rank_0_mp_rank_{mp_rank:02d}_model_states.pt is missing"
+            f"{files.directory}: zero_pp_rank_0_mp_rank_{mp_rank:02d}_model_states.pt is missing"
         )
     state = load_mapping(path)
     if state.get("frozen_param_shapes"):
@@ -307,11 +307,11 @@ def _shapes(layout: Layout, mp_rank: int) -> dict[str, torch.Size]:
     return {name: shape for group in groups for name, shape in group.items()}
 
 
-def _flat_pieces(layout: Layout, mp_rank: int) -> list[Tensor]:
+def _flat_pieces(files: CheckpointFiles, mp_rank: int) -> list[Tensor]:
     """Each data-parallel rank's vector, its parameter groups one after the other."""
     pieces: list[Tensor] = []
     count = None
-    while path := layout.zero_optimizer_files.get((len(pieces), mp_rank)):
+    while path := files.zero_optimizer_files.get((len(pieces), mp_rank)):
         optimizer = load_mapping(path).get("optimizer_state_dict") or {}
         flat = optimizer.get("fp32_flat_groups")
         if flat is None:
@@ -320,7 +320,7 @@ def _flat_pieces(layout: Layout, mp_rank: int) -> list[Tensor]:
         pieces.append(torch.cat([group.flatten() for group in flat]))
     if not pieces or (isinstance(count, int) and count != len(pieces)):
         raise CheckpointError(
-            f"{layout.directory}: a ZeRO stage 3 checkpoint keeps its weights in the optimizer "
+            f"{files.directory}: a ZeRO stage 3 checkpoint keeps its weights in the optimizer "
             f"files, and {len(pieces)} of {count or 'them'} are there for model-parallel rank "
             f"{mp_rank}; copy all zero_pp_rank_*_optim_states.pt files"
         )

@@ -190,7 +190,7 @@ def _convert(args: argparse.Namespace) -> str:
             write = write_native if args.to == "native" else write_neox
             pp = args.pp if args.pp is not None else int(args.to == "neox")
             write(checkpoint, folder, mp=args.mp or 1, pp=pp, dtype=dtype)
-            tokenizer = checkpoint.layout.directory / "tokenizer.json"
+            tokenizer = checkpoint.files.directory / "tokenizer.json"
             if tokenizer.is_file():  # a Hugging Face folder's travels with its weights
                 shutil.copyfile(tokenizer, folder / tokenizer.name)
     return (

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import megatron
-from megatron.checkpoints import find_layout, read_checkpoint
+from megatron.checkpoints import find_files, read_checkpoint
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError
@@ -104,7 +104,7 @@ def test_without_latest_the_newest_step_is_taken(tmp_path: Path) -> None:
     shutil.copytree(LOG, run)
     (run / "latest").unlink()
     (run / "global_step7").rename(run / "global_step12")
-    assert find_layout(run).step_in_name == 12
+    assert find_files(run).step_in_name == 12
 
 
 def changed(run: Path, **keys: object) -> None:

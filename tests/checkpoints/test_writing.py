@@ -53,8 +53,8 @@ def test_native_split_and_merged(tmp_path: Path, variant: str) -> None:
     one = read_checkpoint(tmp_path / "one")
     write_native(one, tmp_path / "two", mp=2, pp=1)
     two = read_checkpoint(tmp_path / "two")
-    assert two.layout.mp_size == 2
-    assert two.layout.layer_files
+    assert two.files.mp_size == 2
+    assert two.files.layer_files
     write_native(two, tmp_path / "back", mp=1, pp=0)
     back = read_checkpoint(tmp_path / "back")
     for checkpoint in (one, two, back):

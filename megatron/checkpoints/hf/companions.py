@@ -194,7 +194,7 @@ def model_card(
     checkpoint: Checkpoint, config: PretrainedConfig, tokenizer_problem: str | None
 ) -> str:
     """The card's text; the manifest and the results are those found beside the checkpoint."""
-    root = checkpoint.layout.root
+    root = checkpoint.files.root
     ours = isinstance(config, KerpleNeoXConfig)
     sections = [
         _header(checkpoint, ours),
