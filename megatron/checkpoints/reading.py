@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.checkpoints.optimizer_view import read_zero3_shards
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_config
 from megatron.checkpoints.sharding import (
     Sharding,
     canonical_shard,
     merge_shards,
-    read_zero3_shards,
     share_positions,
     strip_prefix,
 )

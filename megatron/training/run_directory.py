@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoints.reading import find_files
-from megatron.checkpoints.resuming import LAYOUT, read_layout
+from megatron.checkpoints.run_files import saved_batch_size
 from megatron.checkpoints.saved_config import as_it_began, check_agreement, resolved_config
 from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
@@ -160,7 +160,7 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
             directory,
             as_it_began(args, directory),
             batch_size=batch_size,
-            saved_batch_size=_saved_batch_size(directory),
+            saved_batch_size=saved_batch_size(directory),
         )
     except CheckpointError as error:
         if not start.continues:
@@ -169,24 +169,6 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
             f"{str(error).rstrip('.')}. overwrite: true would move the run in "
             f"{start.resume_from} aside."
         ) from error
-
-
-def _saved_batch_size(directory: Path) -> int | None:
-    """Samples per step of the run that wrote this checkpoint; None if it cannot be told."""
-    if not (directory / LAYOUT).is_file():
-        return None
-    layout = read_layout(directory)
-    if isinstance(layout.get("train_batch_size"), int):
-        return int(layout["train_batch_size"])
-    saved = resolved_config(directory)
-    if isinstance(saved.get("train_batch_size"), int):
-        return int(saved["train_batch_size"])
-    micro = saved.get("train_micro_batch_size_per_gpu")
-    accumulation = saved.get("gradient_accumulation_steps", 1)
-    if not isinstance(micro, int) or not isinstance(accumulation, int):
-        return None
-    ranks = max(saved.get("pipe_parallel_size", 0), 1) * saved.get("model_parallel_size", 1)
-    return micro * accumulation * (int(layout["world_size"]) // ranks)
 
 
 def _move_aside(save: Path, args: NeoXArgs, world_size: int) -> list[str]:
