@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.checkpoints.reading import Checkpoint, CheckpointFiles
 from megatron.checkpoints.safe_files import load_mapping
-from megatron.checkpoints.sharding import split_name
+from megatron.checkpoints.sharding import is_of_kernel, split_name
 from megatron.errors import CheckpointError
 from megatron.model.kernel_theory import effective_length
 from megatron.model.layer_list import FIRST_LAYER
@@ -42,9 +43,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
         "activation": spec.activation_name,
         "parameters": checkpoint.num_parameters,
         "kernel_parameters": sum(
-            tensor.numel()
-            for name, tensor in checkpoint.weights.items()
-            if split_name(name)[1].startswith(("embedding.", "positions."))
+            tensor.numel() for name, tensor in checkpoint.weights.items() if is_of_kernel(name)
         ),
         "dtypes": sorted(
             {str(t.dtype).removeprefix("torch.") for t in checkpoint.weights.values()}
@@ -128,8 +127,14 @@ def compare(first: Checkpoint, second: Checkpoint) -> Iterator[dict[str, Any]]:
         elif a.shape != b.shape:
             what = f"shape {tuple(a.shape)} | {tuple(b.shape)}"
         else:
-            size = float((a.float() - b.float()).abs().max()) if a.numel() else 0.0
+            size = _distance(a.float(), b.float())
             spread = float(a.float().std(correction=0))
             what = f"differs by up to {size:.3g} (standard deviation {spread:.3g})"
-        if size > 0:
+        if size != 0:
             yield {"name": name, "what": what, "size": size}
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference; not a number where one of two numbers is none."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float((a - b).abs().masked_fill(same, 0.0).max()) if a.numel() else 0.0

@@ -10,10 +10,18 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoints.reading import EMBEDDING, Checkpoint, read_checkpoint
-from megatron.checkpoints.sharding import Sharding, canonical_names, split_name, with_rows
+from megatron.checkpoints.reading import Checkpoint, read_checkpoint
+from megatron.checkpoints.sharding import (
+    EMBEDDING,
+    Sharding,
+    canonical_names,
+    is_of_kernel,
+    split_name,
+    with_rows,
+)
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.learned_numbers import constraint_named
 from megatron.model.position_base import DistanceKernel
 from megatron.model.position_names import positional_embedding_class
@@ -107,9 +115,9 @@ def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) ->
     weights = with_constraint(checkpoint.weights, checkpoint.spec, spec.kerple_constraint)
     if spec.kerple_share == "per_layer" and checkpoint.spec.kerple_share == "all":
         for name in [name for name in weights if name.startswith("1.embedding.")]:
-            shared = weights.pop(name)
+            shared, parameter = weights.pop(name), name.removeprefix("1.embedding.")
             for layer in range(spec.num_layers):
-                weights[f"{layer + 2}.positions.{name.removeprefix('1.embedding.')}"] = shared
+                weights[f"{FIRST_LAYER + layer}.positions.{parameter}"] = shared
     if vocab_size is not None:
         _adapt_vocabulary(weights, spec, vocab_size)
     return weights
@@ -125,9 +133,8 @@ def with_constraint(
     old, new = constraint_named(spec.kerple_constraint), constraint_named(constraint)
     result = dict(weights)
     for name, raw in weights.items():
-        rest = split_name(name)[1]
-        bounds = cls.learnable.get(rest.rpartition(".")[2])
-        if bounds is not None and rest.startswith(("embedding.", "positions.")):
+        bounds = cls.learnable.get(name.rpartition(".")[2])
+        if bounds is not None and is_of_kernel(name):
             with torch.no_grad():
                 result[name] = new.raw(old.value(raw.float(), bounds), bounds)
     return result

@@ -16,6 +16,7 @@ from megatron.checkpoints.optimizer_view import read_zero3_shards
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_config
 from megatron.checkpoints.sharding import (
+    EMBEDDING,
     Sharding,
     canonical_shard,
     merge_shards,
@@ -121,10 +122,13 @@ def find_files(path: str | Path, iteration: int | None = None) -> CheckpointFile
         raise CheckpointError(f"{root}: no such checkpoint directory")
     if not root.is_dir():
         raise CheckpointError(f"{root}: is a file; give the directory that holds the checkpoint")
-    if _is_hf(root):
-        return CheckpointFiles(root, root, is_hf=True)
-    files = _scan(root, root)
-    if files.has_weights:
+    files = CheckpointFiles(root, root, is_hf=True) if _is_hf(root) else _scan(root, root)
+    if files.is_hf or files.has_weights:
+        if iteration is not None and files.step_in_name not in (None, iteration):
+            raise CheckpointError(
+                f"iteration = {iteration}: {root} is one checkpoint, of step {files.step_in_name}; "
+                "give the directory above it, or leave the iteration out"
+            )
         return files
     store = CheckpointStore(root)
     step = store.find(iteration)
@@ -208,8 +212,6 @@ def _check_complete(files: CheckpointFiles) -> None:
 
 
 # Its content.
-
-EMBEDDING = "0.word_embeddings.weight"
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,18 @@ _NEWER = {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linea
 # and back, with one name of its earlier LLaMA blocks
 _OLDER = {newer: older for older, newer in _NEWER.items()} | {"mlp.w2.": "mlp.dense_4h_to_h."}
 _RPE = "attention.rpe."
+EMBEDDING = "0.word_embeddings.weight"
 
 
 def split_name(name: str) -> tuple[int, str]:
     """`12.mlp.dense_h_to_4h.bias` -> 12 and the rest."""
     index, _, rest = name.partition(".")
     return int(index), rest
+
+
+def is_of_kernel(name: str) -> bool:
+    """Whether a weight belongs to a positional embedding with tables, shared or of one layer."""
+    return split_name(name)[1].startswith(("embedding.", "positions."))
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
@@ -89,7 +95,7 @@ def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, 
         if rest.startswith(_BUFFERS):
             continue
         if f"{index}.{rest}" == tied_head:
-            result.setdefault("0.word_embeddings.weight", tensor)
+            result.setdefault(EMBEDDING, tensor)
             continue
         if rest.startswith(_RPE) and rest[len(_RPE) :] in kernel:
             rest = f"positions.{kernel[rest[len(_RPE) :]]}"
@@ -149,7 +155,7 @@ def neox_shard(
     for layer in range(FIRST_LAYER, FIRST_LAYER + model.num_layers):
         result |= {f"{layer}.{name}": tensor for name, tensor in per_layer.items()}
     if not model.no_weight_tying:
-        result[f"{model.num_layers + 4}.word_embeddings.weight"] = shard["0.word_embeddings.weight"]
+        result[f"{model.num_layers + 4}.word_embeddings.weight"] = shard[EMBEDDING]
     return result
 
 
@@ -171,7 +177,6 @@ _ROWS = (
 )
 _COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 _SUMMED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
-_KERNEL = ("embedding.", "positions.")
 _WORDS = ("word_embeddings.weight", "final_linear.weight")
 
 
@@ -209,7 +214,7 @@ class Sharding:
             return 1
         if rest.startswith("final_linear."):
             return 0 if self.head == "column" else 1
-        if rest.startswith(_KERNEL):
+        if is_of_kernel(name):
             return 1 if self.t5 else 0
         return None
 

@@ -15,7 +15,6 @@ from megatron.checkpoints.writing import write_native, write_neox
 from megatron.errors import CheckpointError
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS
 from tests.checkpoints.small_models import (
-    VOCABULARY,
     assert_equal_weights,
     at_rest,
     logits_of,
@@ -155,11 +154,3 @@ def test_a_precision_can_be_chosen_and_kernels_stay_exact(tmp_path: Path) -> Non
     back = read_checkpoint(tmp_path)
     assert back.weights["0.word_embeddings.weight"].dtype == torch.bfloat16
     assert torch.equal(back.weights["1.embedding.r1"], original.weights["1.embedding.r1"])
-
-
-def test_a_vocabulary_that_does_not_divide_is_named(tmp_path: Path) -> None:
-    args = small_args(pos_emb="none", num_attention_heads=4)
-    original = at_rest(random_model(args), args)
-    original.weights["0.word_embeddings.weight"] = torch.zeros(VOCABULARY + 1, 32)
-    with pytest.raises(CheckpointError, match=r"word_embeddings.weight \(65, 32\)"):
-        write_native(original, tmp_path, mp=2)

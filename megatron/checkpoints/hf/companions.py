@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import sys
@@ -263,9 +264,11 @@ def _evaluation(root: Path, iteration: int) -> str:
     """Perplexity by length, from result files of the same step."""
     tables = []
     for path in sorted((root / "results").glob("*.json")):
-        result = read_json(path) or {}  # what cannot be read is left out of the card
+        result = read_json(path) or {}
         if result.get("task") == "extrapolation" and result.get("iteration") == iteration:
-            tables.append(_extrapolation(result))
+            # what cannot be read is left out of the card
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+                tables.append(_extrapolation(result))
     return "## Evaluation\n\n" + "\n".join(tables) if tables else ""
 
 

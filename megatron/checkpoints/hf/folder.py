@@ -25,9 +25,10 @@ from megatron.checkpoints.hf.companions import (
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
 from megatron.checkpoints.hf.keys_kerple import written_out
-from megatron.checkpoints.reading import EMBEDDING, TOKENIZER, Checkpoint, CheckpointFiles
+from megatron.checkpoints.reading import TOKENIZER, Checkpoint, CheckpointFiles
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import tokenizer_of
+from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.store import write_checksums
 from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError, KerpleError
