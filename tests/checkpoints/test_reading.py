@@ -107,6 +107,13 @@ def test_without_latest_the_newest_step_is_taken(tmp_path: Path) -> None:
     assert find_files(run).step_in_name == 12
 
 
+def test_an_iteration_that_the_path_contradicts_is_refused() -> None:
+    step = LOG / "global_step7"
+    assert find_files(step, 7).step_in_name == 7
+    with pytest.raises(CheckpointError, match=r"iteration = 8: .*global_step7.* of step 7"):
+        find_files(step, 8)
+
+
 def changed(run: Path, **keys: object) -> None:
     """The official log checkpoint with other keys in its saved config."""
     shutil.copytree(LOG, run)

@@ -37,7 +37,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary", "rotary_pct": 0.5, "gpt_j_residual": True},
     "tied_norms": {"pos_emb": "rotary", "gpt_j_residual": True, "gpt_j_tied": True},
     "learned": {"pos_emb": "learned", "norm": "scalenorm"},
-    "sinusoidal": {"pos_emb": "sinusoidal", "use_bias_in_attn_linear": False},
+    "sinusoidal": {
+        "pos_emb": "sinusoidal",
+        "use_bias_in_attn_linear": False,
+        "kerple_share": "per_layer",  # of no kernel
+    },
     "none": {"pos_emb": "none", "activation": "swiglu", "mlp_multiple_of": 4},
     "grouped": {"pos_emb": "rotary", "num_kv_heads": 2},
 }

@@ -157,6 +157,9 @@ def test_the_card_tells_of_the_run_and_its_evaluation(tmp_path: Path) -> None:
     (run / "results" / "step5_extrapolation.json").write_text(json.dumps(result))
     older = {**result, "iteration": 4, "results": {"valid": [{"length": 99, "ppl": 1.0}]}}
     (run / "results" / "step4_extrapolation.json").write_text(json.dumps(older))
+    for number, broken in enumerate(({"valid": [{"length": 99}]}, {"valid": 3}, [])):
+        text = json.dumps({**result, "results": broken})
+        (run / "results" / f"broken{number}.json").write_text(text)
     folder = tmp_path / "hf"
     folder.mkdir()
     write_hf(read_checkpoint(run), folder)
