@@ -1,4 +1,4 @@
-"""Checkpoints of every origin: read, merged, re-split, renamed, written."""
+"""Everything on disk. From here: models at rest, of any origin; runs have `saving`, `resuming`."""
 
 from __future__ import annotations
 

@@ -147,11 +147,10 @@ def continue_streams(directory: Path, fresh_seed: int, parallel: ParallelState) 
     if not path.is_file():
         set_seeds(fresh_seed, parallel)
         return
+    state = load_mapping(path)
     try:
-        set_rng_state(load_mapping(path))
+        set_rng_state(state)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(
             f"{path}: holds no random states ({type(error).__name__}: {error}); set "
             "no_load_rng: true to start new streams"

@@ -17,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron.atomic_files import read_json
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.checkpoints.reading import Checkpoint
+from megatron.checkpoints.reading import TOKENIZER, Checkpoint
 from megatron.errors import CheckpointError
 from megatron.model.position_base import PositionalEmbedding
 from megatron.neox_arguments.catalogue import label_of
@@ -76,7 +76,7 @@ def _byte_level(size: int) -> LibraryTokenizer:
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """The config keys that make our tokenizer from a Hugging Face folder's files."""
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     if not file.is_file():
         return {}
     if BYTE_LEVEL_MARK.encode() in file.read_bytes():

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: weights, config, tokenizer, generation config, card, code."""
+"""A Hugging Face folder, written with all it needs (tokenizer, card, code), and read."""
 
 from __future__ import annotations
 
