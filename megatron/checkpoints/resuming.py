@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoints import optimizer_view
 from megatron.checkpoints.reading import read_checkpoint
-from megatron.checkpoints.run_files import check_layout, continue_streams
+from megatron.checkpoints.run_state import check_layout, continue_streams
 from megatron.checkpoints.sharding import Sharding, canonical_names, with_rows
 from megatron.checkpoints.store import CheckpointStore, tag_of
 from megatron.checkpoints.universal import (

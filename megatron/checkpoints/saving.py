@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.atomic_files import write_text
 from megatron.checkpoints import optimizer_view
-from megatron.checkpoints.run_files import rng_file, rng_state, write_configs, write_layout
+from megatron.checkpoints.run_state import rng_file, rng_state, write_configs, write_layout
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
 from megatron.checkpoints.sharding import Sharding, canonical_names
 from megatron.checkpoints.store import CheckpointStore, Sums, checksum, tag_of

@@ -266,7 +266,7 @@ machine's CPU: it needs memory for the whole model with its optimizer.
 def _plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     """The step to convert and how many processes its layout has."""
     settle_accelerator()
-    from megatron.checkpoints.run_files import read_layout
+    from megatron.checkpoints.run_state import read_layout
     from megatron.checkpoints.store import CheckpointStore
     from megatron.checkpoints.universal import is_universal
 

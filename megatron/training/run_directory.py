@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoints.reading import find_files
-from megatron.checkpoints.run_files import saved_batch_size
+from megatron.checkpoints.run_state import saved_batch_size
 from megatron.checkpoints.saved_config import as_it_began, check_agreement, resolved_config
 from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal

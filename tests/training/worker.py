@@ -33,7 +33,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.checkpoints import safe_files
 from megatron.checkpoints.resuming import Resumed, resume
-from megatron.checkpoints.run_files import rng_state
+from megatron.checkpoints.run_state import rng_state
 from megatron.checkpoints.saving import Save, save_run, save_universal
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoints.run_files import (
+from megatron.checkpoints.run_state import (
     check_layout,
     continue_streams,
     rng_file,
