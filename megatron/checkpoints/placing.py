@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -27,7 +26,6 @@ from megatron.model.position_base import DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
-from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import SCORE_TERMS
 
 
@@ -36,7 +34,6 @@ def load_weights(
     path: str | Path,
     *,
     iteration: int | None = None,
-    config: NeoXArgs | Mapping[str, Any] | None = None,
     spec: ModelSpec | None = None,
     tp: TensorParallel | None = None,
     vocab_size: int | None = None,
@@ -52,7 +49,7 @@ def load_weights(
         spec, tp = module.spec, module.tp
     if spec is None:
         raise ValueError("load_weights needs `spec` for a module that is not a GPTModel")
-    checkpoint = read_checkpoint(path, iteration=iteration, config=config)
+    checkpoint = read_checkpoint(path, iteration=iteration)
     place_weights(module, checkpoint, spec, tp=tp or SERIAL, vocab_size=vocab_size)
     return checkpoint
 

@@ -274,7 +274,7 @@ def _config_of(
     Who wrote the files is told by what lies beside them, not by a config handed in.
     """
     try:
-        saved = read_saved_config(files)
+        saved = read_saved_config(files.directory, files.root)
     except CheckpointError:
         if config is None:
             raise

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,8 @@ from megatron.errors import CheckpointError, KerpleError
 from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.job import Ranks
 from megatron.mpu.parallel_layers import whole_shape
+from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import padded_vocab_size
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from megatron.checkpoints.saved_config import RESOLVED, resolved_config
 from megatron.errors import CheckpointError
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import set_seeds
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 LAYOUT = "layout.json"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import ModelSpec
@@ -20,9 +20,6 @@ from megatron.neox_arguments.normalize import canonical_key, changes_the_model
 from megatron.neox_arguments.run_keys import TokenizerArgs
 from megatron.neox_arguments.values import facts_of
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
-
-if TYPE_CHECKING:
-    from megatron.checkpoints.reading import CheckpointFiles
 
 # Files that disagree on these still describe one model.
 _NOT_SHAPING = {"seq_length", "seq_length_val", "attention_config", "make_vocab_size_divisible_by"}
@@ -40,16 +37,16 @@ def is_ours(config: Mapping[str, Any]) -> bool:
     return not (KEYS_OF_OURS - {"rope_scaling"}).isdisjoint(config)
 
 
-def read_saved_config(files: CheckpointFiles) -> dict[str, Any]:
-    """Flat canonical keys from `configs/*.yml` of the checkpoint (or of its run)."""
-    for place in (files.directory, files.root):
+def read_saved_config(directory: Path, root: Path) -> dict[str, Any]:
+    """Flat canonical keys from `configs/*.yml` of a checkpoint, or else of its run in `root`."""
+    for place in (directory, root):
         if is_ours(saved := resolved_config(place)):
             return {**saved, **meaning_then(saved)}
         folder = place / "configs"
         if given := sorted([*folder.glob("*.yml"), *folder.glob("*.yaml")]):
             return _merge(given)
     raise CheckpointError(
-        f"{files.directory}: no configs/*.yml inside, so the model's shape is unknown; "
+        f"{directory}: no configs/*.yml inside, so the model's shape is unknown; "
         "give the config it was trained with (config=...)"
     )
 

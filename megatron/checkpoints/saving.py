@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.atomic_files import write_text
 from megatron.checkpoints import optimizer_view
+from megatron.checkpoints.resuming import Resumed
 from megatron.checkpoints.run_state import rng_file, rng_state, write_configs, write_layout
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
 from megatron.checkpoints.sharding import Sharding, canonical_names
@@ -38,10 +39,7 @@ from megatron.checkpoints.universal import (
 )
 from megatron.errors import CheckpointError
 from megatron.mpu.collectives import ParallelState, TensorParallel
-
-if TYPE_CHECKING:
-    from megatron.checkpoints.resuming import Resumed
-    from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
 NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems

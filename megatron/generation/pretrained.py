@@ -164,7 +164,7 @@ def _load(args: NeoXArgs, files: CheckpointFiles, place: str, device: str) -> GP
     """The checkpoint under its own config, but for what may change after training."""
     config = None
     if not files.is_hf:
-        saved = args_from(read_saved_config(files), files.directory)
+        saved = args_from(read_saved_config(files.directory, files.root), files.directory)
         given = args.to_dict()
         config = saved.replace(**{key: given[key] for key in _FREE_KEYS if key in given})
     dtype = torch.float32
