@@ -1,16 +1,16 @@
-"""Checkpoints of every origin: read, merged, re-split, renamed, written."""
+"""Everything on disk. From here: models at rest, of any origin; runs have `saving`, `resuming`."""
 
 from __future__ import annotations
 
 from megatron.checkpoints.placing import load_weights, place_weights
-from megatron.checkpoints.reading import Checkpoint, Layout, find_layout, read_checkpoint
+from megatron.checkpoints.reading import Checkpoint, CheckpointFiles, find_files, read_checkpoint
 from megatron.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
-    "Layout",
-    "find_layout",
+    "CheckpointFiles",
+    "find_files",
     "load_weights",
     "place_weights",
     "read_checkpoint",

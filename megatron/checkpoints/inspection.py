@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron.checkpoints.reading import Checkpoint, Layout
+from megatron.checkpoints.reading import Checkpoint, CheckpointFiles
 from megatron.checkpoints.safe_files import load_mapping
-from megatron.checkpoints.sharding import split_name
+from megatron.checkpoints.sharding import is_of_kernel, split_name
 from megatron.errors import CheckpointError
 from megatron.model.kernel_theory import effective_length
 from megatron.model.layer_list import FIRST_LAYER
@@ -20,17 +21,17 @@ from megatron.model.position_names import build_positional_embedding
 
 def describe(checkpoint: Checkpoint) -> dict[str, object]:
     """Facts about a checkpoint as plain data."""
-    layout, spec = checkpoint.layout, checkpoint.spec
-    files = [path for path in layout.directory.rglob("*") if path.is_file()]
+    files, spec = checkpoint.files, checkpoint.spec
+    sizes = [path.stat().st_size for path in files.directory.rglob("*") if path.is_file()]
     return {
-        "path": str(layout.directory),
+        "path": str(files.directory),
         "kind": checkpoint.kind,
         "iteration": checkpoint.iteration,
-        "files": len(files),
-        "bytes": sum(path.stat().st_size for path in files),
-        "model_parallel_size": 1 if layout.is_hf else layout.mp_size,
-        "layout": _layout_name(checkpoint),
-        "optimizer_states": _has_optimizer(layout),
+        "files": len(sizes),
+        "bytes": sum(sizes),
+        "model_parallel_size": 1 if files.is_hf else files.mp_size,
+        "layout": _layout_name(files),
+        "optimizer_states": _has_optimizer(files),
         "pos_emb": spec.pos_emb,
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -42,9 +43,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
         "activation": spec.activation_name,
         "parameters": checkpoint.num_parameters,
         "kernel_parameters": sum(
-            tensor.numel()
-            for name, tensor in checkpoint.weights.items()
-            if split_name(name)[1].startswith(("embedding.", "positions."))
+            tensor.numel() for name, tensor in checkpoint.weights.items() if is_of_kernel(name)
         ),
         "dtypes": sorted(
             {str(t.dtype).removeprefix("torch.") for t in checkpoint.weights.values()}
@@ -54,23 +53,22 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _has_optimizer(layout: Layout) -> bool:
+def _has_optimizer(files: CheckpointFiles) -> bool:
     """Whether training could be resumed: in files of ZeRO's, or beside the weights without it."""
-    if layout.zero_optimizer_files or layout.is_universal:
+    if files.zero_optimizer_files or files.is_universal:
         return True
-    state = load_mapping(min(layout.mp_files.values())) if layout.mp_files else {}
+    state = load_mapping(min(files.mp_files.values())) if files.mp_files else {}
     return bool(state.get("optimizer"))
 
 
-def _layout_name(checkpoint: Checkpoint) -> str:
-    layout = checkpoint.layout
-    if layout.is_hf:
+def _layout_name(files: CheckpointFiles) -> str:
+    if files.is_hf:
         return "Hugging Face folder"
-    if layout.is_universal:
+    if files.is_universal:
         return "universal: one folder per parameter"
-    if layout.is_zero3:
+    if files.is_zero3:
         return "ZeRO stage 3 partitions"
-    return "one file per layer" if layout.layer_files else "one file per model-parallel rank"
+    return "one file per layer" if files.layer_files else "one file per model-parallel rank"
 
 
 def kernel_of(checkpoint: Checkpoint, longest: int = 20480) -> list[dict[str, Any]]:
@@ -104,7 +102,7 @@ def _report(
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{checkpoint.layout.directory}: its kernel does not fit its config ({reason})"
+            f"{checkpoint.files.directory}: its kernel does not fit its config ({reason})"
         ) from error
     with torch.no_grad():
         bias = module(longest + 1).bias
@@ -129,8 +127,14 @@ def compare(first: Checkpoint, second: Checkpoint) -> Iterator[dict[str, Any]]:
         elif a.shape != b.shape:
             what = f"shape {tuple(a.shape)} | {tuple(b.shape)}"
         else:
-            size = float((a.float() - b.float()).abs().max()) if a.numel() else 0.0
+            size = _distance(a.float(), b.float())
             spread = float(a.float().std(correction=0))
             what = f"differs by up to {size:.3g} (standard deviation {spread:.3g})"
-        if size > 0:
+        if size != 0:
             yield {"name": name, "what": what, "size": size}
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference; not a number where one of two numbers is none."""
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float((a - b).abs().masked_fill(same, 0.0).max()) if a.numel() else 0.0

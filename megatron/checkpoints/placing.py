@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoints.reading import EMBEDDING, Checkpoint, read_checkpoint
-from megatron.checkpoints.sharding import Sharding, canonical_names, split_name, with_rows
+from megatron.checkpoints.reading import Checkpoint, read_checkpoint
+from megatron.checkpoints.sharding import (
+    EMBEDDING,
+    Sharding,
+    canonical_names,
+    is_of_kernel,
+    split_name,
+    with_rows,
+)
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_base import CONSTRAINTS, DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import whole_shape
-from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.model_keys import SCORE_TERMS
 
 
@@ -27,7 +33,6 @@ def load_weights(
     path: str | Path,
     *,
     iteration: int | None = None,
-    config: NeoXArgs | Mapping[str, Any] | None = None,
     spec: ModelSpec | None = None,
     tp: TensorParallel | None = None,
     vocab_size: int | None = None,
@@ -43,7 +48,7 @@ def load_weights(
         spec, tp = module.spec, module.tp
     if spec is None:
         raise ValueError("load_weights needs `spec` for a module that is not a GPTModel")
-    checkpoint = read_checkpoint(path, iteration=iteration, config=config)
+    checkpoint = read_checkpoint(path, iteration=iteration)
     place_weights(module, checkpoint, spec, tp=tp or SERIAL, vocab_size=vocab_size)
     return checkpoint
 
@@ -97,7 +102,7 @@ def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> st
             differences.append(f"{key} {getattr(theirs, key)!r} there, {getattr(spec, key)!r} here")
     hint = f" The configs differ: {'; '.join(differences)}." if differences else ""
     return (
-        f"{checkpoint.layout.directory}: {len(problems)} weights do not fit the model.{hint}\n"
+        f"{checkpoint.files.directory}: {len(problems)} weights do not fit the model.{hint}\n"
         + "\n".join(problems)
     )
 
@@ -106,9 +111,9 @@ def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) ->
     weights = with_constraint(checkpoint.weights, checkpoint.spec, spec.kerple_constraint)
     if spec.kerple_share == "per_layer" and checkpoint.spec.kerple_share == "all":
         for name in [name for name in weights if name.startswith("1.embedding.")]:
-            shared = weights.pop(name)
+            shared, parameter = weights.pop(name), name.removeprefix("1.embedding.")
             for layer in range(spec.num_layers):
-                weights[f"{layer + 2}.positions.{name.removeprefix('1.embedding.')}"] = shared
+                weights[f"{FIRST_LAYER + layer}.positions.{parameter}"] = shared
     if vocab_size is not None:
         _adapt_vocabulary(weights, spec, vocab_size)
     return weights
@@ -124,9 +129,8 @@ def with_constraint(
     old, new = CONSTRAINTS[spec.kerple_constraint], CONSTRAINTS[constraint]
     result = dict(weights)
     for name, raw in weights.items():
-        rest = split_name(name)[1]
-        bounds = cls.learnable.get(rest.rpartition(".")[2])
-        if bounds is not None and rest.startswith(("embedding.", "positions.")):
+        bounds = cls.learnable.get(name.rpartition(".")[2])
+        if bounds is not None and is_of_kernel(name):
             with torch.no_grad():
                 result[name] = new.raw(old.value(raw.float(), bounds), bounds)
     return result

@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.checkpoints.optimizer_view import read_zero3_shards
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_config
 from megatron.checkpoints.sharding import (
+    EMBEDDING,
     Sharding,
     canonical_shard,
     merge_shards,
-    read_zero3_shards,
     share_positions,
     strip_prefix,
 )
@@ -44,11 +45,8 @@ _ZERO = re.compile(r"zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_(optim|model)_stat
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The files of one checkpoint, by model-parallel rank.
-
-    (`layout_of` in resuming.py is another thing: how a job's processes share the model.)
-    """
+class CheckpointFiles:
+    """What lies where in one checkpoint, by model-parallel rank."""
 
     directory: Path
     root: Path
@@ -89,12 +87,17 @@ class Layout:
         """Whether there is anything to read here."""
         return bool(self.layer_files or self.mp_files or self.zero_model_files)
 
-    def files_to_read(self) -> list[Path]:
-        """What weights and config come from: all of it is verified, optimizer states are not."""
+    @property
+    def hf_weights(self) -> list[Path]:
+        """A Hugging Face folder's files of weights, in the one format that is read."""
+        safe = sorted(self.directory.glob("*.safetensors"))
+        return safe or sorted(self.directory.glob("pytorch_model*.bin"))
+
+    def to_verify(self) -> list[Path]:
+        """What weights and config are read from; optimizer states need not be as they were."""
         if self.is_hf:
-            weights = [*self.directory.glob("*.safetensors")]
-            weights = weights or [*self.directory.glob("pytorch_model*.bin")]
-            return sorted([*weights, *self._summed_tokenizer(), self.directory / "config.json"])
+            config = self.directory / "config.json"
+            return sorted([*self.hf_weights, *self._summed_tokenizer(), config])
         files = [*self.layer_files.values(), *self.mp_files.values()]
         if self.is_zero3:
             files += [*self.zero_model_files.values(), *self.zero_optimizer_files.values()]
@@ -112,18 +115,21 @@ class Layout:
         return []
 
 
-def find_layout(path: str | Path, iteration: int | None = None) -> Layout:
+def find_files(path: str | Path, iteration: int | None = None) -> CheckpointFiles:
     """The checkpoint at `path`: a run's directory, one `global_stepN`, or a Hugging Face folder."""
     root = Path(path)
     if not root.exists():
         raise CheckpointError(f"{root}: no such checkpoint directory")
     if not root.is_dir():
         raise CheckpointError(f"{root}: is a file; give the directory that holds the checkpoint")
-    if _is_hf(root):
-        return Layout(root, root, is_hf=True)
-    layout = _scan(root, root)
-    if layout.has_weights:
-        return layout
+    files = CheckpointFiles(root, root, is_hf=True) if _is_hf(root) else _scan(root, root)
+    if files.is_hf or files.has_weights:
+        if iteration is not None and files.step_in_name not in (None, iteration):
+            raise CheckpointError(
+                f"iteration = {iteration}: {root} is one checkpoint, of step {files.step_in_name}; "
+                "give the directory above it, or leave the iteration out"
+            )
+        return files
     store = CheckpointStore(root)
     step = store.find(iteration)
     if step is None:
@@ -131,39 +137,39 @@ def find_layout(path: str | Path, iteration: int | None = None) -> Layout:
             f"{root}: holds no checkpoint; expected `latest`, `global_stepN/`, or a Hugging Face "
             "config.json"
         )
-    layout = _scan(store.path(step), root)
-    if not layout.has_weights:
+    files = _scan(store.path(step), root)
+    if not files.has_weights:
         raise CheckpointError(
-            f"{layout.directory}: holds neither layer_LL-model_MM-model_states.pt nor "
+            f"{files.directory}: holds neither layer_LL-model_MM-model_states.pt nor "
             "mp_rank_MM_model_states.pt files"
         )
-    return layout
+    return files
 
 
-def open_layout(path: str | Path, iteration: int | None = None) -> Layout:
+def open_files(path: str | Path, iteration: int | None = None) -> CheckpointFiles:
     """The checkpoint at `path`, its weights and config proven to be what was written.
 
     Every command opens checkpoints here. Those of other programs have no checksums, which is said.
     """
-    layout = find_layout(path, iteration)
-    step = layout.step_in_name
+    files = find_files(path, iteration)
+    step = files.step_in_name
     if step is not None:
-        proven = CheckpointStore(layout.directory.parent).verify(step, layout.files_to_read())
+        proven = CheckpointStore(files.directory.parent).verify(step, files.to_verify())
     else:
-        problems = problems_of(layout.directory, layout.files_to_read())
+        problems = problems_of(files.directory, files.to_verify())
         if problems:
             raise CheckpointError(
-                f"{layout.directory} is damaged: {'; '.join(problems)}. Convert or copy it again; "
+                f"{files.directory} is damaged: {'; '.join(problems)}. Convert or copy it again; "
                 f"if you changed it yourself, delete {CHECKSUMS}."
             )
-        proven = (layout.directory / CHECKSUMS).is_file()
+        proven = (files.directory / CHECKSUMS).is_file()
     if not proven:
         warnings.warn(
-            f"{layout.directory}: unverified, because it has no {CHECKSUMS} (another program's, or "
+            f"{files.directory}: unverified, because it has no {CHECKSUMS} (another program's, or "
             "a conversion by an older version)",
             stacklevel=3,
         )
-    return layout
+    return files
 
 
 def _is_hf(directory: Path) -> bool:
@@ -171,43 +177,41 @@ def _is_hf(directory: Path) -> bool:
     return config.is_file() and "model_type" in read_object(config)
 
 
-def _scan(directory: Path, root: Path) -> Layout:
-    layout = Layout(directory, root)
+def _scan(directory: Path, root: Path) -> CheckpointFiles:
+    files = CheckpointFiles(directory, root)
     for entry in sorted(directory.iterdir()):
         if match := _LAYER.match(entry.name):
-            layout.layer_files[int(match[1]), int(match[2])] = entry
+            files.layer_files[int(match[1]), int(match[2])] = entry
         elif match := _MP_RANK.match(entry.name):
-            layout.mp_files[int(match[1])] = entry
+            files.mp_files[int(match[1])] = entry
         elif match := _ZERO.search(entry.name):
-            files = layout.zero_optimizer_files if match[3] == "optim" else layout.zero_model_files
-            files[int(match[1]), int(match[2])] = entry
-    _check_complete(layout)
-    return layout
+            found = files.zero_optimizer_files if match[3] == "optim" else files.zero_model_files
+            found[int(match[1]), int(match[2])] = entry
+    _check_complete(files)
+    return files
 
 
-def _check_complete(layout: Layout) -> None:
+def _check_complete(files: CheckpointFiles) -> None:
     missing = [
         f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
-        for layer in {layer for layer, _ in layout.layer_files}
-        for rank in range(layout.mp_size)
-        if (layer, rank) not in layout.layer_files
+        for layer in {layer for layer, _ in files.layer_files}
+        for rank in range(files.mp_size)
+        if (layer, rank) not in files.layer_files
     ]
-    if not layout.layer_files and not layout.is_zero3:
+    if not files.layer_files and not files.is_zero3:
         missing = [
             f"mp_rank_{rank:02d}_model_states.pt"
-            for rank in range(layout.mp_size)
-            if rank not in layout.mp_files
+            for rank in range(files.mp_size)
+            if rank not in files.mp_files
         ]
     if missing:
         raise CheckpointError(
-            f"{layout.directory}: incomplete, missing {', '.join(sorted(missing))}; "
+            f"{files.directory}: incomplete, missing {', '.join(sorted(missing))}; "
             "copy the whole directory again"
         )
 
 
 # Its content.
-
-EMBEDDING = "0.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ class Checkpoint:
 
     weights: dict[str, Tensor]
     args: NeoXArgs
-    layout: Layout
+    files: CheckpointFiles
     kind: str
     """native, kerple (the official code), neox, or hf."""
     iteration: int
@@ -242,16 +246,16 @@ def read_checkpoint(
     config: NeoXArgs | Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Any checkpoint: ours, official KERPLE, GPT-NeoX (both generations), or Hugging Face."""
-    layout = open_layout(path, iteration)
-    if layout.is_hf:
+    files = open_files(path, iteration)
+    if files.is_hf:
         from megatron.checkpoints.hf.folder import read_hf_checkpoint
 
-        return read_hf_checkpoint(layout)
-    args, native = _config_of(layout, config)
-    shards = [canonical_shard(shard, args.model) for shard in _read_shards(layout)]
+        return read_hf_checkpoint(files)
+    args, native = _config_of(files, config)
+    shards = [canonical_shard(shard, args.model) for shard in _read_shards(files)]
     weights = merge_shards(shards, _sharding(args.model, shards, native=native))
     if EMBEDDING not in weights:
-        raise CheckpointError(f"{layout.directory}: holds no word_embeddings.weight at layer 0")
+        raise CheckpointError(f"{files.directory}: holds no word_embeddings.weight at layer 0")
     if not (native and args.model.kerple_share == "per_layer"):
         weights = share_positions(weights)
         share = "per_layer" if any(".positions." in name for name in weights) else "all"
@@ -259,23 +263,23 @@ def read_checkpoint(
     if not native:
         args = _as_wide_as_its_blocks(weights, args)
     kind = "native" if native else "kerple" if "kerple" in args.model.pos_emb else "neox"
-    return Checkpoint(weights, args, layout, kind, _iteration(layout))
+    return Checkpoint(weights, args, files, kind, _iteration(files))
 
 
 def _config_of(
-    layout: Layout, config: NeoXArgs | Mapping[str, Any] | None
+    files: CheckpointFiles, config: NeoXArgs | Mapping[str, Any] | None
 ) -> tuple[NeoXArgs, bool]:
     """The config to use, and whether this code wrote the checkpoint.
 
     Who wrote the files is told by what lies beside them, not by a config handed in.
     """
     try:
-        saved = read_saved_config(layout)
+        saved = read_saved_config(files.directory, files.root)
     except CheckpointError:
         if config is None:
             raise
         saved = {}
-    args = args_from(saved if config is None else config, layout.directory)
+    args = args_from(saved if config is None else config, files.directory)
     return args, is_ours(saved)
 
 
@@ -299,21 +303,21 @@ def _as_wide_as_its_blocks(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXAr
     return args.replace(intermediate_size=size, mlp_multiple_of=1)
 
 
-def _read_shards(layout: Layout) -> list[dict[str, Tensor]]:
+def _read_shards(files: CheckpointFiles) -> list[dict[str, Tensor]]:
     """Each model-parallel rank's tensors, named `<index>.<name>`."""
-    if layout.is_universal:
-        return [read_weights(layout.directory)]
-    if layout.is_zero3:
-        return read_zero3_shards(layout)
-    if layout.layer_files:
-        return [_read_layers(layout, rank) for rank in range(layout.mp_size)]
-    return [_read_mp_file(layout.mp_files[rank]) for rank in range(layout.mp_size)]
+    if files.is_universal:
+        return [read_weights(files.directory)]
+    if files.is_zero3:
+        return read_zero3_shards(files)
+    if files.layer_files:
+        return [_read_layers(files, rank) for rank in range(files.mp_size)]
+    return [_read_mp_file(files.mp_files[rank]) for rank in range(files.mp_size)]
 
 
-def _read_layers(layout: Layout, rank: int) -> dict[str, Tensor]:
+def _read_layers(files: CheckpointFiles, rank: int) -> dict[str, Tensor]:
     return {
         f"{layer}.{name}": tensor
-        for (layer, shard), path in layout.layer_files.items()
+        for (layer, shard), path in files.layer_files.items()
         if shard == rank
         for name, tensor in load_mapping(path).items()
         if isinstance(tensor, Tensor)
@@ -331,11 +335,11 @@ def _read_mp_file(path: Path) -> dict[str, Tensor]:
     }
 
 
-def _iteration(layout: Layout) -> int:
-    if layout.step_in_name is not None:
-        return layout.step_in_name
-    if layout.mp_files:
-        state = load_mapping(layout.mp_files[min(layout.mp_files)])
+def _iteration(files: CheckpointFiles) -> int:
+    if files.step_in_name is not None:
+        return files.step_in_name
+    if files.mp_files:
+        state = load_mapping(files.mp_files[min(files.mp_files)])
         step = state.get("iteration", state.get("global_steps", 0))
         return int(step) if isinstance(step, int) else 0
     return 0

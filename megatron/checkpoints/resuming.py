@@ -1,28 +1,43 @@
-"""Resuming a run: weights, optimizer, schedule, random states and the place in the data."""
+"""Resuming a run: weights, optimizer, schedule, random states and the place in the data.
+
+DeepSpeed's files are read by DeepSpeed, a universal checkpoint's whole tensors here. (DeepSpeed can
+read those too, `checkpoint: {load_universal: true}`; the code here executes nothing of what it
+reads and serves runs without ZeRO.)
+"""
 
 from __future__ import annotations
 
-import json
-import random
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
+from torch import Tensor, nn
 
-from megatron.atomic_files import write_text
-from megatron.checkpoints.safe_files import load_mapping, read_object
+from megatron.checkpoints import optimizer_view
+from megatron.checkpoints.reading import read_checkpoint
+from megatron.checkpoints.run_state import check_layout, continue_streams
+from megatron.checkpoints.sharding import Sharding, canonical_names, with_rows
 from megatron.checkpoints.store import CheckpointStore, tag_of
-from megatron.checkpoints.universal import is_universal
-from megatron.checkpoints.universal_engine import load_whole
+from megatron.checkpoints.universal import (
+    STEP,
+    WEIGHT,
+    States,
+    common_step,
+    is_universal,
+    parameter_folders,
+    read_progress,
+    read_states,
+    read_weights,
+)
 from megatron.errors import CheckpointError, KerpleError
-from megatron.mpu.collectives import ParallelState
-from megatron.mpu.job import Ranks, set_seeds
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
+from megatron.mpu.collectives import ParallelState, TensorParallel
+from megatron.mpu.job import Ranks
+from megatron.mpu.parallel_layers import whole_shape
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.model_keys import padded_vocab_size
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,7 @@ def _load(
     if not universal:
         check_layout(directory, args)
     if universal or (args.optimization.zero_stage_in_effect == 3 and not optimizer):
-        return load_whole(
+        return _load_whole(
             engine, directory, args, parallel.tp, optimizer=optimizer, schedule=schedule
         )
     try:
@@ -115,112 +130,92 @@ def _verify_together(store: CheckpointStore, step: int) -> None:
         raise CheckpointError(problem)
 
 
-# Random states as plain data, so that they can be saved and read back safely.
+# From whole tensors, under any layout.
 
 
-def rng_file(directory: Path) -> Path:
-    """This rank's random states in a checkpoint."""
-    return directory / f"rng_rank_{dist.get_rank():05d}.pt"
+def _load_whole(
+    engine: Any,
+    directory: Path,
+    args: NeoXArgs,
+    tp: TensorParallel,
+    *,
+    optimizer: bool,
+    schedule: bool,
+) -> dict[str, Any]:
+    """Set this rank's weights and optimizer from whole tensors; returns where training stood.
+
+    `directory` is a universal checkpoint or, without its optimizer, one of ZeRO 3: DeepSpeed takes
+    those weights from the newest checkpoint, whichever was asked for, and executes what it reads.
+    """
+    progress = read_progress(directory)
+    sharding = Sharding.of(args.model, neox=False)
+    rows = None  # a vocabulary's under this layout; where the words are not known, all are kept
+    if "vocab_size" in progress:
+        divisor, parallel = args.model.make_vocab_size_divisible_by, args.parallel
+        words = int(progress["vocab_size"])
+        rows = padded_vocab_size(words, divisor, parallel.model_parallel_size)
+    states: dict[nn.Parameter, States] = {}
+    for parameter, name, whole in _whole_states(engine, directory, optimizer=optimizer):
+        shape = whole_shape(parameter)
+        share = {key: _share(name, v, shape, sharding, tp, rows) for key, v in whole.items()}
+        if share[WEIGHT].shape != shape:
+            raise CheckpointError(
+                f"{directory}: {name} gives {tuple(share[WEIGHT].shape)}, but this config's model "
+                f"has {tuple(shape)}; resume with the model settings it was trained with"
+            )
+        states[parameter] = share
+    optimizer_view.write(engine, states)
+    engine.global_steps = progress["iteration"]
+    engine.global_samples = progress["consumed_samples"]
+    engine.skipped_steps = progress["skipped_steps"]
+    if schedule:
+        engine.lr_scheduler.load_state_dict(progress["schedule"])
+    return progress
 
 
-def rng_state() -> dict[str, Any]:
-    """The state of every stream of random numbers in this process."""
-    legacy: Any = np.random.get_state()
-    name, keys, position, has_gauss, gauss = legacy
-    version, internal, next_gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
-        "python": [version, list(internal), next_gauss],
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def _whole_states(
+    engine: Any, directory: Path, *, optimizer: bool
+) -> Iterator[tuple[nn.Parameter, str, States]]:
+    """This rank's parameters, their names, and what the checkpoint holds for them."""
+    there: Any
+    if optimizer:
+        there = parameter_folders(directory)
+    elif is_universal(directory):
+        there = read_weights(directory)
+    else:
+        there = read_checkpoint(directory).weights
+    step = cache(partial(common_step, directory))
+    is_adam = "betas" in engine.basic_optimizer.defaults
+    for parameter, name in canonical_names(engine.module).items():
+        if name not in there:
+            raise CheckpointError(f"{directory}: holds no {name}, which this config's model has")
+        states = read_states(there[name]) if optimizer else {WEIGHT: there[name].detach()}
+        if "exp_avg" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
+            states[STEP] = step()
+        if len(states) > 1 and is_adam != ("exp_avg" in states):
+            raise CheckpointError(
+                f"{directory} was trained with another kind of optimizer than optimizer.type asks "
+                f"for (it holds {', '.join(sorted(states))}); set that one, or no_load_optim: true"
+            )
+        yield parameter, name, states
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Continue every stream from a saved state."""
-    torch.set_rng_state(state["torch"])
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    version, internal, next_gauss = state["python"]
-    random.setstate((version, tuple(internal), next_gauss))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def continue_streams(directory: Path, fresh_seed: int, parallel: ParallelState) -> None:
-    """Continue the random streams; under another number of ranks, start new ones."""
-    path = rng_file(directory)
-    if not path.is_file():
-        set_seeds(fresh_seed, parallel)
-        return
-    try:
-        set_rng_state(load_mapping(path))
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path}: holds no random states ({type(error).__name__}: {error}); set "
-            "no_load_rng: true to start new streams"
-        ) from error
-
-
-# layout.json: the layout that a checkpoint was written under; DeepSpeed's files fit no other.
-
-LAYOUT = "layout.json"
-
-
-def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
-    """What must be equal for DeepSpeed's own files to fit."""
-    plan = args.batch_plan(world_size)
-    zero = args.optimization.zero_stage_in_effect
-    return {
-        "pipe_parallel_size": args.parallel.pipe_parallel_size,
-        "model_parallel_size": args.parallel.model_parallel_size,
-        "zero_stage": zero,
-        "precision": args.optimization.precision or "fp32",
-        # DeepSpeed keeps bf16's fp32 sums in an optimizer, and files, of another kind.
-        "grad_accum_dtype": args.optimization.accumulation_dtype if zero == 1 else None,
-        # Without ZeRO every replica holds everything, and their number is free.
-        "data_parallel_size": plan.data_parallel_size if zero else None,
-        "world_size": world_size,
-    }
-
-
-def write_layout(directory: Path, args: NeoXArgs) -> None:
-    """Beside each checkpoint: the layout that its files were written under."""
-    world_size = dist.get_world_size()
-    content = layout_of(args, world_size)
-    # Not part of the layout, but of what a resumed run is compared with.
-    content["train_batch_size"] = args.batch_plan(world_size).train_batch_size
-    write_text(directory / LAYOUT, json.dumps(content, indent=1))
-
-
-def read_layout(directory: Path) -> dict[str, Any]:
-    """What was written; an error if it is not there or not readable."""
-    path = directory / LAYOUT
-    content = read_object(path)
-    world_size = content.get("world_size")
-    if type(world_size) is not int or not 1 <= world_size <= 1_000_000:
-        raise CheckpointError(f"{path}: does not say how many processes wrote the checkpoint")
-    return content
-
-
-def check_layout(directory: Path, args: NeoXArgs) -> None:
-    """A clear error, with the command to run, instead of a failed load."""
-    if not (directory / LAYOUT).is_file():
-        return  # written by GPT-NeoX or by an earlier version
-    saved = read_layout(directory)
-    now = layout_of(args, dist.get_world_size())
-    differing = [
-        f"{key} {saved.get(key)} -> {value}"
-        for key, value in now.items()
-        if key != "world_size" and saved.get(key, value) != value
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{directory} was written under another layout ({', '.join(differing)}). Run\n"
-            f"  python tools/reshard_checkpoint.py {directory.parent} NEW_DIRECTORY\n"
-            "and set `load: NEW_DIRECTORY`; a universal checkpoint resumes under any layout."
-        )
+def _share(
+    name: str,
+    value: Tensor,
+    shape: torch.Size,
+    sharding: Sharding,
+    tp: TensorParallel,
+    rows: int | None,
+) -> Tensor:
+    """This rank's part, of shape `shape`, of a whole tensor; a vocabulary has `rows` here."""
+    if value.dim() == 0:
+        return value
+    if value.dim() == 1 and len(shape) > 1:  # DeepSpeed's converter flattens what ZeRO 3 saved
+        whole, dim = list(shape), sharding.dim(name)
+        if dim is not None:
+            whole[dim] *= tp.size
+        value = value.view(whole) if value.numel() == torch.Size(whole).numel() else value
+    if rows is not None and sharding.has_vocabulary_rows(name):
+        value = with_rows(value, rows)
+    return sharding.split(name, value, tp.rank, tp.size)

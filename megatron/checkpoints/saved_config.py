@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model import ModelSpec
@@ -20,9 +20,6 @@ from megatron.neox_arguments.normalize import canonical_key, changes_the_model
 from megatron.neox_arguments.run_keys import TokenizerArgs
 from megatron.neox_arguments.values import facts_of
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
-
-if TYPE_CHECKING:
-    from megatron.checkpoints.reading import Layout
 
 # Files that disagree on these still describe one model.
 _NOT_SHAPING = {"seq_length", "seq_length_val", "attention_config", "make_vocab_size_divisible_by"}
@@ -40,19 +37,24 @@ def is_ours(config: Mapping[str, Any]) -> bool:
     return not (KEYS_OF_OURS - {"rope_scaling"}).isdisjoint(config)
 
 
-def read_saved_config(layout: Layout) -> dict[str, Any]:
-    """Flat canonical keys from `configs/*.yml` of the checkpoint (or of its run)."""
-    for folder in (layout.directory / "configs", layout.root / "configs"):
-        files = sorted([*folder.glob("*.yml"), *folder.glob("*.yaml")])
-        resolved = next((path for path in files if path.name == RESOLVED), None)
-        if resolved is not None and is_ours(saved := read_config_file(resolved)):
+def read_saved_config(directory: Path, root: Path) -> dict[str, Any]:
+    """Flat canonical keys from `configs/*.yml` of a checkpoint, or else of its run in `root`."""
+    for place in (directory, root):
+        if is_ours(saved := resolved_config(place)):
             return {**saved, **meaning_then(saved)}
-        if files:
-            return _merge(files)
+        folder = place / "configs"
+        if given := sorted([*folder.glob("*.yml"), *folder.glob("*.yaml")]):
+            return _merge(given)
     raise CheckpointError(
-        f"{layout.directory}: no configs/*.yml inside, so the model's shape is unknown; "
+        f"{directory}: no configs/*.yml inside, so the model's shape is unknown; "
         "give the config it was trained with (config=...)"
     )
+
+
+def resolved_config(directory: Path) -> dict[str, Any]:
+    """What the config of a training came to, in a checkpoint of ours; {} in one of others."""
+    path = directory / "configs" / RESOLVED
+    return read_config_file(path) if path.is_file() else {}
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -112,8 +114,7 @@ def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
 
 def as_it_began(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
     """The config to resume `checkpoint` (a global_stepN) with, whenever its run began."""
-    file = checkpoint / "configs" / RESOLVED
-    saved = read_config_file(file) if file.is_file() else {}
+    saved = resolved_config(checkpoint)
     if not is_ours(saved):
         return args
     changes = meaning_then(saved)
@@ -219,10 +220,9 @@ def check_agreement(
 
     Returns lines worth telling: keys that `allow_changed` lets differ, and a longer training.
     """
-    path = directory / "configs" / RESOLVED
-    if not path.is_file():
+    saved = resolved_config(directory)
+    if not saved:
         return [f"{directory}: has no configs/{RESOLVED}; its config is not compared with this one"]
-    saved = read_config_file(path)
     saved |= meaning_then(saved)
     found = differences(saved, args)
     if saved_batch_size and batch_size and saved_batch_size != batch_size:

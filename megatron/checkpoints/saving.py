@@ -1,25 +1,105 @@
-"""Saving a run through DeepSpeed: all ranks write, one makes it visible."""
+"""Saving a run, by all ranks at once.
+
+`save_run` writes DeepSpeed's files, which fit the layout that wrote them; `save_universal` writes
+whole tensors, which fit any.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.atomic_files import write_text
-from megatron.checkpoints.resuming import rng_file, rng_state, write_layout
+from megatron.checkpoints import optimizer_view
+from megatron.checkpoints.resuming import Resumed
+from megatron.checkpoints.run_state import rng_file, rng_state, write_configs, write_layout
 from megatron.checkpoints.safe_files import SafeCheckpointEngine
-from megatron.checkpoints.saved_config import RESOLVED
+from megatron.checkpoints.sharding import Sharding, canonical_names
 from megatron.checkpoints.store import CheckpointStore, Sums, checksum, tag_of
+from megatron.checkpoints.universal import (
+    INDEX,
+    LATEST,
+    MODEL_STATES,
+    OPTIMIZER,
+    PARAMETERS,
+    STEP,
+    described,
+    model_states,
+    optimizer_state,
+    other_names,
+)
 from megatron.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments import NeoXArgs
+from megatron.mpu.collectives import ParallelState, TensorParallel
+from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
+NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems
+
+
+def save_run(
+    engine: Any,
+    store: CheckpointStore,
+    args: NeoXArgs,
+    step: int,
+    progress: dict[str, int],
+    *,
+    background: bool = False,
+) -> Save:
+    """Checkpoint `step` of a training, to be completed by all ranks after the same steps."""
+    tag = tag_of(step)
+    staged = store.staging / tag
+
+    def hand_over() -> None:
+        engine.save_checkpoint(
+            str(store.staging), tag=tag, client_state=dict(progress), save_latest=False
+        )
+        if not args.checkpoint.no_save_rng:
+            engine.checkpoint_engine.save(rng_state(), str(rng_file(staged)))
+        if _is_main():
+            write_configs(staged / "configs", args)
+            write_layout(staged, args)
+
+    keep = args.checkpoint.keep_last_n_checkpoints
+    files = engine.checkpoint_engine
+    return Save(files, store, step, hand_over, background=background, keep=keep)
+
+
+def save_universal(
+    engine: Any,
+    store: CheckpointStore,
+    args: NeoXArgs,
+    at: Resumed,
+    parallel: ParallelState,
+    vocab_size: int,
+) -> None:
+    """A universal checkpoint of the engine as it stands; `vocab_size` is that before padding."""
+    staged = store.staging / tag_of(at.step)
+    progress = {
+        "iteration": at.step,
+        "consumed_samples": at.consumed_samples,
+        "schedule": engine.lr_scheduler.state_dict(),
+        "skipped_steps": engine.skipped_steps,
+        "vocab_size": vocab_size,
+    }
+
+    def hand_over() -> None:
+        _write_whole(engine, staged, parallel, args, progress)
+        if _is_main():
+            write_configs(staged / "configs", args)
+
+    Save(engine.checkpoint_engine, store, at.step, hand_over).complete()
+    if _is_main():
+        write_text(store.directory / LATEST, tag_of(at.step))
+    dist.barrier()
 
 
 class Save:
@@ -123,37 +203,59 @@ def _is_main() -> bool:
     return dist.get_rank() == 0
 
 
-def save_run(
+def _write_whole(
     engine: Any,
-    store: CheckpointStore,
+    directory: Path,
+    parallel: ParallelState,
     args: NeoXArgs,
-    step: int,
-    progress: dict[str, int],
-    *,
-    background: bool = False,
-) -> Save:
-    """Checkpoint `step` of a training, to be completed by all ranks after the same steps."""
-    tag = tag_of(step)
-    staged = store.staging / tag
+    progress: dict[str, Any],
+) -> None:
+    """Write this rank's share of a universal checkpoint into `directory` (a global_stepN).
 
-    def hand_over() -> None:
-        engine.save_checkpoint(
-            str(store.staging), tag=tag, client_state=dict(progress), save_latest=False
-        )
-        if not args.checkpoint.no_save_rng:
-            engine.checkpoint_engine.save(rng_state(), str(rng_file(staged)))
-        if _is_main():
-            write_configs(staged / "configs", args)
-            write_layout(staged, args)
+    A write that fails is for `finish` to raise: the ranks meet in collectives between their files.
+    """
+    sharding = Sharding.of(args.model, neox=False)
+    names = canonical_names(engine.module)
+    writes = parallel.dp_rank == 0 and parallel.tp.rank == 0
+    files: SafeCheckpointEngine = engine.checkpoint_engine
+    step: Tensor | None = None
+    for parameter, states in optimizer_view.read(engine):
+        name = names[parameter]
+        step = states.get(STEP)
+        whole = {key: _joined(name, value, sharding, parallel.tp) for key, value in states.items()}
+        # A tied embedding lies on the last stage too.
+        is_copy = name.startswith("0.") and parallel.pp_rank > 0
+        if writes and not is_copy:
+            folder = directory / PARAMETERS / name
+            files.makedirs(str(folder), exist_ok=True)
+            for key, value in whole.items():
+                content = value if key == STEP else described(name, value, sharding)
+                files.save(content, str(folder / f"{key}.pt"))
+            others = other_names(name, tied=not args.model.no_weight_tying)
+            files.attempt(partial(_link, folder, others))
+    if _is_main():
+        groups = engine.basic_optimizer.param_groups
+        files.save(optimizer_state(groups, step), str(directory / PARAMETERS / OPTIMIZER))
+        for file in MODEL_STATES:
+            files.save(model_states(progress), str(directory / file))
+        text = json.dumps({"format": 1, **progress}, indent=1)
+        files.attempt(lambda: write_text(directory / INDEX, text))
 
-    keep = args.checkpoint.keep_last_n_checkpoints
-    files = engine.checkpoint_engine
-    return Save(files, store, step, hand_over, background=background, keep=keep)
+
+def _joined(name: str, value: Tensor, sharding: Sharding, tp: TensorParallel) -> Tensor:
+    """All tensor-parallel ranks' slices as one; scalars (the step count) as they are."""
+    if tp.size == 1 or value.dim() == 0:
+        return value
+    shards = [torch.empty_like(value) for _ in range(tp.size)]
+    dist.all_gather(shards, value.contiguous(), group=tp.group)
+    return sharding.merge(name, shards).contiguous()
 
 
-def write_configs(directory: Path, args: NeoXArgs) -> None:
-    """The user's files as they are, and what they came to."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in args.sources.items():
-        write_text(directory / Path(name).name, text)
-    write_text(directory / RESOLVED, args.to_yaml())
+def _link(folder: Path, others: list[str]) -> None:
+    """DeepSpeed's loader looks for a folder under the name in its module; ours does not."""
+    try:
+        for other in others:
+            (folder.parent / other).symlink_to(folder.name, target_is_directory=True)
+    except OSError as error:
+        if error.errno not in NO_LINKS_HERE:
+            raise

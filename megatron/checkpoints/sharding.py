@@ -12,20 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoints.safe_files import load_mapping
 from megatron.errors import CheckpointError
 from megatron.model.layer_formulas import GATED
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_names import canonical_name
+from megatron.model.positional_embeddings import alibi_slopes
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import ModelArgs
-
-if TYPE_CHECKING:
-    from megatron.checkpoints.reading import Layout
 
 _BUFFERS = (
     "attention.rotary_emb.",
@@ -35,19 +32,31 @@ _BUFFERS = (
     "rotary_pos_emb.",
     "position_embeddings.inv_freq",  # of sinusoidal positions; learned ones have a weight
 )
-# GPT-NeoX of 2024 and later -> GPT-NeoX 2.0 and KERPLE
-_NEWER = {
-    "mlp.linear1.": "mlp.dense_h_to_4h.",
-    "mlp.linear2.": "mlp.dense_4h_to_h.",
-    "mlp.w2.": "mlp.dense_4h_to_h.",  # of its earlier LLaMA blocks
-}
+# GPT-NeoX 2.0 and the official KERPLE code -> GPT-NeoX of 2024 and later
+_NEWER = {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linear2."}
+# and back, with one name of its earlier LLaMA blocks
+_OLDER = {newer: older for older, newer in _NEWER.items()} | {"mlp.w2.": "mlp.dense_4h_to_h."}
 _RPE = "attention.rpe."
+EMBEDDING = "0.word_embeddings.weight"
 
 
 def split_name(name: str) -> tuple[int, str]:
     """`12.mlp.dense_h_to_4h.bias` -> 12 and the rest."""
     index, _, rest = name.partition(".")
     return int(index), rest
+
+
+def is_of_kernel(name: str) -> bool:
+    """Whether a weight belongs to a positional embedding with tables, shared or of one layer."""
+    return split_name(name)[1].startswith(("embedding.", "positions."))
+
+
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """A name whose prefix is one of these, with the other one; any other name as it is."""
+    for prefix, other in prefixes.items():
+        if name.startswith(prefix):
+            return other + name[len(prefix) :]
+    return name
 
 
 def strip_prefix(name: str, source: Path) -> str:
@@ -86,15 +95,12 @@ def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, 
         if rest.startswith(_BUFFERS):
             continue
         if f"{index}.{rest}" == tied_head:
-            result.setdefault("0.word_embeddings.weight", tensor)
+            result.setdefault(EMBEDDING, tensor)
             continue
         if rest.startswith(_RPE) and rest[len(_RPE) :] in kernel:
             rest = f"positions.{kernel[rest[len(_RPE) :]]}"
             tensor = tensor if rest.endswith(".weight") else tensor.reshape(-1)
-        for newer, older in _NEWER.items():
-            if rest.startswith(newer):
-                rest = older + rest[len(newer) :]
-        result[f"{index}.{rest}"] = tensor
+        result[f"{index}.{renamed(rest, _OLDER)}"] = tensor
     # The earlier LLaMA blocks again: w3 is the value, w1 the gate.
     for name in [name for name in result if name.endswith(".mlp.w1.weight")]:
         block = name.removesuffix("w1.weight")
@@ -123,6 +129,36 @@ def share_positions(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return shared
 
 
+def neox_shard(
+    shard: Mapping[str, Tensor], model: ModelArgs, rank: int, mp: int
+) -> dict[str, Tensor]:
+    """Back: under their names, the kernel written into each layer.
+
+    KERPLE's kernels exist in the official code only, which has the names of GPT-NeoX 2.0.
+    """
+    kernel = {ours: theirs for theirs, ours in official_kernel_names(model.pos_emb).items()}
+    known = method(model.pos_emb)
+    is_official = known is not None and known.official is not None
+    per_layer: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
+    for name, tensor in shard.items():
+        index, rest = split_name(name)
+        if index == 1:
+            parameter = rest.removeprefix("embedding.")
+            stored = tensor if parameter == "weight" else tensor.reshape(-1, 1, 1)
+            per_layer[f"{_RPE}{kernel[parameter]}"] = stored
+        else:
+            result[f"{index}.{rest if is_official else renamed(rest, _NEWER)}"] = tensor
+    if canonical_name(model.pos_emb) == "alibi":
+        slopes = torch.tensor(alibi_slopes(model.num_attention_heads)).chunk(mp)[rank]
+        per_layer["attention.alibi_embed.slopes"] = slopes
+    for layer in range(FIRST_LAYER, FIRST_LAYER + model.num_layers):
+        result |= {f"{layer}.{name}": tensor for name, tensor in per_layer.items()}
+    if not model.no_weight_tying:
+        result[f"{model.num_layers + 4}.word_embeddings.weight"] = shard[EMBEDDING]
+    return result
+
+
 # Model-parallel shards to whole tensors and back, by canonical name.
 #
 # split along rows     word_embeddings, query_key_value, dense_h_to_4h, kernel parameters, and what
@@ -141,7 +177,6 @@ _ROWS = (
 )
 _COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 _SUMMED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
-_KERNEL = ("embedding.", "positions.")
 _WORDS = ("word_embeddings.weight", "final_linear.weight")
 
 
@@ -179,7 +214,7 @@ class Sharding:
             return 1
         if rest.startswith("final_linear."):
             return 0 if self.head == "column" else 1
-        if rest.startswith(_KERNEL):
+        if is_of_kernel(name):
             return 1 if self.t5 else 0
         return None
 
@@ -274,69 +309,3 @@ def split_weights(
         {name: sharding.split(name, whole, rank, size) for name, whole in weights.items()}
         for rank in range(size)
     ]
-
-
-# ZeRO stage 3: every parameter lies in equal pieces on the data-parallel ranks.
-#
-# Rank r's flat fp32 vector holds its piece of each parameter in turn, the last one padded::
-#
-#     rank 0   [ a0 a1 | b0 b1 b2 | ... ]        a has 4 numbers, b has 5:
-#     rank 1   [ a2 a3 | b3 b4 -- | ... ]        pieces of ceil(4/2) = 2 and ceil(5/2) = 3
-
-
-def read_zero3_shards(layout: Layout) -> list[dict[str, Tensor]]:
-    """Each model-parallel rank's tensors, whole, in fp32, named `<index>.<name>`."""
-    return [
-        _join(_shapes(layout, mp_rank), _flat_pieces(layout, mp_rank), layout.directory)
-        for mp_rank in range(layout.mp_size)
-    ]
-
-
-def _shapes(layout: Layout, mp_rank: int) -> dict[str, torch.Size]:
-    path = layout.zero_model_files.get((0, mp_rank))
-    if path is None:
-        raise CheckpointError(
-            f"{layout.directory}: zero_pp_rank_0_mp_rank_{mp_rank:02d}_model_states.pt is missing"
-        )
-    state = load_mapping(path)
-    if state.get("frozen_param_shapes"):
-        raise CheckpointError(
-            f"{path}: holds frozen parameters; merge it with DeepSpeed's zero_to_fp32.py first"
-        )
-    groups: list[dict[str, torch.Size]] = state.get("param_shapes") or []
-    return {name: shape for group in groups for name, shape in group.items()}
-
-
-def _flat_pieces(layout: Layout, mp_rank: int) -> list[Tensor]:
-    """Each data-parallel rank's vector, its parameter groups one after the other."""
-    pieces: list[Tensor] = []
-    count = None
-    while path := layout.zero_optimizer_files.get((len(pieces), mp_rank)):
-        optimizer = load_mapping(path).get("optimizer_state_dict") or {}
-        flat = optimizer.get("fp32_flat_groups")
-        if flat is None:
-            raise CheckpointError(f"{path}: holds no fp32_flat_groups of ZeRO stage 3")
-        count = optimizer.get("partition_count", count)
-        pieces.append(torch.cat([group.flatten() for group in flat]))
-    if not pieces or (isinstance(count, int) and count != len(pieces)):
-        raise CheckpointError(
-            f"{layout.directory}: a ZeRO stage 3 checkpoint keeps its weights in the optimizer "
-            f"files, and {len(pieces)} of {count or 'them'} are there for model-parallel rank "
-            f"{mp_rank}; copy all zero_pp_rank_*_optim_states.pt files"
-        )
-    return pieces
-
-
-def _join(shapes: dict[str, torch.Size], pieces: list[Tensor], source: Path) -> dict[str, Tensor]:
-    needed = sum(-(-shape.numel() // len(pieces)) for shape in shapes.values())
-    if any(piece.numel() < needed for piece in pieces):
-        raise CheckpointError(f"{source}: the optimizer files hold fewer numbers than the model")
-    result: dict[str, Tensor] = {}
-    start = 0
-    for name, shape in shapes.items():
-        numel = shape.numel()
-        length = -(-numel // len(pieces))
-        parts = [piece[start : start + length] for piece in pieces]
-        result[strip_prefix(name, source)] = torch.cat(parts)[:numel].view(shape)
-        start += length
-    return result

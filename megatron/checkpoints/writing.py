@@ -15,17 +15,14 @@ from megatron.checkpoints.reading import Checkpoint
 from megatron.checkpoints.saved_config import RESOLVED
 from megatron.checkpoints.sharding import (
     Sharding,
-    official_kernel_names,
+    is_of_kernel,
+    neox_shard,
     split_name,
     split_weights,
 )
 from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model import ModelSpec
-from megatron.model.layer_list import FIRST_LAYER
-from megatron.model.position_names import canonical_name
-from megatron.model.positional_embeddings import alibi_slopes
-from megatron.neox_arguments import OWNER, NeoXArgs
+from megatron.neox_arguments import OWNER
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import KEYS_OF_OURS, SCORE_TERMS
 
@@ -36,9 +33,9 @@ def cast_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> di
     """Weights in another precision; a head's few numbers stay fp32."""
     if dtype is None:
         return dict(weights)
-    few = ("embedding.", "positions.", "attention.sinks", "attention.softmax_scale")
+    per_head = ("attention.sinks", "attention.softmax_scale")
     return {
-        name: tensor.float() if split_name(name)[1].startswith(few) else tensor.to(dtype)
+        name: tensor.float() if is_of_kernel(name) or name.endswith(per_head) else tensor.to(dtype)
         for name, tensor in weights.items()
     }
 
@@ -74,7 +71,7 @@ def write_neox(
 ) -> Path:
     """A checkpoint that GPT-NeoX (or, for KERPLE kernels, the official code) loads."""
     spec = checkpoint.spec
-    config = neox_config(checkpoint.args, spec, mp=mp, pp=pp)
+    config = neox_config(checkpoint, mp=mp, pp=pp)
     # The official code clamps its kernel's values, which is our `ste`.
     weights = with_constraint(cast_weights(checkpoint.weights, dtype), spec, "ste")
     shards = [
@@ -138,10 +135,7 @@ def _training_state(module: Any, iteration: int, mp: int) -> dict[str, Any]:
     }
 
 
-# Our model in the terms of GPT-NeoX, or of the official KERPLE code for its kernels.
-#
-# GPT-NeoX of today calls the MLP's matrices linear1 and linear2; the official KERPLE code (and
-# GPT-NeoX 2.0) dense_h_to_4h and dense_4h_to_h. KERPLE kernels exist in the latter only.
+# Our config in the terms of GPT-NeoX, or of the official KERPLE code for its kernels.
 
 _GROUPS = ("model", "parallel", "optimization", "tokenizer", "runtime")
 _NOT_THEIRS = KEYS_OF_OURS | {
@@ -155,8 +149,9 @@ _NOT_THEIRS = KEYS_OF_OURS | {
 }
 
 
-def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[str, Any]:
+def neox_config(checkpoint: Checkpoint, *, mp: int, pp: int) -> dict[str, Any]:
     """The YAML to keep beside the weights: keys that they know, and an error for what they lack."""
+    spec = checkpoint.spec
     known = method(spec.pos_emb)
     lacking = [key for key in (*SCORE_TERMS, "rope_scaling") if getattr(spec, key)]
     if known is None or not (known.in_neox or known.official):
@@ -166,15 +161,14 @@ def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[st
         lacking += [f"pos_emb: {spec.pos_emb} with {key}" for key in newer]
         if spec.kerple_bias_scale == "pre":
             lacking.append("kerple_bias_scale: pre")
-    without_kernel = ("rotary", "learned", "none", "alibi")
-    if spec.kerple_share == "per_layer" and (known is None or known.name not in without_kernel):
+    if any(is_of_kernel(name) and not name.startswith("1.") for name in checkpoint.weights):
         lacking.append("kerple_share: per_layer")
     if lacking:
         raise CheckpointError(
             f"neither GPT-NeoX nor the official KERPLE code has {', '.join(lacking)}; "
             "convert to native or hf instead"
         )
-    flat = args.replace(model_parallel_size=mp, pipe_parallel_size=pp).to_dict()
+    flat = checkpoint.args.replace(model_parallel_size=mp, pipe_parallel_size=pp).to_dict()
     config = {
         key: value
         for key, value in flat.items()
@@ -183,33 +177,3 @@ def neox_config(args: NeoXArgs, spec: ModelSpec, *, mp: int, pp: int) -> dict[st
     assert known is not None
     config["pos_emb"] = known.official or known.name
     return config
-
-
-def neox_shard(
-    shard: Mapping[str, Tensor], spec: ModelSpec, rank: int, mp: int
-) -> dict[str, Tensor]:
-    """One model-parallel rank's weights under their names, the kernel written into each layer."""
-    kernel = {ours: theirs for theirs, ours in official_kernel_names(spec.pos_emb).items()}
-    known = method(spec.pos_emb)
-    is_official = known is not None and known.official is not None
-    per_layer: dict[str, Tensor] = {}
-    result: dict[str, Tensor] = {}
-    for name, tensor in shard.items():
-        index, rest = split_name(name)
-        if index == 1:
-            parameter = rest.removeprefix("embedding.")
-            stored = tensor if parameter == "weight" else tensor.reshape(-1, 1, 1)
-            per_layer[f"attention.rpe.{kernel[parameter]}"] = stored
-            continue
-        if not is_official:
-            rest = rest.replace("mlp.dense_h_to_4h.", "mlp.linear1.")
-            rest = rest.replace("mlp.dense_4h_to_h.", "mlp.linear2.")
-        result[f"{index}.{rest}"] = tensor
-    if canonical_name(spec.pos_emb) == "alibi":
-        slopes = torch.tensor(alibi_slopes(spec.num_attention_heads)).chunk(mp)[rank]
-        per_layer["attention.alibi_embed.slopes"] = slopes
-    for layer in range(FIRST_LAYER, FIRST_LAYER + spec.num_layers):
-        result |= {f"{layer}.{name}": tensor for name, tensor in per_layer.items()}
-    if not spec.no_weight_tying:
-        result[f"{spec.num_layers + 4}.word_embeddings.weight"] = shard["0.word_embeddings.weight"]
-    return result

@@ -190,7 +190,7 @@ def _convert(args: argparse.Namespace) -> str:
             write = write_native if args.to == "native" else write_neox
             pp = args.pp if args.pp is not None else int(args.to == "neox")
             write(checkpoint, folder, mp=args.mp or 1, pp=pp, dtype=dtype)
-            tokenizer = checkpoint.layout.directory / "tokenizer.json"
+            tokenizer = checkpoint.files.directory / "tokenizer.json"
             if tokenizer.is_file():  # a Hugging Face folder's travels with its weights
                 shutil.copyfile(tokenizer, folder / tokenizer.name)
     return (
@@ -266,7 +266,7 @@ machine's CPU: it needs memory for the whole model with its optimizer.
 def _plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     """The step to convert and how many processes its layout has."""
     settle_accelerator()
-    from megatron.checkpoints.resuming import read_layout
+    from megatron.checkpoints.run_state import read_layout
     from megatron.checkpoints.store import CheckpointStore
     from megatron.checkpoints.universal import is_universal
 

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron.atomic_files import fingerprint
-from megatron.checkpoints import Checkpoint, Layout, find_layout, place_weights, read_checkpoint
+from megatron.checkpoints import (
+    Checkpoint,
+    CheckpointFiles,
+    find_files,
+    place_weights,
+    read_checkpoint,
+)
 from megatron.checkpoints.saved_config import args_from, read_saved_config, tokenizer_of
 from megatron.checkpoints.universal import PARAMETERS
 from megatron.errors import EvaluationError
@@ -36,7 +42,7 @@ class PretrainedModel(GPTModel):
         place_weights(self, checkpoint, checkpoint.spec)
         self.config: NeoXArgs = checkpoint.args
         self.iteration = checkpoint.iteration
-        self.source: Path = checkpoint.layout.directory
+        self.source: Path = checkpoint.files.directory
         self.kind = checkpoint.kind
 
     @cached_property
@@ -124,15 +130,15 @@ class Subject:
         if place is None:
             raise EvaluationError("no checkpoint: set load (or save) to a run's directory")
         self._args, self._device = args, device
-        self._layout = find_layout(place, args.checkpoint.iteration)
+        self._files = find_files(place, args.checkpoint.iteration)
         self.place = place
-        self.checkpoint = self._layout.directory
-        self.iteration = self._layout.step_in_name or 0
-        self.identity = _identity(self._layout)
+        self.checkpoint = self._files.directory
+        self.iteration = self._files.step_in_name or 0
+        self.identity = _identity(self._files)
 
     @cached_property
     def model(self) -> GPTModel:
-        model = _load(self._args, self._layout, self.place, self._device)
+        model = _load(self._args, self._files, self.place, self._device)
         _check_same_model(self._args, model)
         return model.eval()
 
@@ -154,11 +160,11 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
         )
 
 
-def _load(args: NeoXArgs, layout: Layout, place: str, device: str) -> GPTModel:
+def _load(args: NeoXArgs, files: CheckpointFiles, place: str, device: str) -> GPTModel:
     """The checkpoint under its own config, but for what may change after training."""
     config = None
-    if not layout.is_hf:
-        saved = args_from(read_saved_config(layout), layout.directory)
+    if not files.is_hf:
+        saved = args_from(read_saved_config(files.directory, files.root), files.directory)
         given = args.to_dict()
         config = saved.replace(**{key: given[key] for key in _FREE_KEYS if key in given})
     dtype = torch.float32
@@ -169,20 +175,20 @@ def _load(args: NeoXArgs, layout: Layout, place: str, device: str) -> GPTModel:
     )
 
 
-def _identity(layout: Layout) -> str:
+def _identity(files: CheckpointFiles) -> str:
     """Changes whenever the weights may have: names, sizes and times of the weight files."""
-    place = layout.directory
-    files = [
+    place = files.directory
+    weights = [
         path
         for path in place.iterdir()
         if path.suffix in (".pt", ".bin", ".safetensors") and "optim_states" not in path.name
     ]
-    if layout.is_universal:
-        files += (place / PARAMETERS).glob("*/fp32.pt")
+    if files.is_universal:
+        weights += (place / PARAMETERS).glob("*/fp32.pt")
     return fingerprint(
         [
             (str(path.relative_to(place)), path.stat().st_size, path.stat().st_mtime_ns)
-            for path in sorted(files)
+            for path in sorted(weights)
         ]
     )
 

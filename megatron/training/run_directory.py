@@ -16,14 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoints.reading import find_layout
-from megatron.checkpoints.resuming import LAYOUT, read_layout
-from megatron.checkpoints.saved_config import (
-    RESOLVED,
-    as_it_began,
-    check_agreement,
-    read_config_file,
-)
+from megatron.checkpoints.reading import find_files
+from megatron.checkpoints.run_state import saved_batch_size
+from megatron.checkpoints.saved_config import as_it_began, check_agreement, resolved_config
 from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
@@ -149,7 +144,7 @@ def _begin_from(load: Path, args: NeoXArgs) -> Start:
         found = store.path(step)
         if is_training_checkpoint(found) or is_universal(found):
             return Start(load, step)
-    find_layout(load, args.checkpoint.iteration)  # says what is wrong with it, if anything is
+    find_files(load, args.checkpoint.iteration)  # says what is wrong with it, if anything is
     return Start(foreign=load)
 
 
@@ -165,7 +160,7 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
             directory,
             as_it_began(args, directory),
             batch_size=batch_size,
-            saved_batch_size=_saved_batch_size(directory),
+            saved_batch_size=saved_batch_size(directory),
         )
     except CheckpointError as error:
         if not start.continues:
@@ -174,25 +169,6 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
             f"{str(error).rstrip('.')}. overwrite: true would move the run in "
             f"{start.resume_from} aside."
         ) from error
-
-
-def _saved_batch_size(directory: Path) -> int | None:
-    """Samples per step of the run that wrote this checkpoint; None if it cannot be told."""
-    if not (directory / LAYOUT).is_file():
-        return None
-    layout = read_layout(directory)
-    if isinstance(layout.get("train_batch_size"), int):
-        return int(layout["train_batch_size"])
-    path = directory / "configs" / RESOLVED
-    saved = read_config_file(path) if path.is_file() else {}
-    if isinstance(saved.get("train_batch_size"), int):
-        return int(saved["train_batch_size"])
-    micro = saved.get("train_micro_batch_size_per_gpu")
-    accumulation = saved.get("gradient_accumulation_steps", 1)
-    if not isinstance(micro, int) or not isinstance(accumulation, int):
-        return None
-    ranks = max(saved.get("pipe_parallel_size", 0), 1) * saved.get("model_parallel_size", 1)
-    return micro * accumulation * (int(layout["world_size"]) // ranks)
 
 
 def _move_aside(save: Path, args: NeoXArgs, world_size: int) -> list[str]:
@@ -214,14 +190,13 @@ def _began_by_overwriting(store: CheckpointStore, args: NeoXArgs, world_size: in
     """A requeued job is started with overwrite: true again, but must go on with its own run."""
     step = store.newest()
     assert step is not None
-    file = store.path(step) / "configs" / RESOLVED
-    if finished_at(store.directory) is not None or not file.is_file():
+    if finished_at(store.directory) is not None:
         return False
     try:
         _check(Start(store.directory, step), args, world_size)
     except CheckpointError:
         return False
-    return bool(read_config_file(file).get("overwrite"))
+    return bool(resolved_config(store.path(step)).get("overwrite"))
 
 
 def command_to_continue() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoints import Checkpoint, Layout
+from megatron.checkpoints import Checkpoint, CheckpointFiles
 from megatron.checkpoints.writing import write_native
 from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
@@ -44,7 +44,7 @@ def at_rest(model: GPTModel, args: NeoXArgs, iteration: int = 5) -> Checkpoint:
         name.removeprefix("sequential."): parameter.detach().clone()
         for name, parameter in model.named_parameters()
     }
-    return Checkpoint(weights, args, Layout(Path(), Path()), "native", iteration)
+    return Checkpoint(weights, args, CheckpointFiles(Path(), Path()), "native", iteration)
 
 
 def saved_model(folder: Path, **changes: Any) -> GPTModel:

@@ -8,32 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoints import load_weights, read_checkpoint
-from megatron.checkpoints.sharding import Sharding, merge_shards
+from megatron.checkpoints import load_weights
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
-from megatron.mpu.collectives import TensorParallel
 from tests.checkpoints.small_models import logits_of, random_model, saved_model, small_args, tokens
-from tests.conftest import FIXTURES
-
-POWER = FIXTURES / "official_kerple_power_mp2"
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_every_model_parallel_rank_gets_its_share(size: int) -> None:
-    checkpoint = read_checkpoint(POWER)
-    spec = ModelSpec.from_args(checkpoint.args, 126)  # 128 words do not split over 3 or 6 ranks
-    shards = []
-    for rank in range(size):
-        model = GPTModel(spec, TensorParallel(rank=rank, size=size))
-        load_weights(model, POWER, vocab_size=100)
-        shards.append(
-            {n.removeprefix("sequential."): p.detach() for n, p in model.named_parameters()}
-        )
-    merged = merge_shards(shards, Sharding.of(spec, neox=False))
-    for name, tensor in merged.items():
-        expected = checkpoint.weights[name]
-        assert torch.equal(tensor, expected[: tensor.shape[0]]), name
 
 
 class Stage(nn.Module):

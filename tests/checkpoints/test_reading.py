@@ -10,7 +10,7 @@ import torch
 import yaml
 
 import megatron
-from megatron.checkpoints import find_layout, read_checkpoint
+from megatron.checkpoints import find_files, read_checkpoint
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError
@@ -104,7 +104,14 @@ def test_without_latest_the_newest_step_is_taken(tmp_path: Path) -> None:
     shutil.copytree(LOG, run)
     (run / "latest").unlink()
     (run / "global_step7").rename(run / "global_step12")
-    assert find_layout(run).step_in_name == 12
+    assert find_files(run).step_in_name == 12
+
+
+def test_an_iteration_that_the_path_contradicts_is_refused() -> None:
+    step = LOG / "global_step7"
+    assert find_files(step, 7).step_in_name == 7
+    with pytest.raises(CheckpointError, match=r"iteration = 8: .*global_step7.* of step 7"):
+        find_files(step, 8)
 
 
 def changed(run: Path, **keys: object) -> None:
@@ -191,79 +198,7 @@ def test_keys_about_other_machines_do_not_stop_loading(tmp_path: Path) -> None:
         megatron.load_pretrained(run)
 
 
-def test_kernels_that_pipeline_stages_trained_apart_stay_apart(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(LOG, run)
-    path = run / "global_step7" / "layer_04-model_00-model_states.pt"
-    layer = torch.load(path, weights_only=True)
-    layer["attention.rpe.bias_p"] += 0.5
-    torch.save(layer, path)
-    loaded = megatron.load_pretrained(run)
-    original = megatron.load_pretrained(LOG)
-    assert loaded.config.model.kerple_share == "per_layer"
-    first, last = (loaded.layers[i].positions for i in (0, 2))
-    assert first is not None
-    assert last is not None
-    shared = original.positional_tables(20).bias
-    assert torch.equal(first(20).bias, shared)
-    assert not torch.equal(last(20).bias, shared)
-    assert not torch.allclose(logits_of(loaded, tokens()), logits_of(original, tokens()))
-
-
-def test_official_letters_are_not_swapped() -> None:
-    """The official log kernel is -bias_p log(1 + bias_a d); the power one -bias_a d^bias_p."""
-    layer = torch.load(
-        LOG / "global_step7" / "layer_02-model_00-model_states.pt", weights_only=True
-    )
-    p, a = (layer[f"attention.rpe.bias_{x}"].reshape(-1, 1).clamp(min=0.01) for x in "pa")
-    d = torch.arange(300.0)
-    bias = megatron.load_pretrained(LOG).positional_tables(300).bias
-    torch.testing.assert_close(bias, -p * torch.log(1 + a * d))
-    shards = [
-        torch.load(
-            POWER / "global_step7" / f"layer_02-model_0{r}-model_states.pt", weights_only=True
-        )
-        for r in range(2)
-    ]
-    p, a = (torch.cat([s[f"attention.rpe.bias_{x}"] for s in shards]).reshape(-1, 1) for x in "pa")
-    bias = megatron.load_pretrained(POWER).positional_tables(300).bias
-    torch.testing.assert_close(bias, -a.clamp(min=0.01) * d ** p.clamp(0.01, 2))
-
-
 def test_the_padded_vocabulary_comes_from_the_weights() -> None:
     checkpoint = read_checkpoint(LOG)
     assert checkpoint.padded_vocab_size == 128
     assert small_args().tokenizer.tokenizer_type == "CharLevelTokenizer"  # 512 ids by itself
-
-
-def test_partitions_of_zero_stage_3_are_joined(tmp_path: Path) -> None:
-    """Each parameter lies in equal pieces on the ranks; odd sizes are padded on the last."""
-    model = saved_model(tmp_path, pos_emb="kerple_log", no_weight_tying=True)
-    step = tmp_path / "global_step5"
-    (step / "mp_rank_00_model_states.pt").unlink()
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    names = list(parameters)
-    groups = [names[::2], names[1::2]]  # parameter groups: with and without weight decay
-    ranks = 3
-    for rank in range(ranks):
-        flat = []
-        for group in groups:
-            pieces = []
-            for name in group:
-                values = parameters[name].flatten()
-                share = -(-values.numel() // ranks)
-                padded = torch.cat((values, torch.full((share * ranks - values.numel(),), 9.0)))
-                pieces.append(padded[rank * share : (rank + 1) * share])
-            flat.append(torch.cat(pieces))
-        prefix = step / f"zero_pp_rank_{rank}_mp_rank_00"
-        optimizer = {"fp32_flat_groups": flat, "partition_count": ranks}
-        torch.save({"optimizer_state_dict": optimizer}, f"{prefix}_optim_states.pt")
-        shapes = [{name: parameters[name].shape for name in group} for group in groups]
-        torch.save({"param_shapes": shapes, "module": {}}, f"{prefix}_model_states.pt")
-    write_checksums(step)
-    loaded = megatron.load_pretrained(tmp_path)
-    assert torch.equal(logits_of(loaded, tokens()), logits_of(model, tokens()))
-    (step / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    write_checksums(step)
-    with pytest.raises(CheckpointError, match="2 of 3 are there"):
-        megatron.load_pretrained(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import megatron
-from megatron.checkpoints.resuming import LAYOUT
+from megatron.checkpoints.run_state import LAYOUT
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
 from megatron.training.optimizer import Schedule
 from tests.training.cases import write_data

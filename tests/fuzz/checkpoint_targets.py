@@ -15,7 +15,7 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.inspection import kernel_of
 from megatron.checkpoints.reading import TOKENIZER
-from megatron.checkpoints.resuming import LAYOUT, read_layout
+from megatron.checkpoints.run_state import LAYOUT, read_layout
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, write_checksums
 from megatron.checkpoints.universal import parameter_folders, read_progress, read_states
 from megatron.checkpoints.writing import write_native, write_neox

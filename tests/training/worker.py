@@ -32,8 +32,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.checkpoints import safe_files
-from megatron.checkpoints.resuming import Resumed, resume, rng_state
-from megatron.checkpoints.saving import Save, save_run
+from megatron.checkpoints.resuming import Resumed, resume
+from megatron.checkpoints.run_state import rng_state
+from megatron.checkpoints.saving import Save, save_run, save_universal
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
@@ -44,7 +45,6 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.batches import build_streams
 from megatron.training.engine import build_engine, build_module
 from megatron.training.progress_hooks import gathered, kernel_modules
-from megatron.training.resharding import write_universal
 from megatron.training.run import find_vocabulary
 from megatron.training.trainer import agree, build_stepper
 
@@ -82,7 +82,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     def export(directory: str, step: int) -> None:
         target, at = CheckpointStore(Path(directory)), Resumed(step, step * plan.train_batch_size)
-        write_universal(engine, target, args, at, parallel, vocabulary.size)
+        save_universal(engine, target, args, at, parallel, vocabulary.size)
 
     if case.get("copy"):
         export(case["copy"], start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import sys
@@ -16,7 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron.atomic_files import read_json
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.checkpoints.reading import Checkpoint
+from megatron.checkpoints.reading import TOKENIZER, Checkpoint
 from megatron.errors import CheckpointError
 from megatron.model.position_base import PositionalEmbedding
 from megatron.neox_arguments.catalogue import label_of
@@ -75,7 +76,7 @@ def _byte_level(size: int) -> LibraryTokenizer:
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """The config keys that make our tokenizer from a Hugging Face folder's files."""
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     if not file.is_file():
         return {}
     if BYTE_LEVEL_MARK.encode() in file.read_bytes():
@@ -193,7 +194,7 @@ def model_card(
     checkpoint: Checkpoint, config: PretrainedConfig, tokenizer_problem: str | None
 ) -> str:
     """The card's text; the manifest and the results are those found beside the checkpoint."""
-    root = checkpoint.layout.root
+    root = checkpoint.files.root
     ours = isinstance(config, KerpleNeoXConfig)
     sections = [
         _header(checkpoint, ours),
@@ -262,9 +263,11 @@ def _evaluation(root: Path, iteration: int) -> str:
     """Perplexity by length, from result files of the same step."""
     tables = []
     for path in sorted((root / "results").glob("*.json")):
-        result = read_json(path) or {}  # what cannot be read is left out of the card
+        result = read_json(path) or {}
         if result.get("task") == "extrapolation" and result.get("iteration") == iteration:
-            tables.append(_extrapolation(result))
+            # what cannot be read is left out of the card
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+                tables.append(_extrapolation(result))
     return "## Evaluation\n\n" + "\n".join(tables) if tables else ""
 
 

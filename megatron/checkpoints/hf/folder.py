@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder: weights, config, tokenizer, generation config, card, code."""
+"""A Hugging Face folder, written with all it needs (tokenizer, card, code), and read."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from megatron.checkpoints.hf.companions import (
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
 from megatron.checkpoints.hf.keys_kerple import written_out
-from megatron.checkpoints.reading import EMBEDDING, TOKENIZER, Checkpoint, Layout
+from megatron.checkpoints.reading import TOKENIZER, Checkpoint, CheckpointFiles
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import tokenizer_of
+from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.store import write_checksums
 from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError, KerpleError
@@ -105,7 +106,7 @@ def _write_own_kernel(folder: Path, pos_emb: str) -> None:
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str | None]:
     try:
-        tokenizer = tokenizer_of(checkpoint.args.tokenizer, checkpoint.layout.directory)
+        tokenizer = tokenizer_of(checkpoint.args.tokenizer, checkpoint.files.directory)
     except (ValueError, OSError, ImportError) as error:
         return None, str(error)
     if tokenizer.eod >= checkpoint.padded_vocab_size:
@@ -132,18 +133,18 @@ def _write_config(config: PretrainedConfig, folder: Path, dtype: torch.dtype) ->
 _CONFIGS: dict[str, Any] = {"kerple_neox": KerpleNeoXConfig, "gpt_neox": GPTNeoXConfig}
 
 
-def read_hf_checkpoint(layout: Layout) -> Checkpoint:
+def read_hf_checkpoint(files: CheckpointFiles) -> Checkpoint:
     """Weights and config of a folder written by our converter or by `save_pretrained`."""
-    folder = layout.directory
+    folder = files.directory
     config, args = _read_config(folder)
     args = args.replace(**tokenizer_settings(folder))
     weights = from_hf_names(
-        _read_weights(folder), args.model.num_layers, tied=not args.model.no_weight_tying
+        _read_weights(files), args.model.num_layers, tied=not args.model.no_weight_tying
     )
     if EMBEDDING not in weights:
         raise CheckpointError(f"{folder}: holds no gpt_neox.embed_in.weight")
     iteration = getattr(config, "iteration", 0)
-    return Checkpoint(weights, args, layout, "hf", iteration if isinstance(iteration, int) else 0)
+    return Checkpoint(weights, args, files, "hf", iteration if isinstance(iteration, int) else 0)
 
 
 def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
@@ -168,17 +169,17 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
         ) from error
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    if not files:
+def _read_weights(files: CheckpointFiles) -> dict[str, Tensor]:
+    folder, found = files.directory, files.hf_weights
+    if not found:
         raise CheckpointError(f"{folder}: holds neither *.safetensors nor pytorch_model*.bin")
-    for index in folder.glob(f"*{files[0].suffix}.index.json"):
+    for index in folder.glob(f"*{found[0].suffix}.index.json"):
         table = read_object(index).get("weight_map", {})
         named = {str(name) for name in table.values()} if isinstance(table, dict) else set()
-        if missing := sorted(named - {path.name for path in files}):
+        if missing := sorted(named - {path.name for path in found}):
             raise CheckpointError(f"{folder}: incomplete, missing {', '.join(missing)}")
     weights: dict[str, Tensor] = {}
-    for path in files:
+    for path in found:
         try:
             weights |= load_mapping(path) if path.suffix == ".bin" else load_safetensors(path)
         except CheckpointError:

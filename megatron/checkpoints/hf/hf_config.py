@@ -1,4 +1,4 @@
-"""A model's config in Hugging Face's form and back."""
+"""A model's config, and the names of its weights, in Hugging Face's form and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.checkpoints.sharding import split_name
+from megatron.checkpoints.sharding import renamed
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
@@ -147,18 +147,18 @@ def _from_gpt_neox(config: Any, source: Path) -> dict[str, Any]:
 
 # Names of weights in Hugging Face files: GPT-NeoX's there, with `positions` for the kernel.
 
-_LAYER = re.compile(r"^gpt_neox\.layers\.(\d+)\.(.+)$")
 _BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 HEADS = {"kerple_neox": "lm_head.weight", "gpt_neox": "embed_out.weight"}
 """What a model of either type calls its head."""
 
 
 def _prefixes(num_layers: int, head: str) -> dict[str, str]:
-    """Ours and theirs, outside the layers."""
+    """Ours and theirs."""
     return {
         "0.word_embeddings.": "gpt_neox.embed_in.",
         "0.position_embeddings.": "gpt_neox.embed_positions.",
         "1.embedding.": "gpt_neox.positions.",
+        **{f"{FIRST_LAYER + n}.": f"gpt_neox.layers.{n}." for n in range(num_layers)},
         f"{num_layers + 3}.norm.": "gpt_neox.final_layer_norm.",
         f"{num_layers + 4}.final_linear.weight": head,
     }
@@ -169,38 +169,24 @@ def to_hf_names(
 ) -> dict[str, Tensor]:
     """Canonical names to Hugging Face's."""
     prefixes = _prefixes(num_layers, HEADS[model_type])
-    return {_to_hf(name, prefixes): tensor for name, tensor in weights.items()}
-
-
-def _to_hf(name: str, prefixes: Mapping[str, str]) -> str:
-    for ours, theirs in prefixes.items():
-        if name.startswith(ours):
-            return theirs + name[len(ours) :]
-    index, rest = split_name(name)
-    return f"gpt_neox.layers.{index - FIRST_LAYER}.{rest}"
+    return {renamed(name, prefixes): tensor for name, tensor in weights.items()}
 
 
 def from_hf_names(
     weights: Mapping[str, Tensor], num_layers: int, *, tied: bool
 ) -> dict[str, Tensor]:
-    """Hugging Face's names to canonical ones; buffers and a tied head are left out."""
+    """Hugging Face's names to canonical ones; buffers and a tied head are left out.
+
+    A name that is not known is kept under an index of no layer, to be listed among the misfits.
+    """
     prefixes = {
         theirs: ours
         for head in HEADS.values()
         for ours, theirs in _prefixes(num_layers, head).items()
     }
+    prefixes[""] = f"{num_layers + 5}."
     return {
-        _from_hf(name, prefixes, num_layers): tensor
+        renamed(name, prefixes): tensor
         for name, tensor in weights.items()
         if not _BUFFERS.search(name) and not (tied and name in HEADS.values())
     }
-
-
-def _from_hf(name: str, prefixes: Mapping[str, str], num_layers: int) -> str:
-    if match := _LAYER.match(name):
-        return f"{int(match[1]) + FIRST_LAYER}.{match[2]}"
-    for theirs, ours in prefixes.items():
-        if name.startswith(theirs):
-            return ours + name[len(theirs) :]
-    # Kept under an index of no layer, so that it is listed among the misfits.
-    return f"{num_layers + 5}.{name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,11 @@ from transformers import AutoModelForCausalLM, StaticCache
 from megatron.checkpoints.hf import (
     KerpleNeoXConfig,
     KerpleNeoXForCausalLM,
-    folder,
-    scores_kerple,
 )
-from megatron.checkpoints.hf.folder import FORMULA_FILES, MODEL_FILES, write_hf
-from megatron.model import GPTModel, rotary_and_input_positions
 from megatron.neox_arguments.catalogue import METHODS
-from megatron.neox_arguments.model_keys import HFKey, hugging_face_keys
-from tests.checkpoints.small_models import at_rest, logits_of, random_model, small_args, tokens
+from tests.checkpoints.hf.exports import SCORE_TERMS, assert_same, both
+from tests.checkpoints.small_models import logits_of, tokens
 
-SCORE_TERMS = {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"pos_emb": "kerple_log"},
     "parallel": {"pos_emb": "kerple_power", "gpt_j_residual": True, "no_weight_tying": True},
@@ -60,20 +54,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def both(folder: Path, **changes: Any) -> tuple[GPTModel, Any]:
-    """Our model and the one that transformers loads from its export."""
-    attention = changes.pop("attention", "sdpa")
-    args = small_args(**changes)
-    model = random_model(args)
-    write_hf(at_rest(model, args), folder)
-    exported = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
-    return model, exported.eval()
-
-
-def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("pos_emb", METHODS)
 def test_every_positional_embedding_beyond_the_training_length(
@@ -82,17 +62,6 @@ def test_every_positional_embedding_beyond_the_training_length(
     model, exported = both(tmp_path, pos_emb=pos_emb, no_weight_tying=True, attention=attention)
     length = 48 if pos_emb == "learned" else 150
     assert_same(logits_of(model, tokens(length)), logits_of(exported, tokens(length)))
-
-
-@pytest.mark.parametrize("key", hugging_face_keys(), ids=lambda key: key.key)
-def test_every_key_of_the_exported_config_is_read_by_the_exported_code(key: HFKey) -> None:
-    """A key that is declared, exported and then forgotten would make another model."""
-    folders = {name: Path(folder.__file__).parent for name in MODEL_FILES}
-    folders |= {name: Path(rotary_and_input_positions.__file__).parent for name in FORMULA_FILES}
-    source = "".join((folders[name] / name).read_text() for name in folders)
-    told_only = {"train_length"}
-    reading = rf"(config|options)\.({key.name}|{key.key})\b"
-    assert key.name in told_only or re.search(reading, source)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -218,14 +187,6 @@ def test_gradients_of_gates_sinks_and_scales_equal_ours(tmp_path: Path, attentio
         torch.testing.assert_close(theirs.get_parameter(name).grad, expected, rtol=1e-3, atol=1e-6)
 
 
-def test_sixteen_bit_keys_carry_gates_bit_for_bit() -> None:
-    gates = -torch.rand(2, 4, 9, generator=torch.Generator().manual_seed(0))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        keys = torch.randn(2, 2, 9, 8).to(dtype)
-        found, beside = scores_kerple.parted_gates(scores_kerple.gates_beside(keys, gates), 8)
-        assert torch.equal(found, keys) and torch.equal(beside, gates)
-
-
 def test_a_training_step_moves_the_kernel_and_survives_saving(tmp_path: Path) -> None:
     _, exported = both(tmp_path / "a", pos_emb="kerple_log")
     optimizer = torch.optim.Adam(exported.parameters(), lr=1e-2)
@@ -251,23 +212,6 @@ def test_bf16_keeps_the_kernel_in_fp32(tmp_path: Path, attention: str) -> None:
     reference = logits_of(model, tokens(100))
     error = (logits_of(exported, tokens(100)).float() - reference).abs().max()
     assert error < 0.05 * reference.abs().max()
-
-
-@pytest.mark.parametrize("terms", [{}, SCORE_TERMS], ids=["tables", "score terms"])
-def test_long_inputs_are_scored_in_blocks_with_the_same_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terms: dict[str, Any]
-) -> None:
-    model, exported = both(tmp_path, pos_emb="kerple_bias_wht", sliding_window_width=90, **terms)
-    mask = torch.ones(2, 120, dtype=torch.long)
-    mask[1, :11] = 0
-    with torch.no_grad():
-        whole = exported(tokens(120), attention_mask=mask).logits
-    monkeypatch.setattr(scores_kerple, "LARGEST_SCORES", 2 * 4 * 120 * 7)
-    with torch.no_grad():
-        blocks = exported(tokens(120), attention_mask=mask).logits
-    torch.testing.assert_close(blocks[0], whole[0])
-    torch.testing.assert_close(blocks[1, 11:], whole[1, 11:])
-    assert_same(logits_of(model, tokens(120)), logits_of(exported, tokens(120)))
 
 
 def test_attentions_and_hidden_states_can_be_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""Scores of the exported model; that they are ours is held by test_modeling_kerple.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoints.hf import scores_kerple
+from tests.checkpoints.hf.exports import SCORE_TERMS, assert_same, both
+from tests.checkpoints.small_models import logits_of, tokens
+
+
+def test_sixteen_bit_keys_carry_gates_bit_for_bit() -> None:
+    gates = -torch.rand(2, 4, 9, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        keys = torch.randn(2, 2, 9, 8).to(dtype)
+        found, beside = scores_kerple.parted_gates(scores_kerple.gates_beside(keys, gates), 8)
+        assert torch.equal(found, keys) and torch.equal(beside, gates)
+
+
+@pytest.mark.parametrize("terms", [{}, SCORE_TERMS], ids=["tables", "score terms"])
+def test_long_inputs_are_scored_in_blocks_with_the_same_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terms: dict[str, Any]
+) -> None:
+    model, exported = both(tmp_path, pos_emb="kerple_bias_wht", sliding_window_width=90, **terms)
+    mask = torch.ones(2, 120, dtype=torch.long)
+    mask[1, :11] = 0
+    with torch.no_grad():
+        whole = exported(tokens(120), attention_mask=mask).logits
+    monkeypatch.setattr(scores_kerple, "LARGEST_SCORES", 2 * 4 * 120 * 7)
+    with torch.no_grad():
+        blocks = exported(tokens(120), attention_mask=mask).logits
+    torch.testing.assert_close(blocks[0], whole[0])
+    torch.testing.assert_close(blocks[1, 11:], whole[1, 11:])
+    assert_same(logits_of(model, tokens(120)), logits_of(exported, tokens(120)))

@@ -1,0 +1,59 @@
+"""What lies beside DeepSpeed's files: random states, and the layout of who wrote them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoints.run_state import (
+    check_layout,
+    continue_streams,
+    rng_file,
+    rng_state,
+    write_layout,
+)
+from megatron.errors import CheckpointError
+from megatron.mpu.collectives import SERIAL, ParallelState
+from tests.checkpoints.small_models import small_args
+
+pytestmark = pytest.mark.usefixtures("one_process")
+ALONE = ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, dp_group=None, grid=None)
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+
+def test_random_streams_go_on_where_they_were(tmp_path: Path) -> None:
+    draw()
+    torch.save(rng_state(), rng_file(tmp_path))
+    expected = [draw() for _ in range(3)]
+    draw()
+    continue_streams(tmp_path, 0, ALONE)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_a_rank_that_was_not_there_starts_streams_of_its_own(tmp_path: Path) -> None:
+    found = []
+    for seed in (7, 7, 8):
+        continue_streams(tmp_path, seed, ALONE)
+        found.append(draw())
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_file_without_random_states_is_named_with_the_way_out(tmp_path: Path) -> None:
+    torch.save({"torch": 3}, rng_file(tmp_path))
+    with pytest.raises(CheckpointError, match=r"rng_rank_00000\.pt.*no_load_rng: true"):
+        continue_streams(tmp_path, 0, ALONE)
+
+
+def test_another_layout_is_refused_with_the_command_to_run(tmp_path: Path) -> None:
+    write_layout(tmp_path, small_args())
+    check_layout(tmp_path, small_args())
+    with pytest.raises(CheckpointError, match="zero_stage 0 -> 1") as caught:
+        check_layout(tmp_path, small_args(zero_optimization={"stage": 1}))
+    assert "tools/reshard_checkpoint.py" in str(caught.value)
