@@ -92,6 +92,35 @@ def test_a_first_run_on_the_terminal(tmp_path: Path, config: dict[str, Any]) -> 
     assert (tmp_path / "logs" / "rank_00000.log").read_text("utf-8") == output + errors
 
 
+def test_a_reader_that_leaves_ends_the_run_in_silence(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """`python train.py ... | head -1`: the code is that of a program which SIGPIPE ended."""
+    process = subprocess.Popen(
+        [sys.executable, "train.py", written(tmp_path, {**config, "train_iters": 100_000})],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("data: ")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+
+
+def test_a_rank_that_is_no_number_is_one_line(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run("train", [written(tmp_path, config)]) == 2
+    assert capsys.readouterr().err == "error: environment variable RANK = 'x' is not a number.\n"
+
+
 def test_an_error_of_all_ranks_is_said_once(tmp_path: Path, config: dict[str, Any]) -> None:
     wrong = {**config, "data_path": str(tmp_path / "nowhere"), "train_batch_size": 2}
     outputs = run_ranks(["train.py", written(tmp_path, wrong)], 2, check=False)
@@ -120,10 +149,9 @@ def test_ctrl_c_while_starting_is_one_word(tmp_path: Path, config: dict[str, Any
 
 
 def test_output_goes_to_the_terminal_and_to_the_ranks_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "3")
-    with text_log(str(tmp_path / "logs")):
+    with text_log(str(tmp_path / "logs"), 3):
         print("a line")
         print("a warning", file=sys.stderr)
     print("not logged")
@@ -134,5 +162,5 @@ def test_output_goes_to_the_terminal_and_to_the_ranks_file(
 
 def test_without_a_directory_nothing_changes() -> None:
     before = sys.stdout
-    with text_log(None):
+    with text_log(None, 0):
         assert sys.stdout is before
