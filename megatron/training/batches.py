@@ -77,7 +77,13 @@ def _datasets(
         seed=args.runtime.seed if args.data.data_seed is None else args.data.data_seed,
         vocab_size=vocab_size,
     )
-    _check_enough(datasets[0], args.model.seq_length)
+    if datasets[0] is not None:
+        _check_enough(datasets[0], args.model.seq_length)
+    elif args.steps_to_train:
+        raise DataError(
+            "no documents to train on: set train_data_paths, or data_path with a first share in "
+            f'split (now "{args.data.split}").'
+        )
     if datasets[0] is not None and args.data.tells_documents_apart:
         check_documents_end(datasets[0], eod)
     iterations = args.optimization.train_iters or 0
@@ -123,10 +129,9 @@ def _sample_counts(args: NeoXArgs, plan: BatchPlan, start: Resumed) -> tuple[int
     _, valid, test = sample_counts(
         iterations, evaluation.eval_interval, evaluation.eval_iters, plan.train_batch_size
     )
-    train = start.samples_at(max(iterations, start.step), plan.train_batch_size)
     if start.step > iterations:
-        train = iterations * plan.train_batch_size
-    return train, valid, test
+        return iterations * plan.train_batch_size, valid, test
+    return start.samples_at(iterations, plan.train_batch_size), valid, test
 
 
 def _micro_batches(

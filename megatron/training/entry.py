@@ -21,7 +21,13 @@ from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.dry_run import memory_shortage
-from megatron.terminal import EXIT_USER_ERROR, describe_error, say_next, shown_command
+from megatron.terminal import (
+    EXIT_USER_ERROR,
+    describe_error,
+    say_next,
+    show_traceback_if_asked,
+    shown_command,
+)
 from megatron.training.control_hooks import EXIT_DIVERGED
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
@@ -111,6 +117,7 @@ def _say(error: BaseException) -> None:
     """`error (rank N): ...`, once for all ranks that would say the same."""
     text = describe_error(error) or str(error)
     if _is_first_to_say(text):
+        show_traceback_if_asked(error)
         print(f"error (rank {_rank()}): {text}", file=sys.stderr, flush=True)
 
 

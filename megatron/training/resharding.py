@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import NeoXArgs, allow_kernel
-from megatron.terminal import leave
+from megatron.terminal import leave, run_command
 from megatron.training.engine import build_engine, build_module
 from megatron.training.run import find_vocabulary
 
@@ -70,16 +71,12 @@ def write_universal(
     dist.barrier()
 
 
-def main() -> int:
-    source, target, step, *kernels = sys.argv[1:]
-    try:
-        allow_kernel(kernels)
-        reshard(Path(source), Path(target), int(step))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    source, target, step, *kernels = sys.argv[1:] if argv is None else argv
+    allow_kernel(kernels)
+    reshard(Path(source), Path(target), int(step))
     return 0
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run_command(main))

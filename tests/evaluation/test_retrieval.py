@@ -1,4 +1,4 @@
-"""Associative recall and passkeys: the texts, and the accuracy of models that are known."""
+"""Associative recall and passkeys: the accuracy of models that are known."""
 
 from __future__ import annotations
 
@@ -10,95 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands import run as command_run
-from megatron.data import IndexedDataset
-from megatron.data.recall_text import (
-    DIGIT_NOISE,
-    MQAR_NOISE,
-    PASSKEY_NOISE,
-    digit_in_noise,
-    mqar,
-    passkey_in_noise,
-)
 from megatron.evaluation import retrieval
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.evaluation.losses import Score, score_tokens
+from megatron.evaluation.losses import Score
 from megatron.evaluation.retrieval import make_prompt
-from megatron.model import GPTModel, ModelSpec
-from megatron.neox_arguments import NeoXArgs
+from megatron.model import GPTModel
 from megatron.tokenizer import build_tokenizer
-from tests.evaluation.helpers import VOCAB, result_of, sharpened, tiny_config, write_run
-
-
-@pytest.mark.parametrize(("length", "asked"), [(16, 1), (72, 8), (127, 3), (1000, 1)])
-@pytest.mark.parametrize("seed", range(5))
-def test_every_key_comes_again_with_its_value(length: int, asked: int, seed: int) -> None:
-    made = mqar(length, Random(seed), asked)
-    assert len(made.text) == length and len(made.places) == 4 * asked
-    pairs = dict(zip(made.text[0:8:2], made.text[1:8:2], strict=True))
-    assert len(pairs) == 4
-    assert sorted(made.text[place - 1] for place in made.places) == sorted([*pairs] * asked)
-    for place, distance in zip(made.places, made.distances, strict=True):
-        assert made.text[place] == pairs[made.text[place - 1]]
-        assert made.text[place - distance] == made.text[place] and place - distance < 8
-    told = {*range(8)} | {p for place in made.places for p in (place, place - 1)}
-    assert all(made.text[i] in MQAR_NOISE for i in range(length) if i not in told)
-
-
-@pytest.mark.parametrize(("length", "asked"), [(12, 1), (45, 8), (127, 3), (1000, 1)])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_passkey_is_asked_for_at_the_end(length: int, asked: int, seed: int) -> None:
-    made = passkey_in_noise(length, Random(seed), asked)
-    key = made.text.split("#")[1][:4]
-    answers = [part[:4] for part in made.text.split("?")[1:]]
-    assert len(made.text) == length and answers == [key] * asked and made.text.endswith(f"?{key}")
-    assert "".join(made.text[place] for place in made.places) == key * asked
-    for place, distance in zip(made.places, made.distances, strict=True):
-        assert made.text[place - distance] == made.text[place]
-        assert place - distance - 4 <= made.text.index("#") < place - distance
-    assert set(made.text) - set("#?0123456789") <= set(PASSKEY_NOISE)
-
-
-@pytest.mark.parametrize(("length", "asked"), [(4, 1), (18, 8), (1000, 1)])
-def test_the_digit_is_asked_for_at_the_end(length: int, asked: int) -> None:
-    made = digit_in_noise(length, Random(1), asked)
-    digit = made.text[made.text.index("@") + 1]
-    assert len(made.text) == length and made.text.endswith(f"!{digit}")
-    assert [made.text[place - 1 : place + 1] for place in made.places] == [f"!{digit}"] * asked
-    for place, distance in zip(made.places, made.distances, strict=True):
-        assert made.text[place - distance - 1] == "@"
-    assert set(made.text) - set("@!0123456789") <= set(DIGIT_NOISE)
-
-
-def test_the_corpus_has_documents_of_the_training_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron.data.recall_text.DOCUMENTS", 10)
-    assert command_run("prepare_data", ["-d", str(tmp_path), "-q", "recall"]) == 0
-    data = IndexedDataset(tmp_path / "recall" / "recall_text_document")
-    assert data.sizes.tolist() == [128] * 10
-    assert bytes(data[2][:-1].tolist()).count(b"#") == 1
-
-
-def test_scores_at_places_are_those_of_the_full_logits() -> None:
-    args = NeoXArgs.from_dict(tiny_config())
-    model = sharpened(GPTModel(ModelSpec.from_args(args, VOCAB)))
-    tokens = torch.randint(0, 256, (3, 40))
-    best = model(tokens).argmax(-1)
-    tokens[0, 10] = best[0, 9]  # one place that the model gets right
-    places = [(10, 20), (5, 30), (1, 39)]
-    best = model(tokens).argmax(-1)
-    expected = [
-        [bool(best[row, place - 1] == tokens[row, place]) for place in own]
-        for row, own in enumerate(places)
-    ]
-    scores = score_tokens(model, tokens.tolist(), places)
-    assert [score.greedy.tolist() for score in scores] == expected
-    assert expected[0][0]
-    log_probs = model(tokens).log_softmax(-1)
-    for row, own in enumerate(places):
-        wanted = [log_probs[row, place - 1, tokens[row, place]] for place in own]
-        torch.testing.assert_close(scores[row].log_probs, torch.stack(wanted))
+from tests.evaluation.helpers import result_of, write_run
 
 
 def near_only(reach: int) -> Any:

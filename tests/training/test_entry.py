@@ -67,6 +67,17 @@ def test_a_corpus_of_less_than_one_sequence_is_refused(
     )
 
 
+def test_a_split_without_documents_to_train_on_is_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    code, _, errors = train(tmp_path, {**config, "split": "0,50,50"})
+    assert code == 2
+    assert errors == (
+        "error (rank 0): no documents to train on: set train_data_paths, or data_path with a "
+        'first share in split (now "0,50,50").\n'
+    )
+
+
 def test_a_model_larger_than_the_machine_is_refused_with_numbers(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
