@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from megatron import __version__
 from megatron.atomic_files import atomic_writer, read_json, write_text
+from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError, OutputError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
@@ -185,7 +186,8 @@ def build_sinks(
     if not main:
         return Sinks(sinks)
     finished = start_step >= last_step
-    if directory is not None:
+    # Measured alone, maybe at another length, a loss is none of the numbers of a run that is there.
+    if directory is not None and (last_step > 0 or not CheckpointStore(directory).steps()):
         sinks.append(JsonLines(directory / "metrics.jsonl", start_step, finished=finished))
     if args.logging.tensorboard_dir:
         if find_spec("tensorboard") is None:

@@ -91,17 +91,15 @@ def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
 
 def _plan(args: NeoXArgs, world_size: int) -> Start:
     save = run_directory(args.checkpoint)
-    load = save if args.checkpoint.load == "auto" else args.checkpoint.load
-    load = Path(load) if load else None
     trains = args.steps_to_train > 0
+    wanted = args.checkpoint.load or (None if trains else "auto")  # else fresh weights are measured
+    load = save if wanted == "auto" else Path(wanted) if wanted else None
     lines: list[str] = []
     if save is not None:
         hold(save)
         if trains and args.checkpoint.overwrite:
             lines += _move_aside(save, args, world_size)
         CheckpointStore(save).clean()
-        if not trains and CheckpointStore(save).steps():
-            load = _evaluated_run(save, load)
     if save is not None and trains and CheckpointStore(save).steps():
         start = _continue(save, load, args)
     elif load is None or (load == save and not CheckpointStore(load).steps()):
@@ -114,16 +112,6 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
     if start.resume_from is not None and (start.continues or not args.checkpoint.finetune):
         lines += _check(start, args, world_size)
     return replace(start, lines=lines)
-
-
-def _evaluated_run(save: Path, load: Path | None) -> Path:
-    """Without training, the run in `save` is what is measured: its numbers go beside its own."""
-    if load is not None and load != save:
-        raise CheckpointError(
-            f"save = {save}: holds a run, and the numbers of load = {load} would be written among "
-            "its own. Set `save` to another directory, or leave it out."
-        )
-    return save
 
 
 def _continue(save: Path, load: Path | None, args: NeoXArgs) -> Start:

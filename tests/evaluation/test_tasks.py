@@ -40,10 +40,15 @@ def test_a_measured_nought_is_a_result(tmp_path: Path) -> None:
     assert content["results"] == {"accuracy": 0.0}
 
 
-def test_without_a_split_the_reason_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_a_split_the_reason_is_said_and_a_traceback_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args, _ = write_run(tmp_path, do_valid=False, do_test=False)
-    assert run_evaluation(args.replace(eval_tasks=["extrapolation"])) == 1
+    args, _ = write_run(tmp_path, do_valid=False, do_test=False, eval_tasks=["extrapolation"])
+    assert run_evaluation(args) == 1
+    said = capsys.readouterr().err
     reason = "error: extrapolation: nothing to measure: do_valid and do_test are both false"
-    assert reason in capsys.readouterr().err
+    assert reason in said and "Traceback" not in said
+    monkeypatch.setenv("KERPLE_TRACEBACK", "1")
+    assert run_evaluation(args) == 1
+    said = capsys.readouterr().err
+    assert reason in said and "Traceback" in said

@@ -46,13 +46,18 @@ def train(tmp_path: Path, config: dict[str, Any], **variables: str) -> tuple[int
 
 
 def test_a_save_that_cannot_be_written_is_one_line(
-    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     (tmp_path / "file").write_text("x")
     for save in (tmp_path / "file", tmp_path / "file" / "deep"):
         assert run("train", [written(tmp_path, {**config, "save": str(save)})]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error (rank 0): save = ") and "another place" in line
+    monkeypatch.setenv("KERPLE_TRACEBACK", "1")
+    assert run("train", [written(tmp_path, {**config, "save": str(tmp_path / "file")})]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") and line.partition(":")[0] in shown
 
 
 def test_a_corpus_of_less_than_one_sequence_is_refused(
