@@ -106,11 +106,16 @@ def print_error(error: BaseException) -> int:
     text = describe_error(error)
     if text is None:
         raise error
-    if os.environ.get("KERPLE_TRACEBACK"):
-        traceback.print_exception(error)
+    show_traceback_if_asked(error)
     for line in text.splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
     return EXIT_USER_ERROR
+
+
+def show_traceback_if_asked(error: BaseException) -> None:
+    """KERPLE_TRACEBACK=1: where an error that a user can mend was raised."""
+    if os.environ.get("KERPLE_TRACEBACK"):
+        traceback.print_exception(error)
 
 
 def describe_error(error: BaseException) -> str | None:

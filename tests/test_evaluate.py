@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -135,22 +133,3 @@ def test_one_bar_for_all_tasks_counts_to_its_end(
     assert len(set(totals)) == 1 and seen == sorted(seen)
     assert seen[-1] == pytest.approx(totals[0])
     assert len({round(done) for done in seen}) > 6, "it moves within tasks"
-
-
-def test_progress_is_lines_in_a_pipe_and_a_bar_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for stream, bar_shown in ((io.StringIO(), False), (Terminal(), True)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        monkeypatch.setattr("megatron.evaluation.losses.SECONDS_BETWEEN_LINES", 0.0)
-        with closing(TotalBar(10, 2560.0, show=True)) as bar:
-            bar.at("extrapolation valid 8")
-            bar.advance(10, 8)
-            bar.at("extrapolation valid 16")
-        text = stream.getvalue()
-        assert ("|" in text) == bar_shown and "50%" in text
-        assert ("s left\n" in text) != bar_shown

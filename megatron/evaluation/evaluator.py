@@ -41,6 +41,7 @@ from megatron.terminal import (
     install_command,
     print_error,
     say_next,
+    show_traceback_if_asked,
     shown_command,
 )
 
@@ -52,6 +53,7 @@ BUILT_IN = (perplexity, retrieval, context_use, ruler)
 
 Result = TypeVar("Result")
 DEFAULT_TASKS = ("extrapolation",)
+NO_SPLIT = "do_valid and do_test are both false; leave one of them out"
 
 
 def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
@@ -92,6 +94,7 @@ class Evaluation:
                 return step()
             except ValueError as error:
                 failures.append(name)
+                show_traceback_if_asked(error)
                 self.say(f"error: {name}: {error}", error=True)
                 return None
 
@@ -142,8 +145,9 @@ class Evaluation:
         if cells.resumed:
             self.say(f"{name}: continues an interrupted evaluation ({cells.resumed} parts done)")
         results = task.run(self._context(cells, bar))
-        if not _holds_anything(results):
-            raise EvaluationError("; ".join(error["error"] for error in cells.errors))
+        if not cells.any_known and (cells.errors or not results):
+            reasons = [error["error"] for error in cells.errors]
+            raise EvaluationError("; ".join(reasons) or "nothing to measure: " + NO_SPLIT)
         provenance = self._provenance(task, parameters)
         content = {**provenance, "results": results, "errors": cells.errors}
         self.store.publish(name, key, content)
@@ -195,8 +199,3 @@ class Evaluation:
             where = " ".join(str(value) for key, value in error.items() if key != "error")
             self.say(f"not measured: {where}: {error['error']}")
         self.say(f"results: {self.store.path(name, content['settings'])}")
-
-
-def _holds_anything(results: dict[str, Any]) -> bool:
-    """Whether at least one thing was measured."""
-    return any(value for key, value in results.items() if key != "digits")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from megatron.errors import EvaluationError
@@ -99,10 +100,8 @@ def score_tokens(
 
     Texts are padded at the right end, where a causal model cannot see.
     """
-    length = max(map(len, texts)) - 1
-    inputs = torch.zeros(len(texts), length, dtype=torch.long)
-    for row, text in enumerate(texts):
-        inputs[row, : len(text) - 1] = torch.tensor(text[:-1])
+    inputs = pad_sequence([torch.tensor(text[:-1]) for text in texts], batch_first=True)
+    length = inputs.shape[1]
     before = [row * length + place - 1 for row, own in enumerate(places) for place in own]
     labels = [text[place] for text, own in zip(texts, places, strict=True) for place in own]
     hidden = model.hidden_states(inputs.to(model.device)).flatten(0, 1)

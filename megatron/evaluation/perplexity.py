@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
@@ -187,30 +188,33 @@ class Sliding(TaskByLength):
         return {**super().parameters(options), **own}
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
-        wanted = _wanted(options)
+        files = {split: len(token_files(options.data, split)) for split in options.splits}
         return [
-            (wanted * length // min(length, _stride(options, length)), length)
-            for _ in options.splits
+            (count * _wanted(options, count) * length // _stride(options, length), length)
+            for count in files.values()
             for length in options.eval_lengths
         ]
 
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
-        file, stride = files[0], _stride(context.options, length)
+        split, stride = files[0].which, _stride(context.options, length)
         if stride > length:
             raise EvaluationError(
                 f"eval_stride = {stride} is longer than the window of {length}: tokens would be "
                 "left out; use a stride of at most the length"
             )
-        total = min(file.predictable, _wanted(context.options))
-        if total < length:
-            raise EvaluationError(
-                f"the {file.which} split of {file.prefix} holds {total} tokens to predict, fewer "
-                f"than a window of {length}; use shorter eval_lengths or more data"
-            )
-        windows = window_starts(total, length, stride)
-        texts = SequenceSet(length, [partial(file.read, start, length + 1) for start, _ in windows])
-        losses = self.losses(context, texts, file.which)
-        scored = [loss[-new:] for loss, (_, new) in zip(losses, windows, strict=True)]
+        readers, scored_tokens = [], []
+        for file in files:
+            total = min(file.predictable, _wanted(context.options, len(files)))
+            if total < length:
+                raise EvaluationError(
+                    f"the {split} split of {file.prefix} holds {total} tokens to predict, fewer "
+                    f"than a window of {length}; use shorter eval_lengths or more data"
+                )
+            for start, new in window_starts(total, length, stride):
+                readers.append(partial(file.read, start, length + 1))
+                scored_tokens.append(new)
+        losses = self.losses(context, SequenceSet(length, readers), split)
+        scored = [loss[-new:] for loss, new in zip(losses, scored_tokens, strict=True)]
         summary = mean_and_error(scored)
         summary["windows"] = summary.pop("sequences")
         return {"length": length, "stride": stride, **summary}
@@ -223,8 +227,10 @@ def _stride(options: EvaluationOptions, length: int) -> int:
     return options.eval_stride or max(1, length // 2)
 
 
-def _wanted(options: EvaluationOptions) -> int:
-    return max(options.eval_num_sequences * options.train_length, *options.eval_lengths)
+def _wanted(options: EvaluationOptions, files: int) -> int:
+    """Tokens to predict in each of so many files."""
+    tokens = options.eval_num_sequences * options.train_length
+    return max(math.ceil(tokens / max(files, 1)), *options.eval_lengths)
 
 
 LINEAR_BUCKETS = 16

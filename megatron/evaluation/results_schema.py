@@ -179,6 +179,11 @@ class Cells:
         self.resumed = len(self._cells)
         self.errors: list[dict[str, Any]] = []
 
+    @property
+    def any_known(self) -> bool:
+        """Whether at least one part has been measured."""
+        return bool(self._cells)
+
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
         """The named part, computed unless an interrupted run already did."""
         if name not in self._cells:

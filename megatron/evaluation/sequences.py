@@ -80,7 +80,7 @@ def token_files(data: DataArgs, which: Split) -> list[tuple[str, str]]:
 
 
 def open_split(data: DataArgs, which: Split) -> list[SplitTokens]:
-    """The token files of a split; empty documents ranges are an error that names the key."""
+    """The token files of a split; a range without documents is an error that names the key."""
     sources = token_files(data, which)
     if not sources:
         raise EvaluationError(

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron.errors import GenerationError
 from megatron.model.embedding import full_logits
@@ -86,15 +88,14 @@ def complete(
     so that a sample does not depend on its neighbours.
     """
     rows = _checked_prompts(prompts, max_new_tokens)
+    if not rows:
+        return []
     results = [Completion() for _ in rows]
     generators = [_generator(seed, i, model.device) for i in streams or range(len(rows))]
-    width = max(map(len, rows), default=0) + max_new_tokens
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    for number, prompt in enumerate(rows):
-        tokens[number, : len(prompt)] = torch.tensor(prompt)
-    tokens = tokens.to(model.device)
+    known = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    tokens = pad(known, (0, max_new_tokens)).to(model.device)
     cache = model.new_cache() if use_cache else None
-    position = min(map(len, rows), default=0)
+    position = min(map(len, rows))
     alive = list(range(len(rows)))
     while alive:
         seen = cache.length if cache is not None else 0
@@ -158,11 +159,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise ValueError(f"temperature = {self.temperature}: must not be negative")
+            raise GenerationError(f"temperature = {self.temperature}: must not be negative")
         if self.top_k < 0:
-            raise ValueError(f"top_k = {self.top_k}: must not be negative; 0 is off")
+            raise GenerationError(f"top_k = {self.top_k}: must not be negative; 0 is off")
         if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p}: must be between 0 (off) and 1")
+            raise GenerationError(f"top_p = {self.top_p}: must be between 0 (off) and 1")
 
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> int:
         """The next token for one row of logits, [vocabulary]."""

@@ -21,7 +21,7 @@ from megatron.checkpoints import (
 )
 from megatron.checkpoints.saved_config import args_from, read_saved_config, tokenizer_of
 from megatron.checkpoints.universal import PARAMETERS
-from megatron.errors import EvaluationError
+from megatron.errors import EvaluationError, GenerationError
 from megatron.model import GPTModel
 from megatron.model.position_names import canonical_name
 from megatron.neox_arguments import NeoXArgs, catalogue
@@ -74,7 +74,9 @@ class PretrainedModel(GPTModel):
             ids: Any = texts
             return generate(self, ids, max_new_tokens=max_new_tokens, **options)
         if self.tokenizer is None:
-            raise ValueError(f"{self.source}: no tokenizer ({self._tokenizer_error}); give ids")
+            raise GenerationError(
+                f"{self.source}: no tokenizer ({self._tokenizer_error}); give ids"
+            )
         options.setdefault("stop_ids", (self.tokenizer.eod,))
         rows = [self.tokenizer.tokenize(str(text)) for text in texts]
         completions = generate(self, rows, max_new_tokens=max_new_tokens, **options)

@@ -131,6 +131,11 @@ class NeoXArgs(Group):
         }
         return fingerprint(values)
 
+    @property
+    def steps_to_train(self) -> int:
+        """0 for a config that only evaluates."""
+        return 0 if self.evaluation.do_train is False else self.optimization.train_iters or 0
+
     def batch_plan(self, world_size: int) -> BatchPlan:
         """Batch sizes for this many processes."""
         return plan_batch(self.optimization, self.parallel, world_size)

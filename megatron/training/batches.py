@@ -77,12 +77,18 @@ def _datasets(
         seed=args.runtime.seed if args.data.data_seed is None else args.data.data_seed,
         vocab_size=vocab_size,
     )
-    _check_enough(datasets[0], args.model.seq_length)
-    if datasets[0] is not None and args.data.tells_documents_apart:
-        check_documents_end(datasets[0], eod)
-    iterations = args.optimization.train_iters or 0
-    if iterations and dist.get_rank() == 0:
-        print(_amount(datasets[0], iterations * plan.train_batch_size * args.model.seq_length))
+    train, length, steps = datasets[0], args.model.seq_length, args.steps_to_train
+    if train is not None:
+        _check_enough(train, length)
+        if args.data.tells_documents_apart:
+            check_documents_end(train, eod)
+    elif steps:
+        raise DataError(
+            "no documents to train on: set train_data_paths, or data_path with a first share in "
+            f'split (now "{args.data.split}").'
+        )
+    if steps and dist.get_rank() == 0:
+        print(_amount(train, steps * plan.train_batch_size * length))
     return datasets
 
 
@@ -107,9 +113,7 @@ def _amount(train: Any, tokens_seen: int) -> str:
 
 
 def tokens_of(dataset: Any) -> int | None:
-    """Different tokens behind a dataset; None where there is none, or it does not say."""
-    if dataset is None:
-        return None
+    """Different tokens behind a dataset; None where it does not say."""
     parts = getattr(dataset, "datasets", [dataset])
     counts = [getattr(part, "tokens_per_epoch", None) for part in parts]
     known = [count for count in counts if count is not None]
@@ -123,10 +127,9 @@ def _sample_counts(args: NeoXArgs, plan: BatchPlan, start: Resumed) -> tuple[int
     _, valid, test = sample_counts(
         iterations, evaluation.eval_interval, evaluation.eval_iters, plan.train_batch_size
     )
-    train = start.samples_at(max(iterations, start.step), plan.train_batch_size)
     if start.step > iterations:
-        train = iterations * plan.train_batch_size
-    return train, valid, test
+        return iterations * plan.train_batch_size, valid, test
+    return start.samples_at(iterations, plan.train_batch_size), valid, test
 
 
 def _micro_batches(

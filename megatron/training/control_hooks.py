@@ -269,11 +269,9 @@ class Validate(Hook):
             self.validated_step = report.step
 
     def on_end(self, trainer: Trainer) -> None:
-        if trainer.stop_reason is None:
-            self.measure_both(trainer)
-
-    def measure_both(self, trainer: Trainer) -> None:
         """Validation, unless this step has had it, and test."""
+        if trainer.stop_reason is not None:
+            return
         if self.validated_step != trainer.step:
             self._measure(trainer, "valid", trainer.valid_batches)
         self._measure(trainer, "test", trainer.test_batches)

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
 
@@ -164,6 +165,7 @@ def _build_pipeline(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) ->
 def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> Any:
     """DeepSpeed's engine around the module, with our optimizer, schedule and file format."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # 18 lines on stdout, whoever reads it
     options = args.optimization
     optimizer = build_optimizer(
         options.optimizer.type,

@@ -16,11 +16,18 @@ import torch.distributed as dist
 from megatron.atomic_files import check_folder_writable
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import ConfigError, KerpleError, NonFiniteError
+from megatron.launcher.environment import discover_environment
 from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.dry_run import memory_shortage
-from megatron.terminal import EXIT_USER_ERROR, describe_error, say_next, shown_command
+from megatron.terminal import (
+    EXIT_USER_ERROR,
+    describe_error,
+    say_next,
+    show_traceback_if_asked,
+    shown_command,
+)
 from megatron.training.control_hooks import EXIT_DIVERGED
 from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
 from megatron.training.run import train
@@ -31,7 +38,7 @@ def run_and_report(args: NeoXArgs) -> int:
 
     The other codes are those of `control_hooks` and `liveness`; docs/reliability.md lists all.
     """
-    with text_log(args.logging.log_dir):
+    with text_log(args.logging.log_dir, _rank()):
         return _run(args)
 
 
@@ -48,6 +55,8 @@ def _run(args: NeoXArgs) -> int:
     except NonFiniteError as error:
         _say(error)
         return EXIT_DIVERGED
+    except BrokenPipeError:
+        raise  # the reader of our output has left, as `| head` does: `run_command` knows how to end
     except (KerpleError, OSError, ModuleNotFoundError) as error:
         if describe_error(error) is None:
             raise
@@ -82,7 +91,7 @@ def check_memory(args: NeoXArgs) -> None:
     """Refuse a model that cannot fit before the allocator, or the system, ends the process."""
     if torch.cuda.is_available():
         available = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        where = f"{torch.cuda.get_device_name()}"
+        where = torch.cuda.get_device_name()
     else:
         total = memory_bytes()
         if total is None:
@@ -108,6 +117,7 @@ def _say(error: BaseException) -> None:
     """`error (rank N): ...`, once for all ranks that would say the same."""
     text = describe_error(error) or str(error)
     if _is_first_to_say(text):
+        show_traceback_if_asked(error)
         print(f"error (rank {_rank()}): {text}", file=sys.stderr, flush=True)
 
 
@@ -122,9 +132,10 @@ def _is_first_to_say(text: str) -> bool:
 
 
 def _rank() -> int:
+    """This process's rank; until it has joined the job, what a launcher's variables say."""
     if dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    return discover_environment(dict(os.environ)).rank
 
 
 # `log_dir`: what a rank prints, kept in a file of its own too.
@@ -146,7 +157,7 @@ class _Tee:
 
 
 @contextlib.contextmanager
-def text_log(directory: str | None) -> Iterator[None]:
+def text_log(directory: str | None, rank: int) -> Iterator[None]:
     """Copy stdout and stderr of this rank to `directory`/rank_00000.log while the block runs."""
     if directory is None:
         yield
@@ -154,7 +165,7 @@ def text_log(directory: str | None) -> Iterator[None]:
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     with (
-        (folder / f"rank_{_rank():05d}.log").open("a", encoding="utf-8") as file,
+        (folder / f"rank_{rank:05d}.log").open("a", encoding="utf-8") as file,
         contextlib.redirect_stdout(_Tee(sys.stdout, file)),
         contextlib.redirect_stderr(_Tee(sys.stderr, file)),
     ):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from megatron import __version__
 from megatron.atomic_files import atomic_writer, read_json, write_text
+from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError, OutputError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
@@ -40,7 +41,7 @@ class JsonLines:
     """metrics.jsonl: append-only while running; a resumed run first drops the lines it repeats."""
 
     def __init__(self, path: Path, start_step: int, *, finished: bool = False) -> None:
-        """`finished`: the run has taken all its steps and will only evaluate once more."""
+        """`finished`: no steps are left to take, the run will only evaluate once more."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._keep(path, start_step, finished)
@@ -94,10 +95,11 @@ def _is_repeated(line: bytes, step: int, finished: bool) -> bool:
         own = int(values["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return True
-    evaluated = "valid_loss" in values or "test_loss" in values
-    if own > step or step == 0 or not line.endswith(b"\n"):
-        return True  # a run without a checkpoint writes everything again, step 0 too
-    return finished and own == step and evaluated
+    if not line.endswith(b"\n"):
+        return True
+    if finished:
+        return own == step and ("valid_loss" in values or "test_loss" in values)
+    return own > step or step == 0  # a run without a checkpoint writes everything again, 0 too
 
 
 def flatten(values: Values) -> dict[str, float]:
@@ -116,10 +118,11 @@ def flatten(values: Values) -> dict[str, float]:
 class TensorBoard:
     """Event files for TensorBoard."""
 
-    def __init__(self, directory: str, start_step: int) -> None:
+    def __init__(self, directory: str, start_step: int, *, finished: bool) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(directory, purge_step=start_step + 1 if start_step else None)
+        repeats = start_step > 0 and not finished
+        self._writer = SummaryWriter(directory, purge_step=start_step + 1 if repeats else None)
 
     def write(self, step: int, values: Values) -> None:
         for name, value in flatten(values).items():
@@ -175,13 +178,18 @@ class Sinks(Hook):
         self.close()
 
 
-def build_sinks(args: NeoXArgs, directory: Path | None, start_step: int, *, main: bool) -> Sinks:
-    """The sinks that the config asks for."""
+def build_sinks(
+    args: NeoXArgs, directory: Path | None, start_step: int, last_step: int, *, main: bool
+) -> Sinks:
+    """The sinks that the config asks for, on the rank that logs."""
     sinks: list[Sink] = []
-    if main and directory is not None:
-        finished = start_step >= (args.optimization.train_iters or 0)
+    if not main:
+        return Sinks(sinks)
+    finished = start_step >= last_step
+    # Measured alone, maybe at another length, a loss is none of the numbers of a run that is there.
+    if directory is not None and (last_step > 0 or not CheckpointStore(directory).steps()):
         sinks.append(JsonLines(directory / "metrics.jsonl", start_step, finished=finished))
-    if main and args.logging.tensorboard_dir:
+    if args.logging.tensorboard_dir:
         if find_spec("tensorboard") is None:
             print(
                 "tensorboard_dir is set but tensorboard is not installed: no event files, all "
@@ -189,15 +197,15 @@ def build_sinks(args: NeoXArgs, directory: Path | None, start_step: int, *, main
                 flush=True,
             )
         else:
-            sinks.append(TensorBoard(args.logging.tensorboard_dir, start_step))
-    if main and args.logging.use_wandb:
+            sinks.append(TensorBoard(args.logging.tensorboard_dir, start_step, finished=finished))
+    if args.logging.use_wandb:
         sinks.append(WeightsAndBiases(args, directory or Path()))
     return Sinks(sinks)
 
 
 # manifest.json: what this run is, and when it ran.
 
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 FINISHED = "finished"
 PACKAGES = ("torch", "deepspeed", "numpy", "tokenizers", "transformers", "triton", "lm_eval")
 
@@ -260,7 +268,7 @@ def _sha256(path: Path, blocks: int | None) -> str:
 
 
 def _history(directory: Path) -> list[dict[str, Any]]:
-    history = (read_json(directory / NAME) or {}).get("history")
+    history = (read_json(directory / MANIFEST) or {}).get("history")
     entries = history if isinstance(history, list) else []
     return [entry for entry in entries if isinstance(entry, dict)]
 
@@ -276,7 +284,7 @@ def finished_at(directory: Path) -> int | None:
 
 def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) -> None:
     """Refuse to go on with other data than the run in `directory` recorded, wherever it lies."""
-    recorded = (read_json(directory / NAME) or {}).get("data")
+    recorded = (read_json(directory / MANIFEST) or {}).get("data")
     allowed = {"data_path", "train_data_paths"} & set(allow_changed)
     if not isinstance(recorded, dict) or not recorded or allowed:
         return
@@ -297,7 +305,7 @@ class Manifest(Hook):
     """Written at every start and stop; the history of earlier starts is kept."""
 
     def __init__(self, directory: Path, args: NeoXArgs, parameters: int, world_size: int) -> None:
-        self.path = directory / NAME
+        self.path = directory / MANIFEST
         self.content: dict[str, Any] = {
             "kerple_neox": __version__,
             "config": args.to_dict(),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron.checkpoints.optimizer_view import Group, groups_of
+from megatron.errors import ConfigError
 from megatron.mpu.parallel_layers import whole_shape
 
 
@@ -70,7 +71,7 @@ def _deepspeeds_adam(kind: str, groups: list[dict[str, Any]], adam: dict[str, An
             return DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
         return FusedAdam(groups, adam_w_mode=True, **adam)
     except Exception as error:  # whatever compilers and their tools raise
-        raise ValueError(
+        raise ConfigError(
             f"optimizer.type {kind}: DeepSpeed could not build it here ({error}). Install a C++ "
             "compiler (for GPUs also nvcc), or set optimizer.type: Adam"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.model import ModelSpec
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import allow_kernel
-from megatron.terminal import leave
+from megatron.terminal import leave, run_command
 from megatron.training.engine import build_engine, build_module
 from megatron.training.run import find_vocabulary
 
@@ -42,16 +43,12 @@ def reshard(source: Path, target: Path, step: int) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    source, target, step, *kernels = sys.argv[1:]
-    try:
-        allow_kernel(kernels)
-        reshard(Path(source), Path(target), int(step))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    source, target, step, *kernels = sys.argv[1:] if argv is None else argv
+    allow_kernel(kernels)
+    reshard(Path(source), Path(target), int(step))
     return 0
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run_command(main))

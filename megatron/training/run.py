@@ -103,16 +103,12 @@ def train(args: NeoXArgs) -> int:
         valid_batches=valid_batches if args.evaluation.do_valid is not False else None,
         test_batches=test_batches if args.evaluation.do_test is not False else None,
         tokens_per_step=plan.train_batch_size * args.model.seq_length,
-        train_iters=0 if args.evaluation.do_train is False else args.optimization.train_iters or 0,
+        train_iters=args.steps_to_train,
         step=resumed.step,
     )
     directory = run_directory(args.checkpoint)
-    sinks = build_sinks(args, directory, resumed.step, main=trainer.is_main)
+    sinks = build_sinks(args, directory, resumed.step, trainer.train_iters, main=trainer.is_main)
     _say_what_begins(args, trainer)
-    if trainer.train_iters == 0:  # the official code's way to ask for an evaluation
-        Validate(1, args.evaluation.eval_iters, sinks).measure_both(trainer)
-        sinks.close()
-        return 0
     trainer.hooks = build_hooks(args, trainer, plan, sinks, spec, resumed)
     code = trainer.run()
     if code in INTERRUPTED and directory is None:
@@ -152,6 +148,9 @@ def build_hooks(
     resumed: Resumed,
 ) -> list[Hook]:
     """The hooks in the order in which they run after a step."""
+    validate = Validate(args.evaluation.eval_interval, args.evaluation.eval_iters, sinks)
+    if trainer.train_iters == 0:  # the official code's way to ask for an evaluation
+        return [validate, sinks]
     log_interval = args.logging.log_interval
     bad_steps = args.optimization.max_consecutive_nonfinite
     hooks: list[Hook] = [
@@ -167,7 +166,7 @@ def build_hooks(
         ShowProgress(min(log_interval, args.logging.steps_per_print)),
         RecordMetrics(sinks, log_interval, flops_per_token(spec, args.model.seq_length)),
         RecordKernels(sinks, log_interval),
-        Validate(args.evaluation.eval_interval, args.evaluation.eval_iters, sinks),
+        validate,
     ]
     if args.runtime.exit_interval:
         hooks.append(StopAtInterval(args.runtime.exit_interval))

@@ -86,9 +86,9 @@ def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
 
 def _plan(args: NeoXArgs, world_size: int) -> Start:
     save = run_directory(args.checkpoint)
-    load = save if args.checkpoint.load == "auto" else args.checkpoint.load
-    load = Path(load) if load else None
-    trains = bool(args.optimization.train_iters) and args.evaluation.do_train is not False
+    trains = args.steps_to_train > 0
+    wanted = args.checkpoint.load or (None if trains else "auto")  # else fresh weights are measured
+    load = save if wanted == "auto" else Path(wanted) if wanted else None
     lines: list[str] = []
     if save is not None:
         hold(save)

@@ -175,7 +175,7 @@ class Stepper:
         with torch.no_grad():
             for _ in range(micro_batches):
                 total += self._loss(next(batches)).float()
-        mean = total / max(micro_batches, 1)
+        mean = total / micro_batches
         if self.parallel.dp_size > 1:
             dist.all_reduce(mean, group=self.parallel.dp_group)
             mean /= self.parallel.dp_size
@@ -216,7 +216,7 @@ class PipelineStepper(Stepper):
         for _ in range(count):
             loss = self.engine.eval_batch(batches)
             total += loss.detach().float().mean()
-        return total / max(count, 1)
+        return total / count
 
 
 def build_stepper(engine: Any, parallel: ParallelState) -> Stepper:
@@ -226,14 +226,13 @@ def build_stepper(engine: Any, parallel: ParallelState) -> Stepper:
 
 
 def agree(
-    loss: Tensor, parallel: ParallelState, flags: Mapping[str, bool] | None = None
+    loss: Tensor, parallel: ParallelState, flags: Mapping[str, bool]
 ) -> tuple[float, dict[str, int]]:
     """The mean of the replicas' losses, and on how many ranks each flag is up.
 
     One sum over all ranks, which comes to the host at once; of the tensor-parallel ranks, which
     hold the same loss, the first counts.
     """
-    flags = flags or {}
     own = loss if parallel.tp.rank == 0 else torch.zeros_like(loss)
     said = torch.cat([own[None], torch.tensor([float(up) for up in flags.values()]).to(loss)])
     if dist.get_world_size() > 1:

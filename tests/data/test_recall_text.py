@@ -1,4 +1,4 @@
-"""Made-up text: what recall alone can tell is where it is said to be."""
+"""Made-up text for recall: what is asked for was told, at the distance that is said."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from megatron.commands import run as command_run
+from megatron.commands import run
 from megatron.data import IndexedDataset
 from megatron.data.recall_text import (
     DIGIT_NOISE,
@@ -63,7 +63,7 @@ def test_the_corpus_has_documents_of_the_training_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron.data.recall_text.DOCUMENTS", 10)
-    assert command_run("prepare_data", ["-d", str(tmp_path), "-q", "recall"]) == 0
+    assert run("prepare_data", ["-d", str(tmp_path), "-q", "recall"]) == 0
     data = IndexedDataset(tmp_path / "recall" / "recall_text_document")
     assert data.sizes.tolist() == [128] * 10
     assert bytes(data[2][:-1].tolist()).count(b"#") == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.evaluation import lm_eval_cli, perplexity
+from megatron.evaluation import perplexity
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.generation import pretrained
 from megatron.launcher.environment import free_port
@@ -89,14 +89,7 @@ def test_an_interrupted_evaluation_continues(
     assert not list((tmp_path / "run" / "results" / "cache").glob("*.part"))
 
 
-@pytest.fixture
-def only_built_in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares lm-eval the reading of its 13,000 task files."""
-    monkeypatch.setattr(lm_eval_cli, "INCLUDE_DEFAULTS", False)
-    lm_eval_cli._task_manager.cache_clear()
-
-
-@pytest.mark.usefixtures("only_built_in_tasks")
+@pytest.mark.usefixtures("only_local_tasks")
 def test_an_unknown_task_names_the_nearest_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

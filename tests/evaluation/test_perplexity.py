@@ -19,7 +19,7 @@ from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.perplexity import bucket_edges, window_starts
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
-from tests.evaluation.helpers import plain_losses, write_run
+from tests.evaluation.helpers import plain_losses, result_of, write_data, write_run
 
 LENGTHS = [8, 16, 32]
 
@@ -115,13 +115,6 @@ def test_fixed_tokens_scores_the_very_same_tokens(tmp_path: Path) -> None:
         assert entry["sequences"] == 96 // length
 
 
-def test_default_lengths_are_multiples_of_the_training_length(tmp_path: Path) -> None:
-    args, _ = write_run(tmp_path)
-    content = evaluated(args, "extrapolation")
-    measured = [entry["length"] for entry in content["results"]["valid"]]
-    assert measured == [16, 32, 64, 128, 256, 512]
-
-
 def test_a_split_that_is_too_small_says_so_and_serves_no_token_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +200,22 @@ def test_sliding_scores_every_token_once_with_the_most_context(tmp_path: Path) -
         assert entry["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
+def test_sliding_goes_over_all_files_of_a_split(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[8, 48], do_test=False)
+    alone = []
+    for name, vocabulary in (("one", 40), ("two", 250)):
+        path = str(write_data(tmp_path / name, vocabulary=vocabulary))
+        data = args.replace(data_path=None, valid_data_paths=[path], eval_num_sequences=3)
+        alone.append((path, result_of(data, "sliding")["results"]["valid"]))
+    paths = [path for path, _ in alone]
+    both = args.replace(data_path=None, valid_data_paths=paths, eval_num_sequences=6)
+    found = result_of(both, "sliding")["results"]["valid"]
+    for entry, *parts in zip(found, *(own for _, own in alone), strict=True):
+        assert entry["tokens"] == sum(part["tokens"] for part in parts) == 2 * 48
+        assert entry["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 2)
+        assert parts[0]["loss"] != pytest.approx(parts[1]["loss"], rel=1e-3)
+
+
 @pytest.mark.parametrize(("total", "length", "stride"), [(10, 4, 2), (11, 4, 3), (4, 4, 1)])
 def test_window_starts(total: int, length: int, stride: int) -> None:
     seen: list[int] = []
@@ -222,16 +231,3 @@ def test_a_stride_longer_than_the_window_is_refused(
     args, _ = write_run(tmp_path, eval_lengths=[8], eval_stride=9, eval_tasks=["sliding"])
     assert run_evaluation(args) == 1
     assert "eval_stride = 9 is longer than the window of 8" in capsys.readouterr().err
-
-
-def test_data_of_another_tokenizer_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from megatron.data import IndexedDatasetWriter
-
-    args, _ = write_run(tmp_path, eval_lengths=[8], eval_tasks=["extrapolation"])
-    with IndexedDatasetWriter(tmp_path / "other") as writer:
-        for _ in range(20):
-            writer.add_document([600] * 50)
-    assert run_evaluation(args.replace(data_path=str(tmp_path / "other"))) == 1
-    assert "the data holds token 600, the model has 512" in capsys.readouterr().err

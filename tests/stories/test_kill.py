@@ -17,7 +17,7 @@ import pytest
 
 from megatron.checkpoints.safe_files import load_file
 from megatron.checkpoints.store import CheckpointStore
-from tests.training.cases import write_data
+from tests.training.cases import ADAM, ON_TWO, run_cases, tiny_config, write_data
 from tests.training.runs import (
     final_valid_loss,
     finish,
@@ -226,3 +226,34 @@ def test_a_full_disk_loses_nothing(
     resumed = losses(save)
     assert {step: whole[step] for step in resumed} == resumed
     assert resumed[STEPS] == whole[STEPS]
+
+
+FULL_ON_ONE_RANK = [("dp2_zero1", False), ("dp2_zero1", True), ("pp2", False)]
+
+
+@pytest.fixture(scope="module")
+def disks_of_two(data: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The second of two ranks cannot write its files."""
+    directory = tmp_path_factory.mktemp("disks")
+    cases = {}
+    for name, background in FULL_ON_ONE_RANK:
+        changes = {"optimizer": ADAM, "async_save": background, **ON_TWO[name]}
+        cases[f"{name}_{background}"] = {
+            "config": tiny_config(data, **changes),
+            "steps": 1,
+            "save": str(directory / f"{name}_{background}"),
+            "full_disk_on": 1,
+        }
+    return {**run_cases(cases, directory, 2), "directory": directory}
+
+
+@pytest.mark.parametrize(("name", "background"), FULL_ON_ONE_RANK)
+def test_a_rank_that_cannot_write_fails_the_save_on_all(
+    disks_of_two: dict[str, Any], name: str, background: bool
+) -> None:
+    errors = disks_of_two[f"{name}_{background}"]["save_errors"]
+    for error in errors:
+        assert "rank 1: OSError" in error and "No space left" in error and "rank 0:" not in error
+    left = disks_of_two["directory"] / f"{name}_{background}"
+    assert not (left / "latest").exists()
+    assert list(left.glob("global_step*")) == []

@@ -18,6 +18,7 @@ from megatron.commands import run
 from megatron.errors import KerpleError
 from megatron.generation.pretrained import Subject
 from megatron.neox_arguments import NeoXArgs
+from megatron.terminal import run_command
 from megatron.training import resharding
 from tests.checkpoints.small_models import saved_model, small_args
 
@@ -88,9 +89,8 @@ def test_tools_refuse_with_one_line(
     assert not stranger.ran
 
 
-def test_resharding_refuses(stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["resharding", str(stranger.folder), "out", "5"])
-    assert resharding.main() == 2
+def test_resharding_refuses(stranger: Stranger) -> None:
+    assert run_command(resharding.main, [str(stranger.folder), "out", "5"]) == 2
     assert not stranger.ran
 
 

@@ -46,13 +46,18 @@ def train(tmp_path: Path, config: dict[str, Any], **variables: str) -> tuple[int
 
 
 def test_a_save_that_cannot_be_written_is_one_line(
-    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     (tmp_path / "file").write_text("x")
     for save in (tmp_path / "file", tmp_path / "file" / "deep"):
         assert run("train", [written(tmp_path, {**config, "save": str(save)})]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error (rank 0): save = ") and "another place" in line
+    monkeypatch.setenv("KERPLE_TRACEBACK", "1")
+    assert run("train", [written(tmp_path, {**config, "save": str(tmp_path / "file")})]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback") and line.partition(":")[0] in shown
 
 
 def test_a_corpus_of_less_than_one_sequence_is_refused(
@@ -64,6 +69,17 @@ def test_a_corpus_of_less_than_one_sequence_is_refused(
     assert errors == (
         "error (rank 0): the train split holds 14 tokens, too few for one sequence of seq_length "
         "= 16. Use more text, a larger share in split, or a shorter seq_length.\n"
+    )
+
+
+def test_a_split_without_documents_to_train_on_is_refused(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    code, _, errors = train(tmp_path, {**config, "split": "0,50,50"})
+    assert code == 2
+    assert errors == (
+        "error (rank 0): no documents to train on: set train_data_paths, or data_path with a "
+        'first share in split (now "0,50,50").\n'
     )
 
 
@@ -90,6 +106,35 @@ def test_a_first_run_on_the_terminal(tmp_path: Path, config: dict[str, Any]) -> 
     config = f"{tmp_path}/run/global_step2/configs/resolved.yml"
     assert errors == f"next: python evaluate.py {config}\n"
     assert (tmp_path / "logs" / "rank_00000.log").read_text("utf-8") == output + errors
+
+
+def test_a_reader_that_leaves_ends_the_run_in_silence(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    """`python train.py ... | head -1`: the code is that of a program which SIGPIPE ended."""
+    process = subprocess.Popen(
+        [sys.executable, "train.py", written(tmp_path, {**config, "train_iters": 100_000})],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("data: ")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+
+
+def test_a_rank_that_is_no_number_is_one_line(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("RANK", "x")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run("train", [written(tmp_path, config)]) == 2
+    assert capsys.readouterr().err == "error: environment variable RANK = 'x' is not a number.\n"
 
 
 def test_an_error_of_all_ranks_is_said_once(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -120,10 +165,9 @@ def test_ctrl_c_while_starting_is_one_word(tmp_path: Path, config: dict[str, Any
 
 
 def test_output_goes_to_the_terminal_and_to_the_ranks_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "3")
-    with text_log(str(tmp_path / "logs")):
+    with text_log(str(tmp_path / "logs"), 3):
         print("a line")
         print("a warning", file=sys.stderr)
     print("not logged")
@@ -134,5 +178,5 @@ def test_output_goes_to_the_terminal_and_to_the_ranks_file(
 
 def test_without_a_directory_nothing_changes() -> None:
     before = sys.stdout
-    with text_log(None):
+    with text_log(None, 0):
         assert sys.stdout is before

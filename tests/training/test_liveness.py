@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
 
-from megatron.training.liveness import DEAD, FAREWELL, Heartbeat, explain
+from megatron.training.liveness import DEAD, FAREWELL, Heartbeat, explain, process_is_gone
 
 
 class CountingStore:
@@ -92,3 +95,15 @@ def test_a_job_that_never_came_together_is_one_line(
     assert not explain(None, RuntimeError("a mistake of ours"))
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not explain(None, late)
+
+
+def test_gone_processes_are_told_from_living_ones() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert not process_is_gone(child.pid)
+    child.kill()
+    deadline = time.monotonic() + 10
+    while not process_is_gone(child.pid):  # a zombie, not yet waited for, counts as gone
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.wait()
+    assert process_is_gone(child.pid)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron.training.metrics import JsonLines, _sha256, flatten
-from megatron.training.progress_hooks import peak_flops
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config
 
@@ -132,6 +131,17 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_no_line_twice(tmp_path:
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [0, 1]
 
 
+def test_a_run_that_only_evaluates_keeps_every_line_but_the_one_it_repeats(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": 2, "loss": 3.0}, {"step": 2, "valid_loss": 2.0}, {"step": 4, "loss": 1.0}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    JsonLines(path, 2, finished=True).close()
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kept == [lines[0], lines[2]]
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     sink.write(1, {"loss": float("nan"), "kernel": {"r1": [1.0, float("inf")]}})
@@ -148,14 +158,6 @@ def test_changed_data_changes_the_hash(tmp_path: Path) -> None:
     content[-1] = 0
     file.write_bytes(content)
     assert _sha256(file, None) != whole and _sha256(file, 4) != sample
-
-
-def test_peaks_by_device_name() -> None:
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("Some new device") is None
 
 
 def test_nested_values_are_named() -> None:

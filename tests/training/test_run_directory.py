@@ -188,3 +188,18 @@ def test_a_place_that_cannot_be_written_is_said_first(data: str, tmp_path: Path,
     assert codes == [2], outputs[0]
     assert f"save = {save}" in outputs[0]
     assert "Traceback" not in outputs[0]
+
+
+@pytest.mark.parametrize("settings", [{"iteration": 4}, {"load": "another"}])
+def test_an_evaluation_alone_changes_nothing_of_the_run_in_save(
+    data: str, finished: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Without `load` it is that run which is measured; fresh weights once were."""
+    save = _copy(finished, tmp_path)
+    before = _state(save)
+    if "load" in settings:
+        shutil.copytree(finished, tmp_path / "another")
+        settings = {"load": str(tmp_path / "another"), "iteration": 4}
+    output = run({**_config(data, save), "do_train": False, **settings}, tmp_path)
+    assert "resuming after step 4" in output and "step 4: test loss" in output
+    assert _state(save) == before

@@ -130,7 +130,7 @@ def take_steps(
         poison.at(step)
         held.at(step)
         with counted_scalars() as scalars:
-            record["losses"].append(agree(stepper.train(batches), stepper.parallel)[0])
+            record["losses"].append(agree(stepper.train(batches), stepper.parallel, {})[0])
         record["scalar_collectives"].append(scalars)
         record["grad_norms"].append(float(engine.get_global_grad_norm()))
         refused = bool(getattr(engine.optimizer, "overflow", False))

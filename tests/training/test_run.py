@@ -1,4 +1,4 @@
-"""`load:` of weights that are no run of ours: training starts from them."""
+"""From a config to a run: also from weights that are no run of ours."""
 
 from __future__ import annotations
 

@@ -1,165 +1,20 @@
-"""Generation: with and without cache, in batches and alone, for every positional embedding."""
+"""generate.py: texts on the screen and in a file, stop strings, prompts from a keyboard."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from megatron.commands import run
-from megatron.errors import GenerationError
-from megatron.generation import Sampling, complete, generate
-from megatron.generation.decoding import restrict
 from megatron.generation.text import TextGenerator, TextStream, interactive, run_generation
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS
 from megatron.tokenizer import build_tokenizer
 from tests.evaluation.helpers import sharpened, tiny_config, write_run
-
-PROMPTS = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
-
-
-def tiny_model(pos_emb: str = "kerple_log", positions: int = 128, **changes: object) -> GPTModel:
-    spec = ModelSpec(
-        padded_vocab_size=64,
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        max_position_embeddings=positions,
-        pos_emb=pos_emb,
-        **changes,  # type: ignore[arg-type]
-    )
-    return sharpened(GPTModel(spec))
-
-
-def greedy_by_hand(model: GPTModel, prompt: list[int], count: int) -> list[int]:
-    """One whole forward pass a token, nothing shared with the code under test."""
-    tokens = list(prompt)
-    for _ in range(count):
-        with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize("pos_emb", sorted(POSITIONAL_EMBEDDINGS))
-def test_greedy_is_the_same_with_and_without_cache(pos_emb: str) -> None:
-    model = tiny_model(pos_emb)
-    expected = [greedy_by_hand(model, prompt, 20) for prompt in PROMPTS]
-    assert len({tuple(row) for row in expected}) > 1, "a model that says one thing proves nothing"
-    assert generate(model, PROMPTS, max_new_tokens=20) == expected
-    assert generate(model, PROMPTS, max_new_tokens=20, use_cache=False) == expected
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"kerple_share": "per_layer"},
-        {"sliding_window_width": 5},
-        {"num_kv_heads": 2},
-        {"use_qk_layernorm": True},
-        {"forget_gate": True},
-        {"attention_sinks": True},
-        {"scalable_softmax": True, "sliding_window_width": 5},
-        {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True, "num_kv_heads": 2},
-    ],
-)
-def test_cache_with_other_attention(changes: dict[str, object]) -> None:
-    model = tiny_model(**changes)
-    expected = [greedy_by_hand(model, prompt, 20) for prompt in PROMPTS]
-    assert generate(model, PROMPTS, max_new_tokens=20) == expected
-
-
-def test_works_beyond_the_training_length() -> None:
-    model = tiny_model(positions=8)
-    assert generate(model, [[1, 2]], max_new_tokens=40) == [greedy_by_hand(model, [1, 2], 40)]
-
-
-def test_learned_positions_end_with_a_clear_error() -> None:
-    with pytest.raises(ValueError, match="learned has vectors for 8 positions"):
-        generate(tiny_model("learned", positions=8), [[1, 2]], max_new_tokens=40)
-
-
-def test_stop_tokens_end_a_row_and_only_that_row() -> None:
-    model = tiny_model()
-    free = generate(model, PROMPTS, max_new_tokens=12)
-    stop = free[0][4]
-    stopped = generate(model, PROMPTS, max_new_tokens=12, stop_ids=[stop])
-    for row, whole in zip(stopped, free, strict=True):
-        expected = whole[: whole.index(stop)] if stop in whole else whole
-        assert row == expected
-    assert len(stopped[0]) <= 4
-
-
-def test_prompts_as_a_tensor() -> None:
-    model = tiny_model()
-    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    assert generate(model, prompts, max_new_tokens=5) == [
-        greedy_by_hand(model, row, 5) for row in prompts.tolist()
-    ]
-
-
-def test_samples_do_not_depend_on_their_neighbours() -> None:
-    model = tiny_model()
-    batch = generate(model, PROMPTS, max_new_tokens=15, temperature=1.0, seed=3)
-    alone = complete(
-        model,
-        [PROMPTS[2]],
-        max_new_tokens=15,
-        sampling=Sampling(1.0),
-        seed=3,
-        streams=[2],
-    )
-    assert alone[0].tokens == batch[2]
-    assert batch != generate(model, PROMPTS, max_new_tokens=15, temperature=1.0, seed=4)
-
-
-def test_restrict_keeps_exactly_the_best_and_the_nucleus() -> None:
-    logits = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).log()[torch.tensor([3, 0, 4, 1, 2])]
-    assert set(restrict(logits, top_k=2).isfinite().nonzero()[:, 0].tolist()) == {1, 3}
-    assert set(restrict(logits, top_p=0.69).isfinite().nonzero()[:, 0].tolist()) == {1, 3}
-    assert set(restrict(logits, top_p=0.71).isfinite().nonzero()[:, 0].tolist()) == {1, 3, 4}
-    assert set(restrict(logits, top_p=0.01).isfinite().nonzero()[:, 0].tolist()) == {1}
-
-
-def test_temperature_sampling_follows_the_distribution() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    generator = torch.Generator().manual_seed(0)
-    counts = Counter(Sampling(0.5).choose(logits, generator) for _ in range(4000))
-    expected = (logits / 0.5).softmax(-1) * 4000
-    for token in range(4):
-        spread = float(expected[token] * (1 - expected[token] / 4000)) ** 0.5
-        assert abs(counts[token] - float(expected[token])) < 5 * spread + 1
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_p": 1.5}, "top_p"),
-    ],
-)
-def test_bad_sampling_options_are_named(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sampling(**values)  # type: ignore[arg-type]
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(GenerationError, match="prompt 1 is empty"):
-        generate(tiny_model(), [[1], []], max_new_tokens=2)
-
-
-def test_logits_are_those_of_the_model() -> None:
-    model = tiny_model()
-    (result,) = complete(model, [[3, 1]], max_new_tokens=3, keep_logits=True, vocab_size=60)
-    with torch.no_grad():
-        expected = model(torch.tensor([[3, 1, *result.tokens]]))[0, 1:4, :60]
-    torch.testing.assert_close(torch.stack(result.logits), expected, rtol=1e-4, atol=1e-4)
+from tests.generation.test_decoding import greedy_by_hand
 
 
 def text_generator(**options: object) -> TextGenerator:

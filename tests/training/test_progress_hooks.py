@@ -1,0 +1,45 @@
+"""What is recorded of a run beside its losses: spikes, and the share of what a device could do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from megatron.training.metrics import Sinks
+from megatron.training.progress_hooks import RecordMetrics, peak_flops
+from megatron.training.trainer import StepReport
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        self.lines.append({"step": step, **values})
+
+    def close(self) -> None:
+        return None
+
+
+def test_a_loss_spike_is_logged() -> None:
+    recorder = _Recorder()
+    hook = RecordMetrics(Sinks([recorder]), 1000, flops_per_token=1.0)
+    trainer: Any = type("T", (), {"say": print, "train_iters": 10_000})
+    for step in range(1, 203):
+        loss = 9.0 if step == 150 else 3.0 + 0.01 * math.sin(step)
+        report = StepReport(step, loss, 0.1, 1.0, 0.1, 64, skipped=False)
+        hook.after_step(trainer, report)
+    spikes = [line for line in recorder.lines if "loss_spike" in line]
+    assert [line["step"] for line in spikes] == [150]
+    assert spikes[0]["loss_spike"] == 9.0
+    assert spikes[0]["recent_loss"] == pytest.approx(3.0, abs=0.05)
+
+
+def test_peaks_by_device_name() -> None:
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("Some new device") is None
