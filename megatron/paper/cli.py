@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import KerpleError, ReproduceError
+from megatron.errors import ReproduceError
 from megatron.neox_arguments.command_line import add_set_argument
 from megatron.neox_arguments.yaml_files import parse_yaml
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
+from megatron.terminal import run_command
 
 if TYPE_CHECKING:
     from megatron.paper.tables import Table
@@ -143,11 +144,7 @@ def _other_arguments(commands: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
-    try:
-        return _COMMANDS[options.command][0](options)
-    except KerpleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return _COMMANDS[options.command][0](options)
 
 
 def _suite(options: argparse.Namespace) -> Suite:
@@ -339,4 +336,4 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

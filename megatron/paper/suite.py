@@ -276,10 +276,11 @@ def _select(
     """Keep what --only names: sections, methods, data sets, or run names with wildcards.
 
     Names of the same kind add up, names of different kinds must all hold:
-    `main alibi rpe` keeps the runs of section main with either method.
+    `main alibi rpe` keeps the runs of section main with either method. A section that has the name
+    of its data set (`wikitext103`) is meant as the section.
     """
-    kinds = [{section.name for section in sections}]
-    kinds += [{run.method for run in runs}, {run.data for run in runs}]
+    own = {section.name for section in sections}
+    kinds = [own, {run.method for run in runs} - own, {run.data for run in runs} - own]
     names = set().union(*kinds)
     patterns = [item for item in chosen if item not in names]
     for item in patterns:
@@ -299,7 +300,7 @@ def _select(
     ]
     if not kept:
         raise ReproduceError(f"--only {' '.join(chosen)}: no run of suite {suite} matches all")
-    shown = in_sections or {name for run in kept for name in run.sections}
+    with_runs = {name for run in kept for name in run.sections}
     return kept, [
         section.model_copy(
             update={
@@ -308,5 +309,5 @@ def _select(
             }
         )
         for section in sections
-        if section.name in shown
+        if section.name in with_runs and (not in_sections or section.name in in_sections)
     ]
