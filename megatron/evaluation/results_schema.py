@@ -69,6 +69,12 @@ class PositionEntry(_Open):
     sequences: int = 0
 
 
+class RecallEntry(_Open):
+    kind: str
+    length: int
+    accuracy: float
+
+
 class _DataEntry(_Open):
     prefix: str
     share: str | None = None
@@ -113,6 +119,10 @@ class Result(_Open):
         """By split, for `positionwise`."""
         return {split: PositionEntry.model_validate(entry) for split, entry in self.results.items()}
 
+    def by_kind(self) -> list[RecallEntry]:
+        """For `recall`."""
+        return [RecallEntry.model_validate(entry) for entry in self.results.get("grid", [])]
+
 
 def read_result(path: Path) -> Result:
     """A checked result; what is wrong with a file is one line with its name."""
@@ -122,7 +132,9 @@ def read_result(path: Path) -> Result:
             result.by_position()
         elif result.task.startswith("extrapolation"):
             result.by_length()
-        if result.task.startswith(("positionwise", "extrapolation")):
+        elif result.task.startswith("recall"):
+            result.by_kind()
+        if result.task.startswith(("positionwise", "extrapolation", "recall")):
             _Settings.model_validate(result.settings or {})
     except ValidationError as error:
         first = error.errors()[0]

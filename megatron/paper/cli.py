@@ -295,7 +295,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _keep(options: argparse.Namespace) -> int:
-    from megatron.paper.run_files import keep_results
+    from megatron.paper.run_results import keep_results
 
     kept = keep_results(_suite(options), Path(options.out))
     print(f"{len(kept)} finished runs: {options.out}")

@@ -22,11 +22,10 @@ import megatron
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments.catalogue import kernels_in
+from megatron.paper.result_fit import done_steps, is_finished
 from megatron.paper.run_files import (
     RunState,
     State,
-    done_steps,
-    is_finished,
     log_path,
     mark_done,
     read_state,

@@ -14,7 +14,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
 
 from megatron.neox_arguments.catalogue import label_of, line_style
-from megatron.paper.run_results import Cell, ResultSet, summarize
+from megatron.paper.cells import Cell, published_seconds_per_step, summarize
+from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
     EndLabel,
     direct_labels,
@@ -28,7 +29,7 @@ from megatron.paper.style import (
     plain_log_axis,
 )
 from megatron.paper.suite_file import DataSet
-from megatron.paper.tables import REFERENCE_METHOD, published_seconds_per_step
+from megatron.paper.tables import REFERENCE_METHOD
 
 _ZOOM_FROM_RATIO = 4.0
 """Above this spread a second row zooms in on the methods that do not explode."""

@@ -15,8 +15,8 @@ from megatron.data.corpora import SOURCES
 from megatron.evaluation.results_schema import text_table
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
+from megatron.paper.cells import published_seconds_per_step
 from megatron.paper.suite import Run, Suite
-from megatron.paper.tables import published_seconds_per_step
 
 _PAPER_BATCH_TOKENS = 32 * 512
 _PAPER_MULTIPLIED, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH = 123_689_472, 12, 768, 512

@@ -266,7 +266,10 @@ def _merge(first: Run, second: Run) -> Run:
         first,
         config={**first.config, "eval_lengths": lengths},
         sections=(*first.sections, *second.sections),
-        evaluations=tuple(dict.fromkeys([*first.evaluations, *second.evaluations])),
+        evaluations=(
+            *first.evaluations,
+            *(step for step in second.evaluations if step not in first.evaluations),
+        ),
     )
 
 
