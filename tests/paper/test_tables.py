@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
 from collections.abc import Callable, Mapping
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from scipy import stats
 
+from megatron.paper.cells import Cell, published_cells, published_seconds_per_step
 from megatron.paper.pages import (
     Chapter,
     Page,
@@ -21,20 +22,28 @@ from megatron.paper.pages import (
     to_markdown,
     to_text,
 )
-from megatron.paper.run_results import Cell, cell_text, decimals_for
 from megatron.paper.suite import load_suite
-from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, Section, TableSpec
+from megatron.paper.suite_file import (
+    Contrast,
+    DataSet,
+    Layout,
+    Pair,
+    Point,
+    Rounding,
+    Section,
+    TableSpec,
+)
 from megatron.paper.tables import (
     Entry,
     Table,
+    contrast_table,
     lay_out,
     measured_cells,
-    published_cells,
-    published_seconds_per_step,
     published_source,
     speed_table,
 )
 from tests.conftest import FIXTURES
+from tests.paper.test_run_results import PLAIN, RESULTS
 
 SPEC = TableSpec(
     key="main",
@@ -164,25 +173,6 @@ def test_nothing_measured_gives_an_empty_table_not_an_error(render: Callable[...
     assert not any(item.cell.bold or item.cell.dagger for item in empty.entries)
 
 
-@pytest.mark.parametrize(
-    ("mean", "text"),
-    [(3.4049, "3.40"), (9.994, "9.99"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100")],
-)
-def test_three_significant_digits(mean: float, text: str) -> None:
-    assert cell_text(Cell(mean), Rounding.MAGNITUDE, 1) == text
-
-
-def test_huge_and_diverged_perplexities_stay_readable() -> None:
-    assert cell_text(Cell(1.234e12), Rounding.MAGNITUDE, 1) == "1.2e12"
-    assert cell_text(Cell(float("inf")), Rounding.MAGNITUDE, 1) == "inf"
-
-
-@given(st.floats(min_value=1.0, max_value=9e6))
-def test_printed_mean_is_within_half_a_unit(mean: float) -> None:
-    text = cell_text(Cell(mean), Rounding.MAGNITUDE, 1)
-    assert abs(float(text) - mean) <= 0.5 * 10 ** -decimals_for(mean) * (1 + 1e-9)
-
-
 # The paper's numbers in the repository are the paper's, and our table code prints its tables.
 
 SECTIONS = {section.name: section for section in load_suite("paper").sections}
@@ -244,12 +234,6 @@ def test_every_cell_of_the_paper_is_used_by_the_paper_suite() -> None:
     assert shown == sum(cell.present or cell.note == "OOM" for cell in published_cells().values())
 
 
-def test_speeds_quoted_in_the_papers_text() -> None:
-    seconds = published_seconds_per_step()
-    assert seconds["rpe"] / seconds["kerple_log"] - 1 == pytest.approx(0.107, abs=0.002)
-    assert 1 - seconds["kerple_log"] / seconds["rpe"] == pytest.approx(0.097, abs=0.001)
-
-
 def test_a_wrong_cell_would_be_noticed() -> None:
     section = SECTIONS["main"]
     assert section.table is not None
@@ -260,3 +244,25 @@ def test_a_wrong_cell_would_be_noticed() -> None:
         return source("github", name, point) if data == "arxiv" else cell
 
     assert our_rows(lay_out(section.table, changed)) != paper_rows("main")
+
+
+# Differences between two kinds of runs, with a test that can say "not settled".
+
+
+def test_growth_is_settled_only_by_its_p_value() -> None:
+    contrast = Contrast(title="", growth={"plain": "short.code.kerple_log", "none": "x.code.y"})
+    table = contrast_table("growth", contrast, RESULTS, "valid")
+    assert table is not None
+    text = to_markdown(table)
+    assert "4096 against 128" in text
+    line = next(line for line in text.splitlines() if "plain" in line)
+    logs = [math.log(last / first) for _, first, last in PLAIN]
+    p_value = float(stats.ttest_1samp(logs, 0.0).pvalue)
+    assert p_value < 0.05
+    assert f"**{100 * math.expm1(sum(logs) / 3):+.2f}% (3; p".replace("-", "−") in line
+    assert "—" in next(line for line in text.splitlines() if "none" in line)
+
+
+def test_a_question_without_results_has_no_table() -> None:
+    pair = Pair(label="a", first="x.code.kerple_log", second="short.code.kerple_log")
+    assert contrast_table("q", Contrast(title="", pairs=[pair]), RESULTS, "valid") is None
