@@ -137,14 +137,17 @@ def read_result(path: Path) -> Result:
         if result.task.startswith(("positionwise", "extrapolation", "recall")):
             _Settings.model_validate(result.settings or {})
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise EvaluationError(
-            f"{path}: not a result file: {f'{place}: ' if place else ''}{first['msg']}"
-        ) from error
+        raise EvaluationError(f"{path}: not a result file: {first_problem(error)}") from error
     except (OSError, AttributeError, TypeError) as error:
         raise EvaluationError(f"{path}: not a result file: {error}") from error
     return result
+
+
+def first_problem(error: ValidationError) -> str:
+    """The place of a file's first mistake, and what is wrong there."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -> Content:

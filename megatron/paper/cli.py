@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.command_line import add_set_argument
 from megatron.neox_arguments.yaml_files import parse_yaml
+from megatron.paper.cells import ALPHA
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
@@ -234,7 +235,7 @@ def _legend(table: Table, color: bool) -> str:
     if any(cell.bold and not cell.words for cell in cells):
         marks.append(f"{mark}: best in its row.")
     if any(cell.bold and cell.words for cell in cells):
-        marks.append(f"{mark}: p < 0.05.")
+        marks.append(f"{mark}: p < {ALPHA:g}.")
     if any(cell.dagger for cell in cells):
         marks.append("†: KERPLE-log is significantly better.")
     if any(not cell.present and not cell.note for cell in cells):
@@ -281,9 +282,15 @@ def _released(options: argparse.Namespace) -> int:
     vocab, merges = options.vocab_file, options.merge_file
     if options.tokenizer == "GPT2BPETokenizer" and vocab is None:
         vocab, merges = Path("data/gpt2-vocab.json"), Path("data/gpt2-merges.txt")
-    text, lengths = tuple(options.text), tuple(sorted(options.lengths))
-    measured = (lengths, options.window, options.sequences)
-    chosen = ReleasedOptions(text, options.tokenizer, vocab, merges, *measured)
+    chosen = ReleasedOptions(
+        text=tuple(options.text),
+        tokenizer=options.tokenizer,
+        vocab_file=vocab,
+        merge_file=merges,
+        lengths=tuple(sorted(options.lengths)),
+        window=options.window,
+        sequences=options.sequences,
+    )
     print(f"Report: {make_released_report(options.dir, options.out, chosen)}")
     return 0
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,20 +165,19 @@ class ResultFiles:
 
     def check(self, step: Step) -> StepCheck:
         good, bad = self._sort(step)
-        files = (tuple(good), tuple(bad))
-        recorded = all(result.settings is not None for result in good)
+        checked = partial(StepCheck, results=tuple(good), left_out=tuple(bad))
         wanted, failed = wanted_cells(self.run, step), _failed_cells(good)
         measured = {cell for result in good for cell in cells_of(result, step)}
         absent = [cell for cell in wanted if cell not in measured and cell not in failed]
         if good and not absent:
             notes = tuple(f"{s} at {n}: {failed[s, n]}" for s, n in wanted if (s, n) in failed)
-            return StepCheck(Fit.COMPLETE, "", notes, recorded, *files)
+            recorded = all(result.settings is not None for result in good)
+            return checked(Fit.COMPLETE, not_measurable=notes, recorded=recorded)
         if bad:
             fit, path, why = bad[-1]
-            return StepCheck(fit, f"{path.name} is {why}", (), True, *files)
+            return checked(fit, f"{path.name} is {why}")
         cells = ", ".join(f"{split} {length}" for split, length in absent)
-        detail = f"not measured: {cells}" if good else "no result"
-        return StepCheck(Fit.MISSING, detail, (), True, *files)
+        return checked(Fit.MISSING, f"not measured: {cells}" if good else "no result")
 
     def _sort(self, step: Step) -> tuple[list[Result], list[tuple[Fit, Path, str]]]:
         """Those that count, and those that are of something else."""

@@ -214,10 +214,11 @@ def json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def kernel_values(content: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The parameters in a line of metrics that have a number for every head."""
+    """The parameters in a line of metrics; none if one of them lacks a number for a head."""
     values = {}
     for name, entries in content.items():
         numbers = [finite(entry) for entry in entries] if isinstance(entries, list) else [None]
-        if None not in numbers:
-            values[str(name)] = [number for number in numbers if number is not None]
+        values[str(name)] = [number for number in numbers if number is not None]
+        if len(values[str(name)]) < len(numbers):  # diverged: half a kernel is no kernel
+            return {}
     return values

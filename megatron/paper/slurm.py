@@ -27,12 +27,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import megatron
 from megatron.atomic_files import read_json, write_text
 from megatron.errors import ConfigError, ReproduceError
+from megatron.evaluation.results_schema import first_problem
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.execute import Children, Launcher, execute_run, prepare_data, tail
 from megatron.paper.result_fit import is_finished
 from megatron.paper.run_files import State, log_path, prepare_run, trained
 from megatron.paper.suite import TRAIN, Run, Suite
-from megatron.paper.suite_file import first_problem
 from megatron.terminal import EXIT_REQUEUE
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"

@@ -113,7 +113,10 @@ class Suite:
         for run in self.runs:
             if run.name == name:
                 return run
-        raise ReproduceError(f"suite {self.name} has no run {name!r}: it changed after submission")
+        raise ReproduceError(
+            f"suite {self.name} has no run {name!r}: `plan --list` shows its runs; they are others "
+            "than were submitted if the suite has changed since"
+        )
 
     def runs_of(self, section: Section) -> list[Run]:
         return [run for run in self.runs if section.name in run.sections]

@@ -16,6 +16,7 @@ from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import (
     ALPHA,
     FEWEST_SEEDS,
+    MISSING,
     Cell,
     PairedTest,
     cell_text,
@@ -26,7 +27,15 @@ from megatron.paper.cells import (
     summarize,
 )
 from megatron.paper.run_results import ResultSet, beyond_window
-from megatron.paper.suite_file import Contrast, DataSet, Layout, Point, Rounding, TableSpec
+from megatron.paper.suite_file import (
+    BESIDE,
+    Contrast,
+    DataSet,
+    Layout,
+    Point,
+    Rounding,
+    TableSpec,
+)
 
 DAGGER = "†"
 REFERENCE_METHOD = "kerple_log"
@@ -46,7 +55,7 @@ class Entry:
     """Of deviations, where they follow the best mean beside them."""
     published: Cell | None = None
 
-    def text(self, plus_minus: str = " ± ", missing: str = "—") -> str:
+    def text(self, plus_minus: str = " ± ", missing: str = MISSING) -> str:
         return cell_text(self.cell, self.rounding, self.decimals, plus_minus, missing)
 
     def published_text(self) -> str:
@@ -82,7 +91,7 @@ class Table:
     key: str
     caption: str
     blocks: tuple[Block, ...]
-    beside: str = "In small type: the paper's numbers."
+    beside: str = BESIDE
     """Said where the paper's numbers are shown beside ours."""
 
     @property
@@ -165,7 +174,7 @@ def _notes(table: Table) -> list[str]:
     if any(cell.p_value is not None for cell in cells):
         notes.append(
             f"†: {label_of(REFERENCE_METHOD)} is significantly better (paired two-sided t-test "
-            "over seeds, α=0.05)."
+            f"over seeds, α={ALPHA:g})."
         )
     return notes
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from megatron.paper.kernel_figures import learned_parameters
 from megatron.paper.report import collect_results
 from megatron.paper.status import status_text
 from megatron.paper.suite import load_suite
+from megatron.paper.suite_file import DataSet
 from tests.paper.synthetic import write_run
 
 
@@ -23,6 +26,19 @@ def test_a_damaged_metrics_line_is_left_out(tmp_path: Path, line: bytes) -> None
     path.write_bytes(path.read_bytes() + b"\n".join(bad) + b"\n")
     assert "1 runs: 1 done" in status_text(suite)
     assert len(collect_results(suite).runs[0].losses) == 200
+
+
+def test_half_a_kernel_is_no_kernel(tmp_path: Path) -> None:
+    """A parameter that diverged is null in the metrics: the last whole kernel is shown."""
+    suite = load_suite("smoke", ["kerple_log", "*.1235"], runs_root=tmp_path)
+    path = write_run(suite.runs[0]) / "metrics.jsonl"
+    whole = collect_results(suite).runs[0].kernel
+    assert set(whole) == {"r1", "r2"}
+    half = {"step": 201, "kernel": {"r1": whole["r1"], "r2": [None] * len(whole["r2"])}}
+    path.write_text(path.read_text() + json.dumps(half) + "\n")
+    found = collect_results(suite)
+    assert found.runs[0].kernel == whole
+    assert learned_parameters(found, [DataSet(name="stdlib", title="")]) is not None
 
 
 @pytest.mark.parametrize("name", ["state.json", ".done/train.json", "run.json", "metrics.jsonl"])

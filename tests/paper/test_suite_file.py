@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ TINY = {
 }
 
 
+SECTION = {"title": "S", "models": ["tiny"], "methods": ["alibi"], "data": ["d"]}
+VARIANT = {"methods": ["alibi"], "config": {"attention_config": [[["global"], 1]]}}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -39,6 +44,12 @@ TINY = {
         ({"models": {"../m": {"config": {}}}, "sections": {}}, "cannot be a name"),
         ({"models": {"a": {"config": {}, "extends": "b"}}}, "is not defined|does not exist"),
         ({"models": {"tiny": {"config": {}, "extends": "tiny"}}}, "extends itself"),
+        ({"contrasts": {"../c": {"title": "C"}}}, "cannot be a name"),
+        ({"sections": {"s": SECTION | {"variants": {"../v": VARIANT}}}}, "cannot be a name"),
+        (
+            {"sections": {"s": SECTION | {"variants": {"v": VARIANT | {"methods": ["alibbi"]}}}}},
+            "variants' methods: 'alibbi' is not defined",
+        ),
         ({"models": {"tiny": {"config": {}}}}, "seq_length is missing"),
         ({"models": {"tiny": {"config": {"seq_length": "NaN"}}}}, "seq_length is 'NaN'"),
         ({"method_config": {"alibi": {"num_layerz": 2}}}, "run tiny.d.alibi.1: .*num_layerz"),
@@ -52,7 +63,7 @@ def test_a_broken_suite_file_names_the_place(
         "seeds": [1],
         "models": {"tiny": {"config": TINY}},
         "data": {"d": {"title": "D"}},
-        "sections": {"s": {"title": "S", "models": ["tiny"], "methods": ["alibi"], "data": ["d"]}},
+        "sections": {"s": SECTION},
     }
     path = tmp_path / "mine.yml"
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -102,9 +113,7 @@ def test_names_that_lead_out_of_the_runs_folder_are_refused(tmp_path: Path, plac
 
 def test_a_variant_may_change_lists(tmp_path: Path) -> None:
     """Also where a run belongs to two sections, whose evaluations are joined."""
-    section = {"title": "s", "models": ["tiny"], "data": ["d"], "methods": ["alibi"]}
-    variant = {"methods": ["alibi"], "config": {"attention_config": [[["global"], 1]]}}
-    both = {"title": "t", "lengths": [8], **section, "variants": {"v": variant}}
+    both = {**SECTION, "lengths": [8], "variants": {"v": VARIANT}}
     content = {
         "about": "x",
         "seeds": [1],
@@ -113,7 +122,7 @@ def test_a_variant_may_change_lists(tmp_path: Path) -> None:
         "sections": {"one": both, "two": both},
     }
     path = tmp_path / "mine.yml"
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(json.dumps(content))
     (run,) = load_suite(str(path)).runs
     assert [step.name for step in run.steps] == ["train", "extrapolation", "extrapolation-v"]
 

@@ -263,6 +263,14 @@ def test_growth_is_settled_only_by_its_p_value() -> None:
     assert "—" in next(line for line in text.splitlines() if "none" in line)
 
 
+def test_the_page_says_what_a_p_value_compares() -> None:
+    contrast = Contrast(title="", growth={"plain": "short.code.kerple_log"})
+    growth = contrast_table("growth", contrast, RESULTS, "valid")
+    assert growth is not None
+    assert 'title="paired t-test: p = ' in to_html(growth)
+    assert 'title="paired t-test against KERPLE-log: p = ' in to_html(table())
+
+
 def test_a_question_without_results_has_no_table() -> None:
     pair = Pair(label="a", first="x.code.kerple_log", second="short.code.kerple_log")
     assert contrast_table("q", Contrast(title="", pairs=[pair]), RESULTS, "valid") is None
