@@ -218,7 +218,7 @@ def training_speed(
     ours = {
         name: summary.mean
         for name in methods
-        if (summary := summarize(results.seconds_per_step(data, name).values())).mean
+        if (summary := summarize(results.seconds_per_step(data, name))).mean
     }
     if REFERENCE_METHOD not in ours:
         return None

@@ -170,15 +170,10 @@ class ResultSet:
         lengths = [item.run.train_length for item in self.runs if item.run.data == data]
         return min(lengths, default=None)
 
-    def seconds_per_step(self, data: Iterable[str], method: str) -> dict[int, float]:
-        wanted = set(data)
-        return {
-            item.run.seed: item.seconds_per_step
-            for item in self.runs
-            if item.run.data in wanted
-            and item.run.method == method
-            and item.seconds_per_step is not None
-        }
+    def seconds_per_step(self, data: Iterable[str], method: str) -> list[float]:
+        """Of every run on these data sets."""
+        runs = [item for name in data for item in self.of(name, method)]
+        return [item.seconds_per_step for item in runs if item.seconds_per_step is not None]
 
     def positions(
         self, data: str, method: str, length: int, window: int | None, split: str

@@ -237,13 +237,21 @@ class _Expansion:
         if table is None:
             return section
         own = None if "eval_lengths" in self._sets else table.lengths
-        where = f"suite {self._name}: model"
-        points = tuple(
-            Point(train_length=_count(self._model(model)[0], "seq_length", f"{where} {model}"),
-                  length=length)
+        where = f"suite {self._name}"
+        trained_at = {
+            model: _count(self._model(model)[0], "seq_length", f"{where}: model {model}")
             for model in section.models
+        }
+        if len(set(trained_at.values())) < len(trained_at):
+            raise ReproduceError(
+                f"{where}: section {section.name}: its table tells models apart by their training "
+                f"length, and two of {', '.join(trained_at)} have the same: give each a section"
+            )
+        points = tuple(
+            Point(train_length=train_length, length=length)
+            for model, train_length in trained_at.items()
             for length in (self._lengths(section, model) if own is None else own)
-        )  # fmt: skip
+        )
         filled = {
             "key": section.name,
             "methods": tuple(section.methods),

@@ -259,11 +259,11 @@ def recall_table(
 
 
 def speed_table(
-    key: str, caption: str, methods: Sequence[str], seconds: Mapping[str, Mapping[int, float]]
+    key: str, caption: str, methods: Sequence[str], seconds: Mapping[str, Sequence[float]]
 ) -> Table:
-    """Mean seconds per step over seeds, with the paper's A100 beside."""
+    """Mean seconds per step over runs, with the paper's A100 beside."""
     paper = published_seconds_per_step()
-    cells = {name: summarize(seconds.get(name, {}).values()) for name in methods}
+    cells = {name: summarize(seconds.get(name, ())) for name in methods}
     entries = tuple(
         Entry(cell, Rounding.THREE_DECIMALS, 3, Cell(paper[name]) if name in paper else None)
         for name, cell in cells.items()

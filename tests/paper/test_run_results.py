@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     assert not found.settled
     assert not PairedTest(-0.1, 0.001, seeds=2).settled
     assert PairedTest(-0.1, 0.001, seeds=3).settled
+
+
+def test_time_per_step_is_of_every_run_on_every_data_set() -> None:
+    found = []
+    for number, data in enumerate(["code", "code", "prose", "other"]):
+        run = replace(run_of("short", number % 2), data=data)
+        found.append(RunResults(run, seconds_per_step=float(number)))
+    seconds = ResultSet(tuple(found)).seconds_per_step(["code", "prose"], "kerple_log")
+    assert seconds == [0.0, 1.0, 2.0]
 
 
 def position_entry(losses: list[float], window: int | None) -> PositionEntry:

@@ -109,6 +109,11 @@ def test_a_section_with_the_name_of_its_data_set_is_the_section() -> None:
     assert {run.data for run in suite.runs} == {"openwebtext2", "github", "arxiv", "wikitext103"}
 
 
+def test_a_table_does_not_mix_models_of_one_training_length() -> None:
+    with pytest.raises(ReproduceError, match="two of wiki_512, wiki_2048 have the same"):
+        load_suite("paper", ["wikitext103"], sets={"seq_length": 32})
+
+
 @pytest.mark.parametrize(
     ("name", "only", "message"),
     [

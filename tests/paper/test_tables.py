@@ -219,7 +219,7 @@ def test_the_1_3B_half_of_the_double_table() -> None:
     ("section", "fixture"), [("speed", "speed"), ("gaussian", "gaussian_speed")]
 )
 def test_training_times(section: str, fixture: str) -> None:
-    published = {name: {0: seconds} for name, seconds in published_seconds_per_step().items()}
+    published = {name: [seconds] for name, seconds in published_seconds_per_step().items()}
     table = speed_table("speed", "", SECTIONS[section].methods, published)
     assert our_rows(table) == paper_rows(fixture)
 
