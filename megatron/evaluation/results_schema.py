@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import tabulate
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron.atomic_files import fingerprint, read_json, write_text
+from megatron.atomic_files import CHECKSUMS, fingerprint, read_json, write_text
 from megatron.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -168,8 +168,6 @@ def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -
 
 def weights_id(checkpoint: Path) -> str | None:
     """Names the weights by their checksums; None for a checkpoint that has none, or is gone."""
-    from megatron.checkpoints.store import CHECKSUMS
-
     sums = read_json(checkpoint / CHECKSUMS)
     if not sums:
         return None

@@ -17,7 +17,7 @@ from megatron.paper.cells import ALPHA
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
-from megatron.terminal import run_command
+from megatron.terminal import command_parser, run_command
 
 if TYPE_CHECKING:
     from megatron.paper.tables import Table
@@ -36,13 +36,8 @@ EXAMPLES = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tools/reproduce.py",
-        description="Repeat the KERPLE paper, in full on a cluster or in miniature on a laptop.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    about = "Repeat the KERPLE paper, in full on a cluster or in miniature on a laptop."
+    parser = command_parser("tools/reproduce.py", about, EXAMPLES, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = _common_arguments()
     for name, (_, text) in _COMMANDS.items():

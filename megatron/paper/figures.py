@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import AutoLocator, NullLocator
 
 from megatron.neox_arguments.catalogue import label_of, line_style
 from megatron.paper.cells import Cell, published_seconds_per_step, summarize
@@ -128,7 +128,7 @@ def _zoom(axes: Axes, means: Sequence[float]) -> None:
     margin = 0.08 * (top - best) + 0.01 * best
     axes.set_yscale("linear")
     axes.yaxis.set_major_locator(AutoLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(best - margin, top + margin)
 
 

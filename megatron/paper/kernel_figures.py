@@ -10,7 +10,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads_within
@@ -78,7 +77,7 @@ def kernel_functions(
             axes.plot(np.arange(1, bias.shape[1]), line[1:], color=color, linewidth=1.5)
         axes.axhline(EFFECTIVE_BIAS, color="#D55E00", linestyle="--", linewidth=1)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(_LOWEST_BIAS, 0.4)
 
     return _kernel_grid(results, data, _PLOTTED, heads, max_distance, draw, sharey=True)
@@ -171,7 +170,7 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
                 axes.step(np.arange(1, len(counts) + 1), counts, where="post", label=label,
                           color=color, linestyle=dashes)  # fmt: skip
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter("{x:g}")
         style.finish_axes(
             axes,
             title=label_of(name),

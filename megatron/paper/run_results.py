@@ -206,18 +206,22 @@ def beyond_window(
     own: Sequence[RunResults], windowed: Sequence[RunResults], split: str
 ) -> dict[int, PairedTest]:
     """By length: loss past the training length, against the others' in a window of that length."""
-    losses: dict[bool, list[tuple[int, int, float]]] = {False: [], True: []}
-    for in_window, runs in ((False, own), (True, windowed)):
-        for item in runs:
-            start = item.run.train_length
-            for (of_split, length, window), entry in item.positions.items():
-                if (of_split, window) == (split, start if in_window else None):
-                    loss = loss_from(entry, start)
-                    if loss is not None:
-                        losses[in_window].append((length, item.run.seed, loss))
-    without, within = by_length(losses[False]), by_length(losses[True])
+    without, within = _losses_beyond(own, split, False), _losses_beyond(windowed, split, True)
     tests = {n: compare_paired(within.get(n, {}), found) for n, found in without.items()}
     return {n: test for n, test in tests.items() if test.seeds}
+
+
+def _losses_beyond(
+    runs: Sequence[RunResults], split: str, in_window: bool
+) -> dict[int, dict[int, float]]:
+    """Length -> seed -> mean loss past the training length, with a window of it or with none."""
+    return by_length(
+        (length, item.run.seed, loss)
+        for item in runs
+        for (own, length, window), entry in item.positions.items()
+        if (own, window) == (split, item.run.train_length if in_window else None)
+        if (loss := loss_from(entry, item.run.train_length)) is not None
+    )
 
 
 # Keep what finished runs have to show, small enough for a repository: no checkpoints, no caches.
