@@ -22,6 +22,8 @@ from megatron.machine import is_running
 
 # Some file systems refuse to open or sync a directory.
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
+CHECKSUMS = "checksums.json"
+"""Inside every checkpoint: its files, each with its size and CRC-32."""
 
 
 def temporary_name(path: Path) -> Path:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from megatron.atomic_files import read_json, sync_directory, write_text
+from megatron.atomic_files import CHECKSUMS, read_json, sync_directory, write_text
 from megatron.errors import CheckpointError
 
 TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
@@ -170,7 +170,6 @@ class CheckpointStore:
 # CRC-32 guards against damage, not against forgery: what a file may do is `safe_files`' business.
 # Every rank computes its files' checksums while it writes them.
 
-CHECKSUMS = "checksums.json"
 MAX_BYTES = 1 << 26
 Sums = dict[str, tuple[int, str]]
 """File name relative to the checkpoint -> its size and CRC-32."""

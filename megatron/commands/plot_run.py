@@ -41,7 +41,7 @@ class RunMetrics:
 
 def read_run(directory: Path) -> RunMetrics:
     """metrics.jsonl and, for the kernel's name, manifest.json."""
-    from megatron.paper.run_results import finite, kernel_values, read_metrics
+    from megatron.paper.run_files import finite, kernel_values, read_metrics
 
     path = directory / "metrics.jsonl" if directory.is_dir() else directory
     if not path.is_file():

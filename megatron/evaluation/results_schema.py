@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import tabulate
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron.atomic_files import fingerprint, read_json, write_text
+from megatron.atomic_files import CHECKSUMS, fingerprint, read_json, write_text
 from megatron.errors import EvaluationError
 
 if TYPE_CHECKING:
@@ -69,6 +69,12 @@ class PositionEntry(_Open):
     sequences: int = 0
 
 
+class RecallEntry(_Open):
+    kind: str
+    length: int
+    accuracy: float
+
+
 class _DataEntry(_Open):
     prefix: str
     share: str | None = None
@@ -113,6 +119,10 @@ class Result(_Open):
         """By split, for `positionwise`."""
         return {split: PositionEntry.model_validate(entry) for split, entry in self.results.items()}
 
+    def by_kind(self) -> list[RecallEntry]:
+        """For `recall`."""
+        return [RecallEntry.model_validate(entry) for entry in self.results.get("grid", [])]
+
 
 def read_result(path: Path) -> Result:
     """A checked result; what is wrong with a file is one line with its name."""
@@ -122,17 +132,22 @@ def read_result(path: Path) -> Result:
             result.by_position()
         elif result.task.startswith("extrapolation"):
             result.by_length()
-        if result.task.startswith(("positionwise", "extrapolation")):
+        elif result.task.startswith("recall"):
+            result.by_kind()
+        if result.task.startswith(("positionwise", "extrapolation", "recall")):
             _Settings.model_validate(result.settings or {})
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise EvaluationError(
-            f"{path}: not a result file: {f'{place}: ' if place else ''}{first['msg']}"
-        ) from error
+        raise EvaluationError(f"{path}: not a result file: {first_problem(error)}") from error
     except (OSError, AttributeError, TypeError) as error:
         raise EvaluationError(f"{path}: not a result file: {error}") from error
     return result
+
+
+def first_problem(error: ValidationError) -> str:
+    """The place of a file's first mistake, and what is wrong there."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -> Content:
@@ -153,8 +168,6 @@ def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -
 
 def weights_id(checkpoint: Path) -> str | None:
     """Names the weights by their checksums; None for a checkpoint that has none, or is gone."""
-    from megatron.checkpoints.store import CHECKSUMS
-
     sums = read_json(checkpoint / CHECKSUMS)
     if not sums:
         return None

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron.errors import KernelAnalysisError
 from megatron.model.kernel_theory import cpd_margin, is_cpd, smallest_shift
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.contrasts import beyond_window
+from megatron.paper.cells import Cell, compare_paired, summarize
 from megatron.paper.kernel_figures import kernel_bias
-from megatron.paper.run_results import Cell, ResultSet, compare_paired, summarize
+from megatron.paper.run_results import ResultSet, beyond_window
 from megatron.paper.suite_file import DataSet
 from megatron.paper.tables import Block, Column, Entry, Row, Table
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import KerpleError, ReproduceError
+from megatron.errors import ReproduceError
 from megatron.neox_arguments.command_line import add_set_argument
 from megatron.neox_arguments.yaml_files import parse_yaml
+from megatron.paper.cells import ALPHA
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
+from megatron.terminal import command_parser, run_command
 
 if TYPE_CHECKING:
     from megatron.paper.tables import Table
@@ -34,13 +36,8 @@ EXAMPLES = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tools/reproduce.py",
-        description="Repeat the KERPLE paper, in full on a cluster or in miniature on a laptop.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    about = "Repeat the KERPLE paper, in full on a cluster or in miniature on a laptop."
+    parser = command_parser("tools/reproduce.py", about, EXAMPLES, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = _common_arguments()
     for name, (_, text) in _COMMANDS.items():
@@ -143,11 +140,7 @@ def _other_arguments(commands: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
-    try:
-        return _COMMANDS[options.command][0](options)
-    except KerpleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return _COMMANDS[options.command][0](options)
 
 
 def _suite(options: argparse.Namespace) -> Suite:
@@ -237,7 +230,7 @@ def _legend(table: Table, color: bool) -> str:
     if any(cell.bold and not cell.words for cell in cells):
         marks.append(f"{mark}: best in its row.")
     if any(cell.bold and cell.words for cell in cells):
-        marks.append(f"{mark}: p < 0.05.")
+        marks.append(f"{mark}: p < {ALPHA:g}.")
     if any(cell.dagger for cell in cells):
         marks.append("†: KERPLE-log is significantly better.")
     if any(not cell.present and not cell.note for cell in cells):
@@ -284,9 +277,15 @@ def _released(options: argparse.Namespace) -> int:
     vocab, merges = options.vocab_file, options.merge_file
     if options.tokenizer == "GPT2BPETokenizer" and vocab is None:
         vocab, merges = Path("data/gpt2-vocab.json"), Path("data/gpt2-merges.txt")
-    text, lengths = tuple(options.text), tuple(sorted(options.lengths))
-    measured = (lengths, options.window, options.sequences)
-    chosen = ReleasedOptions(text, options.tokenizer, vocab, merges, *measured)
+    chosen = ReleasedOptions(
+        text=tuple(options.text),
+        tokenizer=options.tokenizer,
+        vocab_file=vocab,
+        merge_file=merges,
+        lengths=tuple(sorted(options.lengths)),
+        window=options.window,
+        sequences=options.sequences,
+    )
     print(f"Report: {make_released_report(options.dir, options.out, chosen)}")
     return 0
 
@@ -298,7 +297,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _keep(options: argparse.Namespace) -> int:
-    from megatron.paper.run_files import keep_results
+    from megatron.paper.run_results import keep_results
 
     kept = keep_results(_suite(options), Path(options.out))
     print(f"{len(kept)} finished runs: {options.out}")
@@ -339,4 +338,4 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

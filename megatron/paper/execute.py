@@ -18,15 +18,13 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-import megatron
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments.catalogue import kernels_in
+from megatron.paper.result_fit import done_steps, is_finished
 from megatron.paper.run_files import (
     RunState,
     State,
-    done_steps,
-    is_finished,
     log_path,
     mark_done,
     read_state,
@@ -34,7 +32,7 @@ from megatron.paper.run_files import (
 )
 from megatron.paper.suite import TRAIN, Run, Step, Suite
 from megatron.paper.suite_file import DataSet
-from megatron.terminal import EXIT_REQUEUE
+from megatron.terminal import EXIT_REQUEUE, PACKAGE
 
 
 @dataclass
@@ -165,8 +163,7 @@ def script_command(python: str, name: str) -> list[str]:
 
     A script in the working directory keeps its short name: commands can be repeated by hand.
     """
-    package = Path(megatron.__file__).resolve().parent
-    for folder in (Path.cwd(), package.parent):
+    for folder in (Path.cwd(), PACKAGE.parent):
         script = folder / f"{name}.py"
         if script.is_file() and (folder / "deepy.py").is_file():
             return [python, "-u", script.name if folder == Path.cwd() else str(script)]

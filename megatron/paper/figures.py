@@ -11,10 +11,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import AutoLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import AutoLocator, NullLocator
 
 from megatron.neox_arguments.catalogue import label_of, line_style
-from megatron.paper.run_results import Cell, ResultSet, summarize
+from megatron.paper.cells import Cell, published_seconds_per_step, summarize
+from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
     EndLabel,
     direct_labels,
@@ -28,7 +29,7 @@ from megatron.paper.style import (
     plain_log_axis,
 )
 from megatron.paper.suite_file import DataSet
-from megatron.paper.tables import REFERENCE_METHOD, published_seconds_per_step
+from megatron.paper.tables import REFERENCE_METHOD
 
 _ZOOM_FROM_RATIO = 4.0
 """Above this spread a second row zooms in on the methods that do not explode."""
@@ -127,7 +128,7 @@ def _zoom(axes: Axes, means: Sequence[float]) -> None:
     margin = 0.08 * (top - best) + 0.01 * best
     axes.set_yscale("linear")
     axes.yaxis.set_major_locator(AutoLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(best - margin, top + margin)
 
 
@@ -217,7 +218,7 @@ def training_speed(
     ours = {
         name: summary.mean
         for name in methods
-        if (summary := summarize(results.seconds_per_step(data, name).values())).mean
+        if (summary := summarize(results.seconds_per_step(data, name))).mean
     }
     if REFERENCE_METHOD not in ours:
         return None

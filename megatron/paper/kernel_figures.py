@@ -10,7 +10,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads_within
@@ -78,7 +77,7 @@ def kernel_functions(
             axes.plot(np.arange(1, bias.shape[1]), line[1:], color=color, linewidth=1.5)
         axes.axhline(EFFECTIVE_BIAS, color="#D55E00", linestyle="--", linewidth=1)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(_LOWEST_BIAS, 0.4)
 
     return _kernel_grid(results, data, _PLOTTED, heads, max_distance, draw, sharey=True)
@@ -171,7 +170,7 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
                 axes.step(np.arange(1, len(counts) + 1), counts, where="post", label=label,
                           color=color, linestyle=dashes)  # fmt: skip
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_major_formatter("{x:g}")
         style.finish_axes(
             axes,
             title=label_of(name),
@@ -188,9 +187,7 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
     names = [
         name
         for name in ("kerple_log", "kerple_power", "kerple_log3")
-        if any(
-            {"r1", "r2"} <= set(run.kernel) for item in data for run in results.of(item.name, name)
-        )
+        if any(_with_r1_and_r2(results, item, name) for item in data)
     ]
     if not names:
         return None
@@ -198,7 +195,7 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
     for axes, name in zip(grid[0], names, strict=True):
         for index, item in enumerate(data):
             color, marker = style.data_color(index)
-            kernels = [run.kernel for run in results.of(item.name, name) if run.kernel]
+            kernels = _with_r1_and_r2(results, item, name)
             first = [value for kernel in kernels for value in kernel["r1"]]
             second = [value for kernel in kernels for value in kernel["r2"]]
             if first:
@@ -223,7 +220,9 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
     return figure
 
 
-_PATH_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+def _with_r1_and_r2(results: ResultSet, data: DataSet, name: str) -> list[dict[str, list[float]]]:
+    kernels = [run.kernel for run in results.of(data.name, name)]
+    return [kernel for kernel in kernels if {"r1", "r2"} <= set(kernel)]
 
 
 @style.figure_style()
@@ -242,7 +241,7 @@ def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure
     figure, grid = style.new_panels(columns, len(shown), width=4.4, height=2.9)
     for row, (item, name, run) in zip(grid, shown, strict=True):
         steps = [step for step, _ in run.kernel_path]
-        for axes, parameter, color in zip(row, run.kernel, _PATH_COLORS, strict=False):
+        for axes, parameter, color in zip(row, run.kernel, style.DATA_COLORS, strict=False):
             heads = np.array([values[parameter] for _, values in run.kernel_path]).T
             for head in heads:
                 axes.plot(steps, head, color=color, linewidth=1.5)

@@ -15,8 +15,8 @@ from megatron.data.corpora import SOURCES
 from megatron.evaluation.results_schema import text_table
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
+from megatron.paper.cells import published_seconds_per_step
 from megatron.paper.suite import Run, Suite
-from megatron.paper.tables import published_seconds_per_step
 
 _PAPER_BATCH_TOKENS = 32 * 512
 _PAPER_MULTIPLIED, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH = 123_689_472, 12, 768, 512
@@ -87,16 +87,16 @@ def estimate_cost(run: Run) -> Cost:
     checkpoint = parameters * _CHECKPOINT_BYTES.get(precision, 14)
     kept = int(run.config.get("keep_last_n_checkpoints") or 1) + 1  # the next is written first
     return Cost(
-        parameters,
-        steps,
-        tokens,
-        train / 3600,
-        sum(evaluate.values()) / 3600,
-        evaluate.get(max(by_length, default=0), 0.0) / 3600,
-        checkpoint * kept,
-        sum(by_length.values()),
-        memory,
-        on_cpu,
+        parameters=parameters,
+        steps=steps,
+        tokens=tokens,
+        train_hours=train / 3600,
+        evaluate_hours=sum(evaluate.values()) / 3600,
+        longest_hours=evaluate.get(max(by_length, default=0), 0.0) / 3600,
+        checkpoint_bytes=checkpoint * kept,
+        evaluation_tokens=sum(by_length.values()),
+        memory_bytes=memory,
+        on_cpu=on_cpu,
     )
 
 

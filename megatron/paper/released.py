@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import Result, read_result
 from megatron.neox_arguments.catalogue import canonical_method, label_of
+from megatron.paper.cells import DATA_TITLES, Cell
 from megatron.paper.pages import Chapter, Page, to_text, write_page, write_tables
-from megatron.paper.run_results import Cell, ResultSet, RunResults
+from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.suite import Run
 from megatron.paper.suite_file import DataSet
-from megatron.paper.tables import DATA_TITLES, Block, Column, Entry, Row, Table
+from megatron.paper.tables import Block, Column, Entry, Row, Table
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs

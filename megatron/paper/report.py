@@ -17,7 +17,6 @@ from pathlib import Path
 from megatron import __version__
 from megatron.atomic_files import write_text
 from megatron.paper.claims import check_claims, cpd_table
-from megatron.paper.contrasts import contrast_table
 from megatron.paper.figures import (
     RECALL_TITLES,
     perplexity_by_length,
@@ -36,14 +35,15 @@ from megatron.paper.pages import (
     write_tables,
 )
 from megatron.paper.position_figures import positionwise_perplexity
-from megatron.paper.result_fit import RECALL, Fit
-from megatron.paper.run_files import is_finished, read_history, step_seconds
-from megatron.paper.run_results import ResultSet, finite, read_run
+from megatron.paper.result_fit import RECALL, Fit, is_finished
+from megatron.paper.run_files import finite, read_history, step_seconds
+from megatron.paper.run_results import ResultSet, read_run
 from megatron.paper.style import Plot, save_figures
 from megatron.paper.suite import TRAIN, Run, Suite
 from megatron.paper.suite_file import DataSet, Layout, Section, TableSpec
 from megatron.paper.tables import (
     Table,
+    contrast_table,
     lay_out,
     measured_cells,
     published_source,
@@ -75,7 +75,7 @@ def make_report(suite: Suite, directory: Path | None = None, command: str = "") 
     """Write report.html, report.md, tables/ and figures/ of whatever is finished."""
     directory = directory or suite.directory / "report"
     results = collect_results(suite)
-    missing = [run.name for run in suite.runs if not is_finished(run)]
+    missing = [item.run.name for item in results.runs if not is_finished(item.run, item.checks)]
     chapters = [_section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
     chapters[1:1] = [_claims_chapter(suite, results), *_contrast_chapters(suite, results)]

@@ -7,19 +7,20 @@ is outdated (of another checkpoint or other data) or foreign (made with other se
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.atomic_files import read_json
 from megatron.data.recall_text import RECALL_KINDS
-from megatron.errors import ConfigError, EvaluationError
+from megatron.errors import EvaluationError
 from megatron.evaluation.results_schema import MODEL_KEYS, Result, read_result, weights_id
 from megatron.neox_arguments.catalogue import canonical_method
 from megatron.neox_arguments.run_keys import EvaluationArgs
-from megatron.neox_arguments.yaml_files import parse_yaml, read_text
-from megatron.paper.suite import Run, Step, trained_with
+from megatron.paper.run_files import finite, trained, training_differences
+from megatron.paper.suite import TRAIN, Run, Step
 
 _DEFAULTS = EvaluationArgs()
 RECALL = "recall"
@@ -42,31 +43,10 @@ class StepCheck:
     """What evaluate.py tried and could not measure, with the reason."""
     recorded: bool = True
     """False if the file is of an older version, which did not record all its settings."""
-
-
-def training_differences(run: Run) -> str:
-    """How the config that a run's directory was trained with differs from the suite's.
-
-    Empty if it does not, or if training has not started.
-    """
-    files = ("metrics.jsonl", "latest", ".done/train.json")
-    started = any((run.directory / name).exists() for name in files)
-    trained_hash = (read_json(run.directory / "run.json") or {}).get("train_hash")
-    if not started or not trained_hash or str(trained_hash) == run.train_hash:
-        return ""
-    try:
-        saved = parse_yaml(read_text(run.directory / "config.yml"), "config.yml")
-    except ConfigError:
-        saved = None
-    if not isinstance(saved, dict):
-        return "another training config"
-    before, now, missing = trained_with(saved), trained_with(run.config), object()
-    changes = [
-        f"{key} {before.get(key, 'unset')} instead of {now.get(key, 'unset')}"
-        for key in sorted({*before, *now})
-        if before.get(key, missing) != now.get(key, missing)
-    ]
-    return "trained with " + (", ".join(changes) or "another training config")
+    results: tuple[Result, ...] = ()
+    """Those that count."""
+    left_out: tuple[tuple[Fit, Path, str], ...] = ()
+    """Files that answer the same question otherwise: how they relate to it, and why."""
 
 
 def _expected(run: Run, step: Step) -> dict[str, Any]:
@@ -166,29 +146,44 @@ def _answers(result: Result, step: Step) -> bool:
     return any(entry.length == step.length for entry in result.by_position().values())
 
 
-@dataclass
 class ResultFiles:
-    """The result files of one run directory, sorted into those that count and the others."""
+    """The result files of one run directory, and which of them answer the question of a step."""
 
-    run: Run
-    results: list[tuple[Path, Result]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    other_training: str = ""
-
-    def __post_init__(self) -> None:
-        self.other_training = training_differences(self.run)
-        for path in sorted((self.run.directory / "results").glob("*.json")):
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.problems: list[str] = []
+        """Files that could not be read."""
+        self.other_training = training_differences(run)
+        self._results: list[tuple[Path, Result]] = []
+        for path in sorted((run.directory / "results").glob("*.json")):
             try:
-                self.results.append((path, read_result(path)))
+                self._results.append((path, read_result(path)))
             except EvaluationError as error:
                 self.problems.append(str(error))
         # Where an older file agrees with a newer one, the newer one is read last and stays.
-        self.results.sort(key=lambda item: item[1].format)
+        self._results.sort(key=lambda item: item[1].format)
 
-    def sort(self, step: Step) -> tuple[list[Result], list[tuple[Fit, Path, str]]]:
+    def check(self, step: Step) -> StepCheck:
+        good, bad = self._sort(step)
+        checked = partial(StepCheck, results=tuple(good), left_out=tuple(bad))
+        wanted, failed = wanted_cells(self.run, step), _failed_cells(good)
+        measured = {cell for result in good for cell in cells_of(result, step)}
+        absent = [cell for cell in wanted if cell not in measured and cell not in failed]
+        if good and not absent:
+            notes = tuple(f"{s} at {n}: {failed[s, n]}" for s, n in wanted if (s, n) in failed)
+            recorded = all(result.settings is not None for result in good)
+            return checked(Fit.COMPLETE, not_measurable=notes, recorded=recorded)
+        if bad:
+            fit, path, why = bad[-1]
+            return checked(fit, f"{path.name} is {why}")
+        cells = ", ".join(f"{split} {length}" for split, length in absent)
+        return checked(Fit.MISSING, f"not measured: {cells}" if good else "no result")
+
+    def _sort(self, step: Step) -> tuple[list[Result], list[tuple[Fit, Path, str]]]:
+        """Those that count, and those that are of something else."""
         good: list[Result] = []
         bad: list[tuple[Fit, Path, str]] = []
-        for path, result in self.results:
+        for path, result in self._results:
             if not _answers(result, step):
                 continue
             if self.other_training:
@@ -206,26 +201,16 @@ class ResultFiles:
                 good.append(result)
         return good, bad
 
-    def check(self, step: Step) -> StepCheck:
-        good, bad = self.sort(step)
-        wanted = wanted_cells(self.run, step)
-        failed = {
-            (error.get("split") or error.get("kind"), error.get("length")): str(error.get("error"))
-            for result in good
-            for error in result.errors
-        }
-        measured = {cell for result in good for cell in cells_of(result, step)}
-        absent = [cell for cell in wanted if cell not in measured and cell not in failed]
-        if good and not absent:
-            notes = tuple(f"{s} at {n}: {failed[s, n]}" for s, n in wanted if (s, n) in failed)
-            return StepCheck(
-                Fit.COMPLETE, "", notes, all(result.settings is not None for result in good)
-            )
-        if bad:
-            fit, path, why = bad[-1]
-            return StepCheck(fit, f"{path.name} is {why}")
-        cells = ", ".join(f"{split} {length}" for split, length in absent)
-        return StepCheck(Fit.MISSING, f"not measured: {cells}" if good else "no result")
+
+def _failed_cells(results: Iterable[Result]) -> dict[tuple[str, float | None], str]:
+    """What evaluate.py tried and could not measure, by split or kind and length: the reason."""
+    return {
+        (str(error.get("split") or error.get("kind")), finite(error.get("length"))): str(
+            error.get("error")
+        )
+        for result in results
+        for error in result.errors
+    }
 
 
 def wanted_cells(run: Run, step: Step) -> list[tuple[str, int]]:
@@ -238,7 +223,7 @@ def wanted_cells(run: Run, step: Step) -> list[tuple[str, int]]:
 def cells_of(result: Result, step: Step) -> dict[tuple[str, int], Any]:
     """What was measured: a share recalled, the losses by position, or a perplexity, if any."""
     if step.task == RECALL:
-        return {(c["kind"], c["length"]): float(c["accuracy"]) for c in result.results["grid"]}
+        return {(found.kind, found.length): found.accuracy for found in result.by_kind()}
     if step.length:
         return {(split, found.length): found for split, found in result.by_position().items()}
     return {
@@ -259,3 +244,18 @@ def check_steps(run: Run) -> dict[str, StepCheck]:
     """Every evaluation of a run: is its result there, and the one that the suite asks for?"""
     files = ResultFiles(run)
     return {step.name: files.check(step) for step in run.evaluations}
+
+
+def done_steps(run: Run, checks: Mapping[str, StepCheck] | None = None) -> set[str]:
+    """Names of finished steps: training by its marker, an evaluation by results of use here.
+
+    `checks` are those of `check_steps`, where they have been made before.
+    """
+    if not trained(run):
+        return set()
+    found = check_steps(run) if checks is None else checks
+    return {TRAIN.name, *(name for name, check in found.items() if check.fit is Fit.COMPLETE)}
+
+
+def is_finished(run: Run, checks: Mapping[str, StepCheck] | None = None) -> bool:
+    return done_steps(run, checks) == {step.name for step in run.steps}

@@ -11,21 +11,23 @@ runs/<suite>/<run>/
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import re
-import shutil
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron.atomic_files import read_json, write_text
-from megatron.errors import ReproduceError
-from megatron.paper.result_fit import Fit, check_steps, training_differences
-from megatron.paper.run_results import finite, json_lines
-from megatron.paper.suite import TRAIN, Run, Step, Suite
+from megatron.errors import ConfigError, ReproduceError
+from megatron.neox_arguments.yaml_files import parse_yaml, read_text
+from megatron.paper.suite import TRAIN, Run, Step, trained_with
 
 
 class State:
@@ -72,6 +74,31 @@ def prepare_run(run: Run) -> None:
     write_text(run.directory / "run.json", json.dumps(description, indent=1) + "\n")
 
 
+def training_differences(run: Run) -> str:
+    """How the config that a run's directory was trained with differs from the suite's.
+
+    Empty if it does not, or if training has not started.
+    """
+    files = ("metrics.jsonl", "latest", ".done/train.json")
+    started = any((run.directory / name).exists() for name in files)
+    trained_hash = (read_json(run.directory / "run.json") or {}).get("train_hash")
+    if not started or not trained_hash or str(trained_hash) == run.train_hash:
+        return ""
+    try:
+        saved = parse_yaml(read_text(run.directory / "config.yml"), "config.yml")
+    except ConfigError:
+        saved = None
+    if not isinstance(saved, dict):
+        return "trained with another training config"
+    before, now, missing = trained_with(saved), trained_with(run.config), object()
+    changes = [
+        f"{key} {before.get(key, 'unset')} instead of {now.get(key, 'unset')}"
+        for key in sorted({*before, *now})
+        if before.get(key, missing) != now.get(key, missing)
+    ]
+    return "trained with " + (", ".join(changes) or "another training config")
+
+
 def move_aside(run: Run) -> Path | None:
     """Rename the directory of a run whose training config changed; None if it need not move."""
     if not training_differences(run):
@@ -106,18 +133,6 @@ def write_state(directory: Path, state: RunState) -> None:
 def trained(run: Run) -> bool:
     """Whether training is finished, with the config that the suite has now."""
     return _marker(run, TRAIN).get("hash") == run.train_hash
-
-
-def done_steps(run: Run) -> set[str]:
-    """Names of finished steps: training by its marker, an evaluation by results of use here."""
-    if not trained(run):
-        return set()
-    checks = check_steps(run)
-    return {TRAIN.name, *(name for name, check in checks.items() if check.fit is Fit.COMPLETE)}
-
-
-def is_finished(run: Run) -> bool:
-    return done_steps(run) == {step.name for step in run.steps}
 
 
 def mark_done(run: Run, step: Step, seconds: float) -> None:
@@ -159,32 +174,51 @@ def read_history(suite_directory: Path) -> list[dict[str, Any]]:
     return list(json_lines(text.splitlines()))
 
 
-# Keep what finished runs have to show, small enough for a repository: no checkpoints, no caches.
-#
-# A folder of runs that was copied back counts as finished, so that another machine goes on where
-# this one stopped::
-#
-#     tools/reproduce.py keep --suite study --out docs/results/study/runs
-#     cp -r docs/results/study/runs/study runs/          # elsewhere, then `run` as usual
-
-_FILES = ("config.yml", "run.json", "metrics.jsonl")
+# Numbers from files that anything may have been written to.
 
 
-def keep_results(suite: Suite, target: Path) -> list[str]:
-    """Copy the finished runs of a suite to ``target/SUITE``; their names."""
-    kept = [run for run in suite.runs if is_finished(run)]
-    for run in kept:
-        source, copy = run.directory, target / suite.name / run.name
-        copy.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            shutil.copyfile(source / name, copy / name)
-        shutil.copytree(source / ".done", copy / ".done", dirs_exist_ok=True)
-        # Whose process it was and on which machine is nobody's business.
-        write_state(copy, replace(read_state(source), process=None, host=""))
-        for file in sorted((source / "results").glob("*.json")):
-            content = read_json(file)
-            if content is None:
-                raise ReproduceError(f"{file}: not a result file; delete it or evaluate again")
-            compact = json.dumps(content, separators=(",", ":")) + "\n"
-            write_text(copy / "results" / file.name, compact, parents=True)
-    return [run.name for run in kept]
+def finite(value: object) -> float | None:
+    """A number from a file that anything may have been written to."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer that no float can hold
+        return None
+
+
+def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl, or of its end, with a usable step; broken ones are left out."""
+    try:
+        with path.open("rb") as file:
+            if last_bytes is not None and path.stat().st_size > last_bytes:
+                file.seek(-last_bytes, os.SEEK_END)
+                file.readline()
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    for entry in json_lines(lines):
+        step = finite(entry.get("step"))
+        if step is not None:
+            yield {**entry, "step": int(step)}
+
+
+def json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; lines that are none are left out."""
+    for line in lines:
+        entry = None
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+        if isinstance(entry, dict):
+            yield entry
+
+
+def kernel_values(content: Mapping[str, Any]) -> dict[str, list[float]]:
+    """The parameters in a line of metrics; none if one of them lacks a number for a head."""
+    values = {}
+    for name, entries in content.items():
+        numbers = [finite(entry) for entry in entries] if isinstance(entries, list) else [None]
+        values[str(name)] = [number for number in numbers if number is not None]
+        if len(values[str(name)]) < len(numbers):  # diverged: half a kernel is no kernel
+            return {}
+    return values

@@ -6,20 +6,28 @@ has; what cannot be read or used is named, not skipped silently.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import os
+import shutil
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from megatron.atomic_files import read_json, write_text
+from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import PositionEntry, Result
-from megatron.paper.result_fit import RECALL, ResultFiles, StepCheck, cells_of, wanted_cells
-from megatron.paper.suite import Run, Step
-from megatron.paper.suite_file import Point, Rounding
+from megatron.paper.cells import PairedTest, compare_paired
+from megatron.paper.result_fit import (
+    RECALL,
+    ResultFiles,
+    StepCheck,
+    cells_of,
+    is_finished,
+    wanted_cells,
+)
+from megatron.paper.run_files import finite, kernel_values, read_metrics, read_state, write_state
+from megatron.paper.suite import Run, Step, Suite
+from megatron.paper.suite_file import Point
 
 _WARMUP_STEPS = 10
 """The first steps compile and fill caches; they are left out of the seconds per step."""
@@ -60,10 +68,9 @@ def read_run(run: Run) -> RunResults:
     results = RunResults(run, problems=list(files.problems))
     unused: dict[Path, str] = {}
     for step in run.evaluations:
-        good, bad = files.sort(step)
-        results.checks[step.name] = files.check(step)
-        unused |= {path: f"{fit.value}: {why}" for fit, path, why in bad}
-        for result in good:
+        results.checks[step.name] = check = files.check(step)
+        unused |= {path: f"{fit.value}: {why}" for fit, path, why in check.left_out}
+        for result in check.results:
             results.versions.add(result.version or "0.1.0 or older")
             _add_cells(results, result, step)
     results.unused = [f"{path}: {why}" for path, why in unused.items()]
@@ -84,42 +91,6 @@ def _add_cells(results: RunResults, result: Result, step: Step) -> None:
         own |= {place: value for place, value in found.items() if value is not None}
 
 
-def finite(value: object) -> float | None:
-    """A number from a file that anything may have been written to."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer that no float can hold
-        return None
-
-
-def read_metrics(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl, or of its end, with a usable step; broken ones are left out."""
-    try:
-        with path.open("rb") as file:
-            if last_bytes is not None and path.stat().st_size > last_bytes:
-                file.seek(-last_bytes, os.SEEK_END)
-                file.readline()
-            lines = file.read().decode("utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for entry in json_lines(lines):
-        step = finite(entry.get("step"))
-        if step is not None:
-            yield {**entry, "step": int(step)}
-
-
-def json_lines(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; lines that are none are left out."""
-    for line in lines:
-        entry = None
-        with contextlib.suppress(ValueError, RecursionError):
-            entry = json.loads(line)
-        if isinstance(entry, dict):
-            yield entry
-
-
 def _read_training(path: Path, results: RunResults) -> None:
     seconds: list[float] = []
     for entry in read_metrics(path):
@@ -134,16 +105,6 @@ def _read_training(path: Path, results: RunResults) -> None:
             results.kernel = kernel
             results.kernel_path.append((step, kernel))
     results.seconds_per_step = statistics.median(seconds) if seconds else None
-
-
-def kernel_values(content: Mapping[str, Any]) -> dict[str, list[float]]:
-    """The parameters in a line of metrics that have a number for every head."""
-    values = {}
-    for name, entries in content.items():
-        numbers = [finite(entry) for entry in entries] if isinstance(entries, list) else [None]
-        if None not in numbers:
-            values[str(name)] = [number for number in numbers if number is not None]
-    return values
 
 
 # All results of a suite, with the questions that tables, figures and claims ask of them.
@@ -164,6 +125,10 @@ class ResultSet:
     def of(self, data: str, method: str) -> list[RunResults]:
         return [item for item in self.runs if (item.run.data, item.run.method) == (data, method)]
 
+    def of_kind(self, kind: str) -> list[RunResults]:
+        """`kind` is MODEL.DATA.METHOD, as suite files write it."""
+        return [item for item in self.runs if item.run.name == f"{kind}.{item.run.seed}"]
+
     def perplexities(
         self, split: str, data: str, method: str, train_length: int | None = None
     ) -> dict[int, dict[int, float]]:
@@ -174,6 +139,18 @@ class ResultSet:
             for item in self.of(data, method)
             for (own, length), value in item.perplexity.items()
             if own == split and item.run.train_length == trained_at
+        )
+
+    def perplexities_of(self, kind: str, split: str) -> dict[int, dict[int, float]]:
+        """Length -> seed -> perplexity of one kind of runs, `@VARIANT` behind it if it has one."""
+        plain, _, variant = kind.partition("@")
+        return by_length(
+            (length, item.run.seed, value)
+            for item in self.of_kind(plain)
+            for (own, length), value in (
+                item.variants.get(variant, {}) if variant else item.perplexity
+            ).items()
+            if own == split
         )
 
     def perplexity(self, split: str, data: str, method: str, point: Point) -> dict[int, float]:
@@ -193,15 +170,10 @@ class ResultSet:
         lengths = [item.run.train_length for item in self.runs if item.run.data == data]
         return min(lengths, default=None)
 
-    def seconds_per_step(self, data: Iterable[str], method: str) -> dict[int, float]:
-        wanted = set(data)
-        return {
-            item.run.seed: item.seconds_per_step
-            for item in self.runs
-            if item.run.data in wanted
-            and item.run.method == method
-            and item.seconds_per_step is not None
-        }
+    def seconds_per_step(self, data: Iterable[str], method: str) -> list[float]:
+        """Of every run on these data sets."""
+        runs = [item for name in data for item in self.of(name, method)]
+        return [item.seconds_per_step for item in runs if item.seconds_per_step is not None]
 
     def positions(
         self, data: str, method: str, length: int, window: int | None, split: str
@@ -219,135 +191,65 @@ def by_length(values: Iterable[tuple[int, int, float]]) -> dict[int, dict[int, f
     return dict(sorted(found.items()))
 
 
-# One cell of a results table: mean and deviation over seeds, the paper's t-test, its digits.
-
-MISSING = "—"
-"""Printed where a result does not exist. Nothing is ever filled in."""
-ALPHA = 0.05
-"""Significance level of the paper."""
-FEWEST_SEEDS = 3
-"""From which on a difference of ours counts."""
-
-_SCIENTIFIC_FROM = 1e7
-_FIXED_DECIMALS = {Rounding.TWO_DECIMALS: 2, Rounding.THREE_DECIMALS: 3}
+def loss_from(entry: PositionEntry, start: int) -> float | None:
+    """Mean loss of the positions from `start` on."""
+    if entry.by_position:
+        rest = entry.by_position[start:]
+        return sum(rest) / len(rest) if rest else None
+    buckets = [bucket for bucket in entry.buckets if bucket.start >= start]
+    total = sum(bucket.end - bucket.start for bucket in buckets)
+    weighted = sum(bucket.loss * (bucket.end - bucket.start) for bucket in buckets)
+    return weighted / total if total else None
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Mean and standard deviation over seeds; `note` replaces the number ("OOM")."""
-
-    mean: float | None = None
-    std: float | None = None
-    seeds: int = 0
-    bold: bool = False
-    dagger: bool = False
-    note: str = ""
-    p_value: float | None = None
-    printed: str = ""
-    """A published number in the paper's own digits."""
-    words: str = ""
-    """What is shown in place of mean and deviation: a difference with its test, a verdict."""
-
-    @property
-    def present(self) -> bool:
-        return self.mean is not None
+def beyond_window(
+    own: Sequence[RunResults], windowed: Sequence[RunResults], split: str
+) -> dict[int, PairedTest]:
+    """By length: loss past the training length, against the others' in a window of that length."""
+    without, within = _losses_beyond(own, split, False), _losses_beyond(windowed, split, True)
+    tests = {n: compare_paired(within.get(n, {}), found) for n, found in without.items()}
+    return {n: test for n, test in tests.items() if test.seeds}
 
 
-def summarize(values: Iterable[float]) -> Cell:
-    """Mean and sample standard deviation (n - 1); one value alone has no deviation."""
-    numbers = list(values)
-    if not numbers:
-        return Cell()
-    if not all(math.isfinite(number) for number in numbers):
-        # One diverged seed makes the mean meaningless: say so instead of hiding the seed.
-        return Cell(math.inf, None, len(numbers))
-    deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
-    return Cell(statistics.fmean(numbers), deviation, len(numbers))
+def _losses_beyond(
+    runs: Sequence[RunResults], split: str, in_window: bool
+) -> dict[int, dict[int, float]]:
+    """Length -> seed -> mean loss past the training length, with a window of it or with none."""
+    return by_length(
+        (length, item.run.seed, loss)
+        for item in runs
+        for (own, length, window), entry in item.positions.items()
+        if (own, window) == (split, item.run.train_length if in_window else None)
+        if (loss := loss_from(entry, item.run.train_length)) is not None
+    )
 
 
-@dataclass(frozen=True)
-class PairedTest:
-    """Of the candidate's values minus the reference's, over the seeds that both have."""
+# Keep what finished runs have to show, small enough for a repository: no checkpoints, no caches.
+#
+# A folder of runs that was copied back counts as finished, so that another machine goes on where
+# this one stopped::
+#
+#     tools/reproduce.py keep --suite study --out docs/results/study/runs
+#     cp -r docs/results/study/runs/study runs/          # elsewhere, then `run` as usual
 
-    mean: float | None = None
-    """None without a common seed."""
-    p_value: float | None = None
-    """None where the test is not defined."""
-    seeds: int = 0
-
-    @property
-    def reference_is_better(self) -> bool:
-        """Is the reference's perplexity significantly lower? (The paper's dagger.)"""
-        return self.p_value is not None and self.p_value < ALPHA and (self.mean or 0.0) > 0
-
-    @property
-    def settled(self) -> bool:
-        """Whether the difference counts; with two seeds a small p is easily luck."""
-        return self.seeds >= FEWEST_SEEDS and self.p_value is not None and self.p_value < ALPHA
+_FILES = ("config.yml", "run.json", "metrics.jsonl")
 
 
-def compare_paired(reference: Mapping[int, float], candidate: Mapping[int, float]) -> PairedTest:
-    """Two-sided paired t-test over the seeds that both have.
-
-    Undefined, hence never significant, with fewer than two common seeds, with a diverged seed,
-    or when every pair is equal.
-    """
-    seeds = sorted(set(reference) & set(candidate))
-    if not seeds:
-        return PairedTest()
-    differences = [candidate[seed] - reference[seed] for seed in seeds]
-    mean = sum(differences) / len(seeds)
-    if len(seeds) < 2 or not all(math.isfinite(difference) for difference in differences):
-        return PairedTest(mean, None, len(seeds))
-    if len(set(differences)) == 1:
-        # No spread at all: scipy would divide by zero.
-        return PairedTest(mean, 0.0 if mean else None, len(seeds))
-    from scipy import stats
-
-    pairs = [[own[seed] for seed in seeds] for own in (candidate, reference)]
-    p_value = float(stats.ttest_rel(*pairs).pvalue)
-    return PairedTest(mean, p_value if math.isfinite(p_value) else None, len(seeds))
-
-
-def decimals_for(mean: float) -> int:
-    """Decimals that leave three significant digits for 1 <= mean < 1000: 3.40, 23.9, 111."""
-    if not math.isfinite(mean) or abs(mean) >= 99.95:
-        return 0
-    return 1 if abs(mean) >= 9.995 else 2
-
-
-def reference_decimals(cells: Iterable[Cell]) -> int:
-    """Decimals of the smallest mean of a data set, used for all deviations beside it."""
-    means = [cell.mean for cell in cells if cell.mean is not None and math.isfinite(cell.mean)]
-    return decimals_for(min(means)) if means else 1
-
-
-def _number(value: float, decimals: int) -> str:
-    if math.isfinite(value) and abs(value) >= _SCIENTIFIC_FROM:
-        return f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
-    return f"{value:.{decimals}f}"
-
-
-def _decimals(cell: Cell, rounding: Rounding, reference: int) -> tuple[int, int]:
-    mean, std = cell.mean or 0.0, cell.std or 0.0
-    if rounding is Rounding.INTEGER:
-        return 0, 1 if std < 0.5 else 0
-    if rounding in _FIXED_DECIMALS:
-        return _FIXED_DECIMALS[rounding], _FIXED_DECIMALS[rounding]
-    by_mean = decimals_for(mean)
-    return by_mean, reference if rounding is Rounding.REFERENCE else by_mean
-
-
-def cell_text(
-    cell: Cell, rounding: Rounding, reference: int, plus_minus: str = " ± ", missing: str = MISSING
-) -> str:
-    """The number as printed, without bold face and dagger."""
-    if cell.words:
-        return cell.words
-    if cell.mean is None:
-        return cell.note or missing
-    for_mean, for_std = _decimals(cell, rounding, reference)
-    text = _number(cell.mean, for_mean)
-    if cell.std is not None:
-        text += plus_minus + _number(cell.std, for_std)
-    return text
+def keep_results(suite: Suite, target: Path) -> list[str]:
+    """Copy the finished runs of a suite to ``target/SUITE``; their names."""
+    kept = [run for run in suite.runs if is_finished(run)]
+    for run in kept:
+        source, copy = run.directory, target / suite.name / run.name
+        copy.mkdir(parents=True, exist_ok=True)
+        for name in _FILES:
+            shutil.copyfile(source / name, copy / name)
+        shutil.copytree(source / ".done", copy / ".done", dirs_exist_ok=True)
+        # Whose process it was and on which machine is nobody's business.
+        write_state(copy, replace(read_state(source), process=None, host=""))
+        for file in sorted((source / "results").glob("*.json")):
+            content = read_json(file)
+            if content is None:
+                raise ReproduceError(f"{file}: not a result file; delete it or evaluate again")
+            compact = json.dumps(content, separators=(",", ":")) + "\n"
+            write_text(copy / "results" / file.name, compact, parents=True)
+    return [run.name for run in kept]

@@ -24,15 +24,15 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-import megatron
 from megatron.atomic_files import read_json, write_text
 from megatron.errors import ConfigError, ReproduceError
+from megatron.evaluation.results_schema import first_problem
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.execute import Children, Launcher, execute_run, prepare_data, tail
-from megatron.paper.run_files import State, is_finished, log_path, prepare_run, trained
+from megatron.paper.result_fit import is_finished
+from megatron.paper.run_files import State, log_path, prepare_run, trained
 from megatron.paper.suite import TRAIN, Run, Suite
-from megatron.paper.suite_file import first_problem
-from megatron.terminal import EXIT_REQUEUE
+from megatron.terminal import EXIT_REQUEUE, PACKAGE
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
@@ -109,7 +109,7 @@ class _Script:
             on_gpus=stage in ("train", "evaluate"),
             log_directory=_line((path.parent / "logs").resolve().as_posix()),
             place=Path.cwd(),
-            package=Path(megatron.__file__).resolve().parents[1],
+            package=PACKAGE.parent,
             worker=self._worker(path.with_suffix(".tasks") if tasks else None),
         )
         return Job(name, stage, path, text, tasks, after, dependency)

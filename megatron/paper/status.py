@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -14,16 +14,16 @@ from statistics import fmean
 from megatron.evaluation.results_schema import text_table
 from megatron.machine import is_running
 from megatron.paper.execute import data_log, tail
-from megatron.paper.result_fit import Fit, check_steps, training_differences
+from megatron.paper.result_fit import Fit, StepCheck, check_steps, done_steps, is_finished
 from megatron.paper.run_files import (
     State,
-    done_steps,
-    is_finished,
+    finite,
     log_path,
+    read_metrics,
     read_state,
     step_seconds,
+    training_differences,
 )
-from megatron.paper.run_results import finite, read_metrics
 from megatron.paper.slurm import submitted_jobs
 from megatron.paper.suite import TRAIN, Run, Suite
 
@@ -32,8 +32,10 @@ _TAIL_BYTES = 16384
 
 @dataclass(frozen=True)
 class RunProgress:
-    name: str
+    run: Run
     state: str
+    checks: Mapping[str, StepCheck]
+    """Of its evaluations."""
     stage: str = ""
     step: int = 0
     total: int = 0
@@ -46,7 +48,7 @@ class RunProgress:
         running = self.state == State.RUNNING and self.seconds_left is not None
         left = duration(self.seconds_left or 0) if running else ""
         step = f"{self.step}/{self.total}" if self.step else ""
-        return [self.name, self.state, self.stage, step, loss, left]
+        return [self.run.name, self.state, self.stage, step, loss, left]
 
     def line(self) -> str:
         """The same on one line."""
@@ -68,8 +70,9 @@ def progress_of(run: Run) -> RunProgress:
     state = read_state(run.directory)
     total = int(run.config["train_iters"])
     step, loss, pace = _last_metrics(run.directory / "metrics.jsonl")
+    checks = check_steps(run)
     name = state.state
-    if is_finished(run):
+    if is_finished(run, checks):
         name = State.DONE
     elif name == State.DONE:
         name = State.PENDING  # the suite asks for more than was done
@@ -77,7 +80,7 @@ def progress_of(run: Run) -> RunProgress:
         name = State.INTERRUPTED
     stage = state.step if name in (State.RUNNING, State.INTERRUPTED, State.FAILED) else ""
     left = pace * (total - step) if pace is not None and stage == "train" else None
-    return RunProgress(run.name, name, stage, step, total, loss, left)
+    return RunProgress(run, name, checks, stage, step, total, loss, left)
 
 
 def _alive(process: int | None, host: str) -> bool:
@@ -98,16 +101,16 @@ def _last_metrics(path: Path) -> tuple[int, float | None, float | None]:
 def status_text(suite: Suite) -> str:
     """From the run directories, and squeue where there is one."""
     queued = queue_states(suite)
-    found = [(run, progress_of(run)) for run in suite.runs]
-    rows = [[*progress.cells(), queued.get(run.name, "")] for run, progress in found]
-    states = Counter(progress.state for _, progress in found)
+    found = [progress_of(run) for run in suite.runs]
+    rows = [[*progress.cells(), queued.get(progress.run.name, "")] for progress in found]
+    states = Counter(progress.state for progress in found)
     notes = []
-    for run, progress in found:
-        notes += _unfit(run)
+    for progress in found:
+        notes += _unfit(progress)
         if progress.state == State.FAILED:
-            last = tail(log_path(run, progress.stage), 30).split("\n")
+            last = tail(log_path(progress.run, progress.stage), 30).split("\n")
             reason = next((line.strip() for line in reversed(last) if line.strip()), "no log")
-            notes.append(f"  {run.name} failed: {reason[:160]}")
+            notes.append(f"  {progress.run.name} failed: {reason[:160]}")
     head = ["run", "state", "stage", "step", "loss", "left", "queue"]
     align = ["left", "left", "left", "right", "right", "right", "left"]
     summary = ", ".join(f"{count} {state}" for state, count in states.most_common())
@@ -120,12 +123,12 @@ def status_text(suite: Suite) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _work_left(found: Iterable[tuple[Run, RunProgress]]) -> str:
+def _work_left(found: Iterable[RunProgress]) -> str:
     """Run time that is left, judged by the steps that are finished."""
     taken: dict[str, list[float]] = {}
     missing, running = Counter[str](), 0.0
-    for run, progress in found:
-        done = done_steps(run)
+    for progress in found:
+        run, done = progress.run, done_steps(progress.run, progress.checks)
         for step in run.steps:
             kind, seconds = f"{run.model} {step.name}", step_seconds(run, step)
             if step.name in done:
@@ -159,12 +162,13 @@ def logs_text(suite: Suite, name: str | None, lines: int) -> str:
     return "\n".join(shown) or f"{name}: no log yet under {suite.directory}\n"
 
 
-def _unfit(run: Run) -> list[str]:
-    if different := training_differences(run):
-        return [f"  {run.name} was {different}; `run --restart-changed` trains it anew beside it"]
+def _unfit(progress: RunProgress) -> list[str]:
+    name = progress.run.name
+    if different := training_differences(progress.run):
+        return [f"  {name} was {different}; `run --restart-changed` trains it anew beside it"]
     return [
-        f"  {run.name} {name} will be evaluated again: {check.fit.value}: {check.detail}"
-        for name, check in check_steps(run).items()
+        f"  {name} {step} will be evaluated again: {check.fit.value}: {check.detail}"
+        for step, check in progress.checks.items()
         if check.fit in (Fit.OUTDATED, Fit.FOREIGN)
     ]
 

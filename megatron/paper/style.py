@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 DATA_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DATA_MARKERS = ("o", "s", "^", "D", "v")
@@ -207,7 +207,7 @@ def plain_log_axis(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(base=10, subs=subs))
     if ratio < 60:
         axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
 
 
 def save_figures(plots: Iterable[Plot], directory: Path, prefix: str = "") -> list[PlotFile]:

@@ -113,7 +113,10 @@ class Suite:
         for run in self.runs:
             if run.name == name:
                 return run
-        raise ReproduceError(f"suite {self.name} has no run {name!r}: it changed after submission")
+        raise ReproduceError(
+            f"suite {self.name} has no run {name!r}: `plan --list` shows its runs; they are others "
+            "than were submitted if the suite has changed since"
+        )
 
     def runs_of(self, section: Section) -> list[Run]:
         return [run for run in self.runs if section.name in run.sections]
@@ -234,13 +237,21 @@ class _Expansion:
         if table is None:
             return section
         own = None if "eval_lengths" in self._sets else table.lengths
-        where = f"suite {self._name}: model"
-        points = tuple(
-            Point(train_length=_count(self._model(model)[0], "seq_length", f"{where} {model}"),
-                  length=length)
+        where = f"suite {self._name}"
+        trained_at = {
+            model: _count(self._model(model)[0], "seq_length", f"{where}: model {model}")
             for model in section.models
+        }
+        if len(set(trained_at.values())) < len(trained_at):
+            raise ReproduceError(
+                f"{where}: section {section.name}: its table tells models apart by their training "
+                f"length, and two of {', '.join(trained_at)} have the same: give each a section"
+            )
+        points = tuple(
+            Point(train_length=train_length, length=length)
+            for model, train_length in trained_at.items()
             for length in (self._lengths(section, model) if own is None else own)
-        )  # fmt: skip
+        )
         filled = {
             "key": section.name,
             "methods": tuple(section.methods),
@@ -266,7 +277,10 @@ def _merge(first: Run, second: Run) -> Run:
         first,
         config={**first.config, "eval_lengths": lengths},
         sections=(*first.sections, *second.sections),
-        evaluations=tuple(dict.fromkeys([*first.evaluations, *second.evaluations])),
+        evaluations=(
+            *first.evaluations,
+            *(step for step in second.evaluations if step not in first.evaluations),
+        ),
     )
 
 
@@ -276,10 +290,11 @@ def _select(
     """Keep what --only names: sections, methods, data sets, or run names with wildcards.
 
     Names of the same kind add up, names of different kinds must all hold:
-    `main alibi rpe` keeps the runs of section main with either method.
+    `main alibi rpe` keeps the runs of section main with either method. A section that has the name
+    of its data set (`wikitext103`) is meant as the section.
     """
-    kinds = [{section.name for section in sections}]
-    kinds += [{run.method for run in runs}, {run.data for run in runs}]
+    own = {section.name for section in sections}
+    kinds = [own, {run.method for run in runs} - own, {run.data for run in runs} - own]
     names = set().union(*kinds)
     patterns = [item for item in chosen if item not in names]
     for item in patterns:
@@ -299,7 +314,7 @@ def _select(
     ]
     if not kept:
         raise ReproduceError(f"--only {' '.join(chosen)}: no run of suite {suite} matches all")
-    shown = in_sections or {name for run in kept for name in run.sections}
+    with_runs = {name for run in kept for name in run.sections}
     return kept, [
         section.model_copy(
             update={
@@ -308,5 +323,5 @@ def _select(
             }
         )
         for section in sections
-        if section.name in shown
+        if section.name in with_runs and (not in_sections or section.name in in_sections)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +11,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megatron.errors import ReproduceError
+from megatron.evaluation.results_schema import first_problem
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
 SUITE_DIRECTORY = Path(__file__).resolve().parent / "suites"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
-"""Names become folders and files: nothing that leads elsewhere."""
+"""Nothing that leads elsewhere."""
+
+
+BESIDE = "In small type: the paper's numbers."
+"""Said of a table that shows them."""
 
 
 class Rounding(str, Enum):
@@ -114,7 +120,7 @@ class TableSpec(_Strict):
     published: str | None = None
     """The paper's table whose numbers stand beside ours."""
     published_train_length: int = 512
-    beside: str = "In small type: the paper's numbers."
+    beside: str = BESIDE
     """Said where the paper's numbers are shown; not in LaTeX, which has ours alone."""
     key: str = ""
     methods: tuple[str, ...] = ()
@@ -213,23 +219,25 @@ def read_suite_file(name: str) -> SuiteFile:
     except ValidationError as error:
         raise ReproduceError(f"{path}: {first_problem(error)}") from error
     _check_names(path, suite)
+    _check_file_names(path, suite)
+    _check_extends(path, suite)
     return suite
 
 
-def first_problem(error: ValidationError) -> str:
-    """The place of a file's first mistake, and what is wrong there."""
-    first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+def _methods(parts: Iterable[Positionwise | Variant]) -> list[str]:
+    return [method for part in parts for method in part.methods]
 
 
 def _check_names(path: Path, suite: SuiteFile) -> None:
-    """Every name is safe as a file name, and every model and data set that is named exists."""
+    """Every model, data set and method that is named exists, and no name is taken twice."""
     for name, section in suite.sections.items():
         for kind, used, known in (
             ("models", section.models, suite.models),
             ("data", section.data, suite.data),
             ("positionwise data", [item.data for item in section.positionwise], suite.data),
             ("speed data", section.speed_data, suite.data),
+            ("positionwise methods", _methods(section.positionwise), section.methods),
+            ("variants' methods", _methods(section.variants.values()), section.methods),
         ):
             for item in used:
                 if item not in known:
@@ -243,14 +251,23 @@ def _check_names(path: Path, suite: SuiteFile) -> None:
                 f"{path}: contrasts: {name}: a section has this name, and their tables would "
                 "be written over each other; choose another"
             )
+
+
+def _check_file_names(path: Path, suite: SuiteFile) -> None:
+    """Names that become folders and files are safe there."""
     methods = {method for section in suite.sections.values() for method in section.methods}
+    variants = {label for section in suite.sections.values() for label in section.variants}
     sources = {data.source for data in suite.data.values() if data.source}
-    for item in [*suite.models, *suite.data, *suite.sections, *methods, *sources]:
+    keys = [*suite.models, *suite.data, *suite.sections, *suite.contrasts]
+    for item in [*keys, *methods, *variants, *sources]:
         if not _SAFE_NAME.fullmatch(item):
             raise ReproduceError(
                 f"{path}: {item!r} cannot be a name: letters, digits and _ . : - only, as it "
                 "becomes the name of a folder"
             )
+
+
+def _check_extends(path: Path, suite: SuiteFile) -> None:
     for name in suite.models:
         seen = [name]
         while (parent := suite.models[seen[-1]].extends) is not None:

@@ -7,22 +7,35 @@ with the paper's.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
-from pathlib import Path
 
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.run_results import (
+from megatron.paper.cells import (
+    ALPHA,
+    FEWEST_SEEDS,
+    MISSING,
     Cell,
+    PairedTest,
     cell_text,
     compare_paired,
+    published_cells,
+    published_seconds_per_step,
     reference_decimals,
     summarize,
 )
-from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, TableSpec
+from megatron.paper.run_results import ResultSet, beyond_window
+from megatron.paper.suite_file import (
+    BESIDE,
+    Contrast,
+    DataSet,
+    Layout,
+    Point,
+    Rounding,
+    TableSpec,
+)
 
 DAGGER = "†"
 REFERENCE_METHOD = "kerple_log"
@@ -42,7 +55,7 @@ class Entry:
     """Of deviations, where they follow the best mean beside them."""
     published: Cell | None = None
 
-    def text(self, plus_minus: str = " ± ", missing: str = "—") -> str:
+    def text(self, plus_minus: str = " ± ", missing: str = MISSING) -> str:
         return cell_text(self.cell, self.rounding, self.decimals, plus_minus, missing)
 
     def published_text(self) -> str:
@@ -78,7 +91,7 @@ class Table:
     key: str
     caption: str
     blocks: tuple[Block, ...]
-    beside: str = "In small type: the paper's numbers."
+    beside: str = BESIDE
     """Said where the paper's numbers are shown beside ours."""
 
     @property
@@ -161,7 +174,7 @@ def _notes(table: Table) -> list[str]:
     if any(cell.p_value is not None for cell in cells):
         notes.append(
             f"†: {label_of(REFERENCE_METHOD)} is significantly better (paired two-sided t-test "
-            "over seeds, α=0.05)."
+            f"over seeds, α={ALPHA:g})."
         )
     return notes
 
@@ -246,11 +259,11 @@ def recall_table(
 
 
 def speed_table(
-    key: str, caption: str, methods: Sequence[str], seconds: Mapping[str, Mapping[int, float]]
+    key: str, caption: str, methods: Sequence[str], seconds: Mapping[str, Sequence[float]]
 ) -> Table:
-    """Mean seconds per step over seeds, with the paper's A100 beside."""
+    """Mean seconds per step over runs, with the paper's A100 beside."""
     paper = published_seconds_per_step()
-    cells = {name: summarize(seconds.get(name, {}).values()) for name in methods}
+    cells = {name: summarize(seconds.get(name, ())) for name in methods}
     entries = tuple(
         Entry(cell, Rounding.THREE_DECIMALS, 3, Cell(paper[name]) if name in paper else None)
         for name, cell in cells.items()
@@ -260,47 +273,92 @@ def speed_table(
     return Table(key, caption, (Block("", "", columns, (Row("sec/step", entries),)),))
 
 
-# The numbers of the KERPLE paper as data: every perplexity cell and every training time.
+# Questions that pairs of runs answer: the same seed trained or evaluated in two ways.
 #
-# Means and deviations are kept with the digits the paper prints, and so are its bold faces and
-# daggers: the paper does not publish single seeds, so neither can be computed from the cells.
-
-_PUBLISHED = Path(__file__).resolve().parent / "published"
-DATA_TITLES = {
-    "openwebtext2": "OpenWebText2",
-    "github": "GitHub",
-    "arxiv": "ArXiv",
-    "wikitext103": "WikiText-103",
-}
-"""How the paper spells its data sets."""
-
-CellKey = tuple[str, str, int, int, str]
-"""(table, data, training length, evaluation length, method)"""
+# Seeds share their texts, so that differences are far more certain than the perplexities
+# themselves; every number here is a mean difference over the seeds that both kinds have, with a
+# paired t-test.
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
-    with (_PUBLISHED / name).open(newline="", encoding="utf-8") as file:
-        yield from csv.DictReader(file)
+def contrast_table(key: str, contrast: Contrast, results: ResultSet, split: str) -> Table | None:
+    """All rows of one question that have results; None if none has."""
+    blocks = [
+        _difference_block("", _pair_rows(contrast, results, split)),
+        _difference_block(
+            "Perplexity at the longest length against that at the training length",
+            _growth_rows(contrast, results, split),
+        ),
+        _difference_block(
+            "Loss beyond the training length, without a window against with one",
+            _beyond_rows(contrast, results, split),
+        ),
+    ]
+    shown = tuple(block for block in blocks if block is not None)
+    if not shown:
+        return None
+    caption = (
+        "Difference of the first to the second in percent of perplexity, mean over the seeds that "
+        "both have (their number in brackets) and p of a paired two-sided t-test; with p < "
+        f"{ALPHA:g} and at least {FEWEST_SEEDS} seeds the difference counts (bold), otherwise it "
+        f"is not settled. Split: {split}."
+    )
+    return Table(key, caption, shown)
 
 
-@lru_cache(maxsize=1)
-def published_cells() -> dict[CellKey, Cell]:
-    """All perplexity cells of the paper, by (table, data, training length, length, method)."""
-    cells: dict[CellKey, Cell] = {}
-    for row in _rows("perplexity.csv"):
-        train_length, length = int(row["train_length"]), int(row["length"])
-        cells[row["table"], row["data"], train_length, length, row["method"]] = Cell(
-            mean=float(row["mean"]) if row["mean"] else None,
-            std=float(row["std"]) if row["std"] else None,
-            bold=row["bold"] == "1",
-            dagger=row["dagger"] == "1",
-            note=row["note"],
-            printed=" ± ".join(part for part in (row["mean"], row["std"]) if part),
-        )
-    return cells
+_Rows = list[tuple[str, dict[str, PairedTest]]]
 
 
-@lru_cache(maxsize=1)
-def published_seconds_per_step() -> dict[str, float]:
-    """Seconds per training step of the 162M model on one A100 (length 512, batch 32)."""
-    return {row["method"]: float(row["seconds_per_step"]) for row in _rows("speed.csv")}
+def _pair_rows(contrast: Contrast, results: ResultSet, split: str) -> _Rows:
+    rows: _Rows = []
+    for pair in contrast.pairs:
+        first, second = (results.perplexities_of(kind, split) for kind in (pair.first, pair.second))
+        found = {str(n): difference(own, second[n]) for n, own in first.items() if n in second}
+        rows.append((pair.label, found))
+    return rows
+
+
+def _growth_rows(contrast: Contrast, results: ResultSet, split: str) -> _Rows:
+    rows: _Rows = []
+    for label, kind in contrast.growth.items():
+        found = results.perplexities_of(kind, split)
+        shortest, longest = min(found, default=0), max(found, default=0)
+        test = difference(found[longest], found[shortest]) if found else PairedTest()
+        rows.append((label, {f"{longest} against {shortest}": test}))
+    return rows
+
+
+def _beyond_rows(contrast: Contrast, results: ResultSet, split: str) -> _Rows:
+    rows: _Rows = []
+    for label, kind in contrast.beyond.items():
+        runs = results.of_kind(kind)
+        rows.append((label, {str(n): test for n, test in beyond_window(runs, runs, split).items()}))
+    return rows
+
+
+def _difference_block(title: str, rows: _Rows) -> Block | None:
+    heads = list(
+        dict.fromkeys(head for _, tests in rows for head, test in tests.items() if test.seeds)
+    )
+    if not heads:
+        return None
+    lines = tuple(
+        Row(label, tuple(Entry(_difference_cell(tests.get(head, PairedTest()))) for head in heads))
+        for label, tests in rows
+    )
+    return Block(title, "", tuple(Column(head) for head in heads), lines)
+
+
+def difference(first: Mapping[int, float], second: Mapping[int, float]) -> PairedTest:
+    """Of two kinds' perplexities by seed, in nats per token."""
+    logs = [{seed: math.log(value) for seed, value in own.items()} for own in (second, first)]
+    return compare_paired(*logs)
+
+
+def _difference_cell(test: PairedTest) -> Cell:
+    """Printed as it stands; the numbers for the CSV beside it."""
+    if test.mean is None:
+        return Cell()
+    percent = 100 * math.expm1(test.mean)
+    p_value = f"p {test.p_value:.2g}" if test.p_value is not None else "one seed"
+    text = f"{percent:+.2f}% ({test.seeds}; {p_value})".replace("-", "−")
+    return Cell(percent, seeds=test.seeds, bold=test.settled, p_value=test.p_value, words=text)

@@ -28,17 +28,17 @@ from megatron.launcher.planning import read_hostfile
 from megatron.neox_arguments import NeoXArgs
 from megatron.paper.plan import plan_text
 from megatron.paper.report import collect_results
-from megatron.paper.result_fit import training_differences
+from megatron.paper.result_fit import done_steps
 from megatron.paper.run_files import (
     RunState,
     State,
-    done_steps,
-    keep_results,
     read_history,
+    read_metrics,
     record_command,
+    training_differences,
     write_state,
 )
-from megatron.paper.run_results import read_metrics
+from megatron.paper.run_results import keep_results
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.status import logs_text, status_text
 from megatron.paper.suite import load_suite

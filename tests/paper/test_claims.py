@@ -1,12 +1,15 @@
-"""The report's check of the theory: trained kernels pass, steeper ones would not."""
+"""The paper's claims, judged from the numbers; its theory, on trained and on steeper kernels."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron.paper.claims import cpd_table
+from megatron.paper.claims import Verdict, check_claims, cpd_table
+from megatron.paper.report import collect_results
 from megatron.paper.run_results import ResultSet, RunResults
-from megatron.paper.suite import Run
+from megatron.paper.suite import Run, Suite, load_suite
+from megatron.paper.suite_file import DataSet
+from tests.paper.synthetic import write_run
 
 
 def trained(method: str, r1: list[float], r2: list[float]) -> RunResults:
@@ -42,3 +45,56 @@ def test_a_known_shift() -> None:
 
 def test_without_a_trained_kernel_there_is_no_section() -> None:
     assert cpd_table(ResultSet(()), ["kerple_log"], 4) is None
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
+    """The main table on one data set without sinusoidal."""
+    made = load_suite("laptop", ["stdlib", "main"], runs_root=tmp_path_factory.mktemp("runs"))
+    for run in made.runs:
+        if run.method != "sinusoidal":
+            write_run(run)
+    return made
+
+
+def test_claims_are_judged_from_the_numbers(suite: Suite) -> None:
+    results = collect_results(suite)
+    findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
+    verdicts = {finding.claim: finding.verdict for finding in findings}
+    assert verdicts["KERPLE-log is below ALiBi at every length"] is Verdict.AGREES
+    assert verdicts["T5 bias is best at the training length"] is Verdict.AGREES
+    rotary = next(claim for claim in verdicts if claim.startswith("Rotary explodes"))
+    assert verdicts[rotary] is Verdict.AGREES
+    sinusoidal = next(claim for claim in verdicts if claim.startswith("Sinusoidal explodes"))
+    assert verdicts[sinusoidal] is Verdict.NOT_MEASURED
+    assert not [claim for claim in verdicts if "Gaussian" in claim], "the suite has none"
+
+
+def test_position_wise_claims_compare_with_the_window(suite: Suite) -> None:
+    results = collect_results(suite)
+    stdlib = (DataSet(name="stdlib", title="stdlib"),)
+    name = "KERPLE-log uses what lies beyond the training length: below its own window"
+
+    def verdict() -> tuple[Verdict, str]:
+        findings = check_claims(results, "valid", stdlib)
+        return next((f.verdict, f.evidence) for f in findings if f.claim == name)
+
+    assert verdict()[0] is Verdict.AGREES and "-" in verdict()[1]
+    for run in results.runs:
+        for (_, length, window), entry in run.positions.items():
+            if window is None:
+                entry.by_position[:] = [9.0] * length
+    assert verdict()[0] is Verdict.DISAGREES and "+" in verdict()[1]
+
+
+def test_contrary_results_are_reported_as_contrary(suite: Suite) -> None:
+    results = collect_results(suite)
+    for run in results.runs:
+        if run.run.method == "alibi":
+            run.perplexity = {key: value * 0.5 for key, value in run.perplexity.items()}
+    findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
+    first = next(
+        item for item in findings if item.claim == "KERPLE-log is below ALiBi at every length"
+    )
+    assert first.verdict is Verdict.DISAGREES
+    assert "0 of 6" in first.evidence

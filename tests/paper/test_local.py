@@ -16,10 +16,9 @@ from filelock import FileLock
 
 from megatron.errors import ReproduceError
 from megatron.paper import execute
-from megatron.paper.execute import Launcher, prepare_command, step_command
+from megatron.paper.execute import Launcher
 from megatron.paper.local import run_suite
-from megatron.paper.run_files import State, prepare_run, read_state
-from megatron.paper.status import duration, progress_of, status_text
+from megatron.paper.run_files import State, read_state
 from megatron.paper.suite import TRAIN, Run, Step, Suite, load_suite
 from megatron.terminal import EXIT_INTERRUPTED
 from tests.conftest import REPOSITORY
@@ -175,58 +174,6 @@ def test_two_commands_do_not_work_on_one_run(tmp_path: Path, pretend) -> None:  
         code, text = run(suite)
     assert code == 1
     assert "another process works on this run" in text
-
-
-def test_status_tells_a_dead_process_from_a_running_one(tmp_path: Path, pretend) -> None:  # type: ignore[no-untyped-def]
-    import socket
-
-    suite = smoke(tmp_path, "alibi", "*.1235")
-    directory = suite.runs[0].directory
-    prepare_run(suite.runs[0])
-    assert "1 runs: 1 pending" in status_text(suite)
-    (directory / "metrics.jsonl").write_text(
-        '{"step": 5, "loss": 4.25, "step_seconds": 2.0}\n{"step": 6, "lo', encoding="utf-8"
-    )
-    state = {
-        "state": "running",
-        "step": "train",
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-    }
-    (directory / "state.json").write_text(json.dumps(state))
-    line = progress_of(suite.runs[0])
-    assert (line.state, line.step, line.loss, line.seconds_left) == ("running", 5, 4.25, 30.0)
-    assert "0:30" in status_text(suite)
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    (directory / "state.json").write_text(json.dumps({**state, "process": child.pid}))
-    assert progress_of(suite.runs[0]).state == State.INTERRUPTED
-
-
-def test_commands_are_argument_lists_without_a_shell(tmp_path: Path) -> None:
-    suite = load_suite("paper", ["main", "github"], runs_root=tmp_path)
-    run_ = suite.runs[0]
-    config = str(run_.directory / "config.yml")
-    train = step_command(Launcher(python="py"), run_, TRAIN)
-    assert train[:5] == ["py", "-u", "deepy.py", "train.py", config]
-    step = Step("positionwise", 4096, 512)
-    evaluate = step_command(Launcher(python="py"), run_, step)
-    joined = " ".join(evaluate)
-    assert "--eval_tasks positionwise" in joined
-    assert "eval_lengths=[4096] eval_window=512" in joined
-    srun = step_command(Launcher(srun=True, container=["box"], python="py"), run_, TRAIN)
-    assert srun[0] == "srun"
-    assert srun[-5:] == ["box", "py", "-u", "train.py", config]
-    prepare = prepare_command(suite.file.data["github"], suite.data_root, run_.config, "py")
-    assert prepare[:5] == ["py", "-u", "prepare_data.py", "github", "-d"]
-    assert "--vocab-file" in prepare
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(5, "0:05"), (65, "1:05"), (3665, "1:01:05"), (200000, "2.3 d")]
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_the_real_thing_once(tmp_path: Path) -> None:

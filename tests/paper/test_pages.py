@@ -1,23 +1,116 @@
-"""The report in a real browser: phone and desk, light and dark, nothing cut off."""
+"""Tables in every output format; the report in a real browser: phone and desk, light and dark."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron.paper.cells import Cell
+from megatron.paper.pages import (
+    Chapter,
+    Page,
+    latex_row,
+    page_html,
+    to_csv,
+    to_latex,
+    to_markdown,
+    to_text,
+)
 from megatron.paper.report import make_report
 from megatron.paper.suite import load_suite
+from megatron.paper.suite_file import Contrast, Rounding
+from megatron.paper.tables import Entry, Table, contrast_table, lay_out, measured_cells
 from tests.paper.synthetic import write_run
+from tests.paper.test_run_results import RESULTS
+from tests.paper.test_tables import SPEC, entry, table
+
+
+def to_html(shown: Table) -> str:
+    return page_html(Page("", "", [], [Chapter("", tables=[shown])]))
+
+
+def test_missing_runs_are_shown_as_missing_in_every_format() -> None:
+    assert entry(4096, "rpe").text() == "—"
+    assert "—" in to_markdown(table())
+    assert '<td class="missing">—' in to_html(table())
+    assert "& --" in to_latex(table())
+    missing = [row for row in csv.DictReader(io.StringIO(to_csv(table()))) if not row["mean"]]
+    assert [(row["column"], row["row"], row["note"]) for row in missing] == [
+        ("T5 bias", "4096", "missing")
+    ]
+
+
+def test_published_numbers_stand_beside_ours_at_the_same_multiple() -> None:
+    """Trained at 128 and read at 4096 is 32x, which is 16384 in the paper."""
+    assert entry(4096, "kerple_log").published_text() == "2.75 ± 0.16"
+    assert "paper 2.75 ± 0.16" in to_markdown(table())
+    assert '<small class="paper">2.75 ± 0.16</small>' in to_html(table())
+    last = list(csv.DictReader(io.StringIO(to_csv(table()))))[-1]
+    assert (last["published_mean"], last["published_std"]) == ("3.35", "0.27")
+
+
+def test_csv_keeps_full_precision() -> None:
+    first = next(csv.DictReader(io.StringIO(to_csv(table()))))
+    assert float(first["mean"]) == pytest.approx((5.01 + 5.11 + 4.92) / 3, rel=1e-15)
+
+
+def test_latex_has_balanced_rows_and_no_bare_special_characters() -> None:
+    text = to_latex(table())
+    rows = [line for line in text.splitlines() if re.match(r"\s+\d+ &", line)]
+    assert len(rows) == 2
+    assert all(line.count("&") == 3 for line in rows)
+    assert text.count("{") == text.count("}")
+    assert "†" not in text
+    assert r"\textbf{4.02 $\pmb{\pm}$ 0.10}" in text
+    assert r"4.51 $\pm$ 0.11$^\dagger$" in text
+
+
+def test_words_in_place_of_a_number_are_latex_too() -> None:
+    """A bare % would hide the rest of the row."""
+    words = Entry(Cell(-1.5, words="−1.50% (3; p 0.01)"), Rounding.MAGNITUDE, 2)
+    assert words.text() == "−1.50% (3; p 0.01)"
+    assert latex_row("code", (words,)) == r"code & $-$1.50\% (3; p 0.01)\\"
+
+
+def test_terminal_table_is_aligned() -> None:
+    lines = to_text(table()).splitlines()
+    assert lines[0] == "Python standard library"
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_terminal_colours_do_not_change_the_width() -> None:
+    coloured = re.sub(r"\033\[[0-9;]*m", "", to_text(table(), color=True)).splitlines()
+    assert len({len(line) for line in coloured[1:]}) == 1
+
+
+@pytest.mark.parametrize("render", [to_markdown, to_html, to_latex, to_csv, to_text])
+def test_nothing_measured_gives_an_empty_table_not_an_error(render: Callable[..., str]) -> None:
+    empty = lay_out(SPEC, measured_cells(SPEC, lambda *_: {}))
+    assert "5.0" not in render(empty)
+    assert not any(item.cell.bold or item.cell.dagger for item in empty.entries)
+
+
+def test_the_page_says_what_a_p_value_compares() -> None:
+    contrast = Contrast(title="", growth={"plain": "short.code.kerple_log"})
+    growth = contrast_table("growth", contrast, RESULTS, "valid")
+    assert growth is not None
+    assert 'title="paired t-test: p = ' in to_html(growth)
+    assert 'title="paired t-test against KERPLE-log: p = ' in to_html(table())
+
+
+# In a browser: nothing cut off.
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (apt-get install chromium)")
 
 MEASURE = """
 <script>
@@ -75,6 +168,7 @@ def measure(page: Path, width: int, dark: bool, profile: Path) -> dict[str, obje
     return content
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (apt-get install chromium)")
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [400, 1200])
 def test_the_page_fits_and_can_be_read(page: Path, width: int, dark: bool, tmp_path: Path) -> None:

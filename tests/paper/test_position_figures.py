@@ -1,22 +1,14 @@
-"""Position-wise figures: bins, smoothing, the windowed comparison; and the paper's own figures."""
+"""Position-wise figures: bins, smoothing, the windowed comparison."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from megatron.evaluation.results_schema import PositionEntry
 from megatron.paper.claims import check_claims
-from megatron.paper.kernel_figures import (
-    framework_illustration,
-    kernels_on_paper_axes,
-    kernels_over_training,
-)
 from megatron.paper.position_figures import BINS, binned, positionwise_perplexity, smoothed
 from megatron.paper.run_results import ResultSet, RunResults
-from megatron.paper.style import EndLabel, direct_labels, figure_style, new_figure
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import DataSet, Positionwise
 
@@ -40,8 +32,6 @@ def runs(*losses: tuple[float, float]) -> ResultSet:
             ("valid", 1024, None): entry(plain),
             ("valid", 1024, 128): entry(windowed, 128),
         }
-        found.kernel = {"r1": [1.0, 0.5], "r2": [1.0, 2.0]}
-        found.last_step = 500
         made.append(found)
     return ResultSet(tuple(made))
 
@@ -94,41 +84,14 @@ def test_without_a_window_there_is_one_row() -> None:
     assert figure is not None and len(figure.axes) == 1
 
 
-def test_labels_do_not_overlap_and_say_when_a_line_leaves() -> None:
-    with figure_style():
-        figure = new_figure(1)
-        axes = figure.subplots()
-        axes.set_ylim(0, 10)
-        ends = (1.0, 1.01, 9.99, 99.0)
-        direct_labels(axes, [EndLabel(f"m{i}", "black", height) for i, height in enumerate(ends)])
-    heights = [text.get_position()[1] for text in axes.texts]
-    assert all(high - low > 0.06 for low, high in pairwise(heights))
-    assert min(heights) >= 0.0 and max(heights) <= 1.0
-    assert [text.get_text() for text in axes.texts][-1] == "m3 ↑"
-
-
-def test_kernels_on_the_papers_axes_are_not_cut() -> None:
-    figure = kernels_on_paper_axes(runs((2.0, 2.3)), [STDLIB], 2, 4096)
+def test_windowed_line_stands_beside_the_others(results: ResultSet) -> None:
+    figure = positionwise_perplexity(results, "valid", STDLIB, [PLAIN, WINDOWED])
     assert figure is not None
-    axes = figure.axes[0]
-    lowest = min(float(line.get_ydata().min()) for line in axes.get_lines()[:2])
-    assert lowest == pytest.approx(-np.log1p(4096.0), rel=1e-5)
-    assert axes.get_ylim()[0] <= lowest and axes.get_xscale() == "linear"
-    assert kernels_on_paper_axes(ResultSet(()), [STDLIB], 2, 4096) is None
+    shown = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    windowed = shown["KERPLE-log, windowed@128"].get_ydata()
+    assert windowed[-1] > shown["KERPLE-log"].get_ydata()[-1]
+    assert windowed[0] == pytest.approx(shown["KERPLE-log"].get_ydata()[0])
 
 
-def test_figure_1_has_a_last_row_that_training_never_met() -> None:
-    for axes in framework_illustration().axes:
-        dashed = [patch for patch in axes.patches if patch.get_linestyle() == "--"]
-        assert (len(axes.patches), len(dashed)) == (10, 4)
-
-
-def test_kernels_over_training_have_a_line_per_head() -> None:
-    results = runs((2.0, 2.3))
-    assert kernels_over_training(results, [STDLIB]) is None  # no path was recorded
-    path = [(0, {"r1": [1.0, 2.0], "r2": [0.5, 0.1]}), (500, {"r1": [3.0, 2.5], "r2": [0.2, 0.3]})]
-    results.runs[0].kernel_path = path
-    figure = kernels_over_training(results, [STDLIB])
-    assert figure is not None and len(figure.axes) == 2
-    first = [line.get_ydata().tolist() for line in figure.axes[0].get_lines()]
-    assert first == [[1.0, 3.0], [2.0, 2.5]]
+def test_nothing_is_drawn_without_results() -> None:
+    assert positionwise_perplexity(ResultSet(()), "valid", STDLIB, [PLAIN]) is None

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.paper.claims import Verdict, check_claims
-from megatron.paper.report import collect_results, make_report
-from megatron.paper.run_files import done_steps, record_command
-from megatron.paper.status import status_text
+from megatron.paper.report import make_report
+from megatron.paper.result_fit import done_steps
+from megatron.paper.run_files import record_command
 from megatron.paper.suite import Suite, load_suite
-from megatron.paper.suite_file import DataSet
 from tests.paper.synthetic import write_run
 
 ONLY = ["stdlib", "main"]
@@ -110,52 +108,6 @@ def test_a_method_has_one_name_on_the_page(report: tuple[Suite, Path, Path]) -> 
         assert other not in shown
 
 
-def test_claims_are_judged_from_the_numbers(report: tuple[Suite, Path, Path]) -> None:
-    suite = report[0]
-    results = collect_results(suite)
-    findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
-    verdicts = {finding.claim: finding.verdict for finding in findings}
-    assert verdicts["KERPLE-log is below ALiBi at every length"] is Verdict.AGREES
-    assert verdicts["T5 bias is best at the training length"] is Verdict.AGREES
-    rotary = next(claim for claim in verdicts if claim.startswith("Rotary explodes"))
-    assert verdicts[rotary] is Verdict.AGREES
-    sinusoidal = next(claim for claim in verdicts if claim.startswith("Sinusoidal explodes"))
-    assert verdicts[sinusoidal] is Verdict.NOT_MEASURED
-    assert not [claim for claim in verdicts if "Gaussian" in claim], "the suite has none"
-
-
-def test_position_wise_claims_compare_with_the_window(report: tuple[Suite, Path, Path]) -> None:
-    suite = report[0]
-    results = collect_results(suite)
-    stdlib = (DataSet(name="stdlib", title="stdlib"),)
-    name = "KERPLE-log uses what lies beyond the training length: below its own window"
-
-    def verdict() -> tuple[Verdict, str]:
-        findings = check_claims(results, "valid", stdlib)
-        return next((f.verdict, f.evidence) for f in findings if f.claim == name)
-
-    assert verdict()[0] is Verdict.AGREES and "-" in verdict()[1]
-    for run in results.runs:
-        for (_, length, window), entry in run.positions.items():
-            if window is None:
-                entry.by_position[:] = [9.0] * length
-    assert verdict()[0] is Verdict.DISAGREES and "+" in verdict()[1]
-
-
-def test_contrary_results_are_reported_as_contrary(report: tuple[Suite, Path, Path]) -> None:
-    suite = report[0]
-    results = collect_results(suite)
-    for run in results.runs:
-        if run.run.method == "alibi":
-            run.perplexity = {key: value * 0.5 for key, value in run.perplexity.items()}
-    findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
-    first = next(
-        item for item in findings if item.claim == "KERPLE-log is below ALiBi at every length"
-    )
-    assert first.verdict is Verdict.DISAGREES
-    assert "0 of 6" in first.evidence
-
-
 def test_unreadable_results_are_named(tmp_path: Path) -> None:
     suite = load_suite("smoke", ["kerple_log", "*.1235"], runs_root=tmp_path)
     directory = write_run(suite.runs[0])
@@ -173,31 +125,6 @@ def test_a_report_before_any_run_says_that_all_is_missing(tmp_path: Path) -> Non
     assert "0 of 90 finished" in text
     assert re.search(r"\| 512 +\| +—<br><sub>paper 23.9 ± 0.6</sub> \|", text)
     assert not any(entry.cell.present for table in files.tables for entry in table.entries)
-
-
-@pytest.mark.parametrize(
-    "line", [b'{"step": 1e999, "loss": 1}', b"\xff\xfe", b'{"step": "x"}', b"[]"]
-)
-def test_a_damaged_metrics_line_is_left_out(tmp_path: Path, line: bytes) -> None:
-    suite = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path)
-    directory = write_run(suite.runs[0])
-    path = directory / "metrics.jsonl"
-    bad = [line, b'{"step": 201, "loss": NaN, "kernel": {"r1": 3, "r2": [1e999]}}', b'{"step": 2']
-    path.write_bytes(path.read_bytes() + b"\n".join(bad) + b"\n")
-    assert "1 runs: 1 done" in status_text(suite)
-    assert len(collect_results(suite).runs[0].losses) == 200
-
-
-@pytest.mark.parametrize("name", ["state.json", ".done/train.json", "run.json", "metrics.jsonl"])
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfe", b"[]", b'{"hash": {}, "seconds": "x", "state": 1}']
-)
-def test_damaged_run_files_are_no_crash(tmp_path: Path, name: str, content: bytes) -> None:
-    suite = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path)
-    directory = write_run(suite.runs[0])
-    (directory / name).write_bytes(content)
-    assert "1 runs: 1" in status_text(suite)
-    collect_results(suite)
 
 
 def test_recall_has_its_own_table_and_figure(tmp_path: Path) -> None:

@@ -7,17 +7,17 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.paper.report import make_report
-from megatron.paper.result_fit import Fit, check_steps
-from megatron.paper.run_files import done_steps
+from megatron.paper.result_fit import Fit, check_steps, done_steps
 from megatron.paper.run_results import read_run
 from megatron.paper.status import status_text
-from megatron.paper.suite import Run, Suite, load_suite
+from megatron.paper.suite import Run, Step, Suite, load_suite
 from tests.conftest import REPOSITORY
 from tests.paper.synthetic import write_run
 
@@ -144,6 +144,21 @@ def test_a_length_that_was_tried_and_failed_is_not_tried_for_ever(
     assert check.not_measurable == ("valid at 4096: too short", "test at 4096: too short")
 
 
+def test_a_note_of_a_failure_may_be_anything(one_run: tuple[Suite, Run, Path]) -> None:
+    _, run, directory = one_run
+    change(directory, errors=[{"split": ["valid"], "length": [4096], "error": "?"}, {}])
+    assert fit(directory, run)[0] is Fit.COMPLETE
+
+
+@pytest.mark.parametrize("results", [{"grid": [{"kind": "mqar"}]}, {"grid": 3}, {}])
+def test_a_recall_file_of_another_form_is_no_result(tmp_path: Path, results: object) -> None:
+    suite = load_suite("recall", ["alibi"], runs_root=tmp_path)
+    (path,) = (write_run(suite.runs[0]) / "results").iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"results": results}))
+    assert "recall" not in done_steps(suite.runs[0])
+    assert not read_run(suite.runs[0]).recall
+
+
 def older(directory: Path, sequences: int) -> None:
     """As version 655be44 wrote it: no settings, no identity; 8 sequences at the longest length."""
     path = change(directory, format=1)
@@ -165,6 +180,33 @@ def test_older_files_count_if_what_they_record_agrees(one_run: tuple[Suite, Run,
     assert "Results of an older version (1)" in text
     older(directory, sequences=2)
     assert fit(directory, run)[0] is Fit.FOREIGN
+
+
+def test_a_variant_needs_results_of_its_own(tmp_path: Path) -> None:
+    """Plain results, also of an older version that recorded no settings, do not stand in for it."""
+    name = "short.python_projects.kerple_log.1235"
+    suite = load_suite("study", [name], runs_root=tmp_path)
+    run = suite.run_named(name)
+    variant = Step("extrapolation", variant="bf16_tables", settings=(("kerple_legacy_bf16", True),))
+    assert variant in run.evaluations
+    plain = replace(run, evaluations=tuple(step for step in run.evaluations if not step.variant))
+    folder = write_run(plain)
+    missing = {step.name for step in run.steps} - done_steps(run)
+    assert missing == {"extrapolation-bf16_tables"}
+
+    own = folder / "results" / "bf16_tables_extrapolation.json"
+    content = json.loads((folder / "results" / "step500_extrapolation.json").read_text())
+    old = {key: value for key, value in content.items() if key not in ("settings", "version")}
+    own.write_text(json.dumps({**old, "format": 1}))
+    assert "extrapolation-bf16_tables" not in done_steps(run)
+    content["settings"]["model"] = {"kerple_legacy_bf16": True}
+    content["results"]["valid"][0]["ppl"] = 77.0
+    own.write_text(json.dumps(content))
+    assert done_steps(run) == {step.name for step in run.steps}
+    results = read_run(run)
+    assert results.variants["bf16_tables"]["valid", 128] == 77.0
+    assert results.perplexity["valid", 128] != 77.0
+    assert not results.unused
 
 
 @pytest.mark.slow

@@ -1,91 +1,109 @@
-"""Means, deviations and the paired t-test that decides the daggers."""
+"""What runs left behind: paired by seed where runs are compared, and kept for another machine."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
-from megatron.paper.run_results import compare_paired, summarize
-
-LOG = {1235: 3.40, 1236: 3.55, 1237: 3.21, 1238: 3.62, 1239: 3.30}
-
-
-def shifted(amount: float, wobble: float = 0.01) -> dict[int, float]:
-    signs = [1, -1, 0.5, -0.5, 0.2]
-    return {s: v + amount + wobble * k for (s, v), k in zip(LOG.items(), signs, strict=True)}
-
-
-def test_mean_and_sample_deviation_over_seeds() -> None:
-    summary = summarize([1.0, 2.0, 3.0, 4.0])
-    assert summary.mean == 2.5
-    assert summary.std == pytest.approx(math.sqrt(5 / 3))
-    assert summary.seeds == 4
+from megatron.evaluation.results_schema import PositionEntry
+from megatron.paper.cells import PairedTest
+from megatron.paper.cli import main
+from megatron.paper.report import collect_results
+from megatron.paper.result_fit import is_finished
+from megatron.paper.run_results import ResultSet, RunResults, beyond_window
+from megatron.paper.suite import Run, load_suite
+from megatron.paper.tables import difference
+from tests.paper.synthetic import write_run
 
 
-def test_one_seed_has_no_deviation_and_none_has_nothing() -> None:
-    assert summarize([7.0]).std is None
-    assert summarize([]).mean is None
+def run_of(model: str, seed: int, method: str = "kerple_log") -> Run:
+    config = {"seq_length": 128, "eval_lengths": [128, 4096]}
+    return Run(f"{model}.code.{method}.{seed}", model, "code", method, seed, 1, config)
 
 
-def test_a_diverged_seed_is_not_hidden() -> None:
-    assert summarize([3.0, math.inf, 3.1]).mean == math.inf
+def results_of(model: str, seed: int, first: float, last: float) -> RunResults:
+    values = {("valid", 128): first, ("valid", 4096): last, ("test", 128): 1e9}
+    return RunResults(run_of(model, seed), values)
 
 
-def test_consistently_worse_candidate_gets_the_dagger() -> None:
-    test = compare_paired(LOG, shifted(+0.05))
-    assert test.p_value is not None
-    assert test.p_value < 0.05
-    assert test.reference_is_better
-
-
-def test_significantly_better_candidate_gets_no_dagger() -> None:
-    test = compare_paired(LOG, shifted(-0.05))
-    assert test.p_value is not None
-    assert test.p_value < 0.05
-    assert not test.reference_is_better
-
-
-def test_pairing_matters() -> None:
-    """Seeds vary by 0.2 and the method by 0.05: only the paired test can see it."""
-    candidate = shifted(+0.05)
-    unpaired = stats.ttest_ind(list(LOG.values()), list(candidate.values())).pvalue
-    assert unpaired > 0.5
-    assert compare_paired(LOG, candidate).reference_is_better
-
-
-def test_only_common_seeds_are_paired() -> None:
-    candidate = shifted(+0.05) | {9999: 100.0}
-    del candidate[1235]
-    test = compare_paired(LOG, candidate)
-    assert test.seeds == 4
-    first, second = ([d[s] for s in (1236, 1237, 1238, 1239)] for d in (candidate, LOG))
-    assert test.p_value == pytest.approx(stats.ttest_rel(first, second).pvalue)
-
-
-@pytest.mark.parametrize(
-    "candidate",
-    [{}, {1235: 9.0}, dict(LOG), dict.fromkeys(LOG, math.inf)],
-    ids=["no seeds", "one seed", "equal", "diverged"],
+PLAIN = [(1, 50.0, 48.0), (2, 60.0, 57.0), (3, 55.0, 53.0)]
+SLOW = [(1, 51.0, 52.0), (2, 61.5, 61.0), (4, 10.0, 10.0)]
+RESULTS = ResultSet(
+    tuple(results_of("short", *row) for row in PLAIN)
+    + tuple(results_of("slow", *row) for row in SLOW)
 )
-def test_undefined_tests_are_never_significant(candidate: dict[int, float]) -> None:
-    assert not compare_paired(LOG, candidate).reference_is_better
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(1, 100), st.floats(1, 100)),
-        min_size=2,
-        max_size=8,
-        unique_by=lambda t: t,
-    )
-)
-def test_dagger_implies_a_larger_mean(pairs: list[tuple[float, float]]) -> None:
-    reference = {i: a for i, (a, _) in enumerate(pairs)}
-    candidate = {i: b for i, (_, b) in enumerate(pairs)}
-    if compare_paired(reference, candidate).reference_is_better:
-        assert sum(candidate.values()) > sum(reference.values())
-        assert not compare_paired(candidate, reference).reference_is_better
+def test_only_seeds_that_both_have_are_compared() -> None:
+    slow = RESULTS.perplexities_of("slow.code.kerple_log", "valid")
+    plain = RESULTS.perplexities_of("short.code.kerple_log", "valid")
+    found = difference(slow[4096], plain[4096])
+    logs = [(math.log(52), math.log(61)), (math.log(48), math.log(57))]
+    assert found.seeds == 2
+    assert found.mean == pytest.approx(sum(logs[0]) / 2 - sum(logs[1]) / 2)
+    assert found.p_value == pytest.approx(float(stats.ttest_rel(*logs).pvalue))
+    assert not found.settled
+    assert not PairedTest(-0.1, 0.001, seeds=2).settled
+    assert PairedTest(-0.1, 0.001, seeds=3).settled
+
+
+def test_time_per_step_is_of_every_run_on_every_data_set() -> None:
+    found = []
+    for number, data in enumerate(["code", "code", "prose", "other"]):
+        run = replace(run_of("short", number % 2), data=data)
+        found.append(RunResults(run, seconds_per_step=float(number)))
+    seconds = ResultSet(tuple(found)).seconds_per_step(["code", "prose"], "kerple_log")
+    assert seconds == [0.0, 1.0, 2.0]
+
+
+def position_entry(losses: list[float], window: int | None) -> PositionEntry:
+    return PositionEntry(length=256, buckets=[], by_position=losses, window=window)
+
+
+def test_beyond_the_window_only_positions_past_the_training_length_count() -> None:
+    runs = []
+    for seed, gain in ((1, 0.1), (2, 0.3)):
+        item = RunResults(run_of("short", seed))
+        losses = {
+            None: [9.0] * 128 + [2.0 - gain] * 128,
+            128: [1.0] * 128 + [2.0] * 128,
+            64: [0.0] * 256,  # another window says nothing here
+        }
+        item.positions = {
+            ("valid", 256, window): position_entry(own, window) for window, own in losses.items()
+        }
+        runs.append(item)
+    found = beyond_window(runs, runs, "valid")
+    assert found[256].mean == pytest.approx(-0.2)
+    assert found[256].seeds == 2
+
+
+def test_only_finished_runs_are_kept_and_they_count_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = load_suite("smoke", ["main"], runs_root=tmp_path / "runs")
+    first, second, *_ = suite.runs
+    for run in (first, second):
+        folder = write_run(run)
+        (folder / "global_step20").mkdir(exist_ok=True)
+        (folder / "global_step20" / "weights.pt").write_bytes(b"large")
+    shutil.rmtree(second.directory / "results")
+    arguments = ["--suite", "smoke", "--only", "main", "--runs", str(tmp_path / "runs")]
+    assert main(["keep", *arguments, "--out", str(tmp_path / "kept")]) == 0
+    assert "1 finished runs" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "kept" / "smoke").iterdir()] == [first.name]
+    assert not list((tmp_path / "kept").rglob("*.pt"))
+    state = json.loads((tmp_path / "kept" / "smoke" / first.name / "state.json").read_text())
+    assert state["host"] == "" and state["process"] is None
+
+    copied = load_suite("smoke", ["main"], runs_root=tmp_path / "kept")
+    assert is_finished(copied.run_named(first.name))
+    there = {item.run.name: item for item in collect_results(copied).runs}
+    here = {item.run.name: item for item in collect_results(suite).runs}
+    assert there[first.name].perplexity == here[first.name].perplexity != {}

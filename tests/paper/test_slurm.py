@@ -1,158 +1,171 @@
-"""The smoke suite through a real Slurm: submitted, preempted twice, requeued, evaluated, reported.
-
-Starts its own one-node Slurm on loopback (tools/slurm/throwaway.py); needs root, slurm-wlm, munge.
-"""
+"""The Slurm scripts that a suite becomes (tests/stories/test_real_slurm.py submits them)."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import re
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from megatron.paper.run_results import read_metrics
+from megatron.commands import run
+from megatron.errors import ReproduceError
+from megatron.paper.cli import main
+from megatron.paper.slurm import ClusterOptions, build_jobs, submit, submitted_jobs
+from megatron.paper.suite import load_suite
 from tests.conftest import REPOSITORY
-
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons need root"),
-]
-
-STEPS = 1500
-RUNS = ("smoke.stdlib.kerple_log.1235", "smoke_two.stdlib.kerple_log.1235")
+from tests.paper.synthetic import write_run
 
 
-def throwaway() -> ModuleType:
-    path = REPOSITORY / "tools" / "slurm" / "throwaway.py"
-    spec = importlib.util.spec_from_file_location("throwaway", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def jobs(tmp_path: Path, *only: str, **options: object):  # type: ignore[no-untyped-def]
+    suite = load_suite("paper", only, runs_root=tmp_path)
+    chosen = ClusterOptions(**options)  # type: ignore[arg-type]
+    return {job.name: job for job in build_jobs(suite, chosen, ["--suite=paper"])}
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Environment variables of a running Slurm."""
-    tool = throwaway()
-    directory = tmp_path_factory.mktemp("slurm")
-    try:
-        tool.start(directory, cpus=32)
-        yield {**os.environ, **tool.environment(directory), "OMP_NUM_THREADS": "1"}
-    finally:
-        tool.stop(directory)
+def test_stages_wait_for_each_other(tmp_path: Path) -> None:
+    found = jobs(tmp_path, "main", "long")
+    assert list(found) == [
+        "data",
+        "train-small",
+        "evaluate-small",
+        "train-small_1024",
+        "evaluate-small_1024",
+        "report",
+    ]
+    assert found["train-small"].after == ("data",)
+    assert (found["evaluate-small"].after, found["evaluate-small"].dependency) == (
+        ("train-small",),
+        "aftercorr",
+    )
+    assert found["report"].after == ("evaluate-small", "evaluate-small_1024")
+    assert found["report"].dependency == "afterany"
+    assert found["train-small"].runs == found["evaluate-small"].runs
 
 
-class Cluster:
-    """tools/reproduce.py and Slurm's commands on one suite."""
-
-    def __init__(self, environment: dict[str, str], root: Path) -> None:
-        self.environment, self.root = environment, root
-
-    def call(self, *command: str) -> str:
-        result = subprocess.run(
-            command,
-            env=self.environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
-        return result.stdout
-
-    def reproduce(self, command: str, *arguments: str, runs: tuple[str, ...] = RUNS) -> str:
-        places = ["--runs", str(self.root / "runs"), "--data", str(self.root / "data")]
-        sets = ["--set", f"train_iters={STEPS}", f"lr_decay_iters={STEPS}", "log_interval=10"]
-        common = ["--suite", "smoke", *places, *sets, "--only", *runs]
-        return self.call(sys.executable, "tools/reproduce.py", command, *common, *arguments)
-
-    def steps(self, run: str) -> list[int]:
-        path = self.root / "runs" / "smoke" / run / "metrics.jsonl"
-        return [entry["step"] for entry in read_metrics(path) if "loss" in entry]
-
-    def logs(self) -> str:
-        folder = self.root / "runs" / "smoke"
-        paths = [*folder.glob("slurm/logs/*.log"), *folder.glob("*/logs/*.log")]
-        return "\n".join(f"== {path}\n{path.read_text()[-1500:]}" for path in paths)
-
-    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"waited too long for {what}\n{self.logs()}"
-            time.sleep(1)
+def test_scripts_carry_the_clusters_options(tmp_path: Path) -> None:
+    script = jobs(
+        tmp_path,
+        "large",
+        account="lab",
+        partition="a100",
+        gpu_type="a100",
+        time="12:00:00",
+        at_once=7,
+        grace=120,
+        container="apptainer exec --nv box.sif",
+        setup=("module load cuda",),
+        sbatch=("--mail-type=FAIL",),
+        scratch="/scratch/$SLURM_JOB_ID",
+        constraint="a100-80gb",
+        qos="long",
+        gpus_per_task="one",
+    )["train-large"].script
+    for line in (
+        "#SBATCH --account=lab",
+        "#SBATCH --partition=a100",
+        "#SBATCH --gres=gpu:a100:2",
+        "#SBATCH --ntasks=2",
+        "#SBATCH --time=12:00:00",
+        "#SBATCH --array=0-44%7",
+        "#SBATCH --signal=B:USR1@120",
+        "#SBATCH --requeue",
+        "#SBATCH --mail-type=FAIL",
+        "#SBATCH --constraint=a100-80gb",
+        "#SBATCH --qos=long",
+        'export TMPDIR="/scratch/$SLURM_JOB_ID"',
+        "--one-gpu-per-task",
+        "module load cuda",
+        "'--container=apptainer exec --nv box.sif'",
+        "scontrol requeue",
+    ):
+        assert line in script
 
 
-SMALL = ["--no-gpus", "--cpus-per-task=1", "--data-cpus=1", "--grace=30"]
-SMALL += ["--time=10:00", "--evaluate-time=10:00", "--data-time=10:00"]
+def test_data_jobs_go_to_their_own_partition_and_ask_for_no_gpu(tmp_path: Path) -> None:
+    options = {"partition": "a100", "data_partition": "cpu", "constraint": "a100-80gb"}
+    found = jobs(tmp_path, "main", **options)
+    for name in ("data", "report"):
+        assert "#SBATCH --partition=cpu" in found[name].script
+        assert "gres" not in found[name].script
+        assert "constraint" not in found[name].script
+    assert "#SBATCH --partition=a100" in found["evaluate-small"].script
+    assert "#SBATCH --partition=a100" in jobs(tmp_path, "main", partition="a100")["data"].script
 
 
-def job_numbers(output: str) -> dict[str, str]:
-    return dict(re.findall(r"^(\S+): job (\d+),", output, re.MULTILINE))
+def test_a_cluster_file_and_options_that_win_over_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = str(REPOSITORY / "configs" / "slurm" / "a100.yml")
+    call = ["submit", "--suite", "smoke", "--runs", str(tmp_path), "--dry-run", "--cluster"]
+    assert main([*call, shipped, "--partition", "h100"]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --partition=h100" in text
+    assert "#SBATCH --partition=cpu" in text
+    assert "#SBATCH --gres=gpu:a100:1" in text
+    wrong = tmp_path / "mine.yml"
+    wrong.write_text("partitions: x\n")
+    assert run("reproduce", [*call, str(wrong)]) == 2
+    assert "cluster option partitions: " in capsys.readouterr().err
+    wrong.write_text("time: 12:30:00\n")  # YAML 1.1 takes it for a number
+    assert main([*call, str(wrong)]) == 0
+    assert "#SBATCH --time=12:30:00" in capsys.readouterr().out
+    for broken in ("a: &x [*x]", "when: !!timestamp nonsense", "[" * 5000, "a: !!int x"):
+        wrong.write_text(broken)
+        assert run("reproduce", [*call, str(wrong)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: --cluster {wrong}: ")
 
 
-def test_suite_survives_preemption(slurm: dict[str, str], tmp_path: Path) -> None:
-    cluster = Cluster(slurm, tmp_path)
-    jobs = job_numbers(cluster.reproduce("submit", *SMALL))
-    stages = ["data", "train-smoke", "evaluate-smoke", "train-smoke_two", "evaluate-smoke_two"]
-    assert list(jobs) == [*stages, "report"]
-
-    for run in RUNS:
-        cluster.wait(f"training of {run}", lambda run=run: max(cluster.steps(run), default=0) > 50)
-    status = cluster.reproduce("status")
-    assert re.search(r"smoke\.stdlib\S+ +running +train .* train-smoke RUNNING", status)
-
-    # The first as Slurm preempts (TERM to everything), the second as it warns of the time limit.
-    cluster.call("scontrol", "requeue", f"{jobs['train-smoke']}_0")
-    cluster.call("scancel", "--batch", "--signal=USR1", f"{jobs['train-smoke_two']}_0")
-    cluster.wait("all jobs", lambda: not cluster.call("squeue", "--noheader").strip())
-
-    for name in ("train-smoke", "train-smoke_two"):
-        details = cluster.call("scontrol", "show", "job", f"{jobs[name]}_0")
-        assert "Restarts=1" in details
-        assert "JobState=COMPLETED" in details
-    for run in RUNS:
-        log = (tmp_path / "runs" / "smoke" / run / "logs" / "train.log").read_text()
-        saved = re.search(r"stopped after step (\d+): received SIG", log)
-        assert saved, log
-        assert f"resuming after step {saved.group(1)}" in log
-        steps = cluster.steps(run)
-        assert steps[-1] == STEPS
-        assert len(steps) == len(set(steps)), "a step was logged twice"
-        assert set(range(10, STEPS + 1, 10)) <= set(steps), "steps were lost"
-    assert "2 runs: 2 done" in cluster.reproduce("status")
-
-    one, two = (final_perplexity(tmp_path / "runs" / "smoke" / run) for run in RUNS)
-    assert one == pytest.approx(two, rel=1e-2), "two srun tasks must train the same model as one"
-    page = (tmp_path / "runs" / "smoke" / "report" / "report.html").read_text(encoding="utf-8")
-    assert "2 of 2 finished" in page
+def test_a_note_of_jobs_that_cannot_be_read_is_as_good_as_none(tmp_path: Path) -> None:
+    note = tmp_path / "slurm" / "jobs.json"
+    note.parent.mkdir()
+    for content in ("[]", "{", '{"train": 7}', '{"train": {"job": "7"}}', "[" * 100_000):
+        note.write_text(content)
+        assert submitted_jobs(tmp_path) == {}
+    note.write_text(
+        '{"train": {"job": "7 --user=x", "runs": []}, "b": {"job": "\\ud800", "runs": []}}'
+    )
+    assert submitted_jobs(tmp_path) == {}
+    note.write_text('{"train": {"job": 7, "runs": ["a"]}, "other": []}')
+    assert submitted_jobs(tmp_path) == {"train": ("7", ["a"])}
 
 
-def final_perplexity(directory: Path) -> float:
-    path = next((directory / "results").glob("step*_extrapolation.json"))
-    return float(json.loads(path.read_text())["results"]["valid"][0]["ppl"])
+def test_every_script_is_valid_shell(tmp_path: Path) -> None:
+    for job in jobs(tmp_path, no_gpus=True).values():
+        check = subprocess.run(["bash", "-n"], input=job.script, text=True, check=False)
+        assert check.returncode == 0, job.name
+        assert "--gres" not in job.script
 
 
-def test_a_failed_run_does_not_block_the_report(slurm: dict[str, str], tmp_path: Path) -> None:
-    cluster = Cluster(slurm, tmp_path)
-    one = (RUNS[0],)
-    # There is no GPU here: training fails at its start.
-    extra = ["--set", "attention_engine=triton"]
-    cluster.reproduce("submit", *SMALL, *extra, runs=one)
-    cluster.wait("all jobs", lambda: not cluster.call("squeue", "--noheader").strip())
-    status = cluster.reproduce("status", *extra, runs=one)
-    assert re.search(r"smoke\.stdlib\S+ +failed +train", status)
-    page = (tmp_path / "runs" / "smoke" / "report" / "report.html").read_text(encoding="utf-8")
-    assert "0 of 1 finished" in page
-    assert "Missing runs (1)" in page
+def test_finished_runs_are_not_submitted_again(tmp_path: Path) -> None:
+    suite = load_suite("smoke", ["main"], runs_root=tmp_path)
+    for finished in suite.runs[:-1]:
+        write_run(finished)
+    found = {job.name: job for job in build_jobs(suite, ClusterOptions(), [])}
+    assert found["train-smoke"].runs == (suite.runs[-1].name,)
+    write_run(suite.runs[-1])
+    assert [job.name for job in build_jobs(suite, ClusterOptions(), [])] == ["report"]
+
+
+def test_dry_run_prints_and_submits_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["submit", "--suite", "smoke", "--runs", str(tmp_path), "--dry-run"]
+    assert main([*arguments, "--account", "lab"]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --account=lab" in text
+    assert "# task 0: smoke.stdlib.kerple_log.1235" in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_slurm_submit_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    suite = load_suite("smoke", runs_root=tmp_path)
+    with pytest.raises(ReproduceError, match="login node"):
+        submit(suite, ClusterOptions(), [], dry_run=False)
+
+
+def test_options_cannot_smuggle_lines_into_a_script(tmp_path: Path) -> None:
+    with pytest.raises(ReproduceError, match="line break"):
+        jobs(tmp_path, account="lab\nrm -rf /")

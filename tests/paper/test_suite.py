@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-import yaml
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments import NeoXArgs
 from megatron.paper.suite import load_suite
-from megatron.paper.suite_file import available_suites, read_suite_file
 from tests.conftest import REPOSITORY
 
 SEEDS = [1235, 1236, 1237, 1238, 1239]
-
-
-def test_shipped_suites() -> None:
-    assert {"paper", "laptop", "demo", "smoke", "study", "recall"} <= set(available_suites())
 
 
 @pytest.mark.parametrize("name", ["paper", "laptop", "demo", "smoke", "study", "recall"])
@@ -106,6 +97,23 @@ def test_only_narrows_the_tables_too() -> None:
     assert [data.name for data in section.table.data] == ["github"]
 
 
+def test_only_shows_no_section_without_runs() -> None:
+    """Of two sections that are asked for, the one without such data has nothing to show."""
+    suite = load_suite("study", ["main", "english", "english_docs"])
+    assert [section.name for section in suite.sections] == ["english"]
+
+
+def test_a_section_with_the_name_of_its_data_set_is_the_section() -> None:
+    suite = load_suite("paper", ["main", "wikitext103", "kerple_log"])
+    assert [section.name for section in suite.sections] == ["main", "wikitext103"]
+    assert {run.data for run in suite.runs} == {"openwebtext2", "github", "arxiv", "wikitext103"}
+
+
+def test_a_table_does_not_mix_models_of_one_training_length() -> None:
+    with pytest.raises(ReproduceError, match="two of wiki_512, wiki_2048 have the same"):
+        load_suite("paper", ["wikitext103"], sets={"seq_length": 32})
+
+
 @pytest.mark.parametrize(
     ("name", "only", "message"),
     [
@@ -117,59 +125,6 @@ def test_only_narrows_the_tables_too() -> None:
 def test_wrong_names_are_explained(name: str, only: list[str], message: str) -> None:
     with pytest.raises(ReproduceError, match=message):
         load_suite(name, only)
-
-
-TINY = {
-    "num_layers": 1,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "seq_length": 8,
-    "max_position_embeddings": 8,
-    "train_iters": 1,
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sections": {"main": {"title": "x"}}}, "sections.main.models"),
-        ({"nonsense": 1}, "nonsense"),
-        ({"data": {"../../d": {"title": "D"}}, "sections": {}}, "cannot be a name"),
-        ({"models": {"../m": {"config": {}}}, "sections": {}}, "cannot be a name"),
-        ({"models": {"a": {"config": {}, "extends": "b"}}}, "is not defined|does not exist"),
-        ({"models": {"tiny": {"config": {}, "extends": "tiny"}}}, "extends itself"),
-        ({"models": {"tiny": {"config": {}}}}, "seq_length is missing"),
-        ({"models": {"tiny": {"config": {"seq_length": "NaN"}}}}, "seq_length is 'NaN'"),
-        ({"method_config": {"alibi": {"num_layerz": 2}}}, "run tiny.d.alibi.1: .*num_layerz"),
-    ],
-)
-def test_a_broken_suite_file_names_the_place(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
-    content = {
-        "about": "x",
-        "seeds": [1],
-        "models": {"tiny": {"config": TINY}},
-        "data": {"d": {"title": "D"}},
-        "sections": {"s": {"title": "S", "models": ["tiny"], "methods": ["alibi"], "data": ["d"]}},
-    }
-    path = tmp_path / "mine.yml"
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    assert len(load_suite(str(path)).runs) == 1
-    path.write_text(yaml.safe_dump({**content, **change}), encoding="utf-8")
-    with pytest.raises(ReproduceError, match=message):
-        load_suite(str(path))
-
-
-def test_a_suite_of_ones_own(tmp_path: Path) -> None:
-    source = REPOSITORY / "megatron" / "paper" / "suites" / "smoke.yml"
-    path = tmp_path / "mine.yml"
-    path.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    suite = load_suite(str(path), runs_root=tmp_path)
-    assert suite.name == "mine"
-    assert suite.runs[0].config["save"] == f"{tmp_path}/mine/{suite.runs[0].name}"
 
 
 def test_hashes_follow_what_each_step_depends_on() -> None:
@@ -186,30 +141,11 @@ def test_hashes_follow_what_each_step_depends_on() -> None:
     assert len({base.step_hash(item) for item in base.evaluations}) == len(base.evaluations)
 
 
-@pytest.mark.parametrize("place", ["model", "data", "section", "method", "extends"])
-def test_names_that_lead_out_of_the_runs_folder_are_refused(tmp_path: Path, place: str) -> None:
-    bad = "../../elsewhere"
-    names = {
-        kind: bad if kind == place else kind for kind in ("model", "data", "section", "method")
-    }
-    model: dict[str, Any] = {"config": {}}
-    if place == "extends":
-        model["extends"] = names["model"]
-    content = {
-        "about": "x",
-        "seeds": [1],
-        "models": {names["model"]: model},
-        "data": {names["data"]: {"title": "d"}},
-        "sections": {
-            names["section"]: {
-                "title": "s",
-                "models": [names["model"]],
-                "methods": [names["method"]],
-                "data": [names["data"]],
-            }
-        },
-    }
-    path = tmp_path / "suite.yml"
-    path.write_text(yaml.safe_dump(content))
-    with pytest.raises(ReproduceError, match=r"becomes the name of a folder|extends itself"):
-        read_suite_file(str(path))
+def test_set_shrinks_a_suite_with_its_lengths_and_tables() -> None:
+    sets = {"seq_length": 32, "eval_lengths": [32, 64], "train_iters": 10}
+    suite = load_suite("paper", ["main", "github"], sets=sets)
+    assert {tuple(run.config["eval_lengths"]) for run in suite.runs} == {(32, 64)}
+    assert not [step for run in suite.runs for step in run.evaluations if step.length]
+    table = suite.sections[0].table
+    assert table is not None
+    assert [(point.train_length, point.length) for point in table.points] == [(32, 32), (32, 64)]

@@ -1,40 +1,40 @@
-"""Tables from our own runs, in every output format; and the paper's own, cell by cell."""
+"""Tables from our own runs; and the paper's own, cell by cell."""
 
 from __future__ import annotations
 
-import csv
-import io
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from scipy import stats
 
+from megatron.paper.cells import Cell, published_cells, published_seconds_per_step
 from megatron.paper.pages import (
-    Chapter,
-    Page,
     latex_row,
-    page_html,
-    to_csv,
-    to_latex,
     to_markdown,
-    to_text,
 )
-from megatron.paper.run_results import Cell, cell_text, decimals_for
 from megatron.paper.suite import load_suite
-from megatron.paper.suite_file import DataSet, Layout, Point, Rounding, Section, TableSpec
+from megatron.paper.suite_file import (
+    Contrast,
+    DataSet,
+    Layout,
+    Pair,
+    Point,
+    Rounding,
+    Section,
+    TableSpec,
+)
 from megatron.paper.tables import (
-    Entry,
     Table,
+    contrast_table,
     lay_out,
     measured_cells,
-    published_cells,
-    published_seconds_per_step,
     published_source,
     speed_table,
 )
 from tests.conftest import FIXTURES
+from tests.paper.test_run_results import PLAIN, RESULTS
 
 SPEC = TableSpec(
     key="main",
@@ -63,10 +63,6 @@ def values(data: str, name: str, point: Point) -> Mapping[int, float]:
 
 def table():  # type: ignore[no-untyped-def]
     return lay_out(SPEC, measured_cells(SPEC, values), published_source(SPEC))
-
-
-def to_html(shown: Table) -> str:
-    return page_html(Page("", "", [], [Chapter("", tables=[shown])]))
 
 
 def entry(length: int, name: str):  # type: ignore[no-untyped-def]
@@ -101,86 +97,6 @@ def test_dagger_only_where_log_is_significantly_better() -> None:
     assert not entry(128, "rpe").cell.dagger  # significantly different, but better
     assert entry(128, "rpe").cell.p_value < 0.05
     assert not entry(128, "kerple_log").cell.dagger
-
-
-def test_missing_runs_are_shown_as_missing_in_every_format() -> None:
-    assert entry(4096, "rpe").text() == "—"
-    assert "—" in to_markdown(table())
-    assert '<td class="missing">—' in to_html(table())
-    assert "& --" in to_latex(table())
-    missing = [row for row in csv.DictReader(io.StringIO(to_csv(table()))) if not row["mean"]]
-    assert [(row["column"], row["row"], row["note"]) for row in missing] == [
-        ("T5 bias", "4096", "missing")
-    ]
-
-
-def test_published_numbers_stand_beside_ours_at_the_same_multiple() -> None:
-    """Trained at 128 and read at 4096 is 32x, which is 16384 in the paper."""
-    assert entry(4096, "kerple_log").published_text() == "2.75 ± 0.16"
-    assert "paper 2.75 ± 0.16" in to_markdown(table())
-    assert '<small class="paper">2.75 ± 0.16</small>' in to_html(table())
-    last = list(csv.DictReader(io.StringIO(to_csv(table()))))[-1]
-    assert (last["published_mean"], last["published_std"]) == ("3.35", "0.27")
-
-
-def test_csv_keeps_full_precision() -> None:
-    first = next(csv.DictReader(io.StringIO(to_csv(table()))))
-    assert float(first["mean"]) == pytest.approx((5.01 + 5.11 + 4.92) / 3, rel=1e-15)
-
-
-def test_latex_has_balanced_rows_and_no_bare_special_characters() -> None:
-    text = to_latex(table())
-    rows = [line for line in text.splitlines() if re.match(r"\s+\d+ &", line)]
-    assert len(rows) == 2
-    assert all(line.count("&") == 3 for line in rows)
-    assert text.count("{") == text.count("}")
-    assert "†" not in text
-    assert r"\textbf{4.02 $\pmb{\pm}$ 0.10}" in text
-    assert r"4.51 $\pm$ 0.11$^\dagger$" in text
-
-
-def test_words_in_place_of_a_number_are_latex_too() -> None:
-    """A bare % would hide the rest of the row."""
-    words = Entry(Cell(-1.5, words="−1.50% (3; p 0.01)"), Rounding.MAGNITUDE, 2)
-    assert words.text() == "−1.50% (3; p 0.01)"
-    assert latex_row("code", (words,)) == r"code & $-$1.50\% (3; p 0.01)\\"
-
-
-def test_terminal_table_is_aligned() -> None:
-    lines = to_text(table()).splitlines()
-    assert lines[0] == "Python standard library"
-    assert len({len(line) for line in lines[1:]}) == 1
-
-
-def test_terminal_colours_do_not_change_the_width() -> None:
-    coloured = re.sub(r"\033\[[0-9;]*m", "", to_text(table(), color=True)).splitlines()
-    assert len({len(line) for line in coloured[1:]}) == 1
-
-
-@pytest.mark.parametrize("render", [to_markdown, to_html, to_latex, to_csv, to_text])
-def test_nothing_measured_gives_an_empty_table_not_an_error(render: Callable[..., str]) -> None:
-    empty = lay_out(SPEC, measured_cells(SPEC, lambda *_: {}))
-    assert "5.0" not in render(empty)
-    assert not any(item.cell.bold or item.cell.dagger for item in empty.entries)
-
-
-@pytest.mark.parametrize(
-    ("mean", "text"),
-    [(3.4049, "3.40"), (9.994, "9.99"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100")],
-)
-def test_three_significant_digits(mean: float, text: str) -> None:
-    assert cell_text(Cell(mean), Rounding.MAGNITUDE, 1) == text
-
-
-def test_huge_and_diverged_perplexities_stay_readable() -> None:
-    assert cell_text(Cell(1.234e12), Rounding.MAGNITUDE, 1) == "1.2e12"
-    assert cell_text(Cell(float("inf")), Rounding.MAGNITUDE, 1) == "inf"
-
-
-@given(st.floats(min_value=1.0, max_value=9e6))
-def test_printed_mean_is_within_half_a_unit(mean: float) -> None:
-    text = cell_text(Cell(mean), Rounding.MAGNITUDE, 1)
-    assert abs(float(text) - mean) <= 0.5 * 10 ** -decimals_for(mean) * (1 + 1e-9)
 
 
 # The paper's numbers in the repository are the paper's, and our table code prints its tables.
@@ -229,7 +145,7 @@ def test_the_1_3B_half_of_the_double_table() -> None:
     ("section", "fixture"), [("speed", "speed"), ("gaussian", "gaussian_speed")]
 )
 def test_training_times(section: str, fixture: str) -> None:
-    published = {name: {0: seconds} for name, seconds in published_seconds_per_step().items()}
+    published = {name: [seconds] for name, seconds in published_seconds_per_step().items()}
     table = speed_table("speed", "", SECTIONS[section].methods, published)
     assert our_rows(table) == paper_rows(fixture)
 
@@ -244,12 +160,6 @@ def test_every_cell_of_the_paper_is_used_by_the_paper_suite() -> None:
     assert shown == sum(cell.present or cell.note == "OOM" for cell in published_cells().values())
 
 
-def test_speeds_quoted_in_the_papers_text() -> None:
-    seconds = published_seconds_per_step()
-    assert seconds["rpe"] / seconds["kerple_log"] - 1 == pytest.approx(0.107, abs=0.002)
-    assert 1 - seconds["kerple_log"] / seconds["rpe"] == pytest.approx(0.097, abs=0.001)
-
-
 def test_a_wrong_cell_would_be_noticed() -> None:
     section = SECTIONS["main"]
     assert section.table is not None
@@ -260,3 +170,25 @@ def test_a_wrong_cell_would_be_noticed() -> None:
         return source("github", name, point) if data == "arxiv" else cell
 
     assert our_rows(lay_out(section.table, changed)) != paper_rows("main")
+
+
+# Differences between two kinds of runs, with a test that can say "not settled".
+
+
+def test_growth_is_settled_only_by_its_p_value() -> None:
+    contrast = Contrast(title="", growth={"plain": "short.code.kerple_log", "none": "x.code.y"})
+    table = contrast_table("growth", contrast, RESULTS, "valid")
+    assert table is not None
+    text = to_markdown(table)
+    assert "4096 against 128" in text
+    line = next(line for line in text.splitlines() if "plain" in line)
+    logs = [math.log(last / first) for _, first, last in PLAIN]
+    p_value = float(stats.ttest_1samp(logs, 0.0).pvalue)
+    assert p_value < 0.05
+    assert f"**{100 * math.expm1(sum(logs) / 3):+.2f}% (3; p".replace("-", "−") in line
+    assert "—" in next(line for line in text.splitlines() if "none" in line)
+
+
+def test_a_question_without_results_has_no_table() -> None:
+    pair = Pair(label="a", first="x.code.kerple_log", second="short.code.kerple_log")
+    assert contrast_table("q", Contrast(title="", pairs=[pair]), RESULTS, "valid") is None

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.catalogue import label_of
-from megatron.paper.run_results import PairedTest
-from megatron.paper.tables import published_cells
+from megatron.paper.cells import PairedTest, published_cells
 
 
 @dataclass(frozen=True)

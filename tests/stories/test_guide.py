@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from tests.conftest import REPOSITORY
-from tests.paper.test_slurm import slurm as slurm
+from tests.stories.test_real_slurm import slurm as slurm
 
 SHRUNK = (
     "num_layers=1 hidden_size=32 num_attention_heads=2 seq_length=32 max_position_embeddings=32 "

@@ -1,0 +1,36 @@
+"""What all figures share: labels that can be read, and a file in every format."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from megatron.paper.figures import training_loss
+from megatron.paper.run_results import ResultSet
+from megatron.paper.style import EndLabel, direct_labels, figure_style, new_figure, save_figure
+from megatron.paper.suite_file import DataSet
+
+STDLIB = DataSet(name="stdlib", title="Python standard library")
+
+
+def test_labels_do_not_overlap_and_say_when_a_line_leaves() -> None:
+    with figure_style():
+        figure = new_figure(1)
+        axes = figure.subplots()
+        axes.set_ylim(0, 10)
+        ends = (1.0, 1.01, 9.99, 99.0)
+        direct_labels(axes, [EndLabel(f"m{i}", "black", height) for i, height in enumerate(ends)])
+    heights = [text.get_position()[1] for text in axes.texts]
+    assert all(high - low > 0.06 for low, high in pairwise(heights))
+    assert min(heights) >= 0.0 and max(heights) <= 1.0
+    assert [text.get_text() for text in axes.texts][-1] == "m3 ↑"
+
+
+def test_every_format_is_written(results: ResultSet, tmp_path: Path) -> None:
+    figure = training_loss(results, [STDLIB], ["kerple_log"])
+    assert figure is not None
+    plot = save_figure(figure, tmp_path, "loss", "Loss", "A caption")
+    assert (tmp_path / "loss.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
+    assert plot.data_uri.startswith("data:image/svg+xml;base64,")
