@@ -66,8 +66,8 @@ def read_run(directory: Path) -> RunMetrics:
     if not run.values:
         raise DataError(f"{path}: holds no metrics; the first come after log_interval steps")
     if left_out:
-        lines = "1 line is" if left_out == 1 else f"{left_out} lines are"
-        warnings.warn(f"{path}: {lines} left out: no records of this run", stacklevel=2)
+        text = f"{path}: left out {left_out} line(s) that are no record of this run"
+        warnings.warn(text, stacklevel=2)
     return run
 
 

@@ -1,12 +1,15 @@
-"""tools/plot_kernels.py: a run's kernels, methods, and a class of one's own."""
+"""check_kernel and plot_kernels: what is CPD and what is not, and pictures of any kernel."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.commands import run
+from megatron.model.kernel_theory import counterexample, kernel_matrix
 from tests.conftest import REPOSITORY
 from tests.evaluation.helpers import tiny_config, write_checkpoint
 
@@ -51,3 +54,62 @@ def test_nothing_to_draw_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_the_papers_figure_1_is_one_command(tmp_path: Path) -> None:
     assert run("plot_kernels", ["--framework", "--out", str(tmp_path)]) == 0
     assert drawn(tmp_path / "framework.png")
+
+
+def shifts(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"yes +\S+ +([\d.]+)$", text, re.MULTILINE)]
+
+
+def test_log_is_cpd_and_needs_a_larger_shift_with_more_points(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("check_kernel", ["kerple_log", "--heads", "3", "--points", "32"]) == 0
+    found = shifts(capsys.readouterr().out)
+    assert len(found) == 4 and found == sorted(found) and found[-1] > 1.5 * found[0]
+
+
+def test_powers_up_to_two_are_cpd_and_beyond_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check_kernel", ["--power", "1", "--power", "1.9", "--points", "8"]) == 0
+    capsys.readouterr()
+    assert run("check_kernel", ["--power", "2", "--points", "8"]) == 0
+    assert capsys.readouterr().out.count("none") == 2  # conditionally definite, no shift
+    assert run("check_kernel", ["--power", "2.5", "--points", "8"]) == 1
+    assert "these sum to 0, their form is negative" in capsys.readouterr().out
+
+
+def test_a_counterexample_sums_to_zero_with_a_negative_form() -> None:
+    table = -(torch.arange(6, dtype=torch.float64) ** 2.2)
+    found = counterexample(table)
+    assert found is not None
+    assert abs(float(found.sum())) < 1e-12
+    assert float(found @ kernel_matrix(table) @ found) < -1e-3
+    assert counterexample(-(torch.arange(6, dtype=torch.float64))) is None
+
+
+def test_weights_must_be_definite_and_classes_of_ones_own_are_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    assert run("check_kernel", ["gauss_wht1", "--heads", "2", "--points", "8"]) == 0
+    assert "PD  smallest eigenvalue" in capsys.readouterr().out
+    own = "examples.custom_kernel:RationalKernel"
+    assert run("check_kernel", [own, "--heads", "2", "--points", "8"]) in (0, 1)
+    assert own in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "name a method"),
+        (["--power", "-1"], "above 0"),
+        (["--power", "nan"], "above 0"),
+        (["--power", "1e9"], "not finite within 128 points"),
+        (["rotary"], "rotary"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("check_kernel", arguments) == 2
+    error = capsys.readouterr().err
+    assert reason in error and "Traceback" not in error
