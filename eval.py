@@ -5,4 +5,4 @@ from __future__ import annotations
 from megatron.commands import start
 
 if __name__ == "__main__":
-    start("evaluate")
+    start("eval")

@@ -28,6 +28,7 @@ COMMANDS = {
         "train a model in this process (or in each of srun's)"),
     "evaluate": Command("commands.model_scripts:evaluate",
         "measure a checkpoint: perplexity by length, retrieval, lm-eval tasks"),
+    "eval": Command("commands.model_scripts:evaluate", "evaluate, by GPT-NeoX's name"),
     "generate": Command("commands.model_scripts:generate", "write text with a checkpoint"),
     "prepare_data": Command("commands.data_tools:prepare_data",
         "fetch a corpus, or take your own text, and tokenize it"),
