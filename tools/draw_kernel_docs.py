@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
 
-    from megatron.model.position_base import PositionalEmbedding
+    from megatron.model.position_base import TableEmbedding
 
 LENGTH = 513
 NEAR = 33  # Gaussians are over within a few positions
 
 
-def as_it_starts(name: str) -> PositionalEmbedding:
-    from megatron.model.position_names import build_positional_embedding, position_options
+def as_it_starts(name: str) -> TableEmbedding:
+    from megatron import kernel
 
-    return build_positional_embedding(name, position_options(heads=12, head_dim=64, seed=1234))
+    return kernel(name, heads=12, head_dim=64)
 
 
 def draw_heads(axes: Axes, table: Tensor, label: str) -> None:

@@ -88,19 +88,17 @@ def _facts(facts: dict[str, Any]) -> list[str]:
 
 
 def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
+    from megatron.evaluation.results_schema import text_table
+
     where = "shared by all layers" if kernel["layer"] is None else f"layer {kernel['layer']}"
     columns = dict(kernel["values"])
-    names = [*columns, *(["effective length"] if kernel["effective_lengths"] else [])]
-    lines = [f"kernel, {where}", "  head  " + "  ".join(f"{name:>10}" for name in names)]
-    heads = len(kernel["effective_lengths"]) or len(next(iter(columns.values()), ()))
-    for head in range(heads):
-        cells = [f"{values[head]:>10.4f}" for values in columns.values()]
-        if kernel["effective_lengths"]:
-            length = kernel["effective_lengths"][head]
-            shown = f"> {longest}" if length is None else str(length)
-            cells.append(f"{shown:>16}")
-        lines.append(f"  {head:>4}  " + "  ".join(cells))
-    return lines
+    if lengths := kernel["effective_lengths"]:
+        columns["effective length"] = [
+            f"> {longest}" if length is None else length for length in lengths
+        ]
+    rows = [[head, *cells] for head, cells in enumerate(zip(*columns.values(), strict=True))]
+    table = text_table(["head", *columns], rows, style="plain")
+    return [f"kernel, {where}", *(f"  {line}" for line in table.splitlines())]
 
 
 def inspect_checkpoint(arguments: Sequence[str] | None = None) -> int:

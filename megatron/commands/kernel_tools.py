@@ -50,10 +50,11 @@ def check_kernel(argv: Sequence[str] | None = None) -> int:
     if options.points < SMALLEST:
         raise KerpleError(f"--points {options.points}: at least {SMALLEST}")
     good = True
-    for name in options.names:
-        good &= _check_method(name, options)
-    for power in options.power:
-        good &= _check_power(power, options.points)
+    for title, kind, table in _to_check(options):
+        if not bool(table.isfinite().all()):
+            raise KerpleError(f"{title}: not finite on {options.points} points; use fewer --points")
+        report = _report_bias if kind == "bias" else _report_weight
+        good &= report(title, table, options.points)
     return 0 if good else 1
 
 
@@ -85,32 +86,18 @@ def _named(name: str, options: argparse.Namespace) -> Any:
     return kernel(name, heads=options.heads, head_dim=options.head_dim)
 
 
-def _check_method(name: str, options: argparse.Namespace) -> bool:
-    good = True
-    for kind, table in tables_of(_named(name, options), options.points).items():
-        report = _report_bias if kind == "bias" else _report_weight
-        title = f"{name}: {kind} of {options.heads} heads"
-        good &= report(title, _finite(title, table), options.points)
-    return good
-
-
-def _check_power(power: float, points: int) -> bool:
+def _to_check(options: argparse.Namespace) -> Iterator[tuple[str, str, Tensor]]:
+    """A title, `bias` or `weight`, and the table [heads, points] of all that was named."""
     import torch
 
-    if not power > 0:
-        raise KerpleError(f"--power {power}: must be above 0")
-    table = -(torch.arange(points, dtype=torch.float64) ** power)
-    title = f"-d^{power:g}"
-    return _report_bias(title, _finite(title, table[None]), points)
-
-
-def _finite(title: str, table: Tensor) -> Tensor:
-    """The table, of which eigenvalues can be taken."""
-    if not bool(table.isfinite().all()):
-        raise KerpleError(
-            f"{title}: not finite within {table.shape[-1]} points; use fewer --points"
-        )
-    return table
+    for name in options.names:
+        for kind, table in tables_of(_named(name, options), options.points).items():
+            yield f"{name}: {kind} of {options.heads} heads", kind, table
+    for power in options.power:
+        if not power > 0:
+            raise KerpleError(f"--power {power}: must be above 0")
+        distance = torch.arange(options.points, dtype=torch.float64)
+        yield f"-d^{power:g}", "bias", -(distance**power)[None]
 
 
 def _report_bias(title: str, bias: Tensor, most: int) -> bool:

@@ -103,7 +103,7 @@ def test_weights_must_be_definite_and_classes_of_ones_own_are_taken(
         ([], "name a method"),
         (["--power", "-1"], "above 0"),
         (["--power", "nan"], "above 0"),
-        (["--power", "1e9"], "not finite within 128 points"),
+        (["--power", "1e9"], "not finite on 128 points"),
         (["rotary"], "rotary"),
     ],
 )
