@@ -19,8 +19,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: fuzz soak
-.PHONY: help install install-dev demo test test-full test-slow test-slurm slurm-packages lint format bench gpu-check docs clean
+.PHONY: help install install-dev demo test test-full test-slow test-slurm slurm-packages fuzz soak lint format bench gpu-check docs clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)

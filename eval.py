@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from megatron.commands import run
+from megatron.commands import start
 
 if __name__ == "__main__":
-    sys.exit(run("evaluate", sys.argv[1:]))
+    start("eval")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from megatron.terminal import leave, leave_until_started
+from megatron.terminal import leave_until_started
 
 if __name__ == "__main__":
     leave_until_started()  # before the imports that take seconds
 
-import sys
-
-from megatron.commands import run
+from megatron.commands import start
 
 if __name__ == "__main__":
-    leave(run("train", sys.argv[1:]))
+    start("train")

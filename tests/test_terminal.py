@@ -19,7 +19,7 @@ from megatron.errors import DataError, MissingPackageError
 from megatron.terminal import RUNTIME_PACKAGES, require, run_command, shown_command
 from tests.conftest import REPOSITORY
 
-SCRIPTS = ["train", "evaluate", "generate", "prepare_data", "deepy"]
+SCRIPTS = ["train", "evaluate", "eval", "generate", "prepare_data", "deepy"]
 TOOLS = sorted(set(COMMANDS) - {*SCRIPTS, "lm_eval"})
 
 

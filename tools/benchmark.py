@@ -34,8 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog=f"benchmark.py {chosen.benchmark}", description=module.__doc__
     )
     module.add_arguments(own_parser)
-    status: int = module.run(own_parser.parse_args(chosen.options))
+    options = own_parser.parse_args(chosen.options)
+    _check(own_parser, options)
+    status: int = module.run(options)
     return status
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse now what would fail after the work: sizes below 1, a result file that cannot be."""
+    from megatron.atomic_files import check_writable
+
+    for name, value in vars(options).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            parser.error(f"--{name}: must be at least 1")
+        if name in ("json", "output") and value is not None:
+            check_writable(value, f"--{name}")
 
 
 if __name__ == "__main__":

@@ -304,7 +304,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES)
     )
     parser.add_argument("--kernels", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if any(not 1 <= dim <= max(DIMS) for dim in arguments.dims or ()):
+        parser.error(f"--dims: must be from 1 to {max(DIMS)}")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:

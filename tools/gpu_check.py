@@ -11,6 +11,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 PARTS = ("environment", "numbers", "speed", "tiles", "training")
 SBATCH = """#!/usr/bin/env bash
@@ -38,40 +42,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.sbatch:
         options.sbatch.write_text(SBATCH)
+    from megatron.atomic_files import check_writable
+
+    check_writable(options.json, "--json")
     return _check(options)
 
 
 def _check(options: argparse.Namespace) -> int:
     import importlib
 
+    from megatron.atomic_files import write_text
+    from tools.gpu_checks.findings import Settings, summary
+
+    device = _device(options.device)
+    findings = []
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = Settings(device, Path(scratch), options.quick)
+        for name in options.parts:
+            module = importlib.import_module(f"tools.gpu_checks.{name}")
+            for finding in module.check(settings):
+                print(finding, file=sys.stderr, flush=True)
+                findings.append(finding)
+    content = summary(settings, findings)
+    write_text(options.json, json.dumps(content, indent=2) + "\n")
+    failed = sum(finding.status == "fail" for finding in findings)
+    print(f"{content['verdict']}: {len(findings)} findings, {failed} failed; see {options.json}")
+    return 1 if failed else 0
+
+
+def _device(name: str) -> torch.device:
     import torch
 
-    from megatron.atomic_files import write_text
     from megatron.errors import EngineError
 
-    # A script's neighbours are top-level packages; for tests this is `tools.gpu_check`.
-    package = f"{__package__}.gpu_checks" if __package__ else "gpu_checks"
-    found = importlib.import_module(f"{package}.findings")
-    device = torch.device(options.device)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise EngineError(f"--device {name}: torch has no such device; use cuda or cpu") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise EngineError(
             "gpu_check.py: no GPU is visible to torch. Check nvidia-smi, CUDA_VISIBLE_DEVICES and "
             "that torch is not a CPU build; --device cpu tries the script itself."
         )
-    settings = found.Settings(device, options.quick)
-    findings = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in options.parts:
-            module = importlib.import_module(f"{package}.{name}")
-            extra = (Path(scratch),) if name == "training" else ()
-            for finding in module.check(settings, *extra):
-                print(finding, file=sys.stderr, flush=True)
-                findings.append(finding)
-    content = found.summary(settings, findings)
-    write_text(options.json, json.dumps(content, indent=2) + "\n")
-    failed = sum(finding.status == "fail" for finding in findings)
-    print(f"{content['verdict']}: {len(findings)} findings, {failed} failed; see {options.json}")
-    return 1 if failed else 0
+    return device
 
 
 if __name__ == "__main__":

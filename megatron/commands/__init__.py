@@ -6,12 +6,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megatron.errors import KerpleError
 from megatron.terminal import leave, run_command
 
-__all__ = ["COMMANDS", "kerple", "run"]
+__all__ = ["COMMANDS", "kerple", "run", "start"]
 
 
 class Command(NamedTuple):
@@ -28,6 +28,7 @@ COMMANDS = {
         "train a model in this process (or in each of srun's)"),
     "evaluate": Command("commands.model_scripts:evaluate",
         "measure a checkpoint: perplexity by length, retrieval, lm-eval tasks"),
+    "eval": Command("commands.model_scripts:evaluate", "evaluate, by GPT-NeoX's name"),
     "generate": Command("commands.model_scripts:generate", "write text with a checkpoint"),
     "prepare_data": Command("commands.data_tools:prepare_data",
         "fetch a corpus, or take your own text, and tokenize it"),
@@ -68,6 +69,11 @@ def run(name: str, argv: Sequence[str]) -> int:
         return code
 
     return run_command(main, argv)
+
+
+def start(name: str) -> NoReturn:
+    """A script of the checkout: one command with this process's arguments, and its exit code."""
+    leave(run(name, sys.argv[1:]))
 
 
 def kerple(argv: Sequence[str] | None = None) -> int:

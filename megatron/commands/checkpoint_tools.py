@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.atomic_files import check_folder_writable
 from megatron.errors import CheckpointError
 from megatron.launcher.environment import free_port
 from megatron.machine import settle_accelerator
@@ -87,19 +88,17 @@ def _facts(facts: dict[str, Any]) -> list[str]:
 
 
 def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
+    from megatron.evaluation.results_schema import text_table
+
     where = "shared by all layers" if kernel["layer"] is None else f"layer {kernel['layer']}"
     columns = dict(kernel["values"])
-    names = [*columns, *(["effective length"] if kernel["effective_lengths"] else [])]
-    lines = [f"kernel, {where}", "  head  " + "  ".join(f"{name:>10}" for name in names)]
-    heads = len(kernel["effective_lengths"]) or len(next(iter(columns.values()), ()))
-    for head in range(heads):
-        cells = [f"{values[head]:>10.4f}" for values in columns.values()]
-        if kernel["effective_lengths"]:
-            length = kernel["effective_lengths"][head]
-            shown = f"> {longest}" if length is None else str(length)
-            cells.append(f"{shown:>16}")
-        lines.append(f"  {head:>4}  " + "  ".join(cells))
-    return lines
+    if lengths := kernel["effective_lengths"]:
+        columns["effective length"] = [
+            f"> {longest}" if length is None else length for length in lengths
+        ]
+    rows = [[head, *cells] for head, cells in enumerate(zip(*columns.values(), strict=True))]
+    table = text_table(["head", *columns], rows, style="plain")
+    return [f"kernel, {where}", *(f"  {line}" for line in table.splitlines())]
 
 
 def inspect_checkpoint(arguments: Sequence[str] | None = None) -> int:
@@ -111,6 +110,8 @@ def inspect_checkpoint(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     add_checkpoint_arguments(parser)
     args = parser.parse_args(arguments)
+    if args.longest < 0:
+        parser.error(f"--longest {args.longest}: must not be negative")
     content = _report(args)
     print(json.dumps(content, indent=2) if args.json else _as_text(content, args.longest))
     return 0
@@ -145,7 +146,7 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "per layer. Default: 0 for native, 1 for neox",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights; default: keep")
-    parser.add_argument("--config", nargs="*", help="YAML files, where none was saved inside")
+    parser.add_argument("--config", nargs="+", help="YAML files, where none was saved inside")
     parser.add_argument(
         "--with-kernel-source",
         action="store_true",
@@ -154,8 +155,10 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     add_checkpoint_arguments(parser)
     args = parser.parse_args(arguments)
-    if args.to == "hf" and (args.mp or args.pp):
+    if args.to == "hf" and (args.mp is not None or args.pp is not None):
         parser.error("--mp and --pp are for native and neox; Hugging Face folders are not split")
+    if args.to != "hf" and args.with_kernel_source:
+        parser.error(f"--with-kernel-source is for hf; {args.to} takes no source along")
     if args.mp is not None and args.mp < 1:
         parser.error(f"--mp {args.mp}: must be at least 1")
     if args.pp is not None and args.pp < 0:
@@ -278,6 +281,10 @@ def _plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
         raise CheckpointError(f"{store.path(step)} is universal already: set `load: {source}`")
     if target.resolve() == source.resolve():
         raise CheckpointError(f"{target}: choose a directory other than the source")
+    taken = CheckpointStore(target).path(step)
+    if taken.exists() and not is_universal(taken):
+        raise CheckpointError(f"{taken}: is the checkpoint of a run; choose a new directory")
+    check_folder_writable(target, "NEW_DIRECTORY")
     try:
         return step, int(read_layout(store.path(step))["world_size"])
     except CheckpointError as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.atomic_files import check_writable
+from megatron.atomic_files import check_folder_writable, check_writable
 from megatron.data import merge_datasets as merge
 from megatron.data.chunks import DOCUMENT_SPLITTERS, read_texts
 from megatron.data.corpora import SOURCES
@@ -65,7 +65,7 @@ def _prepare_parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", "--merge-file", type=Path, help="the merges of GPT2BPETokenizer")
     parser.add_argument(
         "--input",
-        type=Path,
+        type=_path,
         nargs="+",
         action="extend",
         default=[],
@@ -85,6 +85,13 @@ def _prepare_parser() -> argparse.ArgumentParser:
     force = ("-f", "--force", "--force-redownload")
     parser.add_argument(*force, action="store_true", help="rebuild an output that is up to date")
     return parser
+
+
+def _path(text: str) -> Path:
+    """An unset variable of the shell is not the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return Path(text)
 
 
 def _add_text_arguments(parser: argparse.ArgumentParser, split: str, meaning: str) -> None:
@@ -116,6 +123,9 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 def _options(args: argparse.Namespace, keys: Sequence[str], **others: Any) -> PreprocessOptions:
+    for key in keys:
+        if Path(key).name != key:
+            raise DataError(f"JSON key {key!r}: cannot be part of a file's name, which it is to be")
     return PreprocessOptions(
         keys=tuple(keys),
         ftfy=args.ftfy,
@@ -147,7 +157,7 @@ def prepare_data(argv: Sequence[str] | None = None) -> int:
         force=args.force,
         options=_options(args, [args.jsonl_key], where=tuple(map(_condition, args.where))),
     )
-    check_writable(args.data_dir / "corpus", "--data-dir")
+    check_folder_writable(args.data_dir, "--data-dir")
     with terminated_like_interrupted():
         for name in args.names:
             prefix, outcome = prepare_corpus(name, request)
@@ -203,6 +213,7 @@ def _preprocess_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--input",
+        type=_path,
         nargs="+",
         required=True,
         metavar="PATH",
@@ -245,12 +256,12 @@ def preprocess_data(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _paths(values: Sequence[str]) -> list[Path]:
+def _paths(values: Sequence[Path]) -> list[Path]:
     """NeoX joins several inputs with commas; a path that exists with its comma is kept whole."""
     paths: list[Path] = []
-    for value in values:
-        whole = Path(value)
-        paths += [whole] if whole.exists() else [Path(part) for part in value.split(",") if part]
+    for whole in values:
+        parts = [Path(part) for part in str(whole).split(",") if part]
+        paths += [whole] if whole.exists() else parts
     return paths
 
 
@@ -296,7 +307,7 @@ def _tokenizer_parser() -> argparse.ArgumentParser:
         "GPT2BPETokenizer writes vocab.json and merges.txt, HFTokenizer tokenizer.json,\n"
         "SPMTokenizer tokenizer.model. Give the output folder as vocab_file.",
     )
-    parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH")
+    parser.add_argument("--input", nargs="+", required=True, type=_path, metavar="PATH")
     parser.add_argument("--output-dir", required=True, type=Path)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--type", choices=TRAINABLE, default="GPT2BPETokenizer")
@@ -318,9 +329,11 @@ def train_tokenizer(argv: Sequence[str] | None = None) -> int:
     args = _tokenizer_parser().parse_args(argv)
     if args.vocab_size < SMALLEST_VOCABULARY:
         raise DataError(f"--vocab-size {args.vocab_size}: at least {SMALLEST_VOCABULARY}")
+    if args.max_megabytes is not None and not args.max_megabytes > 0:
+        raise DataError(f"--max-megabytes {args.max_megabytes}: must be above 0")
     files, _ = list_files(args.input)
     texts = read_texts(files, args.jsonl_key, args.max_megabytes)
-    check_writable(args.output_dir / "vocab.json", "--output-dir")
+    check_folder_writable(args.output_dir, "--output-dir")
     size = train_vocabulary(
         args.type, texts, args.output_dir, args.vocab_size, not args.quiet, args.pattern
     )

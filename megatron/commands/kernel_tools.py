@@ -43,24 +43,33 @@ def check_kernel(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a method, or module:Class")
     parser.add_argument("--power", type=float, action="append", default=[], metavar="P")
-    _add_heads(parser)
     parser.add_argument("--points", type=int, default=LARGEST, help=f"most points ({LARGEST})")
-    options = parser.parse_args(argv)
+    options = _parsed(parser, argv)
     if not options.names and not options.power:
         raise KerpleError("name a method, a module:Class, or give --power P")
     if options.points < SMALLEST:
         raise KerpleError(f"--points {options.points}: at least {SMALLEST}")
     good = True
-    for name in options.names:
-        good &= _check_method(name, options)
-    for power in options.power:
-        good &= _check_power(power, options.points)
+    for title, kind, table in _to_check(options):
+        if not bool(table.isfinite().all()):
+            raise KerpleError(f"{title}: not finite on {options.points} points; use fewer --points")
+        report = _report_bias if kind == "bias" else _report_weight
+        good &= report(title, table, options.points)
     return 0 if good else 1
 
 
-def _add_heads(parser: argparse.ArgumentParser) -> None:
+def _parsed(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **most: int
+) -> argparse.Namespace:
+    """The options, with those of a method's shape; whole numbers from 1 to these, where given."""
     parser.add_argument("--heads", type=int, default=12, help="of a method (12)")
     parser.add_argument("--head-dim", type=int, default=64, help="of a method (64)")
+    options = parser.parse_args(argv)
+    for name, limit in {"heads": 1024, "head_dim": 4096, **most}.items():
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= limit:
+            parser.error(f"--{name.replace('_', '-')}: must be from 1 to {limit}")
+    return options
 
 
 def _sizes(most: int) -> list[int]:
@@ -77,21 +86,18 @@ def _named(name: str, options: argparse.Namespace) -> Any:
     return kernel(name, heads=options.heads, head_dim=options.head_dim)
 
 
-def _check_method(name: str, options: argparse.Namespace) -> bool:
-    good = True
-    for kind, table in _tables(_named(name, options), options.points).items():
-        report = _report_bias if kind == "bias" else _report_weight
-        good &= report(f"{name}: {kind} of {options.heads} heads", table, options.points)
-    return good
-
-
-def _check_power(power: float, points: int) -> bool:
+def _to_check(options: argparse.Namespace) -> Iterator[tuple[str, str, Tensor]]:
+    """A title, `bias` or `weight`, and the table [heads, points] of all that was named."""
     import torch
 
-    if power <= 0:
-        raise KerpleError(f"--power {power}: must be above 0")
-    table = -(torch.arange(points, dtype=torch.float64) ** power)
-    return _report_bias(f"-d^{power:g}", table[None], points)
+    for name in options.names:
+        for kind, table in tables_of(_named(name, options), options.points).items():
+            yield f"{name}: {kind} of {options.heads} heads", kind, table
+    for power in options.power:
+        if not power > 0:
+            raise KerpleError(f"--power {power}: must be above 0")
+        distance = torch.arange(options.points, dtype=torch.float64)
+        yield f"-d^{power:g}", "bias", -(distance**power)[None]
 
 
 def _report_bias(title: str, bias: Tensor, most: int) -> bool:
@@ -177,7 +183,7 @@ def _of_method(name: str, options: argparse.Namespace) -> Drawn:
         raise KerpleError(f"{name}: no such run or checkpoint")
     module = _named(name, options)
     title = f"{label_of(name)}, as it starts ({options.heads} heads of {options.head_dim})"
-    return Drawn(title, Path(f"{name.replace(':', '.')}.png"), _tables(module, options.length))
+    return Drawn(title, Path(f"{name.replace(':', '.')}.png"), tables_of(module, options.length))
 
 
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
@@ -193,10 +199,11 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
         layer = f", layer {number + 1}" if len(modules) > 1 else ""
         title = f"{path.name}: {label_of(model.spec.pos_emb)} at step {model.iteration}{layer}"
         file = path / (f"kernels_layer{number + 1}.png" if layer else "kernels.png")
-        yield Drawn(title, file, _tables(module, length))
+        yield Drawn(title, file, tables_of(module, length))
 
 
-def _tables(module: Any, length: int | None) -> dict[str, Tensor]:
+def tables_of(module: Any, length: int | None) -> dict[str, Tensor]:
+    """Its tables over distance by name, without those that it does not have."""
     import torch
 
     with torch.no_grad():
@@ -226,18 +233,22 @@ def draw(drawn: Drawn, path: Path) -> None:
         figure.savefig(path, dpi=120)
 
 
-def _draw_heads(axes: Axes, name: str, table: Tensor) -> None:
+def head_colors(heads: int) -> list[tuple[float, ...]]:
+    """A colour for each head, from dark to light."""
     import matplotlib as mpl
 
-    heads = len(table)
-    for head, row in enumerate(table):
-        color = mpl.colormaps["viridis"](0.92 * head / max(heads - 1, 1))
+    return [mpl.colormaps["viridis"](0.92 * head / max(heads - 1, 1)) for head in range(heads)]
+
+
+def _draw_heads(axes: Axes, name: str, table: Tensor) -> None:
+    for head, (row, color) in enumerate(zip(table, head_colors(len(table)), strict=True)):
         axes.plot(row.numpy(), color=color, linewidth=1.4, label=f"head {head + 1}")
     axes.set(xlabel="distance", ylabel=name)
     axes.margins(x=0)
     if float(table.min()) < FLOOR:
         axes.set_ylim(FLOOR, max(0.5, float(table.max())))
-    axes.legend(fontsize=8, ncols=2 if heads > 8 else 1, loc="center left", bbox_to_anchor=(1, 0.5))
+    columns = 2 if len(table) > 8 else 1
+    axes.legend(fontsize=8, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _extremes(table: Tensor) -> list[tuple[int, str]]:
@@ -269,14 +280,10 @@ def plot_kernels(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, help="folder of the pictures (default: the run's, or .)"
     )
     parser.add_argument("--length", type=int, help="distances (default: 4 x seq_length, or 513)")
-    _add_heads(parser)
     add_checkpoint_arguments(parser)
-    options = parser.parse_args(argv)
+    options = _parsed(parser, argv, length=1 << 24)
     if not options.names and not options.framework:
         parser.error("name a run, a method or module:Class, or use --framework")
-    for name, most in (("length", 1 << 24), ("heads", 1024), ("head_dim", 4096)):
-        if getattr(options, name) is not None and not 1 <= getattr(options, name) <= most:
-            parser.error(f"--{name.replace('_', '-')}: must be from 1 to {most}")
     settle_accelerator()
     for drawn in subjects(options.names, options):
         path = options.out / drawn.file.name if options.out else drawn.file

@@ -8,6 +8,7 @@ parameter over the steps, a line per head, and the bias at the first and at the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,17 +49,34 @@ def read_run(directory: Path) -> RunMetrics:
         raise DataError(f"{path}: no such file. Give a run's folder, the `save` of its training.")
     content = (read_json(path.parent / "manifest.json") or {}).get("config")
     run = RunMetrics(path.parent.name, config=content if isinstance(content, dict) else {})
-    for record in read_metrics(path):
+    records = list(read_metrics(path))
+    with path.open("rb") as file:
+        left_out = sum(1 for line in file if line.strip()) - len(records)
+    for record in records:
         step = record.pop("step")
         for name, value in record.items():
             if (number := finite(value)) is not None:
                 run.values.setdefault(name, []).append((step, number))
         kernel = record.get("kernel")
         if isinstance(kernel, dict) and (values := kernel_values(kernel)):
-            run.kernels.append((step, values))
+            if _same_heads(values, run.kernels[0][1] if run.kernels else values):
+                run.kernels.append((step, values))
+            else:
+                left_out += 1
     if not run.values:
         raise DataError(f"{path}: holds no metrics; the first come after log_interval steps")
+    if left_out:
+        text = f"{path}: left out {left_out} line(s) that are no record of this run"
+        warnings.warn(text, stacklevel=2)
     return run
+
+
+def _same_heads(
+    values: Mapping[str, Sequence[float]], first: Mapping[str, Sequence[float]]
+) -> bool:
+    """Whether there are the parameters of the first record, for as many heads each."""
+    heads = {len(numbers) for kernel in (values, first) for numbers in kernel.values()}
+    return values.keys() == first.keys() and len(heads) == 1 and 0 not in heads
 
 
 def draw(runs: Sequence[RunMetrics], out: Path) -> None:
@@ -89,7 +107,8 @@ def _draw_curves(axes_row: Sequence[Axes], runs: Sequence[RunMetrics]) -> None:
         axes.set_title(title, fontsize=10, fontweight="normal")
         axes.set_xlabel("step")
     axes_row[3].set_ylim(bottom=0)
-    axes_row[0].legend()
+    if any("loss" in run.values for run in runs):
+        axes_row[0].legend()
     for axes in axes_row[len(CURVES) :]:
         axes.set_axis_off()
 
@@ -101,19 +120,18 @@ def _line(axes: Axes, points: Sequence[tuple[int, float]], **options: Any) -> No
 
 
 def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
-    import matplotlib as mpl
+    from megatron.commands.kernel_tools import head_colors
 
     steps = [step for step, _ in run.kernels]
     names = list(run.kernels[0][1])
-    heads = len(run.kernels[0][1][names[0]])
-    colors = [mpl.colormaps["viridis"](0.92 * head / max(heads - 1, 1)) for head in range(heads)]
+    colors = head_colors(len(run.kernels[0][1][names[0]]))
     for axes, name in zip(axes_row, names, strict=False):
         for head, color in enumerate(colors):
             values = [kernel[name][head] for _, kernel in run.kernels]
             axes.plot(steps, values, color=color, label=f"head {head + 1}")
         axes.set_title(f"{run.name}: {name} of each head", fontsize=10, fontweight="normal")
         axes.set_xlabel("step")
-    if heads <= 8:
+    if len(colors) <= 8:
         axes_row[0].legend(fontsize=8)
     _draw_drift(axes_row[len(names)], run, colors)
     for axes in axes_row[len(names) + 1 :]:
@@ -127,7 +145,8 @@ def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
     title = f"bias at step {run.kernels[0][0]} (dotted) and {run.kernels[-1][0]}"
     axes.set_title(title, fontsize=10, fontweight="normal")
     axes.set_xlabel("distance")
-    length = 4 * int(run.config.get("seq_length", 128))
+    trained = run.config.get("seq_length")
+    length = 4 * trained if isinstance(trained, int) and 0 < trained < 1 << 22 else 512
     name = str(run.config.get("pos_emb", "none"))
     for (_, values), style in ((run.kernels[0], ":"), (run.kernels[-1], "-")):
         problem = f"{name} has no bias of the distance to draw"

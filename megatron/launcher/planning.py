@@ -28,7 +28,7 @@ from megatron.terminal import PACKAGE
 DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
 HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?")
 RUNNER = "deepspeed.launcher.runner"
-LAUNCHABLE = ("train", "evaluate", "generate")
+LAUNCHABLE = ("train", "evaluate", "eval", "generate")
 
 
 @dataclass(frozen=True)

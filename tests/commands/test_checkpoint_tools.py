@@ -1,4 +1,4 @@
-"""The two command line tools."""
+"""inspect_checkpoint, convert_checkpoint and its GPT-NeoX door, reshard_checkpoint."""
 
 from __future__ import annotations
 
@@ -132,10 +132,37 @@ def test_precision_of_the_output(tmp_path: Path) -> None:
         assert weights["1.embedding.r1"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("option", [["--mp", "2"], ["--pp", "1"]])
+@pytest.mark.parametrize("option", [["--mp", "2"], ["--pp", "1"], ["--pp", "0"]])
 def test_hugging_face_folders_are_not_split(tmp_path: Path, option: list[str]) -> None:
     with pytest.raises(SystemExit):
         convert([str(LOG), str(tmp_path / "out"), "--to", "hf", *option])
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "reason"),
+    [
+        (convert, ["out", "--to", "neox", "--with-kernel-source"], "is for hf"),
+        (convert, ["out", "--to", "native", "--config"], "expected at least one argument"),
+        (inspect, ["--longest", "-1"], "must not be negative"),
+    ],
+)
+def test_a_wrong_option_is_a_line_about_it(
+    command: Any, option: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        command([str(LOG), *option])
+    assert ending.value.code == 2
+    assert reason in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_resharding_never_replaces_the_checkpoint_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("run", "other"):
+        saved_model(tmp_path / name, pos_emb="kerple_log")
+    assert run("reshard_checkpoint", [str(tmp_path / "run"), str(tmp_path / "other")]) == 2
+    assert "is the checkpoint of a run; choose a new directory" in capsys.readouterr().err
+    read_checkpoint(tmp_path / "other")
 
 
 def test_inspection_shows_kernels_and_effective_lengths(

@@ -25,7 +25,10 @@ def test_kerple_works_without_a_checkout(tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(site), str(source)], check=True)
-    assert (site / "megatron" / "py.typed").is_file()
+    package = REPOSITORY / "megatron"
+    data = [path for path in package.rglob("*.*") if path.suffix not in (".py", ".pyc", ".so")]
+    missing = [path for path in data if not (site / path.relative_to(REPOSITORY)).is_file()]
+    assert len(data) > 20 and missing == []
     shutil.copy(REPOSITORY / "configs" / "laptop" / "tiny.yml", tmp_path)
     for arguments, expected in (
         (["--help"], "prepare_data"),
@@ -33,6 +36,7 @@ def test_kerple_works_without_a_checkout(tmp_path: Path) -> None:
             ["deepy", "train", "tiny.yml", "--dry-run"],
             f"{site}/megatron/commands/__main__.py train",
         ),
+        (["deepy", "eval.py", "tiny.yml", "--dry-run"], "megatron/commands/__main__.py eval"),
         (["evaluate", "tiny.yml", "--dry-run"], "pos_emb: kerple_log"),
         (["plot-kernels", "alibi", "--heads", "2"], "alibi.png"),
         (["reproduce", "plan", "--suite", "paper/wikitext103"], "H100 80 GB"),

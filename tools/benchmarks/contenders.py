@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron import attention
-from megatron.model.position_base import PositionalEmbedding
-from megatron.model.position_names import build_positional_embedding, position_options
+from megatron import attention, kernel
+from megatron.model.position_base import TableEmbedding
 
 Contender = Callable[[], Tensor]
 
@@ -42,11 +41,10 @@ class Inputs:
         self.grad = torch.randn(shape).to(device, dtype) if train else None
         self.heads, self.length, self.dim = heads, length, dim
 
-    def kernel(self, name: str) -> PositionalEmbedding:
-        options = position_options(heads=self.heads, head_dim=self.dim, seed=1234)
-        return build_positional_embedding(name, options).to(self.q.device)
+    def kernel(self, name: str) -> TableEmbedding:
+        return kernel(name, heads=self.heads, head_dim=self.dim).to(self.q.device)
 
-    def finish(self, out: Tensor, kernel: PositionalEmbedding | None = None) -> Tensor:
+    def finish(self, out: Tensor, kernel: TableEmbedding | None = None) -> Tensor:
         """The backward pass, if this is training, and no trace of it for the next round."""
         if self.grad is not None:
             out.backward(self.grad)
@@ -118,7 +116,7 @@ def sdpa_causal(inputs: Inputs) -> Contender:
     return run
 
 
-def _dense_log_bias(kernel: PositionalEmbedding, length: int) -> Tensor:
+def _dense_log_bias(kernel: TableEmbedding, length: int) -> Tensor:
     """The log kernel on every pair of positions, [heads, length, length]."""
     values = kernel.kernel_values()
     position = torch.arange(length, dtype=torch.float32)

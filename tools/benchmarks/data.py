@@ -30,7 +30,6 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from .peak_memory import measure
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-PARTS = ("index", "preprocess", "loader")
 CONSUMPTION_STEPS = 60
 
 
@@ -75,20 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     measurements: list[Measurement] = []
-    parts: dict[str, Callable[[argparse.Namespace, Path], list[Measurement]]] = {
-        "index": _measure_index,
-        "preprocess": _measure_preprocess,
-        "loader": _measure_loader,
-    }
-    try:
-        with tempfile.TemporaryDirectory(prefix="benchmark_data_") as folder:
-            for part in args.parts:
-                found = parts[part](args, Path(folder))
-                measurements += found
-                print("\n".join(map(str, found)), flush=True)
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="benchmark_data_") as folder:
+        for part in args.parts:
+            found = PARTS[part](args, Path(folder))
+            measurements += found
+            print("\n".join(map(str, found)), flush=True)
     if args.output:
         content = [{**asdict(m), "holds": m.holds} for m in measurements]
         args.output.write_text(json.dumps(content, indent=2) + "\n")
@@ -271,3 +261,10 @@ def _consumption(metrics: Path) -> float:
     if not rates:
         raise DataError(f"{metrics}: no tokens_per_second in it")
     return float(statistics.median(rates))
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], list[Measurement]]] = {
+    "index": _measure_index,
+    "preprocess": _measure_preprocess,
+    "loader": _measure_loader,
+}

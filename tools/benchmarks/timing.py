@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tabulate import tabulate
+
 
 @dataclass(frozen=True)
 class Timings:
@@ -72,9 +74,4 @@ class Target:
 
 def render_table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first row is its head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+    return tabulate(rows, headers="firstrow", tablefmt="github", disable_numparse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,9 +31,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the checks run, and whether in the short form that tests use."""
+    """Where the checks run, a folder for what they write, and the short form that tests use."""
 
     device: torch.device
+    scratch: Path
     quick: bool = False
 
     @property

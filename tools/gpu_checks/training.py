@@ -35,9 +35,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(settings: Settings, scratch: Path) -> list[Finding]:
+def check(settings: Settings) -> list[Finding]:
     """small_bf16.yml on a text made here, with a smaller batch so that a CPU can follow."""
-    runs = _Runs(settings, scratch)
+    runs = _Runs(settings)
     return [
         guarded(PART, "fifty steps against the CPU", partial(_against_cpu, runs)),
         guarded(PART, "kill and resume", partial(_kill_and_resume, runs)),
@@ -59,10 +59,10 @@ def write_licence_corpus(directory: Path) -> Path:
 class _Runs:
     """Starts train.py with the check's config, changed a little, in a directory of its own."""
 
-    def __init__(self, settings: Settings, scratch: Path) -> None:
-        self.settings, self.scratch = settings, scratch
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.scratch = settings, settings.scratch
         self.steps = 4 if settings.quick else 50
-        self.data = write_licence_corpus(scratch)
+        self.data = write_licence_corpus(self.scratch)
 
     def config(self, name: str, changes: Mapping[str, Any]) -> Path:
         base = NeoXArgs.from_files([str(REPOSITORY / "configs" / "small_bf16.yml")]).to_dict()

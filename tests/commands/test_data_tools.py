@@ -76,6 +76,37 @@ def test_mistakes_exit_with_a_message(
     assert error.startswith("error:") and reason in error and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["prepare_data", "novels", "--input", ""], "an empty path"),
+        (["preprocess_data", "--input", ""], "an empty path"),
+        (["train_tokenizer", "--input", ""], "an empty path"),
+        (["prepare_data", "novels", "--input", ".", "--jsonl-key", "a/b"], "'a/b': cannot be part"),
+        (
+            ["train_tokenizer", "--input", ".", "--output-dir", "x", "--max-megabytes", "0"],
+            "--max-megabytes 0.0: must be above 0",
+        ),
+    ],
+)
+def test_nothing_is_read_after_a_mistake(
+    words: list[str],
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An unset variable of the shell gives an empty path, which is not the current folder."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = command_run(words[0], words[1:])
+    except SystemExit as ending:
+        code = ending.code
+    assert code == 2
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_help_lists_every_corpus(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command_run("prepare_data", ["--help"])

@@ -41,7 +41,21 @@ def test_a_run_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
     folder = write_metrics(tmp_path / "going_on")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
-    assert [step for step, _ in read_run(folder).values["loss"]] == [1, 2, 3, 4, 5]
+    with pytest.warns(UserWarning, match=r"left out 1 line\(s\)"):
+        assert [step for step, _ in read_run(folder).values["loss"]] == [1, 2, 3, 4, 5]
+
+
+def test_what_is_left_out_is_counted_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_metrics(tmp_path / "spoiled")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('not json\n{"loss": 1}\n{"step": 6, "kernel": {"r1": [1.0], "r2": [2.0]}}\n')
+    assert run("plot_run", [str(folder)]) == 0
+    shown = capsys.readouterr()
+    path = folder / "metrics.jsonl"
+    assert shown.err == f"warning: {path}: left out 3 line(s) that are no record of this run\n"
+    assert shown.out == f"{folder / 'plot.png'}\n"
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
