@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +50,52 @@ def settle_accelerator() -> None:
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    settle_matrix_tiles()
+
+
+# A processor's matrix tiles (AMX), which torch multiplies bf16 with.
+
+
+def settle_matrix_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
+    """Keep torch off tiles that a virtual machine lists but does not describe.
+
+    oneDNN then configures none and the first product in bf16 ends the process with SIGILL. To be
+    called before that; whoever sets oneDNN's variable has decided.
+    """
+    try:
+        lists_tiles = "amx_tile" in cpuinfo.read_text(encoding="utf-8").split()
+    except OSError:
+        return
+    if lists_tiles and not _tiles_are_described():
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+_TILE_LEAF = 0x1D
+
+
+def _tiles_are_described() -> bool:
+    """Whether CPUID has a leaf of tile palettes, and a palette in it; True if nobody can tell."""
+    try:
+        return _cpuid(0) >= _TILE_LEAF and _cpuid(_TILE_LEAF) > 0
+    except OSError:  # no memory that may be executed
+        return True
+
+
+def _cpuid(leaf: int) -> int:
+    """EAX of a CPUID leaf, which Python has no other way to ask for."""
+    code = (
+        b"\x53"  # push rbx
+        b"\xb8" + leaf.to_bytes(4, "little") +  # mov eax, leaf
+        b"\x31\xc9"  # xor ecx, ecx
+        b"\x0f\xa2"  # cpuid
+        b"\x5b"  # pop rbx
+        b"\xc3"  # ret
+    )  # fmt: skip
+    everything = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=everything)
+    page.write(code)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    return int(ctypes.CFUNCTYPE(ctypes.c_uint32)(address)())
 
 
 def memory_bytes() -> int | None:

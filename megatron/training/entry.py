@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.atomic_files import check_folder_writable
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import ConfigError, KerpleError, NonFiniteError
-from megatron.launcher.environment import discover_environment
+from megatron.launcher.environment import environment_for
 from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
 from megatron.neox_arguments import NeoXArgs
@@ -38,14 +38,15 @@ def run_and_report(args: NeoXArgs) -> int:
 
     The other codes are those of `control_hooks` and `liveness`; docs/reliability.md lists all.
     """
-    with text_log(args.logging.log_dir, _rank()):
-        return _run(args)
+    rank = environment_for(args.launcher, environ=dict(os.environ)).rank
+    with text_log(args.logging.log_dir, rank):
+        return _run(args, rank)
 
 
-def _run(args: NeoXArgs) -> int:
+def _run(args: NeoXArgs, rank: int) -> int:
     heartbeat, finished = None, False
     try:
-        if args.checkpoint.save and _rank() == 0:
+        if args.checkpoint.save and rank == 0:
             check_folder_writable(Path(args.checkpoint.save), "save =")
         join_job(args)
         check_memory(args)
@@ -53,14 +54,14 @@ def _run(args: NeoXArgs) -> int:
         code = train(args)
         finished = True
     except NonFiniteError as error:
-        _say(error)
+        _say(error, rank)
         return EXIT_DIVERGED
     except BrokenPipeError:
         raise  # the reader of our output has left, as `| head` does: `run_command` knows how to end
     except (KerpleError, OSError, ModuleNotFoundError) as error:
         if describe_error(error) is None:
             raise
-        _say(error)
+        _say(error, rank)
         return EXIT_USER_ERROR
     except RuntimeError as error:
         if not explain(heartbeat, error):
@@ -70,7 +71,7 @@ def _run(args: NeoXArgs) -> int:
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)
-    if code == 0 and _rank() == 0:
+    if code == 0 and rank == 0:
         _hint(args)
     if dist.is_initialized():  # after an error, peers may be gone: leave without a farewell
         dist.destroy_process_group()
@@ -113,12 +114,12 @@ def _processes_here() -> int:
     return 1
 
 
-def _say(error: BaseException) -> None:
+def _say(error: BaseException, rank: int) -> None:
     """`error (rank N): ...`, once for all ranks that would say the same."""
     text = describe_error(error) or str(error)
     if _is_first_to_say(text):
         show_traceback_if_asked(error)
-        print(f"error (rank {_rank()}): {text}", file=sys.stderr, flush=True)
+        print(f"error (rank {rank}): {text}", file=sys.stderr, flush=True)
 
 
 def _is_first_to_say(text: str) -> bool:
@@ -129,13 +130,6 @@ def _is_first_to_say(text: str) -> bool:
         return int(dist.distributed_c10d._get_default_store().add(key, 1)) == 1
     except RuntimeError:  # the rank that keeps the store has left
         return True
-
-
-def _rank() -> int:
-    """This process's rank; until it has joined the job, what a launcher's variables say."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    return discover_environment(dict(os.environ)).rank
 
 
 # `log_dir`: what a rank prints, kept in a file of its own too.
