@@ -23,6 +23,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """The public functions on first use: importing the package must not import torch."""
     if name in _HOMES:
+        from megatron.machine import settle_accelerator
+
+        settle_accelerator()
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

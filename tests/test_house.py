@@ -91,6 +91,28 @@ def test_the_tests_mirror_the_house_file_by_file() -> None:
     assert lost == []
 
 
+HELD_ELSEWHERE = {
+    "commands/__main__.py": "stories/test_installed.py",
+    "engines/cpu_torch.py": "engines/test_engines.py",
+    "engines/triton_backward.py": "engines/test_triton_attention.py",
+    "engines/triton_forward.py": "engines/test_triton_attention.py",
+    "training/resharding.py": "checkpoints/test_universal.py",
+}
+"""Modules that can be tried only through another's front, or as a process of their own."""
+
+
+def test_every_module_has_its_test_file() -> None:
+    """megatron/ROOM/X.py is held by tests/ROOM/test_X.py, or by a file that is named above."""
+    tests, bare = REPOSITORY / "tests", []
+    for path in modules():
+        place = path.relative_to(ROOT)
+        own = tests / place.with_name(f"test_{place.name}")
+        if place.name != "__init__.py" and not own.is_file():
+            bare.append(place.as_posix())
+    assert bare == sorted(HELD_ELSEWHERE)
+    assert [name for name in HELD_ELSEWHERE.values() if not (tests / name).is_file()] == []
+
+
 def test_training_knows_nothing_of_the_paper() -> None:
     for path in (ROOT / "training").glob("*.py"):
         assert "paper" not in set(imports(path)), path

@@ -139,6 +139,7 @@ def find_files(path: str | Path, iteration: int | None = None) -> CheckpointFile
         )
     files = _scan(store.path(step), root)
     if not files.has_weights:
+        store.verify(step)  # names what is gone
         raise CheckpointError(
             f"{files.directory}: holds neither layer_LL-model_MM-model_states.pt nor "
             "mp_rank_MM_model_states.pt files"

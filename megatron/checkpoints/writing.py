@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.checkpoints.placing import with_constraint
 from megatron.checkpoints.reading import Checkpoint
+from megatron.checkpoints.safe_files import synced_save
 from megatron.checkpoints.saved_config import RESOLVED
 from megatron.checkpoints.sharding import (
     Sharding,
@@ -20,7 +21,7 @@ from megatron.checkpoints.sharding import (
     split_name,
     split_weights,
 )
-from megatron.checkpoints.store import write_checksums
+from megatron.checkpoints.store import Sums, write_checksums
 from megatron.errors import CheckpointError, ConfigError
 from megatron.neox_arguments import OWNER
 from megatron.neox_arguments.catalogue import method
@@ -88,13 +89,14 @@ def _write(
     directory = root / f"global_step{iteration}"
     (directory / "configs").mkdir(parents=True)
     (root / "latest").write_text(directory.name, encoding="utf-8")
-    _write_shards(directory, shards, iteration, by_layer=by_layer)
+    sums = _write_shards(directory, shards, iteration, by_layer=by_layer)
     (directory / "configs" / config).write_text(text, encoding="utf-8")
-    write_checksums(directory)
+    write_checksums(directory, sums)
     return directory
 
 
-def _write_shards(directory: Path, shards: Shards, iteration: int, *, by_layer: bool) -> None:
+def _write_shards(directory: Path, shards: Shards, iteration: int, *, by_layer: bool) -> Sums:
+    sums: Sums = {}
     for rank, shard in enumerate(shards):
         module = None
         if by_layer:
@@ -104,12 +106,14 @@ def _write_shards(directory: Path, shards: Shards, iteration: int, *, by_layer: 
                     for name, tensor in shard.items()
                     if split_name(name)[0] == layer
                 }
-                path = directory / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
-                torch.save(content, path)
+                name = f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+                sums[name] = synced_save(content, directory / name)
         else:
             module = {f"sequential.{name}": _own(tensor) for name, tensor in shard.items()}
         state = _training_state(module, iteration, len(shards))
-        torch.save(state, directory / f"mp_rank_{rank:02d}_model_states.pt")
+        name = f"mp_rank_{rank:02d}_model_states.pt"
+        sums[name] = synced_save(state, directory / name)
+    return sums
 
 
 def _own(tensor: Tensor) -> Tensor:

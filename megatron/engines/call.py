@@ -172,6 +172,11 @@ def _check_terms(call: Call) -> None:
     batch, heads, q_len, _ = q.shape
     for name in ("bias", "weight", "key_bias", "sink"):
         x = getattr(call, name)
+        if x is not None and not isinstance(x, Tensor):
+            raise EngineError(
+                f"{name} must be a tensor; got {type(x).__name__}: of a kernel's tables give "
+                "tables.bias and tables.weight"
+            )
         if x is not None and not (x.is_floating_point() and x.device == q.device):
             raise EngineError(
                 f"{name} must be floating and on {q.device}; got {x.dtype} on {x.device}"
@@ -182,7 +187,7 @@ def _check_terms(call: Call) -> None:
         if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < k_len:
             raise EngineError(
                 f"{name} must be a table [heads={heads}, at least {k_len} distances]; got"
-                f" {tuple(table.shape)}: compute the table for the length of the keys"
+                f" {tuple(table.shape)}: compute it for these heads and the length of the keys"
             )
     shapes = [(b, h, k_len) for b in (1, batch) for h in (1, heads)]
     if call.key_bias is not None and tuple(call.key_bias.shape) not in shapes:

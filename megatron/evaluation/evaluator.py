@@ -36,6 +36,7 @@ from megatron.evaluation.tasks import (
 )
 from megatron.generation.pretrained import Subject
 from megatron.mpu.job import Ranks, join_evaluation
+from megatron.neox_arguments.allowed_code import allow_flags
 from megatron.terminal import (
     EXIT_USER_ERROR,
     install_command,
@@ -67,7 +68,7 @@ def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     code = evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
     config = subject.checkpoint / "configs" / "resolved.yml"
     if code == 0 and ranks.is_main and config.is_file():
-        say_next(f"{shown_command('generate')} {config}")
+        say_next(f"{shown_command('generate')} {config}{allow_flags(args.model.pos_emb)}")
     return code
 
 

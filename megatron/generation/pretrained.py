@@ -24,7 +24,7 @@ from megatron.checkpoints.universal import PARAMETERS
 from megatron.errors import EvaluationError, GenerationError
 from megatron.model import GPTModel
 from megatron.model.position_names import canonical_name
-from megatron.neox_arguments import NeoXArgs, catalogue
+from megatron.neox_arguments import NeoXArgs, allowed_code
 
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def load_pretrained(
     A checkpoint with a kernel of your own loads if its module is imported already, or with
     `allow_kernel="package.module:Class"`: what a checkpoint names is never imported by itself.
     """
-    catalogue.allow_kernel(allow_kernel)
+    allowed_code.allow_kernel(allow_kernel)
     checkpoint = read_checkpoint(path, iteration=iteration, config=config)
     model = PretrainedModel(checkpoint)
     if dtype is None:

@@ -20,7 +20,8 @@ from megatron.model.position_base import (
     PositionOptions,
     TableEmbedding,
 )
-from megatron.neox_arguments.catalogue import aliases, canonical_method, is_allowed, is_import_path
+from megatron.neox_arguments.allowed_code import allow_kernel, is_allowed, is_import_path
+from megatron.neox_arguments.catalogue import aliases, canonical_method
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.run_keys import RuntimeArgs
 from megatron.neox_arguments.validation import describe_validation_error
@@ -99,6 +100,7 @@ def build_positional_embedding(name: str, options: PositionOptions) -> Positiona
 # tables = log(512)                      # tables.bias is [12, 512], differentiable
 # out = attention(q, k, v, tables.bias, tables.weight)
 
+_ACTS_ON = {"rotation": "q and k", "input": "the input embeddings", "none": "nothing"}
 _SEED = RuntimeArgs.model_fields["seed"].default
 
 
@@ -136,12 +138,14 @@ def kernel(
     belongs to keys d positions before the query: score = q.k / sqrt(head_dim) * weight + bias.
     T5's bias (`rpe`) and `kerple_bias_scale="pre"` depend on head_dim and ask for it.
     """
+    if is_import_path(name):
+        allow_kernel(name)  # the caller named it, no file
     options = position_options(heads=heads, head_dim=head_dim, seed=seed, **keys)
     embedding = build_positional_embedding(name, options)
     if not isinstance(embedding, TableEmbedding):
         raise PositionalEmbeddingError(
             f"kernel({name!r}): this method has no table over distance (it acts on "
-            f"{'q and k' if embedding.kind == 'rotation' else 'the input embeddings'}); "
+            f"{_ACTS_ON[embedding.kind]}); "
             "build the model with pos_emb instead, or choose a method with tables."
         )
     return embedding

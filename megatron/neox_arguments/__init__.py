@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.errors import ConfigError
+from megatron.neox_arguments.allowed_code import allow_kernel
 from megatron.neox_arguments.arguments import GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
-from megatron.neox_arguments.catalogue import allow_kernel
 from megatron.neox_arguments.command_line import decode_config, encode_config, parse_command_line
 from megatron.neox_arguments.optimization_keys import BatchPlan
 

@@ -3,21 +3,15 @@
 Registry, config check, dry run, config reference, tables, figures, reports, model cards and the
 conversion to other codes' files read this list. A new method is one class (in
 `megatron/model/positional_embeddings.py`) and one line here. A name that is not in it may still be
-registered, or be `module:ClassName`: a kernel of your own needs no line. The second half of this
-file says whose `module:ClassName` is imported.
+registered, or be `module:ClassName`: a kernel of your own needs no line.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from megatron.atomic_files import read_json
 from megatron.errors import ConfigError, UnknownPositionalEmbeddingError
 from megatron.neox_arguments.model_keys import ModelArgs
 
@@ -178,94 +172,3 @@ def check_position_name(name: str) -> None:
         raise ConfigError(
             f"pos_emb = {name!r:.80}: importing it failed with {type(error).__name__}: {error}."
         ) from error
-
-
-# Who may name code that is imported: the user, never a file that came with a checkpoint.
-#
-# `pos_emb: package.module:Class` imports a module, and importing runs it. The name is obeyed when
-# it comes from the command line, from a YAML file outside any checkpoint or run folder, or from
-# `load_pretrained(allow_kernel=...)`; a class that this process has imported already needs no
-# leave. Folders are packages to Python: a checkpoint below the working directory could bring its
-# own module.
-
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-# Beside these names, a folder is a run, a checkpoint or a Hugging Face model.
-_MARKS = ("checksums.json", "metrics.jsonl", "resolved.yml")
-_allowed: set[str] = set()
-
-
-def is_import_path(name: str) -> bool:
-    """Whether `name` has the form package.module:Class."""
-    return _IMPORT_PATH.fullmatch(name) is not None
-
-
-def allow_kernel(names: str | Iterable[str] | None) -> None:
-    """Let `pos_emb` name these classes (package.module:Class) from now on, in this process."""
-    for name in [names] if isinstance(names, str) else names or ():
-        if not is_import_path(name):
-            raise ConfigError(f"allow_kernel {name!r:.80}: expected package.module:ClassName.")
-        _allowed.add(name)
-
-
-def is_allowed(name: str) -> bool:
-    """Whether the user named this class."""
-    return name in _allowed
-
-
-def without_code(source: str | Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config file, if the user wrote it; else none that decide what is executed.
-
-    A file inside a run or checkpoint folder may have come with it.
-    """
-    classes = [*kernels_in(values), *_tasks_in(values)]
-    programs = [key for key in ("eval_include_path", "launcher_args") if values.get(key)]
-    if not classes and not programs:
-        return values
-    if not is_inside_checkpoint(source):
-        allow_kernel(kernels_in(values))
-        return values
-    for name in classes:
-        if is_allowed(name):
-            continue
-        raise ConfigError(
-            f"{source}: {name!r:.80} names a class to import, and this file lies in a "
-            f"checkpoint's or run's folder, which may have come from somebody else. If the class "
-            f"is yours, add --allow-kernel {name:.80}."
-        )
-    for key in programs:
-        print(
-            f"warning: {source}: {key} is not obeyed, because it names programs and the file lies "
-            f"in a checkpoint's or run's folder; give it with --set {key}=...",
-            file=sys.stderr,
-        )
-    return {key: value for key, value in values.items() if key not in programs}
-
-
-def kernels_in(values: Mapping[str, Any]) -> list[str]:
-    """The classes of the user's own that a config names as pos_emb."""
-    name = values.get("pos_emb")
-    return [name] if isinstance(name, str) and is_import_path(name) else []
-
-
-def _tasks_in(values: Mapping[str, Any]) -> list[str]:
-    tasks = values.get("eval_tasks")
-    listed = tasks if isinstance(tasks, list) else [tasks]
-    return [task for task in listed if isinstance(task, str) and is_import_path(task)]
-
-
-def is_inside_checkpoint(path: str | Path) -> bool:
-    """Whether a file lies in a run's, a checkpoint's or a Hugging Face model's folder."""
-    given = Path(path).absolute()
-    folders = {*given.parents, *given.resolve().parents}
-    return any(_is_checkpoint_folder(folder) for folder in folders)
-
-
-def _is_checkpoint_folder(folder: Path) -> bool:
-    try:
-        if folder.name.startswith("global_step") or any((folder / m).is_file() for m in _MARKS):
-            return True
-        return any(folder.glob("global_step*")) or "model_type" in (
-            read_json(folder / "config.json") or {}
-        )
-    except OSError:
-        return True  # a folder that cannot be looked into is not known to be the user's

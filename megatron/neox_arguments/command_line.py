@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, KerpleError
+from megatron.neox_arguments.allowed_code import allow_kernel, kernels_in
 from megatron.neox_arguments.arguments import GROUPS, OWNER, NeoXArgs
-from megatron.neox_arguments.catalogue import allow_kernel, kernels_in
 from megatron.terminal import print_error
 
 HOSTFILE_VARIABLE = "DLTS_HOSTFILE"

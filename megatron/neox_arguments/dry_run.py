@@ -53,7 +53,8 @@ def _parameter_section(args: NeoXArgs) -> str:
         ("head" if count.head else "head (tied to the embedding)", count.head),
         ("total", count.total),
     ]
-    lines = [f"{name:34s} {number:>18,}" for name, number in rows]
+    width = max(34, *(len(name) for name, _ in rows))
+    lines = [f"{name:{width}s} {number:>18,}" for name, number in rows]
     notes = [f"note: {text}" for text in count.assumptions]
     title = f"# parameters (vocabulary padded to {count.padded_vocab_size:,})"
     return "\n".join([title, *lines, *notes])

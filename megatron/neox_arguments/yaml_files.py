@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.catalogue import allow_kernel, kernels_in, without_code
+from megatron.neox_arguments.allowed_code import allow_kernel, kernels_in, without_code
 from megatron.neox_arguments.normalize import NESTED_BLOCKS, enabled_blocks, normalize
 from megatron.neox_arguments.values import copy_plain
 

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
-from megatron.neox_arguments.catalogue import kernels_in
+from megatron.neox_arguments.allowed_code import kernels_in
 from megatron.paper.result_fit import done_steps, is_finished
 from megatron.paper.run_files import (
     RunState,

@@ -13,15 +13,18 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads_within
-from megatron.model.position_base import DistanceKernel, TableEmbedding
-from megatron.model.position_names import build_positional_embedding, position_options
-from megatron.neox_arguments.catalogue import label_of
+from megatron.model.position_base import DistanceKernel, Exponent, TableEmbedding
+from megatron.model.position_names import (
+    build_positional_embedding,
+    position_options,
+    positional_embedding_class,
+)
+from megatron.neox_arguments.catalogue import label_of, method
 from megatron.paper import style
 from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet
 
 FloatArray = NDArray[np.float64]
-_PLOTTED = ("kerple_log", "kerple_power", "kerple_log3", "kerple_bias_wht", "alibi")
 _LOWEST_BIAS = -8.0
 _EFFECTIVE_MAX_DISTANCE = 20480
 _KernelLine = tuple[str, Mapping[str, list[float]], str, str, str]
@@ -59,6 +62,17 @@ def kernel_plots(results: ResultSet, data: Sequence[DataSet], heads: int) -> Ite
     yield style.Plot("parameters", "Learned r1 and r2", "One point per head and seed.", learned)
 
 
+def _kernels_with_bias(results: ResultSet) -> dict[str, type[TableEmbedding]]:
+    """The classes of the methods that were trained and add to scores, by name in their order."""
+    names = dict.fromkeys(item.run.method for item in results.runs)
+    classes = {name: positional_embedding_class(name) for name in names if method(name)}
+    return {
+        name: cls
+        for name, cls in classes.items()
+        if issubclass(cls, TableEmbedding) and "bias" in cls.table_names
+    }
+
+
 def first_kernel(results: ResultSet, data: str, name: str) -> Mapping[str, list[float]] | None:
     """Of the first seed whose kernel can be drawn; ALiBi's needs no parameters."""
     for run in results.of(data, name):
@@ -71,16 +85,19 @@ def kernel_functions(
     results: ResultSet, data: Sequence[DataSet], heads: int, max_distance: int
 ) -> Figure | None:
     """Bias against distance, one line per head; rows are data sets, columns are kernels."""
+    highest = 0.4
 
     def draw(axes: Axes, bias: FloatArray) -> None:
+        nonlocal highest
         for line, color in _by_reach(bias):
             axes.plot(np.arange(1, bias.shape[1]), line[1:], color=color, linewidth=1.5)
         axes.axhline(EFFECTIVE_BIAS, color="#D55E00", linestyle="--", linewidth=1)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_ylim(_LOWEST_BIAS, 0.4)
+        highest = max(highest, 1.05 * float(bias.max()))
+        axes.set_ylim(_LOWEST_BIAS, highest)
 
-    return _kernel_grid(results, data, _PLOTTED, heads, max_distance, draw, sharey=True)
+    return _kernel_grid(results, data, heads, max_distance, draw, sharey=True)
 
 
 def kernels_on_paper_axes(
@@ -94,15 +111,13 @@ def kernels_on_paper_axes(
         axes.set_xlim(0, bias.shape[1] - 1)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
 
-    names = ("kerple_log", "kerple_power", "alibi")
-    return _kernel_grid(results, data, names, heads, max_distance, draw, sharey=False)
+    return _kernel_grid(results, data, heads, max_distance, draw, sharey=False)
 
 
 @style.figure_style()
 def _kernel_grid(
     results: ResultSet,
     data: Sequence[DataSet],
-    candidates: Sequence[str],
     heads: int,
     max_distance: int,
     draw: Callable[[Axes, FloatArray], None],
@@ -110,6 +125,7 @@ def _kernel_grid(
     sharey: bool,
 ) -> Figure | None:
     """A panel for each data set and each kernel that was trained on any of them."""
+    candidates = _kernels_with_bias(results)
     found = {
         (item.name, name): kernel
         for item in data
@@ -149,7 +165,7 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
     """Number of heads with effective length <= distance: the paper's Figure on cut-offs."""
     names = [
         name
-        for name in ("kerple_power", "kerple_log", "kerple_log3")
+        for name in _kernels_with_bias(results)
         if any(first_kernel(results, item.name, name) for item in data)
     ]
     if not names:
@@ -162,8 +178,8 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
             for index, (item, kernel) in enumerate(found)
             if kernel is not None
         ]
-        for method, kernel, label, color, dashes in [*lines, _EFFECTIVE_ALIBI]:
-            bias = kernel_bias(method, kernel, heads, _EFFECTIVE_MAX_DISTANCE + 1)
+        for drawn, kernel, label, color, dashes in [*lines, _EFFECTIVE_ALIBI]:
+            bias = kernel_bias(drawn, kernel, heads, _EFFECTIVE_MAX_DISTANCE + 1)
             if bias is not None:
                 reach = effective_length(torch.from_numpy(bias), _EFFECTIVE_MAX_DISTANCE)
                 counts = heads_within(reach, _EFFECTIVE_MAX_DISTANCE).numpy()[1:]
@@ -184,15 +200,15 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
 @style.figure_style()
 def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | None:
     """r1 against r2, one point per head and seed."""
-    names = [
-        name
-        for name in ("kerple_log", "kerple_power", "kerple_log3")
+    shown = {
+        name: cls
+        for name, cls in _kernels_with_bias(results).items()
         if any(_with_r1_and_r2(results, item, name) for item in data)
-    ]
-    if not names:
+    }
+    if not shown:
         return None
-    figure, grid = style.new_panels(len(names))
-    for axes, name in zip(grid[0], names, strict=True):
+    figure, grid = style.new_panels(len(shown))
+    for axes, (name, cls) in zip(grid[0], shown.items(), strict=True):
         for index, item in enumerate(data):
             color, marker = style.data_color(index)
             kernels = _with_r1_and_r2(results, item, name)
@@ -210,7 +226,8 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
                     linewidths=0.6,
                     label=item.title,
                 )
-        meaning = "exponent r₂" if name == "kerple_power" else "inner scale r₂"
+        of_r2 = cls.learnable.get("r2") if issubclass(cls, DistanceKernel) else None
+        meaning = "exponent r₂" if isinstance(of_r2, Exponent) else "inner scale r₂"
         style.finish_axes(axes, title=label_of(name), xlabel="scale r₁", ylabel=meaning)
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -231,7 +248,7 @@ def kernels_over_training(results: ResultSet, data: Sequence[DataSet]) -> Figure
     shown = [
         (item, name, run)
         for item in data
-        for name in ("kerple_log", "kerple_power")
+        for name in _kernels_with_bias(results)
         for run in results.of(item.name, name)[:1]
         if len(run.kernel_path) > 1
     ]

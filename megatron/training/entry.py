@@ -20,6 +20,7 @@ from megatron.launcher.environment import environment_for
 from megatron.machine import memory_bytes
 from megatron.mpu.job import join_job
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.allowed_code import allow_flags
 from megatron.neox_arguments.dry_run import memory_shortage
 from megatron.terminal import (
     EXIT_USER_ERROR,
@@ -85,7 +86,8 @@ def _hint(args: NeoXArgs) -> None:
     newest = CheckpointStore(Path(args.checkpoint.save)).newest()
     if newest is not None:
         configs = Path(args.checkpoint.save) / f"global_step{newest}" / "configs"
-        say_next(f"{shown_command('evaluate')} {configs / 'resolved.yml'}")
+        allowed = allow_flags(args.model.pos_emb)
+        say_next(f"{shown_command('evaluate')} {configs / 'resolved.yml'}{allowed}")
 
 
 def check_memory(args: NeoXArgs) -> None:

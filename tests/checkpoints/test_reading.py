@@ -13,8 +13,16 @@ import megatron
 from megatron.checkpoints import find_files, read_checkpoint
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.store import write_checksums
+from megatron.checkpoints.writing import write_native
 from megatron.errors import CheckpointError
-from tests.checkpoints.small_models import logits_of, saved_model, small_args, tokens
+from tests.checkpoints.small_models import (
+    at_rest,
+    logits_of,
+    random_model,
+    saved_model,
+    small_args,
+    tokens,
+)
 from tests.conftest import FIXTURES
 
 LOG = FIXTURES / "official_kerple_log"
@@ -57,6 +65,14 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes | None) -> None:
     path.write_bytes(path.read_bytes()[:3000] if content is None else content)
     with pytest.raises(CheckpointError, match=r"layer_02-model_00-model_states\.pt"):
         megatron.load_pretrained(run)
+
+
+def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:
+    args = small_args(pos_emb="kerple_log")
+    write_native(at_rest(random_model(args), args), tmp_path)
+    (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"damaged: mp_rank_00_model_states\.pt is missing"):
+        megatron.load_pretrained(tmp_path)
 
 
 def test_missing_shards_are_all_listed(tmp_path: Path) -> None:

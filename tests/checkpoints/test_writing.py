@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import megatron
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf.folder import write_hf
+from megatron.checkpoints.store import ChecksummedFile
 from megatron.checkpoints.writing import write_native, write_neox
 from megatron.errors import CheckpointError
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS
@@ -149,6 +152,19 @@ def test_what_neox_lacks_is_refused_by_name(
     args = small_args(**changes)
     with pytest.raises(CheckpointError, match=named):
         write_neox(at_rest(random_model(args), args), tmp_path)
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.save alone would say where it lost its place in the file, in a RuntimeError."""
+    args = small_args(pos_emb="kerple_log")
+    original = at_rest(random_model(args), args)
+    monkeypatch.setattr(ChecksummedFile, "write", _full)
+    with pytest.raises(OSError, match="No space left"):
+        write_native(original, tmp_path)
+
+
+def _full(file: ChecksummedFile, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_precision_can_be_chosen_and_kernels_stay_exact(tmp_path: Path) -> None:

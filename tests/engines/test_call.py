@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron import kernel
 from megatron.engines import attention
 from megatron.engines.cpu import tiled_forward_with_count
 from megatron.errors import EngineError
@@ -345,6 +346,12 @@ BAD = {
     "integers": (lambda q, k, v: (q.int(), k.int(), v.int()), "one floating dtype"),
     "empty": (lambda q, k, v: (q[:, :, :0], k, v), "must not be empty"),
 }
+
+
+def test_a_kernels_tables_are_given_one_by_one() -> None:
+    tables = kernel("kerple_log", heads=2)(32)
+    with pytest.raises(EngineError, match=r"bias must be a tensor; got Tables.*tables\.bias"):
+        attention(*plain(), tables)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -47,10 +47,31 @@ def test_a_method_that_needs_head_dim_asks_for_it() -> None:
 def test_what_cannot_be_built_says_why() -> None:
     with pytest.raises(PositionalEmbeddingError, match="q and k"):
         kernel("rotary", heads=4, head_dim=16)
+    with pytest.raises(PositionalEmbeddingError, match="acts on nothing"):
+        kernel("none", heads=4)
     with pytest.raises(UnknownPositionalEmbeddingError, match="kerple_log"):
         kernel("kerple_lgo", heads=4)
     with pytest.raises(ConfigError, match="kerple_constraint"):
         kernel("kerple_log", heads=4, kerple_constraint="hard")
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_length_without_distances_is_refused(length: int) -> None:
+    log = kernel("kerple_log", heads=4)
+    log(64)
+    with pytest.raises(PositionalEmbeddingError, match=f"length = {length}"):
+        log(length)
+
+
+def test_a_class_that_the_caller_names_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (Path(__file__).parents[2] / "examples" / "custom_kernel.py").read_text()
+    (tmp_path / "named_by_caller.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert kernel("named_by_caller:RationalKernel", heads=4)(9).bias.shape == (4, 9)
+    with pytest.raises(UnknownPositionalEmbeddingError, match="cannot be imported"):
+        kernel("no_such_module:Kernel", heads=4)
 
 
 def test_the_package_imports_no_torch_until_it_is_asked() -> None:
