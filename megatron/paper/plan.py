@@ -138,7 +138,7 @@ def plan_text(suite: Suite) -> str:
     """The run matrix by section, then what it takes."""
     costs = {run.name: estimate_cost(run) for run in suite.runs}
     head = ["section", "methods", "data", "seeds", "runs", "steps/run", "tokens"]
-    head += ["on", "time/run", "in all", "disk"]
+    head += ["on", "longest run", "in all", "disk"]
     rows, counted = [], set[str]()
     for section in suite.sections:
         runs = suite.runs_of(section)
@@ -214,7 +214,7 @@ def _gpu_lines(costs: Sequence[tuple[Run, Cost]]) -> list[str]:
             rows.append([*row, model, f"{_time(hours / count)}{gpus}", f"{_bytes(memory)}{fits}"])
             row = ["", "", "", ""]
     head = ["GPU (estimates)", "all runs", "evaluation", "at the longest length"]
-    head += ["model", "time/run", "memory/GPU"]
+    head += ["model", "longest run", "memory/GPU"]
     return [
         "",
         text_table(head, rows, ["left", "right", "right", "right", "left"]),
