@@ -22,12 +22,14 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """The public functions on first use: importing the package must not import torch."""
-    if name in _HOMES:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "load_pretrained":  # the one that stands on DeepSpeed
         from megatron.machine import settle_accelerator
 
         settle_accelerator()
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -63,7 +63,7 @@ def settle_matrix_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
     called before that; whoever sets oneDNN's variable has decided.
     """
     try:
-        lists_tiles = "amx_tile" in cpuinfo.read_text(encoding="utf-8").split()
+        lists_tiles = "amx_tile" in cpuinfo.read_text(encoding="utf-8", errors="replace").split()
     except OSError:
         return
     if lists_tiles and not _tiles_are_described():

@@ -139,12 +139,23 @@ def find_files(path: str | Path, iteration: int | None = None) -> CheckpointFile
         )
     files = _scan(store.path(step), root)
     if not files.has_weights:
-        store.verify(step)  # names what is gone
+        _check_nothing_is_gone(files.directory)
         raise CheckpointError(
             f"{files.directory}: holds neither layer_LL-model_MM-model_states.pt nor "
             "mp_rank_MM_model_states.pt files"
         )
     return files
+
+
+def _check_nothing_is_gone(directory: Path) -> None:
+    listed = read_checksums(directory) or {}
+    gone = [name for name in listed if not (directory / name).is_file()]
+    if gone:
+        more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+        raise CheckpointError(
+            f"{directory} is damaged: {', '.join(gone[:3])}{more} missing. Copy it again, or take "
+            "another step (--iteration N)."
+        )
 
 
 def open_files(path: str | Path, iteration: int | None = None) -> CheckpointFiles:

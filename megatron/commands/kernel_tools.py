@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron.atomic_files import check_writable
 from megatron.errors import KerpleError
 from megatron.machine import settle_accelerator
-from megatron.neox_arguments import allow_kernel
 from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.command_line import add_checkpoint_arguments
 from megatron.terminal import command_parser
@@ -81,8 +80,6 @@ def _named(name: str, options: argparse.Namespace) -> Any:
     """A method's module as it starts, or that of a class of the user's own."""
     from megatron.model.position_names import kernel
 
-    if ":" in name:
-        allow_kernel(name)  # the user has named it here
     return kernel(name, heads=options.heads, head_dim=options.head_dim)
 
 

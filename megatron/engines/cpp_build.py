@@ -132,7 +132,7 @@ def _cache_directory() -> Path:
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not is_private(base):
-            base = base / f"user-{os.getuid()}"  # shared among users: a place of one's own in it
+            base = base / f"user-{os.getuid()}"  # shared, or a link: a place of one's own in it
             base.mkdir(exist_ok=True, mode=0o700)
         if not is_private(base):
             raise PermissionError(f"{base} belongs to somebody else")

@@ -136,7 +136,8 @@ def kernel(
 
     Column d of `tables.bias` and `tables.weight` ([heads, length], None where the method has none)
     belongs to keys d positions before the query: score = q.k / sqrt(head_dim) * weight + bias.
-    T5's bias (`rpe`) and `kerple_bias_scale="pre"` depend on head_dim and ask for it.
+    T5's bias (`rpe`) and `kerple_bias_scale="pre"` depend on head_dim and ask for it. A class of
+    your own, `package.module:Class`, is imported, which runs it: no name to take from a stranger.
     """
     if is_import_path(name):
         allow_kernel(name)  # the caller named it, no file
@@ -145,7 +146,7 @@ def kernel(
     if not isinstance(embedding, TableEmbedding):
         raise PositionalEmbeddingError(
             f"kernel({name!r}): this method has no table over distance (it acts on "
-            f"{_ACTS_ON[embedding.kind]}); "
+            f"{_ACTS_ON.get(embedding.kind, embedding.kind)}); "
             "build the model with pos_emb instead, or choose a method with tables."
         )
     return embedding

@@ -1,9 +1,10 @@
 """Who may name code that is imported: the user, never a file that came with a checkpoint.
 
 `pos_emb: package.module:Class` imports a module, and importing runs it. The name is obeyed when it
-comes from the command line, from a YAML file outside any checkpoint or run folder, or from
-`load_pretrained(allow_kernel=...)`; a class that this process has imported already needs no leave.
-Folders are packages to Python: a checkpoint below the working directory could bring its own module.
+comes from the command line, from a YAML file outside any checkpoint or run folder, from
+`load_pretrained(allow_kernel=...)`, or from whoever calls `kernel("package.module:Class")`; a class
+that this process has imported already needs no leave. Folders are packages to Python: a checkpoint
+below the working directory could bring its own module.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.atomic_files import read_json
+from megatron.atomic_files import CHECKSUMS, read_json
 from megatron.errors import ConfigError
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Beside these names, a folder is a run, a checkpoint or a Hugging Face model.
-_MARKS = ("checksums.json", "metrics.jsonl", "resolved.yml")
+_MARKS = (CHECKSUMS, "metrics.jsonl", "resolved.yml")
 _allowed: set[str] = set()
 
 

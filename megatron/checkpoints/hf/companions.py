@@ -266,7 +266,9 @@ def _evaluation(root: Path, iteration: int) -> str:
         result = read_json(path) or {}
         if result.get("task") == "extrapolation" and result.get("iteration") == iteration:
             # what cannot be read is left out of the card
-            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            with contextlib.suppress(
+                AttributeError, KeyError, TypeError, ValueError, OverflowError
+            ):
                 tables.append(_extrapolation(result))
     return "## Evaluation\n\n" + "\n".join(tables) if tables else ""
 
