@@ -45,7 +45,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     from megatron.atomic_files import check_writable
 
     for name, value in vars(options).items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+        sizes = value if isinstance(value, list) else [value]
+        if any(type(size) is int and size < 1 for size in sizes):
             parser.error(f"--{name}: must be at least 1")
         if name in ("json", "output") and value is not None:
             check_writable(value, f"--{name}")

@@ -284,14 +284,15 @@ def _plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     taken = CheckpointStore(target).path(step)
     if taken.exists() and not is_universal(taken):
         raise CheckpointError(f"{taken}: is the checkpoint of a run; choose a new directory")
-    check_folder_writable(target, "NEW_DIRECTORY")
     try:
-        return step, int(read_layout(store.path(step))["world_size"])
+        world_size = int(read_layout(store.path(step))["world_size"])
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}; only checkpoints that train.py wrote can be resharded. For weights alone "
             "use tools/convert_checkpoint.py"
         ) from error
+    check_folder_writable(target, "NEW_DIRECTORY")
+    return step, world_size
 
 
 def _run_ranks(

@@ -42,7 +42,7 @@ class RunMetrics:
 
 def read_run(directory: Path) -> RunMetrics:
     """metrics.jsonl and, for the kernel's name, manifest.json."""
-    from megatron.paper.run_files import finite, kernel_values, read_metrics
+    from megatron.paper.run_files import finite, kernel_values, read_metrics, same_heads
 
     path = directory / "metrics.jsonl" if directory.is_dir() else directory
     if not path.is_file():
@@ -59,7 +59,7 @@ def read_run(directory: Path) -> RunMetrics:
                 run.values.setdefault(name, []).append((step, number))
         kernel = record.get("kernel")
         if isinstance(kernel, dict) and (values := kernel_values(kernel)):
-            if _same_heads(values, run.kernels[0][1] if run.kernels else values):
+            if same_heads(values, run.kernels[0][1] if run.kernels else values):
                 run.kernels.append((step, values))
             else:
                 left_out += 1
@@ -69,14 +69,6 @@ def read_run(directory: Path) -> RunMetrics:
         text = f"{path}: left out {left_out} line(s) that are no record of this run"
         warnings.warn(text, stacklevel=2)
     return run
-
-
-def _same_heads(
-    values: Mapping[str, Sequence[float]], first: Mapping[str, Sequence[float]]
-) -> bool:
-    """Whether there are the parameters of the first record, for as many heads each."""
-    heads = {len(numbers) for kernel in (values, first) for numbers in kernel.values()}
-    return values.keys() == first.keys() and len(heads) == 1 and 0 not in heads
 
 
 def draw(runs: Sequence[RunMetrics], out: Path) -> None:

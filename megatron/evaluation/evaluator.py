@@ -54,7 +54,7 @@ BUILT_IN = (perplexity, retrieval, context_use, ruler)
 
 Result = TypeVar("Result")
 DEFAULT_TASKS = ("extrapolation",)
-NO_SPLIT = "do_valid and do_test are both false; leave one of them out"
+NO_SPLIT = "nothing to measure: do_valid and do_test are both false; leave one of them out"
 
 
 def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
@@ -68,7 +68,7 @@ def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     code = evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
     config = subject.checkpoint / "configs" / "resolved.yml"
     if code == 0 and ranks.is_main and config.is_file():
-        say_next(f"{shown_command('generate')} {config}{allow_flags(args.model.pos_emb)}")
+        say_next(f"{shown_command('generate')} {config}{allow_flags(args.to_dict())}")
     return code
 
 
@@ -95,7 +95,8 @@ class Evaluation:
                 return step()
             except ValueError as error:
                 failures.append(name)
-                show_traceback_if_asked(error)
+                if self.ranks.is_main:
+                    show_traceback_if_asked(error)
                 self.say(f"error: {name}: {error}", error=True)
                 return None
 
@@ -146,9 +147,10 @@ class Evaluation:
         if cells.resumed:
             self.say(f"{name}: continues an interrupted evaluation ({cells.resumed} parts done)")
         results = task.run(self._context(cells, bar))
-        if not cells.any_known and (cells.errors or not results):
+        if cells.all_failed or not results:
             reasons = [error["error"] for error in cells.errors]
-            raise EvaluationError("; ".join(reasons) or "nothing to measure: " + NO_SPLIT)
+            nothing = "the task measured nothing" if self.options.splits else NO_SPLIT
+            raise EvaluationError("; ".join(reasons) or nothing)
         provenance = self._provenance(task, parameters)
         content = {**provenance, "results": results, "errors": cells.errors}
         self.store.publish(name, key, content)

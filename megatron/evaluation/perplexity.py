@@ -184,7 +184,12 @@ class Sliding(TaskByLength):
     """
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        own = {"stride": options.eval_stride, "train_length": options.train_length}
+        own: dict[str, Any] = {
+            "stride": options.eval_stride,
+            "train_length": options.train_length,
+        }
+        if any(len(token_files(options.data, split)) > 1 for split in options.splits):
+            own["files_scored"] = "all"  # once it was the first one
         return {**super().parameters(options), **own}
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
@@ -202,9 +207,12 @@ class Sliding(TaskByLength):
                 f"eval_stride = {stride} is longer than the window of {length}: tokens would be "
                 "left out; use a stride of at most the length"
             )
+        longest = max(context.options.eval_lengths)
+        usable = [file for file in files if file.predictable >= longest]
+        usable = usable or [max(files, key=lambda file: file.predictable)]
         readers, scored_tokens = [], []
-        for file in files:
-            total = min(file.predictable, _wanted(context.options, len(files)))
+        for file in usable:
+            total = min(file.predictable, _wanted(context.options, len(usable)))
             if total < length:
                 raise EvaluationError(
                     f"the {split} split of {file.prefix} holds {total} tokens to predict, fewer "

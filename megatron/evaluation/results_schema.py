@@ -190,15 +190,17 @@ class Cells:
         saved = read_json(path) if ranks.is_main else None
         self._cells: dict[str, Any] = ranks.broadcast((saved or {}).get("cells", {}))
         self.resumed = len(self._cells)
+        self._tried = False
         self.errors: list[dict[str, Any]] = []
 
     @property
-    def any_known(self) -> bool:
-        """Whether at least one part has been measured."""
-        return bool(self._cells)
+    def all_failed(self) -> bool:
+        """Whether parts were tried, and none could be measured."""
+        return self._tried and not self._cells
 
     def get(self, name: str, compute: Callable[[], Any]) -> Any:
         """The named part, computed unless an interrupted run already did."""
+        self._tried = True
         if name not in self._cells:
             self._cells[name] = compute()
             if self._ranks.is_main:

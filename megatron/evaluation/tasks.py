@@ -183,7 +183,7 @@ def imported_task(reference: str) -> EvaluationTask:
         ) from error
     if not (isinstance(found, type) and issubclass(found, EvaluationTask)):
         raise EvaluationError("is not an evaluation task; derive the class from EvaluationTask")
-    if not found.name:
+    if not vars(found).get("name"):  # its own: results of a derived task are not its parent's
         found.name = class_name
     try:
         return found()

@@ -37,9 +37,10 @@ def allow_kernel(names: str | Iterable[str] | None) -> None:
         _allowed.add(name)
 
 
-def allow_flags(pos_emb: str) -> str:
-    """What a command line needs to obey a saved config with this `pos_emb`; with a space before."""
-    return f" --allow-kernel {pos_emb}" if is_import_path(pos_emb) else ""
+def allow_flags(values: Mapping[str, Any]) -> str:
+    """What a command line needs to obey this config from a run's folder; with a space before."""
+    classes = [*kernels_in(values), *_tasks_in(values)]
+    return "".join(f" --allow-kernel {name}" for name in classes)
 
 
 def is_allowed(name: str) -> bool:

@@ -74,9 +74,11 @@ def _kernels_with_bias(results: ResultSet) -> dict[str, type[TableEmbedding]]:
 
 
 def first_kernel(results: ResultSet, data: str, name: str) -> Mapping[str, list[float]] | None:
-    """Of the first seed whose kernel can be drawn; ALiBi's needs no parameters."""
+    """Of the first seed whose kernel can be drawn; a fixed one (ALiBi's) needs no parameters."""
+    known = method(name)
+    is_fixed = known is not None and known.per_head == 0 and known.count is None
     for run in results.of(data, name):
-        if run.kernel or (name == "alibi" and run.last_step):
+        if run.kernel or (is_fixed and run.last_step):
             return run.kernel
     return None
 
@@ -287,7 +289,7 @@ def kernel_bias(
     heads = len(next(iter(values.values()))) if values else num_heads
     embedding = build_positional_embedding(method, position_options(heads=heads, head_dim=64))
     if isinstance(embedding, DistanceKernel):
-        if set(values) < set(embedding.learnable):
+        if not set(embedding.learnable) <= set(values):
             return None
         embedding.set_kernel_values_(
             {name: torch.tensor(values[name]) for name in embedding.learnable}

@@ -237,7 +237,7 @@ def _plots(suite: Suite, section: Section, results: ResultSet) -> Iterator[Plot]
         yield from kernel_plots(results.of_methods(methods), data, _heads(suite.runs_of(section)))
     if section.speed:
         speed = training_speed(results, section.speed_data, methods, machine_name())
-        caption = "Median seconds per step, mean over seeds, as a multiple of KERPLE-log's."
+        caption = "Median seconds per step, mean over runs, as a multiple of KERPLE-log's."
         yield Plot("speed", "Training time per step", caption, speed)
     if section.table:
         losses = training_loss(results, data, methods)

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,3 +222,9 @@ def kernel_values(content: Mapping[str, Any]) -> dict[str, list[float]]:
         if len(values[str(name)]) < len(numbers):  # diverged: half a kernel is no kernel
             return {}
     return values
+
+
+def same_heads(values: Mapping[str, Sequence[float]], first: Mapping[str, Sequence[float]]) -> bool:
+    """Whether there are the parameters of the first record, for as many heads each."""
+    heads = {len(numbers) for kernel in (values, first) for numbers in kernel.values()}
+    return values.keys() == first.keys() and len(heads) == 1 and 0 not in heads

@@ -25,7 +25,14 @@ from megatron.paper.result_fit import (
     is_finished,
     wanted_cells,
 )
-from megatron.paper.run_files import finite, kernel_values, read_metrics, read_state, write_state
+from megatron.paper.run_files import (
+    finite,
+    kernel_values,
+    read_metrics,
+    read_state,
+    same_heads,
+    write_state,
+)
 from megatron.paper.suite import Run, Step, Suite
 from megatron.paper.suite_file import Point
 
@@ -101,7 +108,8 @@ def _read_training(path: Path, results: RunResults) -> None:
             results.losses.append((step, loss))
         if pace is not None and step > _WARMUP_STEPS:
             seconds.append(pace)
-        if isinstance(entry.get("kernel"), dict) and (kernel := kernel_values(entry["kernel"])):
+        kernel = kernel_values(entry["kernel"]) if isinstance(entry.get("kernel"), dict) else {}
+        if kernel and same_heads(kernel, results.kernel or kernel):
             results.kernel = kernel
             results.kernel_path.append((step, kernel))
     results.seconds_per_step = statistics.median(seconds) if seconds else None

@@ -86,7 +86,7 @@ def _hint(args: NeoXArgs) -> None:
     newest = CheckpointStore(Path(args.checkpoint.save)).newest()
     if newest is not None:
         configs = Path(args.checkpoint.save) / f"global_step{newest}" / "configs"
-        allowed = allow_flags(args.model.pos_emb)
+        allowed = allow_flags(args.to_dict())
         say_next(f"{shown_command('evaluate')} {configs / 'resolved.yml'}{allowed}")
 
 

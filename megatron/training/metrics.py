@@ -183,11 +183,12 @@ def build_sinks(
 ) -> Sinks:
     """The sinks that the config asks for, on the rank that logs."""
     sinks: list[Sink] = []
-    if not main:
+    # Measured alone, maybe at another length, a loss is none of the numbers of a run that is there.
+    alone = last_step == 0 and directory is not None and CheckpointStore(directory).steps()
+    if not main or alone:
         return Sinks(sinks)
     finished = start_step >= last_step
-    # Measured alone, maybe at another length, a loss is none of the numbers of a run that is there.
-    if directory is not None and (last_step > 0 or not CheckpointStore(directory).steps()):
+    if directory is not None:
         sinks.append(JsonLines(directory / "metrics.jsonl", start_step, finished=finished))
     if args.logging.tensorboard_dir:
         if find_spec("tensorboard") is None:

@@ -216,6 +216,17 @@ def test_sliding_goes_over_all_files_of_a_split(tmp_path: Path) -> None:
         assert parts[0]["loss"] != pytest.approx(parts[1]["loss"], rel=1e-3)
 
 
+def test_sliding_passes_over_files_shorter_than_a_window(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[8, 48], do_test=False, eval_num_sequences=3)
+    long = str(write_data(tmp_path / "long"))
+    short = str(write_data(tmp_path / "short", documents=1, length=20))
+    both = args.replace(data_path=None, valid_data_paths=[long, short])
+    found = result_of(both, "sliding")
+    alone = result_of(args.replace(data_path=None, valid_data_paths=[long]), "sliding")
+    assert found["results"]["valid"] == alone["results"]["valid"]
+    assert found["errors"] == []
+
+
 @pytest.mark.parametrize(("total", "length", "stride"), [(10, 4, 2), (11, 4, 3), (4, 4, 1)])
 def test_window_starts(total: int, length: int, stride: int) -> None:
     seen: list[int] = []

@@ -40,6 +40,22 @@ def test_a_measured_nought_is_a_result(tmp_path: Path) -> None:
     assert content["results"] == {"accuracy": 0.0}
 
 
+class Partly(Zero):
+    """Measures without cells, and notes what it could not."""
+
+    def run(self, context: Context) -> dict[str, Any]:
+        context.cells.errors.append({"length": 4, "error": "too short"})
+        return super().run(context)
+
+
+def test_what_was_measured_is_kept_beside_what_was_not(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path)
+    assert run_evaluation(args.replace(eval_tasks=[f"{__name__}:Partly"])) == 0
+    content = json.loads((tmp_path / "run" / "results" / "step10_Partly.json").read_text("utf-8"))
+    assert content["results"] == {"accuracy": 0.0}
+    assert content["errors"] == [{"length": 4, "error": "too short"}]
+
+
 def test_without_a_split_the_reason_is_said_and_a_traceback_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,5 +74,6 @@ def test_the_users_own_file_is_obeyed(tmp_path: Path) -> None:
 
 
 def test_the_next_command_obeys_what_this_one_did() -> None:
-    assert allow_flags(MINE) == f" --allow-kernel {MINE}"
-    assert allow_flags("kerple_log") == ""
+    assert allow_flags({"pos_emb": "kerple_log", "eval_tasks": ["sliding"]}) == ""
+    asked = allow_flags({"pos_emb": MINE, "eval_tasks": ["sliding", "my_tasks:Mine"]})
+    assert asked == f" --allow-kernel {MINE} --allow-kernel my_tasks:Mine"

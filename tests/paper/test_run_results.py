@@ -16,7 +16,7 @@ from megatron.paper.cells import PairedTest
 from megatron.paper.cli import main
 from megatron.paper.report import collect_results
 from megatron.paper.result_fit import is_finished
-from megatron.paper.run_results import ResultSet, RunResults, beyond_window
+from megatron.paper.run_results import ResultSet, RunResults, _read_training, beyond_window
 from megatron.paper.suite import Run, load_suite
 from megatron.paper.tables import difference
 from tests.paper.synthetic import write_run
@@ -64,6 +64,18 @@ def test_time_per_step_is_of_every_run_on_every_data_set() -> None:
 
 def position_entry(losses: list[float], window: int | None) -> PositionEntry:
     return PositionEntry(length=256, buckets=[], by_position=losses, window=window)
+
+
+def test_a_kernel_of_other_heads_or_names_is_no_record_of_this_run(tmp_path: Path) -> None:
+    whole = {"r1": [1.0, 2.0], "r2": [0.1, 0.2]}
+    odd = [{"r1": [1.0]}, {"r1": [1.0, 2.0], "x": [0.1, 0.2]}, {"r1": [1.0], "r2": [0.1]}]
+    lines = [{"step": step, "kernel": kernel} for step, kernel in enumerate([whole, *odd], 1)]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    results = RunResults(run_of("short", 1))
+    _read_training(metrics, results)
+    assert results.kernel == whole
+    assert results.kernel_path == [(1, whole)]
 
 
 def test_beyond_the_window_only_positions_past_the_training_length_count() -> None:
