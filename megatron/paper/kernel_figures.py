@@ -10,6 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from megatron.model.kernel_theory import EFFECTIVE_BIAS, effective_length, heads_within
@@ -195,6 +196,7 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
             xlabel="distance d = |m − n| (tokens)",
             ylabel="heads (effective length ≤ d)",
         )
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     style.figure_legend(figure, grid[0])
     return figure
 
