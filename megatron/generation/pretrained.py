@@ -20,6 +20,7 @@ from megatron.checkpoints import (
     read_checkpoint,
 )
 from megatron.checkpoints.saved_config import args_from, read_saved_config, tokenizer_of
+from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.universal import PARAMETERS
 from megatron.errors import EvaluationError, GenerationError
 from megatron.model import GPTModel
@@ -106,7 +107,7 @@ def load_pretrained(
     checkpoint = read_checkpoint(path, iteration=iteration, config=config)
     model = PretrainedModel(checkpoint)
     if dtype is None:
-        dtype = checkpoint.weights["0.word_embeddings.weight"].dtype
+        dtype = checkpoint.weights[EMBEDDING].dtype
     kernels = [
         (positions, {name: value.clone() for name, value in positions.state_dict().items()})
         for positions in model.positional_embeddings()
