@@ -1,6 +1,7 @@
-"""Start a command of the package, or say in one line that the package is not installed.
+"""Start a command of this checkout's package, or say in one line what is not installed.
 
-Imported first, before anything of the package.
+Imported first, before anything of the package. The checkout comes first on the path: a tool runs
+the code beside it, whatever other version is installed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-if find_spec("megatron") is None:
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if find_spec("pydantic") is None:
     sys.exit(
         f"error: KERPLE-NeoX is not installed for {sys.executable}: run `make install` once in the "
         "checkout, then `source .venv/bin/activate`."

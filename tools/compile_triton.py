@@ -113,7 +113,7 @@ class Report:
     @property
     def tile(self) -> str:
         if (constants := self.options.get("C")) is not None:
-            return f"{constants.BLOCK_M}x{constants.BLOCK_N}"
+            return f"{constants.BLOCK_M.value}x{constants.BLOCK_N.value}"
         o = self.options
         rows = o.get("BLOCK_M") or o.get("ROWS") or 1
         return f"{rows}x{o.get('DISTANCES') or o.get('BLOCK') or '-'}"

@@ -66,7 +66,8 @@ class Entry:
     def flop(self) -> int:
         """Of the products of one tile."""
         c = self.report.options["C"]
-        return int(2 * c.BLOCK_M * c.BLOCK_N * c.BLOCK_D * PRODUCTS[self.kernel])
+        tile = c.BLOCK_M.value * c.BLOCK_N.value * c.BLOCK_D.value
+        return int(2 * tile * PRODUCTS[self.kernel])
 
     @property
     def ideal(self) -> float:

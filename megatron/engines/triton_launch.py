@@ -21,7 +21,7 @@ from megatron.engines.triton_backward import (
 )
 from megatron.engines.triton_forward import Constants, attention_forward_kernel
 from megatron.engines.triton_problem import LOG2E, Problem, rows_of, table_layout, terms_of
-from megatron.engines.triton_runtime import Launch, cdiv
+from megatron.engines.triton_runtime import Launch, cdiv, constant
 from megatron.engines.triton_tiles import Tiles, steep_warps, tiles_of
 
 # fp32 products as three TF32 products on the tensor cores: close to fp32. No effect on bf16, fp16.
@@ -63,7 +63,8 @@ def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, A
         STAGES=tiles.stages,
     )
     return {
-        "C": constants,
+        # Triton 3.7 takes a NamedTuple apart: each field must say itself that it is a constant
+        "C": Constants(*(constant(value) for value in constants)),
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         "enable_fp_fusion": True,
