@@ -37,6 +37,8 @@ def can_run(call: Call) -> str | None:
         return f"it takes bf16, fp16 or fp32; got {q.dtype}"
     if q.shape[-1] > _MAX_HEAD_DIM:
         return f"head dim {q.shape[-1]} is above its limit of {_MAX_HEAD_DIM}"
+    if (reason := triton_runtime.grid_problem(*q.shape[:2])) is not None:
+        return reason
     if triton_runtime.interpreted():
         if q.dtype == torch.bfloat16:
             return "Triton's interpreter cannot multiply bf16; use fp16 or fp32 there"

@@ -45,14 +45,14 @@ def attention_delta_kernel(
 ):  # fmt: skip
     """delta = sum over D of out * grad_out: what the softmax's backward subtracts from each row."""
     m_start = tl.program_id(0) * BLOCK_M
-    batch, head = head_of_program(heads)
+    batch, head = head_of_program()
     out_line = line_of(out, batch, head, q_length)
     grad_line = line_of(grad, batch, head, q_length)
     out_tile = load_tile(out_line, m_start, BLOCK_M, HEAD_DIM, BLOCK_D)
     grad_tile = load_tile(grad_line, m_start, BLOCK_M, HEAD_DIM, BLOCK_D)
     delta = tl.sum(out_tile.to(tl.float32) * grad_tile.to(tl.float32), 1)
     rows = m_start + tl.arange(0, BLOCK_M)
-    line = tl.program_id(1).to(tl.int64) * row_stride
+    line = (batch * heads + head) * row_stride
     tl.store(delta_ptr + line + rows, delta)
     # a row past the end has probabilities of 0, like one that sees nothing
     tl.store(lse_ptr + line + rows, tl.full([BLOCK_M], -NOTHING, tl.float32), rows >= q_length)
@@ -106,7 +106,7 @@ def attention_dkdv_kernel(
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
     # the first key blocks are seen by the most queries, and they come first
     n_start = tl.program_id(0) * C.BLOCK_N
-    batch, key_head = head_of_program(heads // group)
+    batch, key_head = head_of_program()
     offset = k_length - q_length
     keys = n_start + tl.arange(0, C.BLOCK_N)
     k_line = line_of(k, batch, key_head, k_length)
@@ -155,7 +155,7 @@ def attention_dq_kernel(
     """dQ of one block of queries of one head."""
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
     m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
-    batch, head = head_of_program(heads)
+    batch, head = head_of_program()
     k_line = line_of(k, batch, head // group, k_length)
     v_line = line_of(v, batch, head // group, k_length)
     own_terms = head_terms(terms, batch, head, sizes)
@@ -267,7 +267,8 @@ def store_sums(
     """The sums of the walk as the program's lines of the two tables' bands."""
     distance = base + tl.arange(0, C.BLOCK_M)[:, None] - tl.arange(0, C.BLOCK_N)[None, :]
     valid = (distance >= 0) & (distance < window)
-    line = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    batch, head = head_of_program()
+    line = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + tl.program_id(0)
     if dbias_ptr is not None:
         if not IN_LOOP:
             bias = tl.load(bias_row + tile)
@@ -297,7 +298,7 @@ def attention_band_kernel(
     offset = k_length - q_length
     shift = (C.BLOCK_N - offset % C.BLOCK_N) % C.BLOCK_N  # makes key blocks begin at multiples
     base = (tl.program_id(0) - (C.BLOCK_M // C.BLOCK_N - 1)) * C.BLOCK_N - shift
-    batch, head = head_of_program(heads)
+    batch, head = head_of_program()
     q_line = line_of(q, batch, head, q_length)
     k_line = line_of(k, batch, head // group, k_length)
     v_line = line_of(v, batch, head // group, k_length)

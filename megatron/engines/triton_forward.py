@@ -96,10 +96,9 @@ class QueryBlock(NamedTuple):
 
 
 @jit()
-def head_of_program(heads):
-    """(sequence, head), 64 bits wide, of the program in the grid's second axis."""
-    line = tl.program_id(1)
-    return (line // heads).to(tl.int64), (line % heads).to(tl.int64)
+def head_of_program():
+    """(sequence, head) of this program, 64 bits wide: the grid is (blocks, heads, sequences)."""
+    return tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
 
 
 @jit()
@@ -253,7 +252,7 @@ def attention_forward_kernel(
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
     # the last query blocks see the most keys: start them first
     m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
-    batch, head = head_of_program(heads)
+    batch, head = head_of_program()
     q_line = line_of(q, batch, head, q_length)
     k_line = line_of(k, batch, head // group, k_length)
     v_line = line_of(v, batch, head // group, k_length)

@@ -81,7 +81,7 @@ def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
     launches, terms = terms_of(problem, reverse=True)
     rows = (rows_of(x) for x in (q, problem.k, problem.v, out))
     arguments = (*rows, terms, problem.sink, lse, *_sizes(problem, reverse=True))
-    grid = (cdiv(q_length, tiles.queries), batch * heads)
+    grid = (cdiv(q_length, tiles.queries), heads, batch)
     options = _options(problem, tiles)
     launches.append(Launch(attention_forward_kernel, grid, arguments, options))
     return launches, out, lse
@@ -101,7 +101,7 @@ def _delta_launch(
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    grid = (delta.shape[1] // rows, batch * heads)
+    grid = (delta.shape[1] // rows, heads, batch)
     return Launch(attention_delta_kernel, grid, arguments, options)
 
 
@@ -131,7 +131,7 @@ def _band_launches(problem: Problem, arguments: tuple[Any, ...]) -> list[Launch]
     """One launch with a weight table; without, one for gentle bands and one for steep ones."""
     q, tiles = problem.q, _tiles("band", problem)
     options = _options(problem, tiles, masked=False)
-    grid = (_band_count(problem, tiles), q.shape[0] * q.shape[1])
+    grid = (_band_count(problem, tiles), q.shape[1], q.shape[0])
     if problem.weight is not None:
         return [Launch(attention_band_kernel, grid, arguments, options | {"IN_LOOP": True})]
     warps = steep_warps(problem.block_d, q.dtype, tiles.warps)
@@ -171,7 +171,7 @@ def backward_launches(
         rows = (rows_of(x) for x in (*operands, filled["k"], filled["v"]))
         own = (_query_ends(problem, tiles.keys), lse, delta, filled.get("key_bias"))
         arguments = (*rows, terms, *own, *_sizes(problem, reverse=False), factor)
-        grid = (cdiv(problem.k_len, tiles.keys), batch * problem.k.shape[1])
+        grid = (cdiv(problem.k_len, tiles.keys), problem.k.shape[1], batch)
         options = _options(problem, tiles)
         launches += [*made, Launch(attention_dkdv_kernel, grid, arguments, options)]
     if wanted & {"q", "bias", "weight"}:
@@ -182,7 +182,7 @@ def backward_launches(
             tiles = _tiles("dq", problem)
             rows = (rows_of(x) for x in (*operands, filled["q"]))
             arguments = (*rows, terms, lse, delta, *sizes, factor)
-            grid = (cdiv(problem.q_len, tiles.queries), batch * heads)
+            grid = (cdiv(problem.q_len, tiles.queries), heads, batch)
             options = _options(problem, tiles)
             launches.append(Launch(attention_dq_kernel, grid, arguments, options))
         if wanted & {"bias", "weight"}:

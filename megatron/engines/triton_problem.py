@@ -152,7 +152,11 @@ def aligned(x: Tensor) -> Tensor:
     good = x.stride(3) == 1 and all(step % ALIGNMENT == 0 for step in steps)
     # the kernels hold the offsets inside one tile in 32 bits
     small = all(step < 2**31 // 256 for step in steps[-1:])
-    return x if good and small and x.data_ptr() % ALIGNMENT == 0 else x.contiguous().clone()
+    return (
+        x
+        if good and small and x.data_ptr() % ALIGNMENT == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def rows_of(x: Tensor) -> Rows:

@@ -65,7 +65,7 @@ def norms_kernel(
 ):  # fmt: skip
     """Over one block of positions: the largest |q|, |k|, |v|, the least own |v| and own q.k."""
     start = tl.program_id(0) * ROWS
-    batch, head = head_of_program(heads)
+    batch, head = head_of_program()
     offset = k_length - q_length
     positions = start + tl.arange(0, ROWS)
     is_query = (positions >= offset) & (positions < k_length)
@@ -82,7 +82,7 @@ def norms_kernel(
     v_norm = tl.sqrt(tl.sum(v_tile * v_tile, 1))
     q_norm = tl.sqrt(tl.sum(q_tile * q_tile, 1))
     own = tl.sum(q_tile * k_tile, 1)
-    line = out_ptr + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * 8
+    line = out_ptr + ((batch * heads + head) * tl.num_programs(0) + tl.program_id(0)) * 8
     tl.store(line, tl.max(q_norm, 0))
     tl.store(line + 1, tl.max(k_norm, 0))
     tl.store(line + 2, tl.max(v_norm, 0))
@@ -140,10 +140,17 @@ def _excess(key_bias: Tensor, q_length: int, heads: int) -> Tensor:
     return most.expand(heads).contiguous()
 
 
+def _is_capturing() -> bool:
+    """True while a CUDA graph is recorded: the host must not wait for a number then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @torch.no_grad()
 def visible_distances(call: Call) -> Tensor | None:
     """Per head the distances worth visiting, int32 [heads]; None where pruning cannot help."""
-    if call.bias is None or call.reach < MIN_KEYS or not can_decay(call.bias, call.reach):
+    if call.bias is None or call.reach < MIN_KEYS or _is_capturing():
+        return None
+    if not can_decay(call.bias, call.reach):
         return None
     q, k, v = (aligned(x.detach()) for x in (call.q, call.k, call.v))
     batch, heads, q_length, head_dim = q.shape
@@ -152,8 +159,9 @@ def visible_distances(call: Call) -> Tensor | None:
     rows = (rows_of(x) for x in (q, k, v))
     arguments = (*rows, partial, heads, call.heads_per_key_head, q_length, call.k_len)
     options = {"HEAD_DIM": head_dim, "BLOCK_D": max(16, next_power_of_2(head_dim)), "ROWS": _ROWS}
-    common = {"num_warps": 4, "enable_fp_fusion": True}
-    run_on(q, Launch(norms_kernel, (blocks, batch * heads), arguments, options | common))
+    # with fused multiply-adds the lanes that hold one sum would disagree in its last bit
+    options |= {"num_warps": 4, "enable_fp_fusion": False}
+    run_on(q, Launch(norms_kernel, (blocks, heads, batch), arguments, options))
     norms = partial.amax((0, 2))
     visible = torch.empty(heads, dtype=torch.int32, device=q.device)
     extra = None if call.key_bias is None else _excess(call.key_bias, q_length, heads)
@@ -161,5 +169,6 @@ def visible_distances(call: Call) -> Tensor | None:
     steps = [0 if x is None else x.stride(0) for x in tables]
     bound = (call.reach, call.scale, _margin(call.k_len))
     arguments = (*tables, norms, extra, visible, *steps, *bound)
-    run_on(q, Launch(distances_kernel, (heads,), arguments, {"BLOCK": _DISTANCES} | common))
+    options = {"BLOCK": _DISTANCES, "num_warps": 4, "enable_fp_fusion": True}
+    run_on(q, Launch(distances_kernel, (heads,), arguments, options))
     return visible

@@ -30,6 +30,13 @@ from torch import Tensor
 
 from megatron.engines.cpp_build import is_private
 
+# Triton 3.6 and older do not compile the attention kernels.
+MINIMUM_TRITON = (3, 7)
+# The Triton that torch's CUDA wheels require, from their metadata; CPU wheels require none.
+TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
+# How many programs CUDA allows along the second and third axis of a grid.
+MAX_GRID_YZ = 65535
+
 triton: Any = None
 tl: Any = None
 _import_error = ""
@@ -50,8 +57,8 @@ def jit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def constant(value: float) -> Any:
-    """A number that kernels may use by its name."""
+def constant(value: float | str) -> Any:
+    """A value that kernels may use by its name."""
     return value if tl is None else tl.constexpr(value)
 
 
@@ -59,8 +66,13 @@ def unavailable() -> str | None:
     """Why Triton cannot be used at all here, or None."""
     if triton is None:
         return f"Triton is not installed ({_import_error}); pip install triton"
-    if not hasattr(triton, "knobs"):
-        return f"Triton {triton.__version__} is too old; pip install 'triton>=3.4'"
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < MINIMUM_TRITON:
+        least = ".".join(map(str, MINIMUM_TRITON))
+        torch_version, brings = next(reversed(TRITON_OF_TORCH.items()))
+        return (
+            f"Triton {triton.__version__} is too old, its compiler fails on these kernels; "
+            f"pip install 'triton>={least}' (torch {torch_version} for CUDA brings {brings})"
+        )
     return None
 
 
@@ -141,9 +153,28 @@ class Launch:
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
+    @property
+    def variant(self) -> Hashable:
+        """What Triton compiles once for: kernel, options and the kinds of the arguments."""
+        return self.kernel, str(self.options), _kinds(self.arguments)
+
     def run(self) -> None:
-        with compile_turn((self.kernel, *self.options.values())):
+        with compile_turn(self.variant) if _folder else contextlib.nullcontext():
             self.kernel[self.grid](*self.arguments, **self.options)
+
+
+def _kinds(arguments: tuple[Any, ...]) -> tuple[Hashable, ...]:
+    """Of each argument, and inside of tuples: a tensor's dtype, whether 16 divides, or None."""
+    kinds: list[Hashable] = []
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            kinds.append(_kinds(argument))
+        elif isinstance(argument, int):
+            kinds.append(argument % 16 == 0)
+        else:
+            dtype: Hashable = getattr(argument, "dtype", None)
+            kinds.append(dtype)
+    return tuple(kinds)
 
 
 def run_on(x: Tensor, *launches: Launch) -> None:
@@ -151,6 +182,16 @@ def run_on(x: Tensor, *launches: Launch) -> None:
     with torch.cuda.device(x.device if x.is_cuda else -1):
         for launch in launches:
             launch.run()
+
+
+def grid_problem(batch: int, heads: int) -> str | None:
+    """Why a grid (blocks, heads, batch) cannot be launched, with the fix; None if it can."""
+    if max(batch, heads) <= MAX_GRID_YZ:
+        return None
+    return (
+        f"batch {batch} and heads {heads}: a GPU's grid has at most {MAX_GRID_YZ} of each; "
+        "split the batch"
+    )
 
 
 def cdiv(a: int, b: int) -> int:

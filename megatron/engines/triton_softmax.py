@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.engines import triton_runtime
 from megatron.engines.call import fitted
+from megatron.engines.triton_forward import head_of_program
 from megatron.engines.triton_runtime import Launch, cdiv, jit, next_power_of_2, run_on, tl
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,6 +33,8 @@ _ROWS = 16
 # a table gradient is split over at most this many programs per head and block of distances
 _MAX_SHARES = 32
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+# With fused multiply-adds the lanes that hold one sum of products would disagree in its last bit.
+_UNFUSED = {"num_warps": 4, "enable_fp_fusion": False}
 # k_length is left to Triton to specialise: rows of a multiple of 16 are read in wide loads
 _VARYING = ["heads", "q_length", "q_offset", "window", "scale", "batch", "rows_each"]
 
@@ -40,17 +43,18 @@ _VARYING = ["heads", "q_length", "q_offset", "window", "scale", "batch", "rows_e
 def row_of_program(q_length, k_length, q_offset, window):
     """This program's row: where its scores begin, its position, the first key that it sees."""
     row = tl.program_id(0)
-    line = (tl.program_id(1).to(tl.int64) * q_length + row) * k_length
+    batch, head = head_of_program()
+    line = ((batch * tl.num_programs(1) + head) * q_length + row) * k_length
     position = q_offset + row
     return line, position, tl.maximum(position - window + 1, 0)
 
 
 @jit()
-def table_row(table_ptr, heads, q_length, q_offset):
+def table_row(table_ptr, q_length, q_offset):
     """This program's head's line of a table that is as long as the last query's reach."""
     row = table_ptr
     if table_ptr is not None:
-        row += (tl.program_id(1) % heads).to(tl.int64) * (q_offset + q_length)
+        row += tl.program_id(1).to(tl.int64) * (q_offset + q_length)
     return row
 
 
@@ -69,13 +73,13 @@ def logits_of(scores_row, keys, position, first, bias_row, weight_row, scale):
 @jit(do_not_specialize=_VARYING)
 def softmax_forward_kernel(
     scores_ptr, bias_ptr, weight_ptr, probs_ptr,
-    heads, q_length, k_length, q_offset, window, scale,
+    q_length, k_length, q_offset, window, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: a running maximum and sum over its visible keys, then the probabilities."""
     line, position, first = row_of_program(q_length, k_length, q_offset, window)
-    bias_row = table_row(bias_ptr, heads, q_length, q_offset)
-    weight_row = table_row(weight_ptr, heads, q_length, q_offset)
+    bias_row = table_row(bias_ptr, q_length, q_offset)
+    weight_row = table_row(weight_ptr, q_length, q_offset)
     columns = tl.arange(0, BLOCK)
     largest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -105,12 +109,12 @@ def probs_and_grads(probs_ptr, grad_ptr, offsets, mask):
 def softmax_backward_kernel(
     probs_ptr, grad_ptr, weight_ptr, grad_scores_ptr,
     delta_ptr,  # [B * H, Lq] fp32: sum of probs * grad, for the table gradients
-    heads, q_length, k_length, q_offset, window, scale,
+    q_length, k_length, q_offset, window, scale,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of the gradient of the scores."""
     line, position, first = row_of_program(q_length, k_length, q_offset, window)
-    weight_row = table_row(weight_ptr, heads, q_length, q_offset)
+    weight_row = table_row(weight_ptr, q_length, q_offset)
     columns = tl.arange(0, BLOCK)
     delta = tl.full([], 0.0, tl.float32)
     for start in range(first // BLOCK * BLOCK, position + 1, BLOCK):
@@ -175,6 +179,8 @@ def can_run_softmax(scores: Tensor) -> str | None:
         return f"it takes bf16, fp16 or fp32 scores, got {scores.dtype}"
     if not scores.is_cuda and not triton_runtime.interpreted():
         return f"it runs on GPU, the scores are on {scores.device}"
+    if (reason := triton_runtime.grid_problem(*scores.shape[:2])) is not None:
+        return reason
     return triton_runtime.launcher_problem() if scores.is_cuda else None
 
 
@@ -200,12 +206,14 @@ def _sizes(scores: Tensor, placing: Placing) -> tuple[int | float, ...]:
     return q_length, k_length, k_length - q_length, *placing
 
 
-def _row_launch(kernel: Any, tensors: tuple[Any, ...], scores: Tensor, placing: Placing) -> Launch:
+def _row_launch(
+    kernel: Any, tensors: tuple[Any, ...], scores: Tensor, placing: Placing, options: dict[str, Any]
+) -> Launch:
     """A launch of one program for every row."""
     batch, heads, q_length, k_length = scores.shape
     block = max(16, min(_MAX_BLOCK, next_power_of_2(k_length)))
-    arguments = (*tensors, heads, *_sizes(scores, placing))
-    return Launch(kernel, (q_length, batch * heads), arguments, {"BLOCK": block, **_OPTIONS})
+    arguments = (*tensors, *_sizes(scores, placing))
+    return Launch(kernel, (q_length, heads, batch), arguments, {"BLOCK": block, **options})
 
 
 def forward_launch(
@@ -215,7 +223,7 @@ def forward_launch(
     probs = torch.empty_like(scores)
     tables = (_table(table, scores.shape[3]) for table in (bias, weight))
     tensors = (scores, *tables, probs)
-    return _row_launch(softmax_forward_kernel, tensors, scores, placing), probs
+    return _row_launch(softmax_forward_kernel, tensors, scores, placing, _OPTIONS), probs
 
 
 def backward_launch(
@@ -226,7 +234,8 @@ def backward_launch(
     grad_scores = torch.empty_like(probs)
     delta = probs.new_empty(batch * heads, q_length, dtype=torch.float32)
     tensors = (probs, grad, _table(weight, k_length), grad_scores, delta)
-    return _row_launch(softmax_backward_kernel, tensors, probs, placing), grad_scores, delta
+    launch = _row_launch(softmax_backward_kernel, tensors, probs, placing, _UNFUSED)
+    return launch, grad_scores, delta
 
 
 def table_launch(

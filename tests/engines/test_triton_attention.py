@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.engines import attention
-from megatron.engines.call import checked_call
+from megatron.engines.call import Call, checked_call
 from megatron.engines.triton_attention import can_run
 from megatron.engines.triton_runtime import interpreted, unavailable
 from megatron.errors import EngineError
@@ -32,6 +32,14 @@ print(triton_softmax.can_run_softmax(x))
     result = python(["-c", program])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Triton is not installed") == 2
+
+
+@pytest.mark.skipif(unavailable() is not None, reason="Triton is not installed")
+def test_a_batch_beyond_a_grids_axis_is_refused_with_the_fix() -> None:
+    x = torch.zeros(1, 1, 1, 32).expand(65_536, -1, -1, -1)
+    assert "batch 65536 and heads 1: a GPU's grid has at most 65535" in (
+        can_run(Call(x, x, x)) or ""
+    )
 
 
 @pytest.mark.skipif(unavailable() is not None or interpreted(), reason="Triton is not installed")

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.engines.triton_problem import ALIGNMENT, aligned
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the operators that copy a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default)
+        return func(*args, **(kwargs or {}))
 
 
 def test_views_of_a_fused_projection_are_not_copied() -> None:
@@ -19,6 +32,8 @@ def test_memory_that_vectors_cannot_read_is_copied() -> None:
     storage = torch.randn(1 + 2 * 30 * 33)
     whole = storage[1:].view(1, 2, 30, 33)
     for x in (whole[..., :32], whole[..., ::2], torch.randn(1, 2, 32, 30).transpose(2, 3)):
-        copy = aligned(x)
+        with _Copies() as copies:
+            copy = aligned(x)
+        assert copies.count == 1
         assert torch.equal(copy, x)
         assert copy.is_contiguous() and copy.data_ptr() % ALIGNMENT == 0

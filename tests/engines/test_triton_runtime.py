@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
 import time
+from importlib.metadata import requires, version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.engines import triton_runtime
-from megatron.engines.triton_runtime import compile_turn, use_node_local_cache
+from megatron.engines.triton_runtime import (
+    TRITON_OF_TORCH,
+    Launch,
+    compile_turn,
+    use_node_local_cache,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,6 +129,42 @@ def test_missing_headers_are_told_by_name(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_an_old_triton_is_told_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_runtime, "triton", SimpleNamespace(__version__="3.2.0"))
-    assert triton_runtime.unavailable() == "Triton 3.2.0 is too old; pip install 'triton>=3.4'"
+    monkeypatch.setattr(triton_runtime, "triton", SimpleNamespace(__version__="3.6.0"))
+    assert triton_runtime.unavailable() == (
+        "Triton 3.6.0 is too old, its compiler fails on these kernels;"
+        " pip install 'triton>=3.7' (torch 2.13.0 for CUDA brings 3.7.1)"
+    )
     assert not triton_runtime.interpreted()
+    for good in ("3.7.1", "3.10.0+git1", "4.0.0"):
+        monkeypatch.setattr(triton_runtime, "triton", SimpleNamespace(__version__=good))
+        assert triton_runtime.unavailable() is None
+
+
+def test_the_tests_install_the_triton_that_torch_requires() -> None:
+    def pinned(name: str, file: str) -> str:
+        content = (ROOT / "requirements" / file).read_text()
+        found = re.search(rf"^{name}==([\w.]+)", content, re.MULTILINE)
+        assert found is not None, f"{file} does not pin {name}"
+        return found[1]
+
+    torch_version = pinned("torch", "requirements.txt")
+    assert pinned("triton", "requirements-dev.txt") == TRITON_OF_TORCH[torch_version]
+    for requirement in requires("torch") or ():  # a CPU wheel of torch names no Triton
+        if (found := re.match(r"triton==([\w.]+)", requirement)) is not None:
+            assert found[1] == TRITON_OF_TORCH[version("torch").partition("+")[0]]
+
+
+def test_a_launch_with_other_operands_takes_its_own_turn_to_compile() -> None:
+    half, full = torch.zeros(2, dtype=torch.float16), torch.zeros(2)
+
+    def variant(*arguments: object, **options: object) -> object:
+        return Launch("kernel", (1,), arguments, options).variant
+
+    assert variant((full, 16), 3, STAGES=2) == variant((full + 1, 32), 5, STAGES=2)
+    others = [
+        variant((None, 16), 3, STAGES=2),
+        variant((half, 16), 3, STAGES=2),
+        variant((full, 17), 3, STAGES=2),
+        variant((full, 16), 3, STAGES=1),
+    ]
+    assert len({variant((full, 16), 3, STAGES=2), *others}) == 5
