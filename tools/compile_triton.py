@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # What one block may use, in bytes (CUDA C++ programming guide, "maximum amount of shared memory
 # per thread block": 163 KB for 8.0, 227 KB for 9.0).
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # Bytes per thread that may live in local memory (it is cached, but a loop should not live there):
 # on the A100 with tables alone, in half precision, at head dims 32, 64 and 128; and elsewhere.
 STACK_LIMIT, WIDE_STACK_LIMIT = 128, 512

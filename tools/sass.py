@@ -18,8 +18,9 @@ _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _WIDTH = re.compile(r"\.(U8|S8|U16|S16|32|64|128)\b")
 _HGMMA = re.compile(r"HGMMA\.64x(\d+)x16\b")
+_ROWS_IN_REGISTERS = re.compile(r"\s*R\d+, R\d+, gdesc")
 _BYTES = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "32": 4, "64": 8, "128": 16}
-_FMA_PIPE = ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2", "IMAD")
+_FP32 = ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2")
 _ALU_PIPE = (
     "FMNMX", "FSEL", "FSETP", "ISETP", "SEL", "LOP3", "IADD3", "SHF", "LEA", "PRMT", "PLOP3",
     "F2F", "F2FP", "MOV", "IMNMX", "VIMNMX", "FSET", "BFE", "IABS",
@@ -34,6 +35,7 @@ class Loop:
     widths: Counter[str]  # bytes per lane by kind: LDS, STS, LDGSTS, LDSM (matrices of 8 x 8)
     instructions: int
     tensor_flop: int  # of one warp; HMMA 16x8x16, or a quarter of HGMMA's 64xNx16
+    tensor_bytes: int = 0  # that HGMMA itself reads from shared memory, a warp's quarter of them
 
     def count(self, *names: str) -> int:
         return sum(self.counts[name] for name in names)
@@ -64,16 +66,21 @@ class Loop:
         """Bytes that one lane moves to or from shared memory."""
         return sum(self.widths.values())
 
-    def clocks(self, warps: int, flop_per_clock: int = 2048) -> dict[str, float]:
+    def clocks(
+        self, warps: int, flop_per_clock: int = 2048, fp32_lanes: int = 64
+    ) -> dict[str, float]:
         """Clocks of one multiprocessor (four quarters) that each of its units is busy."""
         quarter = warps / 4
         # a lane's four bytes are a warp's 128: one clock; so is a global load's or shuffle's slot
-        shared = self.shared_bytes / 4 + self.count("LDG", "STG", "SHFL")
+        shared = self.shared_bytes / 4 + self.count("LDG", "STG", "SHFL") + self.tensor_bytes / 128
+        # half of 128 fp32 lanes do not multiply integers
+        integers = self.count("IMAD")
+        fma = max((self.count(*_FP32) + integers) * 128 / fp32_lanes, integers * 2)
         return {
             "tensor": self.tensor_flop * warps / flop_per_clock,
             "shared": shared * warps,
             "exp": self.count("MUFU") * 8 * quarter,
-            "fma": self.count(*_FMA_PIPE) * 2 * quarter,
+            "fma": fma * quarter,
             "alu": self.count(*_ALU_PIPE) * 2 * quarter,
             "issue": self.instructions * quarter,
         }
@@ -131,11 +138,15 @@ def inner_loop(sass: str) -> Loop | None:
 def _count(code: list[tuple[str, str]]) -> Loop:
     counts: Counter[str] = Counter()
     widths: Counter[str] = Counter()
-    tensor_flop = 0
-    for name, _ in code:
+    tensor_flop = tensor_bytes = 0
+    for name, operands in code:
         kind = name.split(".")[0]
         if (shape := _HGMMA.match(name)) is not None:
-            tensor_flop += 2 * 16 * int(shape[1]) * 16
+            columns = int(shape[1])
+            tensor_flop += 2 * 16 * columns * 16
+            # four warps read 16 columns' elements together; the 64 rows may come from registers
+            rows = 0 if _ROWS_IN_REGISTERS.match(operands) else 64
+            tensor_bytes += 16 * 2 * (rows + columns) // 4
         elif kind == "HMMA":
             tensor_flop += 2 * 16 * 8 * (8 if ".1688." in name else 16)
         counts[kind] += 1
@@ -145,4 +156,4 @@ def _count(code: list[tuple[str, str]]) -> Loop:
         elif kind in ("LDS", "STS", "LDGSTS"):
             found = _WIDTH.search(name)
             widths[kind] += _BYTES[found[1]] if found is not None else 4
-    return Loop(counts, widths, len(code), tensor_flop)
+    return Loop(counts, widths, len(code), tensor_flop, tensor_bytes)

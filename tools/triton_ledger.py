@@ -30,7 +30,9 @@ from tools import compile_triton, sass
 from tools.benchmarks.timing import render_table
 from tools.compile_triton import Configuration, Report
 
-FLOP_PER_CLOCK = {80: 2048, 90: 4096}
+# 8.6 and 8.9 as the A10, A40, L4 and L40S have it; GeForce cards have half of it
+FLOP_PER_CLOCK = {80: 2048, 86: 1024, 89: 1024, 90: 4096}
+FP32_LANES = {80: 64, 86: 128, 89: 128, 90: 128}
 # products of a tile per kernel
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3, "band": 2, "steep band": 2}
 USEFUL_BACKWARD = 5
@@ -40,7 +42,8 @@ TARGETS = {64: (0.75, 0.58, 0.46), 128: (0.80, 0.50, 0.40)}
 MAX_BARRIERS = 2
 # per multiprocessor: registers, shared memory in bytes (1 KB of it is taken from each block)
 _REGISTERS = 65536
-_SHARED = {80: 164 * 1024, 90: 228 * 1024}
+_SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024}
+_WARPS = {80: 64, 86: 48, 89: 48, 90: 64}
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Entry:
 
     @cached_property
     def clocks(self) -> dict[str, float]:
-        return self.loop.clocks(self.warps, FLOP_PER_CLOCK[self.arch])
+        return self.loop.clocks(self.warps, FLOP_PER_CLOCK[self.arch], FP32_LANES[self.arch])
 
     @property
     def busiest(self) -> str:
@@ -99,7 +102,7 @@ class Entry:
         per_warp = -(-self.report.registers * 32 // 256) * 256
         by_registers = _REGISTERS // (per_warp * self.warps)
         by_shared = _SHARED[self.arch] // (self.report.shared_bytes + 1024)
-        return min(by_registers, by_shared, 64 // self.warps, 32)
+        return min(by_registers, by_shared, _WARPS[self.arch] // self.warps)
 
     def misses(self) -> list[str]:
         """What every inner loop must keep, in words."""
