@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-PARTS = ("environment", "numbers", "speed", "tiles", "training")
+PARTS = ("environment", "engine_choice", "numbers", "speed", "tiles", "training")
 SBATCH = """#!/usr/bin/env bash
 #SBATCH --job-name=gpu-check
 #SBATCH --nodes=2
@@ -39,7 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, as the tests use")
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="the result file")
     parser.add_argument("--sbatch", type=Path, help="also write a two-node job script here")
+    parser.add_argument(
+        "--write-engines", action="store_true", help="write the table of docs/attention_engines.md"
+    )
     options = parser.parse_args(argv)
+    if options.write_engines:
+        from tools.gpu_checks import engine_choice
+
+        engine_choice.PAGE.write_text(engine_choice.page())
+        return 0
     if options.sbatch:
         options.sbatch.write_text(SBATCH)
     from megatron.atomic_files import check_writable

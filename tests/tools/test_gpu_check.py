@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.engines.triton_runtime import unavailable
+from megatron.engines.triton_runtime import interpreted, unavailable
 from megatron.engines.triton_tiles import KERNELS
 from megatron.errors import EngineError, OutputError
 from tests.conftest import REPOSITORY
 from tools import gpu_check
-from tools.gpu_checks import numbers
+from tools.gpu_checks import engine_choice, numbers
 from tools.gpu_checks.findings import Finding
 
 
@@ -31,6 +31,26 @@ def test_numbers_and_speed_run_on_this_machine(tmp_path: Path) -> None:
     assert len(errors) > 15 and all(error > 0 for error in errors)
     ratios = [f["values"]["ours"]["over_sdpa"] for f in by_part["speed"]]
     assert len(ratios) == 4 and all(ratio > 0 for ratio in ratios)
+
+
+@pytest.mark.skipif(unavailable() is not None or interpreted(), reason="Triton is not installed")
+def test_the_page_says_which_engine_runs_on_each_gpu() -> None:
+    page = engine_choice.page()
+    assert page == engine_choice.PAGE.read_text(), "run tools/gpu_check.py --write-engines"
+    assert " or " not in page.split(engine_choice.BEGIN)[1].split(engine_choice.END)[0]
+
+
+def test_an_engine_that_the_page_does_not_name_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "check.json"
+    args = ["--device", "cpu", "--parts", "engine_choice", "--json", str(out)]
+    assert gpu_check.main(args) == 0
+    row = {**engine_choice.row_of(None), "bf16": "triton"}
+    monkeypatch.setattr(engine_choice, "row_of", lambda _: row)
+    assert gpu_check.main(args) == 1
+    failed = [f for f in json.loads(out.read_text())["findings"] if f["status"] == "fail"]
+    assert [f["detail"] for f in failed] == ["tiled, the page says triton"]
 
 
 @pytest.mark.slow
