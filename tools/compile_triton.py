@@ -2,13 +2,14 @@
 """Compile the Triton kernels for GPUs that need not be here, and report what they cost.
 
 Every configuration that the launchers can choose (head dimension, dtype, tables, other operands,
-forward and backward) is compiled for the A100 (sm_80) and the H100 (sm_90). The launch records are
-those of the engine itself, so tile sizes, warps, stages and specialisations are the ones that would
-run. The tools inside the Triton wheel then report registers, stack and shared memory. Exit status
-1 if a configuration does not fit: too much shared memory or stack, or an atomic operation.
+forward and backward) is compiled for the A100 (sm_80), for GPUs with 99 KB of shared memory (sm_86)
+and for the H100 (sm_90). The launch records are those of the engine itself, so tile sizes, warps,
+stages and specialisations are the ones that would run. The tools inside the Triton wheel then
+report registers, stack and shared memory. Exit status 1 if a configuration does not fit: too much
+shared memory or stack, or an atomic operation.
 
 With --ledger each inner loop is counted in machine code, and held against the targets (see
-tools/triton_ledger.py); exit status 1 if one is missed.
+tools/triton_ledger.py); exit status 1 if one is missed. --memory writes docs/triton_memory.md.
 
     python tools/compile_triton.py                      # everything; takes long
     python tools/compile_triton.py --dims 64 --dtypes bf16 --arch 80
@@ -30,9 +31,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from megatron.engines.triton_runtime import Launch
 
-# What one block may use, in bytes (CUDA C++ programming guide, "maximum amount of shared memory
-# per thread block": 163 KB for 8.0, 227 KB for 9.0).
-SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # Bytes per thread that may live in local memory (it is cached, but a loop should not live there):
 # on the A100 with tables alone, in half precision, at head dims 32, 64 and 128; and elsewhere.
 STACK_LIMIT, WIDE_STACK_LIMIT = 128, 512
@@ -69,7 +67,9 @@ EXTRAS = {
 # The kernels' own sizes, and one of the masked sizes (multiples of 16) below each: masked sizes
 # under one power of two give the same code but for constants.
 DIMS = (16, 32, 48, 64, 80, 128, 192, 256)
-ARCHITECTURES = tuple(SHARED_LIMIT)
+ARCHITECTURES = (80, 86, 89, 90)
+# One of each kind of tiles; 89 takes what 86 takes.
+KINDS = (80, 86, 90)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,11 @@ class Report:
 
     @property
     def fits(self) -> bool:
+        from megatron.engines.triton_tiles import SHARED_MEMORY
+
         return (
             self.stack_bytes <= self.configuration.stack_limit
-            and self.shared_bytes <= SHARED_LIMIT[self.configuration.arch]
+            and self.shared_bytes <= SHARED_MEMORY[self.configuration.arch]
             and self.atomics == 0
         )
 
@@ -175,6 +177,7 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
     from megatron.engines.triton_attention import padded_head_dim
     from megatron.engines.triton_launch import backward_launches, forward_launches
     from megatron.engines.triton_problem import build_problem
+    from megatron.engines.triton_tiles import SHARED_MEMORY
 
     heads, length = 2, 160
     dtype = getattr(torch, DTYPES[configuration.dtype])
@@ -192,7 +195,9 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
         sink=torch.zeros(heads) if "sink" in extras else None,
         scale=0.125,
     )  # fmt: skip
-    problem = replace(build_problem(call, visible=None), arch=configuration.arch)
+    arch = configuration.arch
+    problem = build_problem(call, visible=None)
+    problem = replace(problem, arch=arch, shared_memory=SHARED_MEMORY[arch])
     forward, out, lse = forward_launches(problem)
     learned = {"bias": tables.learned_bias, "weight": tables.learned_weight}
     learned["key_bias"] = "key_bias" in extras
@@ -283,11 +288,11 @@ def configurations(
 
 def all_configurations() -> list[Configuration]:
     """Every shipped combination of size and tables, and the other operands where they matter."""
-    plain = configurations(DIMS, DTYPES, TABLES, ARCHITECTURES)
+    plain = configurations(DIMS, DTYPES, TABLES, KINDS)
     others = [extra for extra in EXTRAS if extra != "plain"]
     return [
         *plain,
-        *configurations((64, 128, 256), DTYPES, ("none", "bias", "both"), ARCHITECTURES, others),
+        *configurations((64, 128, 256), DTYPES, ("none", "bias", "both"), KINDS, others),
     ]
 
 
@@ -296,13 +301,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ledger", action="store_true", help="count inner loops, hold targets")
+    parser.add_argument("--memory", action="store_true", help="write docs/triton_memory.md")
     parser.add_argument("--dims", type=int, nargs="+", help="head dimensions")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--tables", nargs="+", choices=TABLES)
     parser.add_argument("--extras", nargs="+", choices=EXTRAS, default=["plain"])
-    parser.add_argument(
-        "--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES)
-    )
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(KINDS))
     parser.add_argument("--kernels", nargs="+", choices=LAUNCHES, default=list(LAUNCHES))
     arguments = parser.parse_args(argv)
     if any(not 1 <= dim <= max(DIMS) for dim in arguments.dims or ()):
@@ -320,6 +324,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if interpreted():
         print("unset TRITON_INTERPRET: the interpreter does not compile", file=sys.stderr)
         return 2
+    if arguments.memory:
+        from tools import triton_memory
+
+        return triton_memory.write()
     return _ledger(arguments) if arguments.ledger else _matrix(arguments)
 
 

@@ -89,7 +89,8 @@ class _TritonAttention(torch.autograd.Function):
         # q, k and v are the problem's: not kept twice where it had to copy them
         laid_out = (*problem.operands(), problem.own, problem.visible)
         ctx.save_for_backward(*tensors[3:], *laid_out, out, lse)
-        ctx.settings = {"window": problem.window, "scale": problem.scale, "arch": problem.arch}
+        settings = ("window", "scale", "arch", "shared_memory")
+        ctx.settings = {name: getattr(problem, name) for name in settings}
         return out
 
     @staticmethod

@@ -22,7 +22,7 @@ from megatron.engines.triton_backward import (
 from megatron.engines.triton_forward import Constants, attention_forward_kernel
 from megatron.engines.triton_problem import LOG2E, Problem, rows_of, table_layout, terms_of
 from megatron.engines.triton_runtime import Launch, cdiv, constant
-from megatron.engines.triton_tiles import Tiles, steep_warps, tiles_of
+from megatron.engines.triton_tiles import Tiles, tiles_of
 
 # fp32 products as three TF32 products on the tensor cores: close to fp32. No effect on bf16, fp16.
 _FP32_PRODUCTS = "tf32x3"
@@ -36,8 +36,8 @@ Filled = dict[str, Tensor]
 
 
 def _tiles(kernel: str, problem: Problem) -> Tiles:
-    weighted = problem.weight is not None
-    return tiles_of(kernel, problem.block_d, problem.q.dtype, weighted, problem.arch)
+    operands = (problem.block_d, problem.q.dtype, problem.weight is not None)
+    return tiles_of(kernel, *operands, problem.arch, problem.shared_memory)
 
 
 def _sizes(problem: Problem, reverse: bool) -> tuple[Any, ...]:
@@ -130,13 +130,15 @@ def _band_count(problem: Problem, tiles: Tiles) -> int:
 def _band_launches(problem: Problem, arguments: tuple[Any, ...]) -> list[Launch]:
     """One launch with a weight table; without, one for gentle bands and one for steep ones."""
     q, tiles = problem.q, _tiles("band", problem)
-    options = _options(problem, tiles, masked=False)
+    kinds = {True: tiles}
+    if problem.weight is None:
+        kinds = {False: tiles, True: _tiles("steep band", problem)}
     grid = (_band_count(problem, tiles), q.shape[1], q.shape[0])
-    if problem.weight is not None:
-        return [Launch(attention_band_kernel, grid, arguments, options | {"IN_LOOP": True})]
-    warps = steep_warps(problem.block_d, q.dtype, tiles.warps)
-    kinds = ({"IN_LOOP": False}, {"IN_LOOP": True, "num_warps": warps})
-    return [Launch(attention_band_kernel, grid, arguments, options | kind) for kind in kinds]
+    launches = []
+    for in_loop, chosen in kinds.items():
+        options = _options(problem, chosen, masked=False) | {"IN_LOOP": in_loop}
+        launches.append(Launch(attention_band_kernel, grid, arguments, options))
+    return launches
 
 
 def _to_fill(problem: Problem, lse: Tensor, wanted: set[str]) -> Filled:

@@ -23,7 +23,7 @@ keys (dK and dV) read it as it is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron.engines.call import Call, key_origin, sink_rows
 from megatron.engines.triton_runtime import Launch, cdiv, constant, jit, next_power_of_2, tl
-from megatron.engines.triton_tiles import ROW_MULTIPLE
+from megatron.engines.triton_tiles import ROW_MULTIPLE, SHARED_MEMORY
 
 LOG2E = math.log2(math.e)
 # rows are loaded 16 elements at a time, from addresses that are multiples of 16 bytes
@@ -86,6 +86,7 @@ class Problem(Call):
     own: Tensor | None = None  # [B, H, padded Lq] fp32, finite: subtracted from key biases
     visible: Tensor | None = None  # [H] int32
     arch: int = 80  # compute capability, times ten
+    shared_memory: int = SHARED_MEMORY[80]  # bytes that a program may take
 
     @property
     def head_dim(self) -> int:
@@ -135,7 +136,8 @@ def build_problem(call: Call, visible: Tensor | None) -> Problem:
         sink = _padded((rows * LOG2E).clamp(min=NO_SCORE), fill=NO_SCORE)
     operands = (q, k, v, call.bias, call.weight, key_bias, first_key, sink)
     arch = architecture(q.device)
-    return Problem(*operands, call.window, call.scale, own=own, visible=visible, arch=arch)
+    problem = Problem(*operands, call.window, call.scale, own=own, visible=visible, arch=arch)
+    return replace(problem, shared_memory=shared_memory(q.device, arch))
 
 
 def architecture(device: torch.device) -> int:
@@ -144,6 +146,13 @@ def architecture(device: torch.device) -> int:
         return 80
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def shared_memory(device: torch.device, arch: int) -> int:
+    """Bytes that a program may take on this GPU; where there is none, on the GPUs of `arch`."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return SHARED_MEMORY[arch]
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.engines import triton_launch
 from megatron.engines.triton_runtime import interpreted, unavailable
-from megatron.engines.triton_tiles import Tiles
+from megatron.engines.triton_tiles import SHARED_MEMORY, Tiles
 from tools import compile_triton
 from tools.compile_triton import Configuration, Report
 
@@ -45,7 +45,7 @@ def test_stack_and_shared_memory_fit_and_nothing_is_atomic(configuration: Config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", compile_triton.ARCHITECTURES)
+@pytest.mark.parametrize("arch", compile_triton.KINDS)
 @pytest.mark.parametrize("dtype", compile_triton.DTYPES)
 @pytest.mark.parametrize("tables", compile_triton.TABLES)
 def test_every_configuration_of_the_softmax(tables: str, dtype: str, arch: int) -> None:
@@ -66,7 +66,7 @@ def test_the_check_sees_a_kernel_that_does_not_fit(monkeypatch: pytest.MonkeyPat
     launch = compile_triton.attention_launches(configuration)[1]
     report = compile_triton.compile_launch(launch, configuration)
     assert report.kernel == "forward"
-    assert report.shared_bytes > compile_triton.SHARED_LIMIT[80]
+    assert report.shared_bytes > SHARED_MEMORY[80]
     assert not report.fits
 
 

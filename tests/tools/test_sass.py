@@ -37,3 +37,24 @@ def test_counts_of_a_loop_that_can_be_counted_by_hand() -> None:
     assert clocks["exp"] == 16
     assert clocks["issue"] == 20
     assert sass.inner_loop("/*0000*/ EXIT ;") is None
+
+
+HOPPER = """
+.L_x_1:
+        /*0010*/                   HGMMA.64x32x16.F32.BF16 R56, gdesc[UR24], R56 ;
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R88, R180, gdesc[UR12].tnspB, R88, gsb0 ;
+        /*0030*/                   FFMA R1, R2, R3, R4 ;
+        /*0040*/                   IMAD.WIDE R1, R2, R3, R4 ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+"""
+
+
+def test_hgmma_reads_shared_memory_by_itself_unless_its_rows_are_in_registers() -> None:
+    loop = sass.inner_loop(HOPPER)
+    assert loop is not None
+    assert loop.tensor_bytes * 4 == 16 * 2 * (64 + 32) + 16 * 2 * 64  # by four warps
+    clocks = loop.clocks(warps=4, flop_per_clock=4096, fp32_lanes=128)
+    assert clocks["shared"] == (16 * 2 * (64 + 32) + 16 * 2 * 64) / 128
+    assert clocks["tensor"] == 2 * 64 * (32 + 64) * 16 / 4096
+    assert clocks["fma"] == 2  # an fp32 and an integer product; the integer's lanes are half
+    assert loop.clocks(warps=4)["fma"] == 4

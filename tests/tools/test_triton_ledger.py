@@ -1,4 +1,4 @@
-"""Inner loops of kernels compiled for the A100, with no GPU, held against the targets."""
+"""Inner loops of kernels compiled for the A100 and the H100, with no GPU, against the targets."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 A100 = [Configuration(64, "bf16", "bias", 80), Configuration(128, "bf16", "bias", 80)]
+H100 = [replace(configuration, arch=90) for configuration in A100]
 
 
 @pytest.mark.parametrize("configuration", A100, ids=str)
@@ -30,6 +31,17 @@ def test_targets_on_the_a100(configuration: Configuration) -> None:
         assert entry.loop.tensor_core == entry.ideal, entry.row()
         assert entry.loop.exponentials > 0, entry.row()
         assert entry.blocks >= 1, entry.row()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", H100, ids=str)
+def test_targets_on_the_h100(configuration: Configuration) -> None:
+    entries = triton_ledger.entries_of(configuration)
+    assert triton_ledger.misses_of(configuration, entries) == []
+    for entry in entries.values():
+        assert entry.loop.tensor_core == entry.ideal, entry.row()
+        assert entry.loop.tensor_bytes > 0, entry.row()
+    assert entries["steep band"].report.shared_bytes < 220 * 1024
 
 
 def test_the_ledger_sees_a_tile_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
