@@ -47,7 +47,7 @@ RUNTIME_PACKAGES = frozenset(
     | {"tokenizers", "tiktoken", "sentencepiece", "safetensors", "regex", "einops", "zstandard"}
     | {"jinja2", "tabulate", "filelock"}
 )
-"""Import names of what every command may need: requirements/requirements.txt."""
+"""Import names of what the extra [train] brings: requirements/requirements.txt."""
 
 Main = Callable[[Sequence[str] | None], int | None]
 
@@ -137,17 +137,16 @@ def _missing(name: str) -> str | None:
         return f"{top} is not installed: {install_command(EXTRAS[top])}"
     if top not in RUNTIME_PACKAGES:
         return None
-    return (
-        f"{top} is not installed for {sys.executable}. In a checkout: `make install` once, then "
-        "`source .venv/bin/activate`."
-    )
+    return f"{top} is not installed for {sys.executable}. {install_command('train')}"
 
 
 def install_command(extra: str) -> str:
     """How to install one of the extras, in a checkout or beside an installed package."""
-    if REQUIREMENTS.is_dir():
-        return f"pip install -r requirements/requirements-{extra}.txt"
-    return f'pip install "kerple-neox[{extra}]"'
+    if not REQUIREMENTS.is_dir():
+        return f'pip install "kerple-neox[{extra}]"'
+    if extra == "train":
+        return "In a checkout: `make install` once, then `source .venv/bin/activate`."
+    return f"pip install -r requirements/requirements-{extra}.txt"
 
 
 def require(name: str, purpose: str) -> ModuleType:

@@ -31,7 +31,7 @@ NEAR = 33  # Gaussians are over within a few positions
 
 
 def as_it_starts(name: str) -> TableEmbedding:
-    from megatron import kernel
+    from kerple import kernel
 
     return kernel(name, heads=12, head_dim=64)
 

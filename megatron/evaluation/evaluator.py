@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
-from megatron import __version__
+from kerple import __version__
 from megatron.atomic_files import fingerprint
 from megatron.errors import EvaluationError, KerpleError
 from megatron.evaluation import context_use, perplexity, retrieval, ruler
