@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import MissingPackageError
 from megatron.lazy_names import lazy_names
-from megatron.machine import settle_accelerator
+from megatron.machine import set_deepspeed_accelerator
 from megatron.terminal import describe_error
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
     """Import a public function on first use; MissingPackageError where it needs [train]."""
     try:
         if name == "load_pretrained":
-            settle_accelerator()
+            set_deepspeed_accelerator()
         return _lazy(name)
     except ModuleNotFoundError as error:
         text = describe_error(error)

@@ -1,4 +1,4 @@
-"""Structure: packages import only packages above them, tests mirror modules, pages name real files."""
+"""Structure: packages import only packages above them; tests mirror modules; pages are true."""
 
 from __future__ import annotations
 

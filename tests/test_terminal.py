@@ -58,7 +58,7 @@ def test_a_defect_keeps_its_traceback() -> None:
 LEAVING = """
 import atexit, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from megatron.terminal import leave
+from megatron.terminal import exit_with
 
 class Torn:
     def __del__(self):
@@ -69,7 +69,7 @@ atexit.register(print, "exit work")
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread done"))).start()
 pool = ThreadPoolExecutor(1)  # left open, as libraries do: its idle thread waits to be told
 pool.submit(int).result()
-leave(7)
+exit_with(7)
 """
 
 

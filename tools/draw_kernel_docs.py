@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron.model.position_base import TableEmbedding
 
 LENGTH = 513
-NEAR = 33  # Gaussians are over within a few positions
+NEAR = 33  # Gaussians decay to 0 within a few positions
 
 
 def as_it_starts(name: str) -> TableEmbedding:

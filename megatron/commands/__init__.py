@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megatron.errors import KerpleError
-from megatron.terminal import leave, run_command
+from megatron.terminal import exit_with, run_command
 
 __all__ = ["COMMANDS", "kerple", "run", "start"]
 
@@ -66,7 +66,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
     def main(arguments: Sequence[str] | None) -> int | None:
         if str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))  # where a kernel or a task of one's own may be
+            sys.path.append(str(Path.cwd()))  # for `module:Class` of the user
         module, _, function = command.function.partition(":")
         called = getattr(importlib.import_module(f"megatron.{module}"), function)
         code: int | None = called(arguments)
@@ -78,14 +78,14 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def start(name: str) -> NoReturn:
     """A script of the checkout: one command with this process's arguments, and its exit code."""
-    leave(run(name, sys.argv[1:]))
+    exit_with(run(name, sys.argv[1:]))
 
 
 def kerple(argv: Sequence[str] | None = None) -> int:
     """The console script: `kerple NAME ARGUMENTS...`; hyphens and underscores are the same."""
     code = run_command(_kerple, argv)
     if argv is None:
-        leave(code)
+        exit_with(code)
     return code
 
 

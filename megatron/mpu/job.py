@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError, EvaluationError
 from megatron.launcher.environment import LOOPBACK, DistributedEnvironment, environment_for
-from megatron.machine import settle_accelerator
+from megatron.machine import set_deepspeed_accelerator
 from megatron.mpu.collectives import ParallelState, initialize_parallel
 from megatron.neox_arguments import NeoXArgs
 
@@ -46,7 +46,7 @@ def pick_device(local_rank: int = 0) -> torch.device:
 
     LOCAL_RANK is set to its index, because DeepSpeed chooses the device by it again.
     """
-    settle_accelerator()
+    set_deepspeed_accelerator()
     kind = _accelerator()
     if kind is None:
         return torch.device("cpu")
