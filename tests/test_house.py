@@ -202,3 +202,13 @@ def test_the_formulas_come_first_and_import_their_base_alone() -> None:
 def test_there_are_not_too_many_modules() -> None:
     """What is read together belongs in one file: merge before adding beyond this."""
     assert len(list(modules())) <= 170
+
+
+def test_quick_selects_the_tests_of_changed_files() -> None:
+    from tests.quick import SELECTION, STRUCTURE, tests_of
+
+    changed = ["megatron/data/loader.py", "megatron/commands/__main__.py", "tests/mpu/test_job.py"]
+    expected = ["tests/data/test_loader.py", "tests/mpu/test_job.py"]
+    assert tests_of(changed) == sorted([*expected, STRUCTURE, "tests/stories/test_installed.py"])
+    assert tests_of([]) == sorted([STRUCTURE, *SELECTION])
+    assert [name for name in SELECTION if not (REPOSITORY / name).is_file()] == []
