@@ -17,6 +17,7 @@ ROOT = REPOSITORY / "megatron"
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *sorted(REPOSITORY.glob("[CRS]*.md"))]
 DOOR = 0  # single files at the top: errors, atomic_files, machine, terminal, ...
 ROOMS = [
+    "backends",
     "neox_arguments",
     "launcher",
     "tokenizer",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.training.engine import whole_norm
+from megatron.backends.plain_torch import whole_norm
 from tests.training.cases import ADAM, ON_TWO, layout, precision, run_cases, tiny_config, write_data
 
 ONE = {
