@@ -26,28 +26,6 @@ from tests.processes import REPOSITORY
 from tests.training.cases import ADAM, ON_TWO, layout, precision, run_cases, tiny_config, write_data
 from tests.training.runs import losses, run, run_config
 
-SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
-DECAY = 0.1
-# DeepSpeed compiles its own at first use, which takes minutes.
-BUILT = [pytest.param(name, marks=pytest.mark.slow) for name in ("fused_adam", "cpu_adam")]
-
-
-def named_parameters(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"weight": (7, 5), "bias": (7,), "r1": (4,), "2.attention.qk_layernorm.weight": (2, 3)}
-    found = {k: nn.Parameter(torch.randn(s, generator=generator)) for k, s in shapes.items()}
-    found["r1"].is_kernel_parameter = True  # type: ignore[attr-defined]
-    return list(found.items())
-
-
-def take_steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
-        optimizer.zero_grad()
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
