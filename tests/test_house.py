@@ -17,6 +17,7 @@ ROOT = REPOSITORY / "megatron"
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *sorted(REPOSITORY.glob("[CRS]*.md"))]
 TOP = 0  # single files directly in megatron/: errors, atomic_files, machine, terminal, ...
 PACKAGES = [
+    "backends",
     "neox_arguments",
     "launcher",
     "tokenizer",
@@ -97,6 +98,10 @@ def test_every_test_file_belongs_to_a_module() -> None:
 
 
 TESTED_BY = {
+    "backends/deepspeed_engine.py": "training/test_engine.py",
+    "backends/deepspeed_processes.py": "launcher/test_planning.py",
+    "backends/interface.py": "checkpoints/test_universal.py",
+    "backends/optimizer_states.py": "checkpoints/test_universal.py",
     "commands/__main__.py": "stories/test_installed.py",
     "engines/cpu_torch.py": "engines/test_engines.py",
     "engines/triton_backward.py": "engines/test_triton_attention.py",
@@ -116,6 +121,25 @@ def test_every_module_has_its_test_file() -> None:
             bare.append(place.as_posix())
     assert bare == sorted(TESTED_BY)
     assert [name for name in TESTED_BY.values() if not (tests / name).is_file()] == []
+
+
+def test_deepspeed_is_imported_in_its_package_alone() -> None:
+    """Its runner and its import by name included; and there only in files that are named for it."""
+    places = [*ROOT.rglob("*.py"), *(REPOSITORY / "tools").rglob("*.py"), *REPOSITORY.glob("*.py")]
+    importing = {path for path in places if _imports_deepspeed(path)}
+    assert importing == set((ROOT / "backends").glob("deepspeed_*.py"))
+
+
+def _imports_deepspeed(path: Path) -> bool:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if re.fullmatch(r"deepspeed(\.\w+)+", node.value) else []
+        if any(name.partition(".")[0] == "deepspeed" for name in names):
+            return True
+    return False
 
 
 def test_training_does_not_import_the_paper() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +16,7 @@ from megatron.model.position_base import (
     PositionOptions,
     TableEmbedding,
 )
-from megatron.neox_arguments.allowed_code import allow_kernel, is_allowed, is_import_path
+from megatron.neox_arguments.allowed_code import allow_kernel, imported_class, is_import_path
 from megatron.neox_arguments.catalogue import aliases, canonical_method
 from megatron.neox_arguments.position_keys import (
     PositionKeys,
@@ -48,7 +46,7 @@ def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
     resolved = canonical_name(name)
     if resolved in POSITIONAL_EMBEDDINGS:
         return POSITIONAL_EMBEDDINGS[resolved]
-    found = _imported(resolved)
+    found = imported_class("pos_emb", resolved, UnknownPositionalEmbeddingError)
     if not (isinstance(found, type) and issubclass(found, PositionalEmbedding)):
         raise UnknownPositionalEmbeddingError(
             f"pos_emb: {name!r} is not a PositionalEmbedding; derive it from DistanceKernel, "
@@ -57,34 +55,6 @@ def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
     if not found.name:
         found.name = resolved
     return found
-
-
-def _imported(name: str) -> Any:
-    """The class `package.module:Class`: importing runs code, so that the user must have named it.
-
-    A class whose module this process has imported already runs nothing.
-    """
-    module_name, _, class_name = name.partition(":")
-    module = sys.modules.get(module_name)
-    if module is not None and class_name in vars(module):
-        return vars(module)[class_name]
-    if not is_import_path(name):
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r:.80} is not of the form package.module:ClassName."
-        )
-    if not is_allowed(name):
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r:.80} names a class to import, which a file that came with a "
-            f"checkpoint may not do. If the class is yours, add --allow-kernel {name:.80} (in "
-            f"Python: import its module first, or load_pretrained(..., allow_kernel={name!r:.80}))."
-        )
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r} cannot be imported ({error}); "
-            "check that the module is on PYTHONPATH and defines the class."
-        ) from error
 
 
 def build_positional_embedding(name: str, options: PositionOptions) -> PositionalEmbedding:

@@ -330,6 +330,12 @@ class RuntimeArgs(Group):
     exit_interval: PositiveInt | None = key(None, "Save and stop at the first multiple of this.")
     distributed_timeout_minutes: PositiveFloat = key(30.0, "Give up on a silent peer after this.")
     detect_anomaly: bool = key(False, "torch's anomaly detection: slow, names the source of a NaN.")
+    training_backend: Literal["deepspeed", "torch"] | None = key(
+        None,
+        "What takes the training steps: DeepSpeed, or torch alone (one process, fp32, no ZeRO, no "
+        "pipeline: the same numbers). null: DeepSpeed if it is installed.",
+        ours=True,
+    )
     deepspeed_extra_args: dict[str, Any] | None = key(
         None, "More top-level entries for DeepSpeed's config, passed on as they are."
     )
