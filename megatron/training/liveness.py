@@ -2,20 +2,22 @@
 
 Every rank writes a heartbeat to the job's key-value store from a thread of its own and watches the
 next rank only, so that the store has a handful of requests a second from each, however many there
-are. Whoever finds its neighbour dead (its process is gone from this host, or its heart has been
-silent for the configured timeout) writes that down for all; each rank reads it, says which rank it
-was and ends its own process. Collectives that fail because a peer is gone come to `explain`, which
+are. A rank that finds its neighbour dead (its process is gone from this host, or it has not written
+for the configured timeout) writes that down for all; each rank reads it, names the dead rank and
+ends its own process. Collectives that fail because a peer is gone come to `explain`, which
 finds the rank by the same means. A rank that waits for the store's host itself (the link is down,
 the process is stopped) is ended by a second thread, which asks the store for nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ class Heartbeat:
         """End this rank when the store has not answered for the timeout.
 
         The store's client waits without bound for a host that neither answers nor closes, with the
-        lock of `turn` held, and so does whoever asks `find_dead`.
+        lock of `turn` held, for which `find_dead` then waits too.
         """
         while not self._stop.wait(INTERVAL):
             quiet = time.monotonic() - self._answered
@@ -190,10 +192,27 @@ def start_heartbeat(timeout_minutes: float) -> Heartbeat | None:
     return heartbeat
 
 
+@contextlib.contextmanager
+def watched_peers(timeout_minutes: float) -> Iterator[None]:
+    """Inside the block a lost peer is named and ends this process with `EXIT_PEER_LOST`."""
+    heartbeat, finished = start_heartbeat(timeout_minutes), False
+    try:
+        yield
+        finished = True
+    except RuntimeError as error:
+        if not explain(heartbeat, error):
+            raise
+        sys.stdout.flush()
+        os._exit(EXIT_PEER_LOST)  # what is left of the process group would wait for the dead
+    finally:
+        if heartbeat is not None:
+            heartbeat.stop(finished=finished)
+
+
 def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
     """Whether `error` came from a lost peer; if so, it has been named.
 
-    Without a heartbeat the job had not come together yet, and nobody can say who is missing.
+    Without a heartbeat the job had not come together yet: which rank is missing is not known.
     """
     if not _is_communication_error(error):
         return False
