@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from megatron.evaluation.results_schema import PositionEntry
+from megatron.evaluation.positionwise import PositionEntry
 from megatron.neox_arguments.catalogue import label_of, line_style
 from megatron.paper import style as look
 from megatron.paper.run_results import ResultSet

@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from megatron.evaluation.evaluator import TASKS
 from megatron.evaluation.ruler_prompts import RULER_TASKS
+from megatron.evaluation.task_registry import own_tasks
 from megatron.neox_arguments.run_keys import EvaluationArgs, LauncherArgs, TokenizerArgs
 from megatron.tokenizer import TOKENIZERS
 
@@ -17,7 +17,9 @@ def test_every_kind_of_tokenizer_may_be_chosen() -> None:
     assert set(get_args(kinds)) == set(TOKENIZERS)
 
 
-@pytest.mark.parametrize(("key", "names"), [("eval_tasks", TASKS), ("ruler_tasks", RULER_TASKS)])
+@pytest.mark.parametrize(
+    ("key", "names"), [("eval_tasks", own_tasks()), ("ruler_tasks", RULER_TASKS)]
+)
 def test_the_meaning_of_a_key_lists_every_task(key: str, names: dict[str, object]) -> None:
     meaning = EvaluationArgs.model_fields[key].description or ""
     listed = meaning.partition(": ")[2].replace(";", ",").rstrip(".").split(", ")

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from megatron.evaluation.results_schema import PositionEntry
+from megatron.evaluation.positionwise import PositionEntry
 from megatron.paper.cells import PairedTest
 from megatron.paper.cli import main
 from megatron.paper.report import collect_results
 from megatron.paper.result_fit import is_finished
 from megatron.paper.run_results import ResultSet, RunResults, _read_training, beyond_window
 from megatron.paper.suite import Run, load_suite
+from megatron.paper.suite_file import PERPLEXITY, POSITIONWISE
 from megatron.paper.tables import difference
 from tests.paper.synthetic import write_run
 
@@ -29,7 +30,7 @@ def run_of(model: str, seed: int, method: str = "kerple_log") -> Run:
 
 def results_of(model: str, seed: int, first: float, last: float) -> RunResults:
     values = {("valid", 128): first, ("valid", 4096): last, ("test", 128): 1e9}
-    return RunResults(run_of(model, seed), values)
+    return RunResults(run_of(model, seed), {(PERPLEXITY, None, ""): values})
 
 
 PLAIN = [(1, 50.0, 48.0), (2, 60.0, 57.0), (3, 55.0, 53.0)]
@@ -87,8 +88,9 @@ def test_beyond_the_window_only_positions_past_the_training_length_count() -> No
             128: [1.0] * 128 + [2.0] * 128,
             64: [0.0] * 256,  # another window says nothing here
         }
-        item.positions = {
-            ("valid", 256, window): position_entry(own, window) for window, own in losses.items()
+        item.cells = {
+            (POSITIONWISE, window, ""): {("valid", 256): position_entry(own, window)}
+            for window, own in losses.items()
         }
         runs.append(item)
     found = beyond_window(runs, runs, "valid")
@@ -118,4 +120,4 @@ def test_only_finished_runs_are_kept_and_they_count_elsewhere(
     assert is_finished(copied.run_named(first.name))
     there = {item.run.name: item for item in collect_results(copied).runs}
     here = {item.run.name: item for item in collect_results(suite).runs}
-    assert there[first.name].perplexity == here[first.name].perplexity != {}
+    assert there[first.name].cells == here[first.name].cells != {}
