@@ -6,29 +6,23 @@ has; what cannot be read or used is named, not skipped silently.
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.atomic_files import read_json, write_text
-from megatron.errors import ReproduceError
 from megatron.evaluation.positionwise import PositionEntry
 from megatron.evaluation.report_views import Place
 from megatron.paper.cells import PairedTest, compare_paired
-from megatron.paper.result_fit import ResultFiles, StepCheck, is_finished
+from megatron.paper.result_fit import ResultFiles, StepCheck
 from megatron.paper.run_files import (
     finite,
     kernel_values,
     read_metrics,
-    read_state,
     same_heads,
-    write_state,
 )
-from megatron.paper.suite import Run, Step, Suite
+from megatron.paper.suite import Run, Step
 from megatron.paper.suite_file import PERPLEXITY, POSITIONWISE, Point
 
 _WARMUP_STEPS = 10
@@ -223,34 +217,3 @@ def _losses_beyond(
         if own == split
         if (loss := loss_from(entry, item.run.train_length)) is not None
     )
-
-
-# Keep what finished runs have to show, small enough for a repository: no checkpoints, no caches.
-#
-# A folder of runs that was copied back counts as finished, so that another machine goes on where
-# this one stopped::
-#
-#     tools/reproduce.py keep --suite study --out docs/results/study/runs
-#     cp -r docs/results/study/runs/study runs/          # elsewhere, then `run` as usual
-
-_FILES = ("config.yml", "run.json", "metrics.jsonl")
-
-
-def keep_results(suite: Suite, target: Path) -> list[str]:
-    """Copy the finished runs of a suite to ``target/SUITE``; their names."""
-    kept = [run for run in suite.runs if is_finished(run)]
-    for run in kept:
-        source, copy = run.directory, target / suite.name / run.name
-        copy.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            shutil.copyfile(source / name, copy / name)
-        shutil.copytree(source / ".done", copy / ".done", dirs_exist_ok=True)
-        # Whose process it was and on which machine is nobody's business.
-        write_state(copy, replace(read_state(source), process=None, host=""))
-        for file in sorted((source / "results").glob("*.json")):
-            content = read_json(file)
-            if content is None:
-                raise ReproduceError(f"{file}: not a result file; delete it or evaluate again")
-            compact = json.dumps(content, separators=(",", ":")) + "\n"
-            write_text(copy / "results" / file.name, compact, parents=True)
-    return [run.name for run in kept]
