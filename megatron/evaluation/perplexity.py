@@ -161,12 +161,19 @@ class Extrapolation(TaskByLength):
         ),
     )
 
+    def file_name(self, options: EvaluationOptions) -> str:
+        last = f"_last{options.eval_last}" if options.eval_last else ""
+        return super().file_name(options) + last
+
     def result_name(self, options: EvaluationOptions) -> str:
-        # Readers of `extrapolation` results must not take windowed numbers for the model's own.
-        return f"{self.name}_windowed" if options.eval_window else self.name
+        # Readers of `extrapolation` results must not take windowed numbers, or those of the last
+        # tokens alone, for the model's own.
+        windowed = "_windowed" if options.eval_window else ""
+        return self.name + windowed + ("_last" if options.eval_last else "")
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        return {**super().parameters(options), "char_level_ppl": options.char_level_ppl}
+        last = {"last": options.eval_last} if options.eval_last else {}
+        return {**super().parameters(options), "char_level_ppl": options.char_level_ppl, **last}
 
     def comparable(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         # Perplexity by character is an addition: the perplexity by token is the same.
@@ -184,7 +191,11 @@ class Extrapolation(TaskByLength):
         }
 
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
-        options, split = context.options, files[0].which
+        options, split, last = context.options, files[0].which, context.options.eval_last
+        if last and last > length:
+            raise EvaluationError(
+                f"eval_last = {last} is more than the sequence has; use longer eval_lengths"
+            )
         sequences = sequences_of(options, files, length)
         wanted = options.eval_num_sequences
         if options.eval_protocol == "fixed_sequences" and len(sequences) < wanted:
@@ -192,7 +203,7 @@ class Extrapolation(TaskByLength):
                 f"{split} at {length}: the split holds {len(sequences)} sequences of this length, "
                 f"not {wanted} (eval_num_sequences); all of them are used"
             )
-        losses = self.losses(context, sequences, split)
+        losses = [loss[-(last or length) :] for loss in self.losses(context, sequences, split)]
         entry: dict[str, Any] = {"length": length, **mean_and_error(losses)}
         if options.char_level_ppl:
             entry |= _per_character(context, sequences, entry)
@@ -222,8 +233,8 @@ def _per_character(
     context: Context, sequences: SequenceSet, entry: dict[str, Any]
 ) -> dict[str, Any]:
     """The same loss shared out over characters and words, which makes tokenizers comparable."""
-    tokenizer = context.tokenizer()
-    texts = [tokenizer.detokenize(sequences[i][1:].tolist()) for i in range(len(sequences))]
+    tokenizer, scored = context.tokenizer(), context.options.eval_last or sequences.length
+    texts = [tokenizer.detokenize(sequences[i][-scored:].tolist()) for i in range(len(sequences))]
     characters, words = sum(map(len, texts)), sum(map(count_words, texts))
     total = entry["loss"] * entry["tokens"]
     return {

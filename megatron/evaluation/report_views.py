@@ -39,7 +39,6 @@ class GroupView(View):
     """Multiplied with every number: 100 for percent."""
     limits: tuple[float, float] | None = None
     """Of the vertical axis; None follows the numbers."""
-    marks_train_length: bool = True
 
 
 @dataclass(frozen=True)

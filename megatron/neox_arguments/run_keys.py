@@ -116,8 +116,8 @@ class EvaluationArgs(Group):
     eval_iters: NonNegativeInt = key(100, "Batches per validation.")
     eval_tasks: TextList | None = key(
         None,
-        "What evaluate.py runs: extrapolation, positionwise, sliding, passkey, "
-        "receptive_field, ruler, longppl, recall, or names of lm-eval tasks.",
+        "What evaluate.py runs: tasks that docs/evaluation.md names, classes of your own as "
+        "module:Class, or names of lm-eval tasks.",
     )
     eval_results_prefix: str = key("", "Start of result file names; empty: <load>/results/step<N>.")
     char_level_ppl: bool = key(False, "Report perplexity per character and per word too.")
@@ -133,6 +133,9 @@ class EvaluationArgs(Group):
         16,
         "Sequences per length (fixed_sequences) or at the longest (fixed_tokens); "
         "the paper's tables use 320.",
+    )
+    eval_last: PositiveInt | None = key(
+        None, "Extrapolation: the loss of the last this many tokens of each sequence; null: of all."
     )
     eval_window: PositiveInt | None = key(None, "Window of attention while evaluating; null: none.")
     eval_context_length: PositiveInt | None = key(None, "lm-eval: the context; null: seq_length.")

@@ -166,8 +166,7 @@ def group_by_length(
         if view.limits is not None:
             axes.set_ylim(*view.limits)
         _length_ticks(axes, sorted({length for curve in curves.values() for length in curve}))
-        if view.marks_train_length:
-            mark_train_length(axes, results.train_length(data.name), below=True)
+        mark_train_length(axes, results.train_length(data.name), below=True)
         finish_axes(axes, title=view.groups[group], xlabel=view.xlabel, ylabel=view.ylabel)
         direct_labels(axes, ends)
     return figure

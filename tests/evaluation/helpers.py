@@ -91,7 +91,7 @@ def result_of(args: NeoXArgs, name: str) -> dict[str, Any]:
 
 
 def evaluated(args: NeoXArgs, name: str) -> dict[str, Any]:
-    assert run_evaluation(args.replace(eval_tasks=[name.split("_window")[0]])) == 0
+    assert run_evaluation(args.replace(eval_tasks=[name.split("_")[0]])) == 0
     assert args.checkpoint.load is not None
     path = Path(args.checkpoint.load) / "results" / f"step10_{name}.json"
     content: dict[str, Any] = json.loads(path.read_text("utf-8"))

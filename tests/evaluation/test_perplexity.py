@@ -182,3 +182,20 @@ def test_a_stride_longer_than_the_window_is_refused(
     args, _ = write_run(tmp_path, eval_lengths=[8], eval_stride=9, eval_tasks=["sliding"])
     assert run_evaluation(args) == 1
     assert "eval_stride = 9 is longer than the window of 8" in capsys.readouterr().err
+
+
+def test_the_last_tokens_alone_are_scored(tmp_path: Path) -> None:
+    args, model = write_run(tmp_path, eval_lengths=[8, 16, 32], eval_last=12)
+    content = evaluated(args, "extrapolation_last12")
+    assert content["task"] == "extrapolation_last"
+    assert content["settings"]["last"] == 12
+    assert [entry["length"] for entry in content["results"]["valid"]] == [16, 32]
+    for entry in content["results"]["valid"]:
+        texts = official_texts(args, entry["length"], 5)["valid"]
+        losses = torch.cat([plain_losses(model, text)[-12:] for text in texts])
+        assert entry["tokens"] == 60
+        assert entry["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert {(e["split"], e["length"]) for e in content["errors"]} == {("valid", 8), ("test", 8)}
+    assert "eval_last = 12 is more" in content["errors"][0]["error"]
+    plain = evaluated(args.replace(eval_last=None), "extrapolation")
+    assert "last" not in plain["settings"] and plain["task"] == "extrapolation"

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from megatron.evaluation.task_registry import find_task
+from megatron.evaluation.tasks import EvaluationOptions, requested
+from megatron.neox_arguments import NeoXArgs
 from megatron.paper.report import make_report
 from megatron.paper.result_fit import Fit, check_steps, done_steps
 from megatron.paper.run_results import read_run
@@ -208,6 +211,31 @@ def test_a_variant_needs_results_of_its_own(tmp_path: Path) -> None:
     assert results.of(PERPLEXITY, variant="bf16_tables")["valid", 128] == 77.0
     assert results.of(PERPLEXITY)["valid", 128] != 77.0
     assert not results.unused
+
+
+@pytest.mark.parametrize("results", [3, [{"loss": 2.0}], [{"length": "many"}]])
+def test_a_result_that_its_task_cannot_read_is_named(
+    one_run: tuple[Suite, Run, Path], results: object
+) -> None:
+    _, run, directory = one_run
+    change(directory, results={"valid": results})
+    (problem,) = read_run(run).problems
+    assert "step500_extrapolation.json: not a result file" in problem and "\n" not in problem
+    assert fit(directory, run) == (Fit.MISSING, "no result")
+
+
+@pytest.mark.parametrize("sets", [{"data_seed": 0}, {"split": None}])
+def test_what_is_recorded_by_default_counts(tmp_path: Path, sets: dict[str, Any]) -> None:
+    """A data_seed of 0 is not the training's seed, and a split that is not given has a default."""
+    suite = load_suite("laptop", ["main", "alibi", "*.1235"], runs_root=tmp_path, sets=sets)
+    run = suite.runs[0]
+    assert run.config.get("data_seed", 0) == 0
+    directory = write_run(run)
+    args = NeoXArgs.from_dict(dict(run.config))
+    options = EvaluationOptions.from_args(args)
+    recorded = requested(find_task(PERPLEXITY), options, args.model.model_dump(mode="json"))
+    change(directory, recorded["settings"], data_seed=recorded["data_seed"])
+    assert fit(directory, run) == (Fit.COMPLETE, "")
 
 
 @pytest.mark.slow
