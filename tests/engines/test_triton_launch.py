@@ -154,9 +154,8 @@ def test_addresses_are_aligned_and_offsets_inside_a_tile_fit_32_bits(
     for launch in rehearse(recorded, **settings).launches:
         named = _arguments(launch)
         constants = launch.options.get("C")
-        tile = (
-            max(constants.BLOCK_M.value, constants.BLOCK_N.value) if constants is not None else 64
-        )
+        sides = (64,) if constants is None else (constants.BLOCK_M.value, constants.BLOCK_N.value)
+        tile = max(sides)
         for name, value in named.items():
             if isinstance(value, Rows):
                 assert all(step % 16 == 0 for step in value[1:]), (_name(launch), name, value)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron import __version__
+from kerple import __version__
 from megatron.data import IndexedDataset
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.perplexity import window_starts

@@ -51,7 +51,12 @@ def result_file(run: Run, step: Step, results: object) -> dict[str, object]:
     lengths = [step.length] if step.length else config["eval_lengths"]
     settings = {
         "data": [
-            {"split": split, "prefix": config["data_path"], "share": config.get("split"), "bytes": None}
+            {
+                "split": split,
+                "prefix": config["data_path"],
+                "share": config.get("split"),
+                "bytes": None,
+            }
             for split in ("valid", "test")
         ],
         "protocol": config.get("eval_protocol"),
