@@ -22,10 +22,17 @@ import torch
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import sequence_losses
-from megatron.evaluation.report_views import GroupView, Place, View
 from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.sequences import SequenceSet
-from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, task
+from megatron.evaluation.tasks import (
+    Context,
+    EvaluationOptions,
+    GroupView,
+    Place,
+    View,
+    WindowedTask,
+    task,
+)
 from megatron.evaluation.text_tables import text_table
 
 SHORTEST_DISTANCE = 8

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses
-from megatron.evaluation.report_views import Place, SplitView, View
 from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.sequences import (
     SequenceSet,
@@ -24,7 +23,16 @@ from megatron.evaluation.sequences import (
     open_split,
     token_files,
 )
-from megatron.evaluation.tasks import Context, EvaluationOptions, Split, WindowedTask, task
+from megatron.evaluation.tasks import (
+    Context,
+    EvaluationOptions,
+    Place,
+    Split,
+    SplitView,
+    View,
+    WindowedTask,
+    task,
+)
 from megatron.evaluation.text_tables import text_table
 from megatron.tokenizer.base import count_words
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import perplexity
 from megatron.evaluation.perplexity import Measured, TaskByLength, longest, sequences_of
-from megatron.evaluation.report_views import Place, PositionView, View
 from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.sequences import SplitTokens
-from megatron.evaluation.tasks import Context, EvaluationOptions, task
+from megatron.evaluation.tasks import Context, EvaluationOptions, Place, PositionView, View, task
 from megatron.evaluation.text_tables import text_table
 
 LINEAR_BUCKETS = 16

@@ -22,10 +22,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron.data.recall_text import RECALL_KINDS, RecallText
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import score_continuations, score_tokens
-from megatron.evaluation.report_views import GroupView, Place, View
 from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.ruler_prompts import NOISE
-from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, task
+from megatron.evaluation.tasks import (
+    Context,
+    EvaluationOptions,
+    GroupView,
+    Place,
+    View,
+    WindowedTask,
+    task,
+)
 from megatron.evaluation.text_tables import text_table
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import AutoLocator, NullLocator
 
-from megatron.evaluation.report_views import GroupView
-from megatron.neox_arguments.catalogue import label_of, line_style
+from megatron.evaluation.tasks import GroupView
+from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import Cell, published_seconds_per_step, summarize
 from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
@@ -23,6 +23,7 @@ from megatron.paper.style import (
     figure_legend,
     figure_style,
     finish_axes,
+    line_style,
     line_with_spread,
     mark_train_length,
     new_figure,

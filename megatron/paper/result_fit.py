@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import EvaluationError
-from megatron.evaluation.report_views import Place
 from megatron.evaluation.results_schema import (
     Content,
     Result,
@@ -23,7 +22,7 @@ from megatron.evaluation.results_schema import (
     weights_id,
 )
 from megatron.evaluation.task_registry import find_task
-from megatron.evaluation.tasks import EvaluationOptions, EvaluationTask, requested
+from megatron.evaluation.tasks import EvaluationOptions, EvaluationTask, Place, requested
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import canonical_method
 from megatron.paper.run_files import finite, trained, training_differences

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.evaluation.positionwise import PositionEntry
-from megatron.evaluation.report_views import Place
+from megatron.evaluation.tasks import Place
 from megatron.paper.cells import PairedTest, compare_paired
 from megatron.paper.result_fit import ResultFiles, StepCheck
 from megatron.paper.run_files import (

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megatron.evaluation.report_views import GroupView, PositionView, SplitView, View
 from megatron.evaluation.task_registry import find_task
+from megatron.evaluation.tasks import GroupView, PositionView, SplitView, View
 from megatron.paper.figures import (
     group_by_length,
     perplexity_by_length,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from megatron.evaluation.report_views import GroupView
+from megatron.evaluation.tasks import GroupView
 from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import (
     ALPHA,

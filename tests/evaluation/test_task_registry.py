@@ -9,7 +9,15 @@ import pytest
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.task_registry import find_task, imported_task, own_tasks
+from megatron.evaluation.tasks import GroupView
 from tests.conftest import REPOSITORY
+
+RESULTS = {
+    "recall": {"grid": [{"kind": "mqar", "length": 8, "accuracy": 0.5}]},
+    "induction": {
+        "grid": [{"length": 8, "loss": 1.0, "by_distance": [{"distance": 4, "loss": 1.0}]}]
+    },
+}
 
 
 def test_every_file_of_the_package_registers_its_tasks() -> None:
@@ -34,3 +42,12 @@ def test_what_is_no_task_is_refused() -> None:
         imported_task("pathlib:Path")
     with pytest.raises(EvaluationError, match="cannot be imported"):
         imported_task("no_such_module:Task")
+
+
+def test_cells_belong_to_groups_that_a_view_shows() -> None:
+    shown = {name for name, task in own_tasks().items() for v in task.views if type(v) is GroupView}
+    assert set(RESULTS) <= shown
+    for name, results in RESULTS.items():
+        views = [view for view in own_tasks()[name].views if isinstance(view, GroupView)]
+        groups = {group for view in views for group in view.groups}
+        assert {group for group, _ in own_tasks()[name].cells(results)} <= groups

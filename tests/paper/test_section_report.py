@@ -12,9 +12,16 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron.errors import ReproduceError
-from megatron.evaluation.report_views import GroupView, Place, View
 from megatron.evaluation.task_registry import find_task
-from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, requested
+from megatron.evaluation.tasks import (
+    Context,
+    EvaluationOptions,
+    EvaluationTask,
+    GroupView,
+    Place,
+    View,
+    requested,
+)
 from megatron.neox_arguments import NeoXArgs, allowed_code
 from megatron.paper.execute import Launcher, step_command
 from megatron.paper.report import make_report
