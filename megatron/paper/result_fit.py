@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.results_schema import (
@@ -21,12 +21,13 @@ from megatron.evaluation.results_schema import (
     read_result,
     weights_id,
 )
-from megatron.evaluation.task_registry import find_task
-from megatron.evaluation.tasks import EvaluationOptions, EvaluationTask, Place, requested
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import canonical_method
 from megatron.paper.run_files import finite, trained, training_differences
 from megatron.paper.suite import TRAIN, Run, Step
+
+if TYPE_CHECKING:
+    from megatron.evaluation.tasks import EvaluationTask, Place
 
 _HEADER = ("seed", "pos_emb", "train_length")
 """Facts beside the settings, in files of every format."""
@@ -74,6 +75,9 @@ class Question:
 
     @classmethod
     def of(cls, run: Run, step: Step) -> Question:
+        from megatron.evaluation.task_registry import find_task  # both import torch
+        from megatron.evaluation.tasks import EvaluationOptions, requested
+
         args = NeoXArgs.from_dict({**run.config, **step.overrides})
         options, task = EvaluationOptions.from_args(args), find_task(step.task)
         expected = requested(task, options, args.model.model_dump(mode="json"))

@@ -11,10 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megatron.errors import ReproduceError
-from megatron.evaluation.perplexity import Extrapolation
-from megatron.evaluation.positionwise import Positionwise as PositionwiseTask
 from megatron.evaluation.results_schema import first_problem
-from megatron.evaluation.task_registry import own_tasks
 from megatron.neox_arguments import allowed_code
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
@@ -23,7 +20,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 """Nothing that leads elsewhere."""
 
 
-PERPLEXITY, POSITIONWISE = Extrapolation.name, PositionwiseTask.name
+PERPLEXITY, POSITIONWISE = "extrapolation", "positionwise"
 """The tasks that the format itself has keys for: `table` and `variants`; `positionwise`."""
 BESIDE = "In small type: the paper's numbers."
 """Said of a table that shows them."""
@@ -267,6 +264,8 @@ def _check_names(path: Path, suite: SuiteFile) -> None:
 
 def _check_tasks(path: Path, suite: SuiteFile) -> None:
     """A task is known by name; a class is imported only if the user named it, too."""
+    from megatron.evaluation.task_registry import own_tasks  # imports torch
+
     for section, name in (
         (part.name, name) for part in suite.sections.values() for name in part.tasks
     ):
