@@ -63,6 +63,7 @@ def _sizes() -> list[AnyCase]:
             cases.append(AttentionCase(70, 93, dim, **_GROUPED, dtype=dtype, **other))
     cases += [AttentionCase(q, k, 64, heads=1) for q, k in ((1, 1), (1, 300), (5, 5), (64, 700))]
     cases += [
+        AttentionCase(130, 150, 64, heads=1, table="steep", dtype=FP32),
         AttentionCase(1, 1, 64, **_ALL),
         AttentionCase(1, 77, 64, bias=False),
         AttentionCase(130, 130, 64, heads=1, window=1),
