@@ -88,8 +88,8 @@ def _run_here(args: argparse.Namespace) -> int:
             print(outcome.line(), flush=True)
             shown = vars(outcome) | {"case": name_of(case), "good": outcome.good}
             records.append(shown | {"dtype": str(case.dtype).removeprefix("torch.")})
-    if args.json:
-        Path(args.json).write_text(json.dumps(records), encoding="utf-8")
+            if args.json:  # after every case: an interrupted run still says what it did
+                Path(args.json).write_text(json.dumps(records), encoding="utf-8")
     return 0 if all(record["good"] for record in records) else 1
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from tests.ptx.comparison import BF16, FP16, FP32, AnyCase, AttentionCase, SoftmaxCase
 
-# `make test`: a forward and backward at two head dims, a fused softmax, a pruned call
+# `make test`: forward and backward at two head dims, the fused softmax, pruning, torch.compile
 QUICK: tuple[AnyCase, ...] = (
     AttentionCase(70, 90, 64, heads=1),
     AttentionCase(70, 90, 128, heads=1),
     SoftmaxCase(20, 53),
     AttentionCase(270, 270, 64, heads=1, table="decay", pruning=True),
+    AttentionCase(70, 90, 64, heads=1, compiled=True),
 )
 
 _ALL: dict[str, Any] = {"key_bias": "small", "documents": 37, "sink": "row"}
@@ -43,6 +44,8 @@ def _operands() -> list[AnyCase]:
         AttentionCase(200, 300, 64, heads=1, key_bias="small", table="decay", pruning=True),
         AttentionCase(150, 150, 64, layout="fused"),
         AttentionCase(100, 100, 64, batch=2, layout="heads"),
+        AttentionCase(100, 130, 64, **_GROUPED, weight=True, **_ALL, compiled=True),
+        AttentionCase(270, 270, 40, heads=1, table="decay", pruning=True, compiled=True),
         AttentionCase(100, 100, 64, heads=1, frozen=("bias",)),
         AttentionCase(100, 100, 64, heads=1, frozen=("k", "v", "bias")),
         AttentionCase(100, 100, 64, heads=1, frozen=("q", "k", "v")),
