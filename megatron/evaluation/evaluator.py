@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
-from megatron import __version__
+from kerple import __version__
 from megatron.atomic_files import fingerprint
 from megatron.errors import EvaluationError, KerpleError
 from megatron.evaluation import context_use, perplexity, retrieval, ruler
@@ -41,7 +41,7 @@ from megatron.terminal import (
     EXIT_USER_ERROR,
     install_command,
     print_error,
-    say_next,
+    print_next_command,
     show_traceback_if_asked,
     shown_command,
 )
@@ -68,7 +68,7 @@ def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     code = evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
     config = subject.checkpoint / "configs" / "resolved.yml"
     if code == 0 and ranks.is_main and config.is_file():
-        say_next(f"{shown_command('generate')} {config}{allow_flags(args.to_dict())}")
+        print_next_command(f"{shown_command('generate')} {config}{allow_flags(args.to_dict())}")
     return code
 
 

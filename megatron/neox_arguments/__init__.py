@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from megatron.errors import ConfigError
-from megatron.neox_arguments.allowed_code import allow_kernel
-from megatron.neox_arguments.arguments import GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
-from megatron.neox_arguments.command_line import decode_config, encode_config, parse_command_line
-from megatron.neox_arguments.optimization_keys import BatchPlan
+from typing import TYPE_CHECKING
+
+from megatron.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.errors import ConfigError
+    from megatron.neox_arguments.allowed_code import allow_kernel
+    from megatron.neox_arguments.arguments import GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
+    from megatron.neox_arguments.command_line import (
+        decode_config,
+        encode_config,
+        parse_command_line,
+    )
+    from megatron.neox_arguments.optimization_keys import BatchPlan
 
 __all__ = [
     "GROUPS",
@@ -20,3 +29,15 @@ __all__ = [
     "encode_config",
     "parse_command_line",
 ]
+
+# Importing the names of methods must not import pydantic.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "megatron.errors": "ConfigError",
+        "megatron.neox_arguments.allowed_code": "allow_kernel",
+        "megatron.neox_arguments.arguments": "GROUPS KNOWN_KEYS OWNER NeoXArgs",
+        "megatron.neox_arguments.command_line": "decode_config encode_config parse_command_line",
+        "megatron.neox_arguments.optimization_keys": "BatchPlan",
+    },
+)

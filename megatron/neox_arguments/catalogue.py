@@ -11,11 +11,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, UnknownPositionalEmbeddingError
-from megatron.neox_arguments.model_keys import ModelArgs
 
-ParameterCount = Callable[[ModelArgs], int]
+if TYPE_CHECKING:
+    from megatron.neox_arguments.model_keys import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Method:
     """LaTeX, in the distance d and the learned r_1, r_2, ...; empty where there is no table."""
     per_head: int = 0
     """Learned numbers per head."""
-    count: ParameterCount | None = None
+    count: Callable[[ModelArgs], int] | None = None
     """All learned numbers of a model, where they are not a fixed number per head."""
     official: str | None = None
     """The value of `pos_emb` in the official KERPLE code; an alias here."""

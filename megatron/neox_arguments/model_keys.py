@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import model_validator
 
+from megatron.neox_arguments.position_keys import BiasScale, Constraint, PositionKeys
 from megatron.neox_arguments.values import (
     Fraction,
     Group,
@@ -105,7 +106,10 @@ class ModelArgs(Group):
         hf=None,
     )
     seq_length: PositiveInt = key(
-        2048, "Training sequence length in tokens.", hf="train_length", hf_default=512
+        PositionKeys.seq_length,
+        "Training sequence length in tokens.",
+        hf="train_length",
+        hf_default=512,
     )
     seq_length_val: PositiveInt | None = key(
         None,
@@ -130,11 +134,18 @@ class ModelArgs(Group):
         "(kerple_power_ap_, ...), or `module:ClassName` of your own.",
         hf_default="kerple_log",
     )
-    rpe_num_buckets: PositiveInt = key(32, "T5 bias: number of distance buckets.")
-    rpe_max_distance: PositiveInt = key(128, "T5 bias: distances from here share the last bucket.")
-    rotary_pct: Fraction = key(1.0, "Fraction of each head that is rotated.")
+    rpe_num_buckets: PositiveInt = key(
+        PositionKeys.rpe_num_buckets, "T5 bias: number of distance buckets."
+    )
+    rpe_max_distance: PositiveInt = key(
+        PositionKeys.rpe_max_distance, "T5 bias: distances from here share the last bucket."
+    )
+    rotary_pct: Fraction = key(PositionKeys.rotary_pct, "Fraction of each head that is rotated.")
     rotary_emb_base: PositiveFloat = key(
-        10000, "Base of the rotary frequencies.", hf="rotary_base", hf_default=10000.0
+        PositionKeys.rotary_emb_base,
+        "Base of the rotary frequencies.",
+        hf="rotary_base",
+        hf_default=10000.0,
     )
     rope_scaling: RopeScaling | None = key(
         None,
@@ -142,14 +153,14 @@ class ModelArgs(Group):
         hf="rotary_scaling",
         ours=True,
     )
-    kerple_constraint: Literal["ste", "project", "softplus"] = key(
-        "ste",
+    kerple_constraint: Constraint = key(
+        PositionKeys.kerple_constraint,
         "How kernel parameters stay in their range: a straight-through clamp (what "
         "the official code amounts to), a projection after each step, or softplus.",
         ours=True,
     )
-    kerple_bias_scale: Literal["post", "pre"] = key(
-        "post",
+    kerple_bias_scale: BiasScale = key(
+        PositionKeys.kerple_bias_scale,
         "Add the bias after q.k/sqrt(d) (post, as the official code) or divide it by "
         "sqrt(d) too (pre, as Eq. 1 of the paper).",
         ours=True,
@@ -158,7 +169,7 @@ class ModelArgs(Group):
         "all", "One kernel for all layers, or one per layer.", ours=True
     )
     kerple_legacy_bf16: bool = key(
-        False,
+        PositionKeys.kerple_legacy_bf16,
         "Compute distances and bias in bf16 as the official code does (coarse beyond "
         "256 tokens); for reproducing its numbers only.",
         ours=True,
@@ -207,7 +218,9 @@ class ModelArgs(Group):
         "scaled_normal", "Initialisation of the projections back to the residual.", hf=None
     )
     init_method_std: NonNegativeFloat = key(
-        0.02, "Standard deviation of normal initialisations.", hf="initializer_range"
+        PositionKeys.init_method_std,
+        "Standard deviation of normal initialisations.",
+        hf="initializer_range",
     )
     attention_dropout: Fraction = key(0.0, "Dropout of attention weights.")
     hidden_dropout: Fraction = key(0.0, "Dropout of both residual branches.")

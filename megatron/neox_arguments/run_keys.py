@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from megatron.neox_arguments.position_keys import PositionKeys
 from megatron.neox_arguments.values import (
     Flag,
     Fraction,
@@ -324,11 +325,17 @@ class RuntimeArgs(Group):
     """Seeds, timeouts, debugging."""
 
     seed: Annotated[NonNegativeInt, Field(le=2**32 - 1)] = key(
-        1234, "Seed of weights, dropout and (see data_seed) data."
+        PositionKeys.seed, "Seed of weights, dropout and (see data_seed) data."
     )
     exit_interval: PositiveInt | None = key(None, "Save and stop at the first multiple of this.")
     distributed_timeout_minutes: PositiveFloat = key(30.0, "Give up on a silent peer after this.")
     detect_anomaly: bool = key(False, "torch's anomaly detection: slow, names the source of a NaN.")
+    training_backend: Literal["deepspeed", "torch"] | None = key(
+        None,
+        "What takes the training steps: DeepSpeed, or torch alone (one process, fp32, no ZeRO, no "
+        "pipeline: the same numbers). null: DeepSpeed if it is installed.",
+        ours=True,
+    )
     deepspeed_extra_args: dict[str, Any] | None = key(
         None, "More top-level entries for DeepSpeed's config, passed on as they are."
     )

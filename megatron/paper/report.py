@@ -14,7 +14,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatron import __version__
+from kerple import __version__
 from megatron.atomic_files import write_text
 from megatron.paper.claims import check_claims, cpd_table
 from megatron.paper.figures import (

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron import __version__
+from kerple import __version__
 from megatron.atomic_files import atomic_writer, read_json, write_text
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError, OutputError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron import attention
+from kerple import attention
 from tests.engines.test_call import Draw
 
 

@@ -195,11 +195,11 @@ def test_an_official_checkpoint_with_two_model_parallel_shards(tmp_path: Path) -
     assert run_evaluation(args) == 0
     content = result(args, step=7)
     assert content["results"]["valid"][0]["tokens"] == 24
-    import megatron
+    import kerple
     from tests.evaluation.helpers import plain_losses
     from tests.evaluation.test_perplexity import official_texts
 
-    model = megatron.load_pretrained(tmp_path / "official")
+    model = kerple.load_pretrained(tmp_path / "official")
     texts = official_texts(args, 8, 3)["valid"]
     expected = torch.stack([plain_losses(model, text) for text in texts]).mean()
     assert content["results"]["valid"][0]["loss"] == pytest.approx(float(expected), rel=1e-5)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron import __version__
+from kerple import __version__
 from megatron.data import IndexedDataset, build_train_valid_test_datasets
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.perplexity import bucket_edges, window_starts

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS, DistanceKernel, TableEmbedding
+from megatron.model.position_base import DistanceKernel, TableEmbedding
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS, aliases, label_of, line_style, method
 from tests.conftest import REPOSITORY
@@ -106,7 +107,7 @@ with torch.no_grad():
 
 def test_a_new_kernel_is_one_class_and_one_line(tmp_path: Path) -> None:
     """In config docs, dry run, plot, table, model card and an export that works by itself."""
-    for part in ("megatron", "tests", "tools"):
+    for part in ("kerple", "megatron", "tests", "tools"):
         shutil.copytree(
             REPOSITORY / part,
             tmp_path / part,

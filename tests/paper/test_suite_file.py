@@ -16,7 +16,9 @@ from tests.conftest import REPOSITORY
 
 
 def test_shipped_suites() -> None:
-    assert {"paper", "laptop", "demo", "smoke", "study", "recall"} <= set(available_suites())
+    assert {"paper", "laptop", "demo", "smoke", "study", "recall", "budget"} <= set(
+        available_suites()
+    )
 
 
 TINY = {

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron import attention
+from kerple import attention
 from megatron.engines.call import checked_call
 from megatron.engines.dispatch import why_not_triton
 from megatron.engines.reference import fused_softmax

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron
+import kerple
 from megatron.checkpoints.store import write_checksums
 from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import logits_of, saved_model, tokens
@@ -41,9 +41,9 @@ def test_partitions_of_zero_stage_3_are_joined(tmp_path: Path) -> None:
         shapes = [{name: parameters[name].shape for name in group} for group in groups]
         torch.save({"param_shapes": shapes, "module": {}}, f"{prefix}_model_states.pt")
     write_checksums(step)
-    loaded = megatron.load_pretrained(tmp_path)
+    loaded = kerple.load_pretrained(tmp_path)
     assert torch.equal(logits_of(loaded, tokens()), logits_of(model, tokens()))
     (step / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     write_checksums(step)
     with pytest.raises(CheckpointError, match="2 of 3 are there"):
-        megatron.load_pretrained(tmp_path)
+        kerple.load_pretrained(tmp_path)
