@@ -152,7 +152,7 @@ def test_same_call_gives_the_same_bits(tiled: Engine) -> None:
 
 _MEMORY_PROBE = """
 import torch
-from megatron import attention
+from kerple import attention
 torch.set_num_threads(1)
 def megabytes(key):  # getrusage would count the parent process
     lines = open("/proc/self/status").read().splitlines()
