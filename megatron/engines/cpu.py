@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.engines.call import OPERANDS, Call, check_first_key, checked_call, rows_apart
+from megatron.engines.call import OPERANDS, Call, check_values, checked_call, rows_apart
 from megatron.engines.cpp_build import load_library
 from megatron.engines.cpu_compiled import CompiledBackend
 from megatron.engines.cpu_torch import TorchBackend
@@ -96,7 +96,7 @@ _VERSION = hashlib.sha256((_FORWARD + _BACKWARD).encode()).hexdigest()[:8]
 @torch.library.custom_op(f"kerple::tiled_attention_{_VERSION}", mutates_args=(), schema=_FORWARD)
 def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = _call_of(arguments)
-    check_first_key(call)
+    check_values(call)
     out, lse, _ = _current_backend().forward(call, _bounds_of(call))
     return _laid_out(out), lse
 
