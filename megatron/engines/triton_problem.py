@@ -23,7 +23,7 @@ keys (dK and dV) read it as it is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -135,9 +135,10 @@ def build_problem(call: Call, visible: Tensor | None) -> Problem:
     if (rows := sink_rows(call)) is not None:
         sink = _padded((rows * LOG2E).clamp(min=NO_SCORE), fill=NO_SCORE)
     operands = (q, k, v, call.bias, call.weight, key_bias, first_key, sink)
+    settings: dict[str, Any] = {"window": call.window, "scale": call.scale, "visible": visible}
     arch = architecture(q.device)
-    problem = Problem(*operands, call.window, call.scale, own=own, visible=visible, arch=arch)
-    return replace(problem, shared_memory=shared_memory(q.device, arch))
+    memory = shared_memory(q.device, arch)
+    return Problem(*operands, own=own, arch=arch, shared_memory=memory, **settings)
 
 
 def architecture(device: torch.device) -> int:

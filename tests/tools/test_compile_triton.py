@@ -12,7 +12,7 @@ import pytest
 from megatron.engines import triton_launch
 from megatron.engines.triton_runtime import interpreted, unavailable
 from megatron.engines.triton_tiles import SHARED_MEMORY, Tiles
-from tools import compile_triton
+from tools import compile_triton, triton_memory
 from tools.compile_triton import Configuration, Report
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +42,18 @@ def check(configuration: Configuration) -> None:
 @pytest.mark.parametrize("configuration", REPRESENTATIVE, ids=str)
 def test_stack_and_shared_memory_fit_and_nothing_is_atomic(configuration: Configuration) -> None:
     check(configuration)
+
+
+def test_the_page_of_shared_memory_is_what_the_compiler_says() -> None:
+    import triton
+
+    page = triton_memory.PAGE.read_text()
+    if f"with Triton {triton.__version__};" not in page:
+        pytest.skip("the page was compiled with another Triton")
+    compiled = {r.kernel: r.shared_bytes for r in compile_triton.reports_of(REPRESENTATIVE[2])}
+    for row, cells in triton_memory.parse(page).items():
+        if row[1:] == ("64", "bf16", "no"):
+            assert cells[0][1] == compiled[row[0]], row
 
 
 @pytest.mark.slow

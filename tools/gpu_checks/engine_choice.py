@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from megatron.engines import triton_runtime
-from megatron.engines.call import Call, checked_call
+from megatron.engines.call import OPERANDS, Call, checked_call
 from megatron.engines.dispatch import attention, choose_engine
 
 from .findings import Finding, Settings, verdict
@@ -40,6 +40,12 @@ DEVICES: dict[str, tuple[int, int] | None] = {
 }
 
 
+# No operand, each of them, and all; then those that some engines do not have.
+TERMS = ("bias", "weight", "key_bias", "first_key", "sink", "window")
+SETS = ((), *((name,) for name in TERMS), TERMS)
+FEATURES = ("query_features", "distance_features")
+
+
 class Kind(NamedTuple):
     """Calls that one column of the table stands for."""
 
@@ -47,6 +53,7 @@ class Kind(NamedTuple):
     dims: tuple[int, ...] = (16, 64, 80, 128, 256)
     queries: int = 8
     dropout: float = 0.0
+    operands: tuple[tuple[str, ...], ...] = SETS
 
 
 COLUMNS = {
@@ -57,22 +64,24 @@ COLUMNS = {
     "float64": Kind(torch.float64),
     "dropout": Kind(torch.bfloat16, dropout=0.1),
     "fewer than 8 queries": Kind(torch.bfloat16, queries=1),
+    "features, row scale": Kind(torch.bfloat16, operands=(FEATURES, ("row_scale",))),
 }
-OPERANDS = ("bias", "weight", "key_bias", "first_key", "sink", "window")
 
 
 def calls(kind: Kind, device: torch.device) -> Iterator[Call]:
-    """Every head dim of a column with no operand, with each of them, and with all."""
-    sets = [(), *((name,) for name in OPERANDS), OPERANDS]
-    made = {
+    """Every head dim of a column with each of its sets of operands."""
+    made: dict[str, Any] = {
         "bias": torch.zeros(2, 8, device=device),
         "weight": torch.ones(2, 8, device=device),
         "key_bias": torch.zeros(1, 2, 8, device=device),
         "first_key": torch.zeros(1, kind.queries, dtype=torch.int64, device=device),
         "sink": torch.zeros(2, device=device),
         "window": 4,
+        "distance_features": torch.zeros(2, 3, 8, device=device),
+        "query_features": torch.zeros(1, 2, kind.queries, 3, dtype=kind.dtype, device=device),
+        "row_scale": torch.ones(1, 2, kind.queries, device=device),
     }
-    for operands in sets:
+    for operands in kind.operands:
         for dim in kind.dims:
             q, k = (_zeros(length, dim, kind.dtype, device) for length in (kind.queries, 8))
             options = {name: made[name] for name in operands}
@@ -108,7 +117,7 @@ def row_of(capability: tuple[int, int] | None) -> dict[str, str]:
 
 
 def render() -> str:
-    """The table, with any operands: they change no engine."""
+    """The table."""
     lines = [["device (compute capability)", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
     for name, capability in DEVICES.items():
         lines.append([name, *(f"`{engine}`" for engine in row_of(capability).values())])
@@ -129,11 +138,8 @@ def check(settings: Settings) -> list[Finding]:
         kind = COLUMNS[name]
         found = chosen(kind, settings.device)
         for call in calls(kind._replace(dims=kind.dims[:1]), settings.device):
-            attention(
-                *(call.q, call.k, call.v, call.bias, call.weight),
-                key_bias=call.key_bias, first_key=call.first_key, sink=call.sink,
-                window=call.window, dropout=call.dropout,
-            )  # fmt: skip
+            operands = dict(zip(OPERANDS, call.operands(), strict=True))
+            attention(**operands, window=call.window, dropout=call.dropout)
         detail = found if found == expected else f"{found}, the page says {expected}"
         findings.append(Finding(PART, f"auto, {name}", verdict(found == expected), detail))
     return findings
