@@ -138,7 +138,7 @@ def check(settings: Settings) -> list[Finding]:
         kind = COLUMNS[name]
         found = chosen(kind, settings.device)
         for call in calls(kind._replace(dims=kind.dims[:1]), settings.device):
-            operands = dict(zip(OPERANDS, call.operands(), strict=True))
+            operands: dict[str, Any] = dict(zip(OPERANDS, call.operands(), strict=True))
             attention(**operands, window=call.window, dropout=call.dropout)
         detail = found if found == expected else f"{found}, the page says {expected}"
         findings.append(Finding(PART, f"auto, {name}", verdict(found == expected), detail))
