@@ -88,7 +88,7 @@ def _facts(facts: dict[str, Any]) -> list[str]:
 
 
 def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
-    from megatron.evaluation.results_schema import text_table
+    from megatron.evaluation.text_tables import text_table
 
     where = "shared by all layers" if kernel["layer"] is None else f"layer {kernel['layer']}"
     columns = dict(kernel["values"])

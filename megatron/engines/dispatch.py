@@ -25,6 +25,9 @@ def attention(
     bias: Tensor | None = None,
     weight: Tensor | None = None,
     *,
+    query_features: Tensor | None = None,
+    distance_features: Tensor | None = None,
+    row_scale: Tensor | None = None,
     key_bias: Tensor | None = None,
     first_key: Tensor | None = None,
     sink: Tensor | None = None,
@@ -41,9 +44,15 @@ def attention(
     positions, so cached keys come first. Hk divides H: query heads h * H/Hk ... share key head h.
     The score of key n for the query at position m, at distance d = m - n >= 0, is
 
-        (q.k) * scale * weight[d] + bias[d] + key_bias[n]
+        row_scale[m] * ((q.k) * scale * weight[d] + bias[d]
+                        + sum over r of query_features[m, r] * distance_features[r, d]
+                        + key_bias[n])
 
     * bias, weight: fp32 tables [H, >= Lk], entry d for distance d.
+    * query_features [B, H, Lq, R], distance_features [H or 1, R, E], R <= 64: a bias that depends
+      on the query; 0 from distance E on. Their product is never made for all distances.
+    * row_scale: fp32 [B or 1, H or 1, Lq], positive: a factor of the query's scores (a temperature
+      by position). It does not scale the sink.
     * key_bias: fp32 [B or 1, H or 1, Lk]. The decay of a forget gate is minus the cumulative sum of
       its logarithms; -inf hides a key (padding), and a query that sees no key gives 0.
     * first_key: integers [B, Lq], rising: the first key each query sees, at most its own. Documents
@@ -58,6 +67,7 @@ def attention(
     """
     call = checked_call(
         *(q, k, v, bias, weight, key_bias, first_key, sink),
+        *(query_features, distance_features, row_scale),
         window=window,
         scale=scale,
         dropout=dropout,

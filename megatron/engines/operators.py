@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engines.call import OPERANDS, Call, check_first_key, rows_apart
+from megatron.engines.call import OPERANDS, Call, check_values, rows_apart
 
 Forward = Callable[[Call], tuple[Tensor, Tensor]]
 """The output and its logsumexp."""
@@ -40,7 +40,7 @@ def graph_operator(
     @torch.library.custom_op(f"{made}_{_VERSION}", mutates_args=(), schema=_FORWARD)
     def operator(*arguments: Any) -> tuple[Tensor, Tensor]:
         call = _call_of(arguments)
-        check_first_key(call)
+        check_values(call)
         out, lse = forward(call)
         return _laid_out(out), lse
 

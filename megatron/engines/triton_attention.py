@@ -31,6 +31,8 @@ _MAX_HEAD_DIM = 256
 def can_run(call: Call) -> str | None:
     """None if the engine can run this call, otherwise the reason and what to do."""
     q = call.q
+    if call.query_features is not None or call.row_scale is not None:
+        return "it has no query_features and no row_scale yet; use engine 'naive'"
     if call.dropout > 0.0:
         return f"it has no attention dropout (dropout={call.dropout}); set attention_dropout to 0"
     if (reason := triton_runtime.unavailable()) is not None:

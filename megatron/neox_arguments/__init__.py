@@ -9,7 +9,16 @@ from megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from megatron.errors import ConfigError
     from megatron.neox_arguments.allowed_code import allow_kernel
-    from megatron.neox_arguments.arguments import GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
+    from megatron.neox_arguments.arguments import (
+        FACTS,
+        GROUPS,
+        KNOWN_KEYS,
+        OWNER,
+        NeoXArgs,
+        changes_training,
+        of_the_checkpoint,
+        same_on_resume,
+    )
     from megatron.neox_arguments.command_line import (
         decode_config,
         encode_config,
@@ -18,6 +27,7 @@ if TYPE_CHECKING:
     from megatron.neox_arguments.optimization_keys import BatchPlan
 
 __all__ = [
+    "FACTS",
     "GROUPS",
     "KNOWN_KEYS",
     "OWNER",
@@ -25,9 +35,12 @@ __all__ = [
     "ConfigError",
     "NeoXArgs",
     "allow_kernel",
+    "changes_training",
     "decode_config",
     "encode_config",
+    "of_the_checkpoint",
     "parse_command_line",
+    "same_on_resume",
 ]
 
 # Importing the names of methods must not import pydantic.
@@ -36,7 +49,8 @@ __getattr__ = lazy_names(
     {
         "megatron.errors": "ConfigError",
         "megatron.neox_arguments.allowed_code": "allow_kernel",
-        "megatron.neox_arguments.arguments": "GROUPS KNOWN_KEYS OWNER NeoXArgs",
+        "megatron.neox_arguments.arguments": "FACTS GROUPS KNOWN_KEYS OWNER NeoXArgs "
+        "changes_training of_the_checkpoint same_on_resume",
         "megatron.neox_arguments.command_line": "decode_config encode_config parse_command_line",
         "megatron.neox_arguments.optimization_keys": "BatchPlan",
     },

@@ -218,12 +218,7 @@ def step_command(launcher: Launcher, run: Run, step: Step) -> list[str]:
     if step == TRAIN:
         return launcher.command("train", config, run, [])
     arguments = ["--eval_tasks", step.task]
-    sets = [f"{key}={json.dumps(value)}" for key, value in step.settings]
-    if step.length is not None:
-        sets.append(f"eval_lengths=[{step.length}]")
-    if step.window is not None:
-        sets.append(f"eval_window={step.window}")
-    if sets:
+    if sets := [f"{key}={json.dumps(value)}" for key, value in step.overrides.items()]:
         prefix = step.variant or f"length{step.length}"
         arguments += ["--eval_results_prefix", str(run.directory / "results" / prefix)]
         arguments += ["--set", *sets]

@@ -10,8 +10,16 @@ import pytest
 import yaml
 
 from megatron.errors import ReproduceError
+from megatron.evaluation.perplexity import Extrapolation
+from megatron.evaluation.positionwise import Positionwise
 from megatron.paper.suite import load_suite
-from megatron.paper.suite_file import SUITE_DIRECTORY, available_suites, read_suite_file
+from megatron.paper.suite_file import (
+    PERPLEXITY,
+    POSITIONWISE,
+    SUITE_DIRECTORY,
+    available_suites,
+    read_suite_file,
+)
 from tests.conftest import REPOSITORY
 
 
@@ -135,3 +143,7 @@ def test_a_question_may_not_have_a_sections_name(tmp_path: Path) -> None:
     path.write_text(text.replace("\n  kernel_decay:", "\n  decay:"))
     with pytest.raises(ReproduceError, match="contrasts: decay: a section has this name"):
         load_suite(str(path))
+
+
+def test_the_tasks_of_the_format_are_those_of_the_package() -> None:
+    assert (Extrapolation.name, Positionwise.name) == (PERPLEXITY, POSITIONWISE)
