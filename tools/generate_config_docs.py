@@ -81,7 +81,7 @@ def field_lines(model: type[BaseModel], prefix: str = "") -> list[str]:
     """Table rows of a group, nested mappings in place."""
     lines = []
     for name, field in model.model_fields.items():
-        silent = facts_of(field).get("effect") == "none"
+        silent = facts_of(field).get("changes") == "nothing"
         description = (field.description or "").replace("|", "\\|")
         lines.append(
             f"| `{prefix}{name}` | {type_name(field.annotation)} | {default_text(field)} | "

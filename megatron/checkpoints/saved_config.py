@@ -26,7 +26,7 @@ _NOT_SHAPING = {"seq_length", "seq_length_val", "attention_config", "make_vocab_
 _MODEL_KEYS = {
     key
     for key, field in ModelSpec.model_fields.items()
-    if key not in _NOT_SHAPING and facts_of(field).get("effect") != "none"
+    if key not in _NOT_SHAPING and facts_of(field).get("changes") != "nothing"
 }
 # Our own checkpoints hold the user's YAML files and beside them what they came to.
 RESOLVED = "resolved.yml"

@@ -27,7 +27,7 @@ from megatron.neox_arguments.run_keys import (
     TokenizerArgs,
 )
 from megatron.neox_arguments.validation import describe_validation_error
-from megatron.neox_arguments.values import Group, copy_plain
+from megatron.neox_arguments.values import Group, copy_plain, facts_of
 from megatron.neox_arguments.yaml_files import dump_yaml, merge, parse_set, read_layer
 
 
@@ -155,6 +155,29 @@ GROUPS = {
 OWNER: dict[str, str] = {key: name for name, group in GROUPS.items() for key in group.model_fields}
 """Every YAML key -> its group."""
 KNOWN_KEYS: list[str] = list(OWNER)
+FACTS: dict[str, dict[str, Any]] = {
+    key: {"changes": group.changes, **facts_of(field)}
+    for group in GROUPS.values()
+    for key, field in group.model_fields.items()
+}
+"""Every YAML key -> what its declaration states (see `values.key`); `changes` is always there."""
+
+
+def changes_training(key: str) -> bool:
+    """Whether another value of this key trains other weights."""
+    return FACTS[key]["changes"] in ("model", "training")
+
+
+def same_on_resume(key: str) -> bool:
+    """Whether a resumed run must keep the value of this key."""
+    return bool(FACTS[key].get("resume", "same" if changes_training(key) else "free") == "same")
+
+
+def of_the_checkpoint(key: str) -> bool:
+    """Whether a checkpoint owns this key: evaluation and generation may not change it."""
+    facts = FACTS[key]
+    return facts["changes"] == "model" and facts.get("evaluate") != "free"
+
 
 # Where a run executes and what it prints do not change what it computes.
 _NOT_IN_HASH = ("launcher", "logging")

@@ -8,11 +8,12 @@ of `key(...)` say where it is called otherwise, or does not go.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import model_validator
 
 from megatron.neox_arguments.values import (
+    Changes,
     Fraction,
     Group,
     NonNegativeFloat,
@@ -55,6 +56,8 @@ class RopeScaling(Group):
 
 class ModelArgs(Group):
     """Sizes, norms, positions, attention, initialisation and dropout."""
+
+    changes: ClassVar[Changes] = "model"
 
     num_layers: PositiveInt = key(..., "Transformer layers.", hf="num_hidden_layers", hf_default=12)
     hidden_size: PositiveInt = key(
@@ -112,6 +115,7 @@ class ModelArgs(Group):
         "Sequence length of the validation and test data; null means seq_length. "
         "May be longer than anything seen in training.",
         hf=None,
+        changes="evaluation",
     )
     max_position_embeddings: PositiveInt | None = key(
         None,
@@ -141,6 +145,7 @@ class ModelArgs(Group):
         "Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, original_max_position: 2048}.",
         hf="rotary_scaling",
         ours=True,
+        evaluate="free",
     )
     kerple_constraint: Literal["ste", "project", "softplus"] = key(
         "ste",
@@ -162,12 +167,14 @@ class ModelArgs(Group):
         "Compute distances and bias in bf16 as the official code does (coarse beyond "
         "256 tokens); for reproducing its numbers only.",
         ours=True,
+        evaluate="free",
     )
     attention_config: list[Any] | None = key(
         None,
         'Attention type per layer, e.g. [[["global"], 12]]. Only `global` (or `flash`, '
         "the same attention) is implemented; use sliding_window_width for a window.",
         hf=None,
+        changes="execution",
     )
     sliding_window_width: NonNegativeInt | None = key(
         None,
@@ -175,10 +182,18 @@ class ModelArgs(Group):
         hf="attention_window",
     )
     attention_engine: Literal["auto", "naive", "tiled", "triton"] = key(
-        "auto", "Attention implementation; auto takes the fastest that fits.", hf=None, ours=True
+        "auto",
+        "Attention implementation; auto takes the fastest that fits.",
+        hf=None,
+        ours=True,
+        changes="execution",
     )
     attention_pruning: bool = key(
-        True, "Let engines skip blocks that cannot change the result.", hf=None, ours=True
+        True,
+        "Let engines skip blocks that cannot change the result.",
+        hf=None,
+        ours=True,
+        changes="execution",
     )
     activation: Activation = key("gelu", "Activation of the MLP.", hf="hidden_act")
     gpt_j_residual: bool = key(
@@ -195,22 +210,36 @@ class ModelArgs(Group):
         "Split the head over the vocabulary (column) or over the hidden size (row, "
         "the official KERPLE fork's default).",
         hf=None,
+        changes="execution",
     )
     make_vocab_size_divisible_by: PositiveInt = key(
-        128, "Pad the vocabulary to a multiple of this times model_parallel_size.", hf=None
+        128,
+        "Pad the vocabulary to a multiple of this times model_parallel_size.",
+        hf=None,
+        changes="execution",
     )
     use_bias_in_norms: bool = key(True, "Bias in norms.", hf="norm_bias")
     use_bias_in_attn_linear: bool = key(True, "Bias in attention projections.", hf="attention_bias")
     use_bias_in_mlp: bool = key(True, "Bias in MLP projections.", hf="mlp_bias")
-    init_method: InitMethod = key("normal", "Initialisation of weights.", hf=None)
+    init_method: InitMethod = key(
+        "normal", "Initialisation of weights.", hf=None, changes="training", resume="free"
+    )
     output_layer_init_method: InitMethod = key(
-        "scaled_normal", "Initialisation of the projections back to the residual.", hf=None
+        "scaled_normal",
+        "Initialisation of the projections back to the residual.",
+        hf=None,
+        changes="training",
+        resume="free",
     )
     init_method_std: NonNegativeFloat = key(
-        0.02, "Standard deviation of normal initialisations.", hf="initializer_range"
+        0.02,
+        "Standard deviation of normal initialisations.",
+        hf="initializer_range",
+        changes="training",
+        resume="free",
     )
-    attention_dropout: Fraction = key(0.0, "Dropout of attention weights.")
-    hidden_dropout: Fraction = key(0.0, "Dropout of both residual branches.")
+    attention_dropout: Fraction = key(0.0, "Dropout of attention weights.", changes="training")
+    hidden_dropout: Fraction = key(0.0, "Dropout of both residual branches.", changes="training")
     apply_query_key_layer_scaling: bool = accepted("it only guards fp16 softmax, and ours is fp32.")
     attention_softmax_in_fp32: bool = accepted("our softmax is always fp32 inside.")
     use_cpu_initialization: bool = accepted("initial weights never depend on the device.")
@@ -220,6 +249,7 @@ class ModelArgs(Group):
         "(`attention_engine: naive`), unless attention_config asks for `flash` or attention_engine "
         "names an engine. Evaluation and generation take the fastest engine: the same numbers.",
         hf=None,
+        changes="execution",
     )
     scaled_masked_softmax_fusion: bool = accepted("our attention engines are always fused.")
     bias_gelu_fusion: bool = key(

@@ -26,9 +26,11 @@ class OptimizationArgs(Group):
     optimizer: OptimizerBlock = key(
         OptimizerBlock(), "{type: Adam, params: {lr: 0.0006, betas: [0.9, 0.999], eps: 1.0e-8}}."
     )
-    zero_optimization: ZeroBlock = key(ZeroBlock(), "DeepSpeed's ZeRO block, e.g. {stage: 1}.")
+    zero_optimization: ZeroBlock = key(
+        ZeroBlock(), "DeepSpeed's ZeRO block, e.g. {stage: 1}.", changes="execution"
+    )
     train_iters: values.NonNegativeInt | None = key(
-        None, "Optimizer steps; 0: evaluate what is loaded."
+        None, "Optimizer steps; 0: evaluate what is loaded.", resume="free"
     )
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
         "linear", "Shape of the learning-rate decay after warmup."
@@ -50,8 +52,11 @@ class OptimizationArgs(Group):
         False,
         "On resume take the schedule of this config from the step reached, also the "
         "lr_decay_rule of a run that began before that key existed.",
+        resume="free",
     )
-    use_checkpoint_lr_scheduler: bool = key(False, "On resume take the checkpoint's schedule.")
+    use_checkpoint_lr_scheduler: bool = key(
+        False, "On resume take the checkpoint's schedule.", resume="free"
+    )
     weight_decay: values.NonNegativeFloat = key(
         0.1, "Decoupled decay; not of norms, biases or kernels."
     )
@@ -72,54 +77,75 @@ class OptimizationArgs(Group):
         None,
         "Sequences per optimizer step over all processes: micro-batch x accumulation "
         "x data-parallel size. Give any two, the third follows.",
+        resume="free",
     )
     train_micro_batch_size_per_gpu: values.PositiveInt | None = key(
-        None, "Sequences per forward pass of one data-parallel process."
+        None, "Sequences per forward pass of one data-parallel process.", resume="free"
     )
     gradient_accumulation_steps: values.PositiveInt | None = key(
-        None, "Forward passes per optimizer step; null means 1, or what train_batch_size asks for."
+        None,
+        "Forward passes per optimizer step; null means 1, or what train_batch_size asks for.",
+        resume="free",
     )
     precision: Precision | None = key(
         None,
         "fp32, bf16 (or bfloat16) or fp16; null derives it from the fp16 and bf16 "
         "blocks, fp32 without them.",
+        resume="free",
     )
     fp16: Float16Block | None = key(
-        None, "DeepSpeed's fp16 block with loss scaling. `type: bfloat16` inside means bf16."
+        None,
+        "DeepSpeed's fp16 block with loss scaling. `type: bfloat16` inside means bf16.",
+        resume="free",
     )
-    bf16: BFloat16Block | None = key(None, "DeepSpeed's bf16 block.")
-    fp32_allreduce: bool = key(False, "Average gradients in fp32.")
+    bf16: BFloat16Block | None = key(None, "DeepSpeed's bf16 block.", resume="free")
+    fp32_allreduce: bool = key(False, "Average gradients in fp32.", resume="free")
     communication_data_type: Literal["fp32", "fp16", "bf16", "bfp16"] | None = key(
-        None, "Data type of gradient averaging; null follows the precision."
+        None, "Data type of gradient averaging; null follows the precision.", resume="free"
     )
-    prescale_gradients: bool = key(False, "Divide gradients before they are summed over processes.")
+    prescale_gradients: bool = key(
+        False, "Divide gradients before they are summed over processes.", resume="free"
+    )
     gradient_predivide_factor: values.PositiveFloat = key(
-        1.0, "prescale_gradients divides by this first."
+        1.0, "prescale_gradients divides by this first.", resume="free"
     )
     data_types: dict[str, Any] | None = key(
         None,
         "DeepSpeed's data_types block. Under bf16 gradients are added up in fp32, as "
         "in GPT-NeoX; {grad_accum_dtype: bf16} takes less memory.",
+        resume="free",
     )
-    checkpoint_activations: bool = key(False, "Recompute layers in the backward pass: less memory.")
-    checkpoint_num_layers: values.PositiveInt = key(1, "Layers per recomputed block.")
-    partition_activations: bool = key(False, "Split kept activations over tensor-parallel ranks.")
-    synchronize_each_layer: bool = key(False, "Synchronise the device around recomputed blocks.")
-    contiguous_checkpointing: bool = key(False, "Keep activations in one contiguous buffer.")
-    checkpoint_in_cpu: bool = key(False, "Keep activations in host memory.")
-    profile_backward: bool = key(False, "Time the backward pass of blocks.")
+    checkpoint_activations: bool = key(
+        False, "Recompute layers in the backward pass: less memory.", changes="execution"
+    )
+    checkpoint_num_layers: values.PositiveInt = key(
+        1, "Layers per recomputed block.", changes="execution"
+    )
+    partition_activations: bool = key(
+        False, "Split kept activations over tensor-parallel ranks.", changes="execution"
+    )
+    synchronize_each_layer: bool = key(
+        False, "Synchronise the device around recomputed blocks.", changes="execution"
+    )
+    contiguous_checkpointing: bool = key(
+        False, "Keep activations in one contiguous buffer.", changes="execution"
+    )
+    checkpoint_in_cpu: bool = key(False, "Keep activations in host memory.", changes="execution")
+    profile_backward: bool = key(False, "Time the backward pass of blocks.", changes="execution")
     activation_checkpointing: ActivationCheckpointingBlock | None = key(
-        None, "DeepSpeed's block; its keys win over the five above."
+        None, "DeepSpeed's block; its keys win over the five above.", changes="execution"
     )
     exit_on_divergence: bool = key(
         False,
         "End with exit code 76 when the loss stays far above the uniform model's and "
         "grows; otherwise that is only said.",
+        changes="execution",
     )
     max_consecutive_nonfinite: values.NonNegativeInt = key(
         20,
         "Stop after this many steps in a row with a loss or gradient that is not "
         "finite; 0 never stops.",
+        changes="execution",
     )
 
     @property

@@ -5,11 +5,12 @@ And where it runs: the launcher, the layout over processes, the process itself.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from megatron.neox_arguments.values import (
+    Changes,
     Flag,
     Fraction,
     Group,
@@ -33,21 +34,31 @@ class DataArgs(Group):
 
     data_path: str | None = key(None, "Prefix of one .bin/.idx pair, divided by `split`.")
     train_data_paths: TextList | None = key(None, "Training prefixes to blend, not with data_path.")
-    valid_data_paths: TextList | None = key(None, "Prefixes of validation datasets.")
-    test_data_paths: TextList | None = key(None, "Prefixes of test datasets.")
+    valid_data_paths: TextList | None = key(
+        None, "Prefixes of validation datasets.", changes="evaluation", resume="same"
+    )
+    test_data_paths: TextList | None = key(
+        None, "Prefixes of test datasets.", changes="evaluation", resume="same"
+    )
     train_data_weights: WeightList | None = key(None, "Shares of training datasets; null: equal.")
-    valid_data_weights: WeightList | None = key(None, "Share of each validation dataset.")
-    test_data_weights: WeightList | None = key(None, "Share of each test dataset.")
+    valid_data_weights: WeightList | None = key(
+        None, "Share of each validation dataset.", changes="evaluation", resume="same"
+    )
+    test_data_weights: WeightList | None = key(
+        None, "Share of each test dataset.", changes="evaluation", resume="same"
+    )
     weight_by_num_documents: bool = key(False, "Blend by documents^alpha, not by given weights.")
     weighted_sampler_alpha: NonNegativeFloat = key(
         1.0, "The alpha of weight_by_num_documents; below 1 lifts small datasets."
     )
     data_impl: Literal["infer", "mmap"] = key(
-        "infer", "Dataset format; .bin/.idx files are memory-mapped either way."
+        "infer",
+        "Dataset format; .bin/.idx files are memory-mapped either way.",
+        changes="execution",
     )
-    mmap_warmup: bool = key(False, "Read the files once before training.")
+    mmap_warmup: bool = key(False, "Read the files once before training.", changes="execution")
     split: str = key("969, 30, 1", "Shares of train, valid and test in data_path, e.g. 949,50,1.")
-    num_workers: NonNegativeInt = key(2, "Data-loading processes per rank.")
+    num_workers: NonNegativeInt = key(2, "Data-loading processes per rank.", changes="execution")
     eod_mask_loss: bool = key(False, "No loss at end-of-document tokens: what follows is new.")
     reset_attention_mask: bool = key(
         False,
@@ -63,7 +74,9 @@ class DataArgs(Group):
         "Seed of the sample order; null means `seed`. Set it to compare training "
         "seeds on the same documents.",
     )
-    data_cache_dir: str | None = key(None, "Folder of sample-index caches; null: beside the data.")
+    data_cache_dir: str | None = key(
+        None, "Folder of sample-index caches; null: beside the data.", changes="execution"
+    )
 
     @property
     def tells_documents_apart(self) -> bool:
@@ -84,13 +97,19 @@ class TokenizerArgs(Group):
     ] = key("GPT2BPETokenizer", "Kind of tokenizer.")
     vocab_file: str | None = key(None, "Vocabulary or tokenizer file.")
     merge_file: str | None = key(None, "BPE merges (GPT2BPETokenizer).")
-    vocab_size: PositiveInt | None = key(None, "This vocabulary size instead of the tokenizer's.")
+    vocab_size: PositiveInt | None = key(
+        None, "This vocabulary size instead of the tokenizer's.", resume="free"
+    )
 
 
 class EvaluationArgs(Group):
     """Validation while training; perplexity by length, passkey and lm-eval tasks after it."""
 
-    do_train: Flag | None = key(None, "Train; null means train_iters > 0.")
+    changes: ClassVar[Changes] = "evaluation"
+
+    do_train: Flag | None = key(
+        None, "Train; null means train_iters > 0.", changes="training", resume="free"
+    )
     do_valid: Flag | None = key(None, "Use the validation data; null: if any.")
     do_test: Flag | None = key(None, "Use the test data; null: if any.")
     eval_interval: PositiveInt = key(1000, "Validate every this many steps.")
@@ -159,6 +178,8 @@ class EvaluationArgs(Group):
 class GenerationArgs(Group):
     """Sampling text."""
 
+    changes: ClassVar[Changes] = "generation"
+
     text_gen_type: Literal["unconditional", "input-file", "interactive"] | None = key(
         None, "unconditional, input-file or interactive."
     )
@@ -177,6 +198,8 @@ class GenerationArgs(Group):
 
 class CheckpointArgs(Group):
     """Where checkpoints go, how often, and what is read back."""
+
+    changes: ClassVar[Changes] = "execution"
 
     save: str | None = key(None, "Run directory for checkpoints and metrics.")
     load: str | None = key(None, "Run directory to resume or evaluate.")
@@ -207,7 +230,12 @@ class CheckpointArgs(Group):
         "[train_batch_size]; all others that decide what is computed must be equal.",
     )
     iteration: NonNegativeInt | None = key(None, "Load this step instead of the one in `latest`.")
-    finetune: bool = key(False, "Load weights only and start from step 0 with a fresh optimizer.")
+    finetune: bool = key(
+        False,
+        "Load weights only and start from step 0 with a fresh optimizer.",
+        changes="training",
+        resume="free",
+    )
     no_save_optim: bool = key(
         False,
         "Leave the optimizer out of checkpoints.",
@@ -225,6 +253,8 @@ class CheckpointArgs(Group):
 
 class LauncherArgs(Group):
     """Hosts, processes and the program that starts them."""
+
+    changes: ClassVar[Changes] = "execution"
 
     hostfile: str | None = key(
         None,
@@ -261,6 +291,8 @@ class LauncherArgs(Group):
 
 class LoggingArgs(Group):
     """Metrics, TensorBoard, wandb, profiling."""
+
+    changes: ClassVar[Changes] = "logging"
 
     log_interval: PositiveInt = key(100, "Log metrics every this many steps.")
     steps_per_print: PositiveInt = key(
@@ -300,6 +332,8 @@ class LoggingArgs(Group):
 class ParallelArgs(Group):
     """Tensor, pipeline and data parallelism."""
 
+    changes: ClassVar[Changes] = "execution"
+
     pipe_parallel_size: NonNegativeInt = key(
         0,
         "Pipeline stages; 0 is a plain model without DeepSpeed's pipeline engine, "
@@ -326,9 +360,15 @@ class RuntimeArgs(Group):
     seed: Annotated[NonNegativeInt, Field(le=2**32 - 1)] = key(
         1234, "Seed of weights, dropout and (see data_seed) data."
     )
-    exit_interval: PositiveInt | None = key(None, "Save and stop at the first multiple of this.")
-    distributed_timeout_minutes: PositiveFloat = key(30.0, "Give up on a silent peer after this.")
-    detect_anomaly: bool = key(False, "torch's anomaly detection: slow, names the source of a NaN.")
+    exit_interval: PositiveInt | None = key(
+        None, "Save and stop at the first multiple of this.", changes="execution"
+    )
+    distributed_timeout_minutes: PositiveFloat = key(
+        30.0, "Give up on a silent peer after this.", changes="execution"
+    )
+    detect_anomaly: bool = key(
+        False, "torch's anomaly detection: slow, names the source of a NaN.", changes="execution"
+    )
     deepspeed_extra_args: dict[str, Any] | None = key(
-        None, "More top-level entries for DeepSpeed's config, passed on as they are."
+        None, "More top-level entries for DeepSpeed's config, passed on as they are.", resume="free"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -58,23 +58,42 @@ TextList = Annotated[list[str], BeforeValidator(_text_to_list)]
 WeightList = Annotated[list[NonNegativeFloat], BeforeValidator(_text_to_list)]
 
 
+Changes = Literal[
+    "model", "training", "execution", "evaluation", "generation", "logging", "nothing"
+]
+"""What another value of a config key changes.
+
+model       the function that a checkpoint's weights compute: part of the checkpoint's identity
+training    the weights that a run ends with
+execution   where, how fast and with which files it runs: the same numbers, up to rounding
+evaluation  what is measured
+generation  what is sampled
+logging     what is printed and recorded
+nothing     accepted for old files only
+"""
+
+
 def key(default: Any, meaning: str, **facts: Any) -> Any:
     """Declares a config key: its default (`...`: it must be given), its meaning, and further facts.
 
+    changes     what it changes (see `Changes`), where that is not what its group changes
+    resume      "free": a resumed run may set it differently, "same": it may not; by default keys
+                that change the model or the training are "same", all others "free"
+    evaluate    "free": evaluation and generation may set it differently from the checkpoint
     hf          its name in a Hugging Face config of ours (default: the same name; None: not there)
     hf_default  its default there, where that is not the one here
     ours        neither GPT-NeoX nor the official KERPLE code knows it
     refused     a flag of GPT-NeoX's that may not be true here, and why
-    effect      "none": accepted for old files only; the reference page says so
     """
-    if unknown := set(facts) - {"hf", "hf_default", "ours", "refused", "effect"}:
+    known = {"changes", "resume", "evaluate", "hf", "hf_default", "ours", "refused"}
+    if unknown := set(facts) - known:
         raise TypeError(f"key() knows no fact {', '.join(unknown)}")
     return Field(default, description=meaning, json_schema_extra=facts or None)
 
 
 def accepted(reason: str) -> Any:
     """A flag of old files that has no effect, and why it needs none."""
-    return key(False, f"Accepted for old files: {reason}", hf=None, effect="none")
+    return key(False, f"Accepted for old files: {reason}", hf=None, changes="nothing")
 
 
 def facts_of(field: FieldInfo) -> dict[str, Any]:
@@ -94,6 +113,9 @@ def declared(fact: str, *groups: type[BaseModel]) -> dict[str, Any]:
 
 class Group(BaseModel):
     """Base of every config group and of every nested mapping: frozen, strict, no extra keys."""
+
+    changes: ClassVar[Changes] = "training"
+    """What keys of this group change, unless their declaration says otherwise."""
 
     model_config = ConfigDict(
         frozen=True,
