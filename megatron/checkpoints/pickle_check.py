@@ -62,9 +62,10 @@ def check_calls(data: bytes, records: Mapping[str, int]) -> None:
     _DryRun(data, records).load()
 
 
-class _DryRun(pickle._Unpickler):  # type: ignore[name-defined,misc]  # its Python twin is private
+class _DryRun(pickle._Unpickler):  # the one in Python: its table of opcodes can be replaced
+    stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = {
-        code[0]: pickle._Unpickler.dispatch[code[0]]  # type: ignore[attr-defined]
+        code[0]: pickle._Unpickler.dispatch[code[0]]
         for code in (getattr(pickle, name) for name in _OPCODES.split())
     }
 

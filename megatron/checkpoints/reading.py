@@ -91,8 +91,10 @@ class CheckpointFiles:
     @property
     def hf_weights(self) -> list[Path]:
         """A Hugging Face folder's files of weights, in the one format that is read."""
-        safe = sorted(self.directory.glob("*.safetensors"))
-        return safe or sorted(self.directory.glob("pytorch_model*.bin"))
+        for pattern in ("*.safetensors", "pytorch_model*.bin"):
+            if found := [path for path in self.directory.glob(pattern) if path.is_file()]:
+                return sorted(found)
+        return []
 
     def to_verify(self) -> list[Path]:
         """What weights and config are read from; optimizer states need not be as they were."""
@@ -192,7 +194,8 @@ def _is_hf(directory: Path) -> bool:
 
 def _scan(directory: Path, root: Path) -> CheckpointFiles:
     files = CheckpointFiles(directory, root)
-    for entry in sorted(directory.iterdir()):
+    # A FIFO or a device would keep the reader waiting for ever.
+    for entry in sorted(entry for entry in directory.iterdir() if entry.is_file()):
         if match := LAYER_FILE.match(entry.name):
             files.layer_files[int(match[1]), int(match[2])] = entry
         elif match := RANK_FILE.match(entry.name):

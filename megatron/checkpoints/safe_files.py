@@ -75,6 +75,8 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: is not a regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -99,6 +101,10 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
             content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint file") from None
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{str(path)!a}: its name cannot be read in this locale; set LC_ALL=C.UTF-8"
+        ) from error
     except CheckpointError:
         raise
     except RefusedPickleError as error:

@@ -59,6 +59,8 @@ def resolved_config(directory: Path) -> dict[str, Any]:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The keys of one saved file, in today's spelling."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a regular file")
     try:
         content = parse_yaml(read_text(path), str(path))
     except ConfigError as error:

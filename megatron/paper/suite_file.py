@@ -297,8 +297,10 @@ _PREPARE_FLAGS = frozenset(
 def _check_data_only(path: Path, suite: SuiteFile) -> None:
     """A suite is data, whoever wrote it: it names no hosts, programs or places elsewhere."""
     variants = [item for section in suite.sections.values() for item in section.variants.values()]
-    parts = [*suite.models.values(), *suite.data.values(), *variants]
-    for config in [*(part.config for part in parts), *suite.method_config.values()]:
+    configs = [model.config for model in suite.models.values()]
+    configs += [data.config for data in suite.data.values()]
+    configs += [variant.config for variant in variants]
+    for config in [*configs, *suite.method_config.values()]:
         for key in map(canonical_key, config):
             if OWNER.get(key) == "launcher" or key in _NOT_IN_SUITES:
                 raise ReproduceError(
