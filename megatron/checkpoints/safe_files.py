@@ -91,6 +91,7 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
     path = Path(path)
     allowed: list[Any] = [(found, name) for name, found in OTHER_NAMES.items()]
     try:
+        str(path).encode()  # torch takes names as UTF-8
         if unknown := sorted(_checked_names(path) - TORCH_NAMES - OTHER_NAMES.keys()):
             raise CheckpointError(
                 f"{path}: refused, because it holds more than data (objects of "

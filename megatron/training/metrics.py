@@ -301,8 +301,8 @@ def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) ->
             "of it back; or add allow_changed: [data_path] to go on with the data as it is now."
         )
     now = _data_identity(data)
-    if not recorded or len(now) != len(recorded):
-        return []  # more files or fewer than then: `check_agreement` compares their names
+    if len(now) != len(recorded):  # `check_agreement` compares their names
+        return [f"warning: {path} names {len(recorded)} data files, the config {len(now)}"]
     pairs = zip(now.items(), recorded.values(), strict=True)
     changed = [prefix for (prefix, identity), before in pairs if identity != before]
     if changed:

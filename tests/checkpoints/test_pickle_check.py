@@ -172,6 +172,15 @@ def test_an_archive_that_can_be_read_in_two_ways_is_refused(tmp_path: Path, how:
     _refused(target, "refused|cannot be read")
 
 
+def test_a_name_that_the_locale_cannot_read_is_not_called_damage(tmp_path: Path) -> None:
+    file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mod\xe8le.pt"))
+    with file.open("wb") as handle:
+        torch.save({"w": torch.zeros(2)}, handle)
+    with pytest.raises(CheckpointError, match="cannot be read in this locale; set LC_ALL") as caught:
+        load_file(file)
+    assert "damaged" not in str(caught.value)
+
+
 @pytest.mark.timeout(60)
 def test_a_fifo_and_a_device_are_no_checkpoint_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.pt")
