@@ -2,14 +2,18 @@
 #
 #   make demo        train five models, evaluate them to 32x their training length, write a page
 #   make test        the tests
+#   make test-quick  the tests of the files that differ from main; without any, a two-minute selection
 #   make test-full   the tests, with the slow ones
 #   make test-slow   the slow ones alone; TESTS="tests/stories" for a part
 #   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
+#   make test-ptx    execute every compiled Triton kernel in the emulator; MUTATE=1: broken ones
 #   make fuzz        spoil N=10000 files of every kind: only our own errors may come of it
 #   make soak        KILLS=100 random kills over layouts, each resumed to the same bits
 #   make lint        ruff and mypy
 #   make bench       attention, data, evaluation and step benchmarks
 #   make gpu-check   for whoever has a GPU: ten minutes, one JSON file, PASS or FAIL
+#   make docs-check  generated pages are up to date, links and commands of the pages are valid
+#   make dist        the wheel and the source archive, in dist/
 #   make install     the runtime only
 
 PYTHON ?= python3
@@ -19,7 +23,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install install-dev demo test test-full test-slow test-slurm slurm-packages fuzz soak lint format bench gpu-check docs clean
+.PHONY: help install install-dev demo test test-quick test-full test-slow test-slurm slurm-packages test-ptx fuzz soak lint format bench gpu-check docs docs-check dist clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -54,11 +58,17 @@ install-dev: $(VENV)/.dev
 demo: $(VENV)/.runtime
 	@$(BIN)/python tools/reproduce.py run --suite demo -j 2
 
+# worksteal: an idle worker takes tests from the end of the other's list, so that neither waits.
+PARALLEL := -n 2 --dist worksteal -q
+
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not slow and not slurm" -n 2 --dist loadscope -q
+	@$(BIN)/python -m pytest -m "not slow and not slurm" $(PARALLEL)
+
+test-quick: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not slow and not slurm" $(PARALLEL) $$($(BIN)/python -m tests.quick)
 
 test-full: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not slurm" -n 2 --dist loadscope -q
+	@$(BIN)/python -m pytest -m "not slurm" $(PARALLEL)
 
 test-slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "slow and not slurm" -q $(TESTS)
@@ -70,6 +80,11 @@ slurm-packages:
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
 	  [ "$$(id -u)" = 0 ] || { echo "error: make test-slurm needs root, to install and start Slurm."; exit 1; }; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+
+TRITON ?= 3.7.1 3.9.0
+test-ptx: $(VENV)/.dev
+	@$(BIN)/python -m tests.ptx.harness $(if $(MUTATE),mutate,every $(TRITON:%=--triton %)) \
+	  --page docs/triton.md $(ARGS)
 
 N ?= 10000
 SEED ?= 0
@@ -99,5 +114,14 @@ gpu-check: $(VENV)/.dev
 docs: $(VENV)/.dev
 	@$(BIN)/python tools/generate_config_docs.py
 
+docs-check: $(VENV)/.dev
+	@$(BIN)/python tools/generate_config_docs.py --check
+	@$(BIN)/python -m pytest -q tests/test_house.py tests/stories/test_stated_claims.py \
+	  tests/stories/test_readme.py -k "not all_commands and not python_example"
+
+dist: $(VENV)/.created
+	@$(BIN)/python -m pip install $(PIP_FLAGS) build
+	@$(BIN)/python -m build --outdir dist
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info

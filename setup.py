@@ -1,4 +1,8 @@
-"""Dependencies are read from requirements/, so that there is one list of each kind."""
+"""Dependencies are read from requirements/, so that there is one list of each kind.
+
+The base is what `kerple.attention` and `kerple.kernel` import. Every extra includes [train], the
+pinned packages that training, evaluation and the reports need.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +22,22 @@ def requirements(name: str) -> list[str]:
 
 
 def version() -> str:
-    text = (HERE / "megatron" / "__init__.py").read_text(encoding="utf-8")
+    text = (HERE / "kerple" / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r'__version__ = "([^"]+)"', text)
     assert found is not None
     return found.group(1)
 
 
+TRAIN = requirements("requirements.txt")
+
 setup(
     version=version(),
-    install_requires=requirements("requirements.txt"),
+    install_requires=requirements("requirements-base.txt"),
     extras_require={
-        kind: requirements(f"requirements-{kind}.txt") for kind in ("wandb", "eval", "hf", "dev")
+        "train": TRAIN,
+        **{
+            kind: [*TRAIN, *requirements(f"requirements-{kind}.txt")]
+            for kind in ("wandb", "eval", "hf", "dev")
+        },
     },
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.terminal import leave_until_started
+from megatron.terminal import exit_on_signal
 
 if __name__ == "__main__":
-    leave_until_started()  # before the imports that take seconds
+    exit_on_signal()  # before the imports that take seconds
 
 from megatron.commands import start
 

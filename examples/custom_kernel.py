@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron import kernel
+from kerple import kernel
 from megatron.model.kernel_theory import effective_length, is_cpd
 from megatron.model.positional_embeddings import (
     DistanceKernel,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
-from megatron import attention, kernel
+from kerple import attention, kernel
 
 
 class NoPositions(nn.Module):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron import attention, kernel
+from kerple import attention, kernel
 
 
 class KerpleAttention(nn.Module):

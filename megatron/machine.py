@@ -1,4 +1,4 @@
-"""What this machine has; asked without importing torch where that is possible."""
+"""GPUs, memory, processes and CPU features of this machine; without torch where possible."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def count_gpus(environ: Mapping[str, str] | None = None, device_dir: Path = Path
 
 
 def is_running(process: int) -> bool:
-    """Whether this machine has a process of that number, anybody's."""
+    """Whether a process with this id runs on this machine, whoever owns it."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -40,27 +40,27 @@ def is_running(process: int) -> bool:
     return True
 
 
-def settle_accelerator() -> None:
-    """Without an accelerator, say so to DeepSpeed: it would search, and print that it did.
+def set_deepspeed_accelerator() -> None:
+    """Set DS_ACCELERATOR=cpu where there is no accelerator: DeepSpeed then does not search.
 
-    For processes that compute, before anything imports DeepSpeed; never in a launcher, whose
-    children may run on better machines.
+    To be called before DeepSpeed is imported, in processes that compute. Not in a launcher: its
+    children may run on machines with GPUs.
     """
     import torch
 
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    settle_matrix_tiles()
+    disable_undescribed_amx()
 
 
-# A processor's matrix tiles (AMX), which torch multiplies bf16 with.
+# AMX, the matrix tiles of a CPU that oneDNN uses for bf16 products.
 
 
-def settle_matrix_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Keep torch off tiles that a virtual machine lists but does not describe.
+def disable_undescribed_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
+    """Disable AMX where a virtual machine lists it without describing its tiles in CPUID.
 
-    oneDNN then configures none and the first product in bf16 ends the process with SIGILL. To be
-    called before that; whoever sets oneDNN's variable has decided.
+    There the first bf16 product ends the process with SIGILL. To be called before that. A value of
+    ONEDNN_MAX_CPU_ISA that is set already is kept.
     """
     try:
         lists_tiles = "amx_tile" in cpuinfo.read_text(encoding="utf-8", errors="replace").split()
@@ -74,15 +74,15 @@ _TILE_LEAF = 0x1D
 
 
 def _tiles_are_described() -> bool:
-    """Whether CPUID has a leaf of tile palettes, and a palette in it; True if nobody can tell."""
+    """Whether CPUID has a leaf of tile palettes with a palette in it; True if unknown."""
     try:
         return _cpuid(0) >= _TILE_LEAF and _cpuid(_TILE_LEAF) > 0
-    except OSError:  # no memory that may be executed
+    except OSError:  # executable memory is forbidden here
         return True
 
 
 def _cpuid(leaf: int) -> int:
-    """EAX of a CPUID leaf, which Python has no other way to ask for."""
+    """EAX of a CPUID leaf; Python has no function for it."""
     code = (
         b"\x53"  # push rbx
         b"\xb8" + leaf.to_bytes(4, "little") +  # mov eax, leaf

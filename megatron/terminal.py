@@ -1,9 +1,9 @@
-"""The edge between a command and the person who typed it.
+"""The command line: errors, exit codes, signals, missing packages, library warnings.
 
-Every script and every subcommand of `kerple` runs inside `run_command`: an error that a user can
-mend is one line, Ctrl-C is the word "interrupted", a closed pipe is silence, a missing package is
-the command that installs it, and libraries keep their warnings to themselves. A defect of ours
-keeps its traceback; KERPLE_TRACEBACK=1 shows one for the mendable errors too.
+Every script and every subcommand of `kerple` runs inside `run_command`. An error that a user can
+fix is printed as one line. Ctrl-C prints "interrupted". A closed pipe prints nothing. A missing
+package prints the command that installs it. Warnings of libraries are not shown. A defect of ours
+keeps its traceback; KERPLE_TRACEBACK=1 shows one for the other errors too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RUNTIME_PACKAGES = frozenset(
     | {"tokenizers", "tiktoken", "sentencepiece", "safetensors", "regex", "einops", "zstandard"}
     | {"jinja2", "tabulate", "filelock"}
 )
-"""Import names of what every command may need: requirements/requirements.txt."""
+"""Import names of what the extra [train] brings: requirements/requirements.txt."""
 
 Main = Callable[[Sequence[str] | None], int | None]
 
@@ -64,7 +64,7 @@ def run_command(main: Main, argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError as error:
         if not _reader_is_gone(sys.stdout, sys.stderr):
             return print_error(error)
-        # What is still in the buffer would be a message at exit.
+        # Python would report the unflushed buffer at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (KerpleError, OSError, ModuleNotFoundError) as error:
@@ -72,11 +72,11 @@ def run_command(main: Main, argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def leave(code: int) -> NoReturn:
-    """End the process after all that a normal exit does, but without tearing the interpreter down.
+def exit_with(code: int) -> NoReturn:
+    """End the process with this code after the exit handlers, without finalizing the interpreter.
 
-    DeepSpeed holds process groups beyond `destroy_process_group`; a thread of theirs that asks for
-    the interpreter while it is torn down ends the process with SIGABRT in place of its code.
+    DeepSpeed keeps process groups after `destroy_process_group`. A thread of theirs that takes the
+    GIL during finalization would end the process with SIGABRT instead of the code.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # pools end their idle threads, others join
     atexit._run_exitfuncs()
@@ -87,14 +87,14 @@ def leave(code: int) -> NoReturn:
 
 
 @contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Ctrl-C while libraries are imported: some of them swallow KeyboardInterrupt."""
+def exit_on_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process during imports: some libraries catch KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_at_once)
+        signal.signal(signal.SIGINT, _exit_from_signal)
     try:
         yield
     finally:
@@ -102,7 +102,7 @@ def leaving_at_once() -> Iterator[None]:
 
 
 def print_error(error: BaseException) -> int:
-    """`error: ...` on stderr and status 2, if a user can mend it; otherwise it is raised again."""
+    """`error: ...` on stderr and status 2 if a user can fix it; otherwise raise it again."""
     text = describe_error(error)
     if text is None:
         raise error
@@ -113,13 +113,13 @@ def print_error(error: BaseException) -> int:
 
 
 def show_traceback_if_asked(error: BaseException) -> None:
-    """KERPLE_TRACEBACK=1: where an error that a user can mend was raised."""
+    """KERPLE_TRACEBACK=1: print the traceback of an error that a user can fix."""
     if os.environ.get("KERPLE_TRACEBACK"):
         traceback.print_exception(error)
 
 
 def describe_error(error: BaseException) -> str | None:
-    """What to tell a user; None for a defect of ours."""
+    """The message for a user; None for a defect of ours."""
     if isinstance(error, KerpleError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -137,17 +137,16 @@ def _missing(name: str) -> str | None:
         return f"{top} is not installed: {install_command(EXTRAS[top])}"
     if top not in RUNTIME_PACKAGES:
         return None
-    return (
-        f"{top} is not installed for {sys.executable}. In a checkout: `make install` once, then "
-        "`source .venv/bin/activate`."
-    )
+    return f"{top} is not installed for {sys.executable}. {install_command('train')}"
 
 
 def install_command(extra: str) -> str:
     """How to install one of the extras, in a checkout or beside an installed package."""
-    if REQUIREMENTS.is_dir():
-        return f"pip install -r requirements/requirements-{extra}.txt"
-    return f'pip install "kerple-neox[{extra}]"'
+    if not REQUIREMENTS.is_dir():
+        return f'pip install "kerple-neox[{extra}]"'
+    if extra == "train":
+        return "In a checkout: `make install` once, then `source .venv/bin/activate`."
+    return f"pip install -r requirements/requirements-{extra}.txt"
 
 
 def require(name: str, purpose: str) -> ModuleType:
@@ -166,7 +165,7 @@ def require(name: str, purpose: str) -> ModuleType:
 
 
 def shown_command(name: str) -> str:
-    """How a person would start one of our commands from here: its script, or `kerple NAME`."""
+    """How to start one of our commands from this directory: its script, or `kerple NAME`."""
     for script in (Path(f"{name}.py"), Path("tools", f"{name}.py")):
         if script.is_file() and (PACKAGE.parent / script).is_file():
             return f"python {script}"
@@ -183,16 +182,16 @@ def command_parser(
     )
 
 
-def say_next(command: str) -> None:
+def print_next_command(command: str) -> None:
     """The likely next command, on stderr: stdout is for results."""
     print(f"next: {command}", file=sys.stderr, flush=True)
 
 
-# Other people's words.
+# Warnings of libraries.
 
 
 def quiet_libraries() -> None:
-    """Warnings of libraries are for their authors; ours are one line each."""
+    """Hide warnings of libraries; print ours as one line each."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -218,7 +217,7 @@ def _is_installed(filename: str) -> bool:
 
 
 def _reader_is_gone(*streams: TextIO) -> bool:
-    """Whether somebody stopped reading one of them, as `| head` does."""
+    """Whether the reader of one of them has closed it, as `| head` does."""
     poll = select.poll()
     for stream in streams:
         try:
@@ -228,22 +227,22 @@ def _reader_is_gone(*streams: TextIO) -> bool:
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
-def leave_until_started() -> None:
-    """A signal ends the process at once; training takes over when it has its own handlers.
+def exit_on_signal() -> None:
+    """Exit on a signal until training installs its own handlers.
 
-    The first act of train.py, before the imports that take seconds: SIGTERM and SIGUSR1 end with
-    the code that asks to be started again, Ctrl-C with its own.
+    train.py calls it first, before the imports that take seconds. SIGTERM and SIGUSR1 exit with the
+    requeue code, Ctrl-C with 130.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, _end_at_once)
+        signal.signal(number, _exit_from_signal)
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> None:
+def _exit_from_signal(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         text, code = "interrupted", EXIT_INTERRUPTED
     else:
         text = f"received {signal.Signals(number).name} before the first step"
         code = EXIT_REQUEUE
-    # Not print: the signal may have come in the middle of one.
+    # Not print: the signal may have interrupted one.
     os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{text}\n".encode())
     os._exit(code)

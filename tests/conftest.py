@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.machine import settle_matrix_tiles
+from megatron.machine import disable_undescribed_amx
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-settle_matrix_tiles()
+disable_undescribed_amx()
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FIXTURES = Path(__file__).resolve().parent / "fixtures"

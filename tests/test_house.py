@@ -1,4 +1,4 @@
-"""The house as a building: a room imports only rooms above it, and no two modules share a name."""
+"""Structure: packages import only packages above them; tests mirror modules; pages are true."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.conftest import REPOSITORY
 
 ROOT = REPOSITORY / "megatron"
 PAGES = [*sorted((REPOSITORY / "docs").glob("*.md")), *sorted(REPOSITORY.glob("[CRS]*.md"))]
-DOOR = 0  # single files at the top: errors, atomic_files, machine, terminal, ...
-ROOMS = [
+TOP = 0  # single files directly in megatron/: errors, atomic_files, machine, terminal, ...
+PACKAGES = [
+    "backends",
     "neox_arguments",
     "launcher",
     "tokenizer",
@@ -34,16 +35,16 @@ ROOMS = [
 
 
 def modules() -> Iterator[Path]:
-    yield from (path for path in sorted(ROOT.rglob("*.py")) if path != ROOT / "__init__.py")
+    yield from sorted(ROOT.rglob("*.py"))
 
 
-def floor(name: str) -> int:
-    """0 at the door, then the rooms in order."""
-    return ROOMS.index(name) + 1 if name in ROOMS else DOOR
+def layer(name: str) -> int:
+    """0 for a single file, then the packages in order."""
+    return PACKAGES.index(name) + 1 if name in PACKAGES else TOP
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The rooms, or files at the door, that a module imports anywhere in it."""
+    """The packages, or single files of megatron/, that a module imports anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == "megatron":
@@ -57,9 +58,14 @@ def imports(path: Path) -> Iterator[str]:
                 yield name.split(".")[1]
 
 
-def test_every_room_is_known() -> None:
-    rooms = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
-    assert rooms == set(ROOMS)
+def test_every_package_has_its_layer() -> None:
+    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
+    assert packages == set(PACKAGES)
+
+
+def test_megatron_is_a_namespace() -> None:
+    """NVIDIA's megatron-core has the same top name: an __init__.py would hide one of the two."""
+    assert not (ROOT / "__init__.py").exists()
 
 
 def test_no_two_modules_share_a_name() -> None:
@@ -67,18 +73,21 @@ def test_no_two_modules_share_a_name() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_a_room_imports_only_rooms_above_it() -> None:
+def test_a_package_imports_only_packages_above_it() -> None:
     wrong = [
         f"{path.relative_to(REPOSITORY)} imports {other}"
         for path in modules()
         for other in imports(path)
-        if floor(other) > floor(path.relative_to(ROOT).parts[0])
+        if layer(other) > layer(path.relative_to(ROOT).parts[0])
     ]
     assert wrong == []
 
 
-def test_the_tests_mirror_the_house_file_by_file() -> None:
-    """tests/ROOM/test_X.py holds megatron/ROOM/X.py; `stories` and `fuzz` cross the rooms."""
+CROSSING = ("stories", "fuzz", "ptx")
+
+
+def test_every_test_file_belongs_to_a_module() -> None:
+    """tests/PACKAGE/test_X.py tests megatron/PACKAGE/X.py; those of CROSSING test several."""
     tests = REPOSITORY / "tests"
     lost = []
     for path in sorted(tests.rglob("test_*.py")):
@@ -86,50 +95,118 @@ def test_the_tests_mirror_the_house_file_by_file() -> None:
         name = place.stem.removeprefix("test_")
         inside = [base / place.parent for base in (ROOT, REPOSITORY)]
         known = any((folder / f"{name}.py").is_file() or folder.name == name for folder in inside)
-        if place.parts[0] not in ("stories", "fuzz") and not known and path.name != "test_house.py":
+        exempt = place.parts[0] in CROSSING or path.name == "test_house.py"
+        if not exempt and not known:
             lost.append(str(place))
     assert lost == []
 
 
-HELD_ELSEWHERE = {
+TESTED_BY = {
+    "backends/deepspeed_engine.py": "training/test_engine.py",
+    "backends/deepspeed_processes.py": "launcher/test_planning.py",
+    "backends/interface.py": "checkpoints/test_universal.py",
+    "backends/optimizer_states.py": "checkpoints/test_universal.py",
     "commands/__main__.py": "stories/test_installed.py",
     "engines/cpu_torch.py": "engines/test_engines.py",
     "engines/triton_backward.py": "engines/test_triton_attention.py",
     "engines/triton_forward.py": "engines/test_triton_attention.py",
     "training/resharding.py": "checkpoints/test_universal.py",
 }
-"""Modules that can be tried only through another's front, or as a process of their own."""
+"""Modules that are tested through another module, or as a process of their own."""
 
 
 def test_every_module_has_its_test_file() -> None:
-    """megatron/ROOM/X.py is held by tests/ROOM/test_X.py, or by a file that is named above."""
+    """megatron/PACKAGE/X.py is tested by tests/PACKAGE/test_X.py, or by the file named above."""
     tests, bare = REPOSITORY / "tests", []
     for path in modules():
         place = path.relative_to(ROOT)
         own = tests / place.with_name(f"test_{place.name}")
         if place.name != "__init__.py" and not own.is_file():
             bare.append(place.as_posix())
-    assert bare == sorted(HELD_ELSEWHERE)
-    assert [name for name in HELD_ELSEWHERE.values() if not (tests / name).is_file()] == []
+    assert bare == sorted(TESTED_BY)
+    assert [name for name in TESTED_BY.values() if not (tests / name).is_file()] == []
 
 
-def test_training_knows_nothing_of_the_paper() -> None:
+def test_deepspeed_is_imported_in_its_package_alone() -> None:
+    """Its runner and its import by name included; and there only in files that are named for it."""
+    places = [*ROOT.rglob("*.py"), *(REPOSITORY / "tools").rglob("*.py"), *REPOSITORY.glob("*.py")]
+    importing = {path for path in places if _imports_deepspeed(path)}
+    assert importing == set((ROOT / "backends").glob("deepspeed_*.py"))
+
+
+def _imports_deepspeed(path: Path) -> bool:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if re.fullmatch(r"deepspeed(\.\w+)+", node.value) else []
+        if any(name.partition(".")[0] == "deepspeed" for name in names):
+            return True
+    return False
+
+
+def test_training_does_not_import_the_paper() -> None:
     for path in (ROOT / "training").glob("*.py"):
         assert "paper" not in set(imports(path)), path
 
 
-def test_the_page_opens_the_rooms_in_this_order() -> None:
+def test_the_architecture_page_has_the_packages_in_this_order() -> None:
     page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     headings = [line for line in page.splitlines() if line.startswith("## ")]
-    named = [room for line in headings for room in ROOMS if f"`{room}/`" in line]
-    ordered = sorted(named, key=ROOMS.index)
-    assert named == ordered and set(named) == set(ROOMS)
+    named = [name for line in headings for name in PACKAGES if f"`{name}/`" in line]
+    assert named == PACKAGES
+
+
+def paragraphs(page: str) -> Iterator[str]:
+    """Prose and list items of a Markdown page; code blocks, tables and headings are left out."""
+    prose = re.sub(r"^```.*?^```$", "", page, flags=re.S | re.M)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", prose):
+        if block.strip() and not block.lstrip().startswith(("#", "|")):
+            yield block.strip()
+
+
+def test_the_architecture_page_has_short_paragraphs() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    long = [text for text in paragraphs(page) if len(text.split()) > 80]
+    assert long == []
+
+
+def test_the_readme_is_short_and_has_no_comments() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150 and "<!--" not in text
+
+
+def test_the_attention_function_is_two_links_from_the_readme() -> None:
+    def links(page: Path) -> list[Path]:
+        found = re.findall(r"\]\(([^)#:]+?)\)", page.read_text(encoding="utf-8"))
+        return [(page.parent / target).resolve() for target in found]
+
+    second = {
+        target
+        for page in links(REPOSITORY / "README.md")
+        if page.suffix == ".md"
+        for target in links(page)
+    }
+    (code,) = [path for path in second if path.name == "dispatch.py"]
+    assert "\ndef attention(" in code.read_text(encoding="utf-8")
+
+
+def test_the_changelog_is_a_list_of_short_entries() -> None:
+    """Keep a Changelog: versions, kinds of change, at most two lines an entry."""
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    version = text.split("\n## ")[1]
+    kinds = re.findall(r"^### (.+)$", version, flags=re.M)
+    assert version.startswith(("[0.2.0]", "[Unreleased]"))
+    assert set(kinds) <= {"Breaking", "Added", "Changed", "Fixed"} and len(kinds) == len(set(kinds))
+    entries = re.findall(r"^- .*(?:\n  .*)*", version, flags=re.M)
+    assert [entry for entry in entries if entry.count("\n") > 1] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_a_file_that_a_page_names_exists(page: Path) -> None:
     """`store.py` is a module's name, `megatron/model/gpt.py` its path; `triton_*.py` are some."""
-    folders = [path for room in ("tests", "tools") for path in (REPOSITORY / room).rglob("*.py")]
+    folders = [path for part in ("tests", "tools") for path in (REPOSITORY / part).rglob("*.py")]
     stems = {path.name for path in [*modules(), *REPOSITORY.glob("*.py"), *folders]}
     missing = []
     for name in re.findall(r"`([\w*./-]+\.py)\b", page.read_text(encoding="utf-8")):
@@ -139,7 +216,7 @@ def test_a_file_that_a_page_names_exists(page: Path) -> None:
     assert missing == []
 
 
-def test_the_formulas_come_first_and_stand_on_their_base_alone() -> None:
+def test_the_formulas_come_first_and_import_their_base_alone() -> None:
     path = ROOT / "model" / "positional_embeddings.py"
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
@@ -150,6 +227,16 @@ def test_the_formulas_come_first_and_stand_on_their_base_alone() -> None:
     assert list(imports(path)) == []
 
 
-def test_the_house_does_not_sprawl() -> None:
+def test_there_are_not_too_many_modules() -> None:
     """What is read together belongs in one file: merge before adding beyond this."""
-    assert len(list(modules())) <= 156
+    assert len(list(modules())) <= 180
+
+
+def test_quick_selects_the_tests_of_changed_files() -> None:
+    from tests.quick import SELECTION, STRUCTURE, tests_of
+
+    changed = ["megatron/data/loader.py", "megatron/commands/__main__.py", "tests/mpu/test_job.py"]
+    expected = ["tests/data/test_loader.py", "tests/mpu/test_job.py"]
+    assert tests_of(changed) == sorted([*expected, STRUCTURE, "tests/stories/test_installed.py"])
+    assert tests_of([]) == sorted([STRUCTURE, *SELECTION])
+    assert [name for name in SELECTION if not (REPOSITORY / name).is_file()] == []

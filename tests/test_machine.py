@@ -49,19 +49,19 @@ def test_torch_is_kept_off_tiles_that_a_virtual_machine_does_not_describe(
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(machine, "_tiles_are_described", lambda: described)
     cpuinfo = tmp_path / "cpuinfo"
-    machine.settle_matrix_tiles(cpuinfo)  # a machine without the file
+    machine.disable_undescribed_amx(cpuinfo)  # a machine without the file
     cpuinfo.write_text("flags\t\t: avx512f avx512_bf16\n")
-    machine.settle_matrix_tiles(cpuinfo)
+    machine.disable_undescribed_amx(cpuinfo)
     assert "ONEDNN_MAX_CPU_ISA" not in os.environ
     cpuinfo.write_text("flags\t\t: avx512f amx_bf16 amx_tile\n")
-    machine.settle_matrix_tiles(cpuinfo)
+    machine.disable_undescribed_amx(cpuinfo)
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == (None if described else "AVX512_CORE_FP16")
 
 
 def test_a_product_in_bf16_survives_on_this_machine() -> None:
     environ = {k: v for k, v in os.environ.items() if k != "ONEDNN_MAX_CPU_ISA"}
     code = (
-        "from megatron.machine import settle_accelerator; settle_accelerator(); import torch;"
+        "from megatron import machine; machine.set_deepspeed_accelerator(); import torch;"
         "torch.nn.Linear(128, 256, dtype=torch.bfloat16)(torch.ones(64, 128).bfloat16())"
     )
     subprocess.run([sys.executable, "-c", code], env=environ, check=True)

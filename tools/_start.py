@@ -22,12 +22,12 @@ if find_spec("pydantic") is None:
 from megatron.commands import start as start
 from megatron.terminal import Main, run_command
 
-# A script's neighbours by the name that tests know them by, whatever folder it was started from.
+# `import tools.X` works in a script started from any folder, as in the tests.
 _package = ModuleType("tools")
 _package.__path__ = [str(Path(__file__).parent)]
 sys.modules.setdefault("tools", _package)
 
 
 def start_main(main: Main) -> NoReturn:
-    """What `start` does, for a tool that is no command of the package."""
+    """`start` for a tool that is not a command of the package."""
     sys.exit(run_command(main))

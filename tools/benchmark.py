@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("benchmark", choices=BENCHMARKS, metavar="benchmark")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="see `benchmark.py NAME --help`")
     chosen = parser.parse_args(argv)
-    # A script's neighbours are top-level packages; for tests this is `tools.benchmark`.
+    # In a script the sibling package is `benchmarks`, in tests `tools.benchmarks`.
     package = f"{__package__}.benchmarks" if __package__ else "benchmarks"
     module = importlib.import_module(f"{package}.{chosen.benchmark}")
     own_parser = argparse.ArgumentParser(
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse now what would fail after the work: sizes below 1, a result file that cannot be."""
+    """Check before the work: sizes of at least 1, a result file that can be written."""
     from megatron.atomic_files import check_writable
 
     for name, value in vars(options).items():

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from megatron.model.position_base import TableEmbedding
 
 LENGTH = 513
-NEAR = 33  # Gaussians are over within a few positions
+NEAR = 33  # Gaussians decay to 0 within a few positions
 
 
 def as_it_starts(name: str) -> TableEmbedding:
-    from megatron import kernel
+    from kerple import kernel
 
     return kernel(name, heads=12, head_dim=64)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import deepspeed
 import torch
 from torch import Tensor, nn
 
+from megatron.backends.interface import gathered, whole_shape
 from megatron.checkpoints.reading import Checkpoint, read_checkpoint
 from megatron.checkpoints.saved_config import differences, told_difference
 from megatron.checkpoints.sharding import (
@@ -25,7 +25,6 @@ from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_base import CONSTRAINTS, DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel
-from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import of_the_checkpoint
 
 
@@ -90,7 +89,7 @@ def place_weights(
         raise CheckpointError(_misfits(checkpoint, spec, problems))
     with torch.no_grad():
         for parameter, share in ready:  # ZeRO 3 has cut up what it puts together in the block
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            with gathered([parameter], write=True):
                 parameter.copy_(share)
 
 

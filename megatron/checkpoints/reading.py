@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.checkpoints.optimizer_view import read_zero3_shards
+from megatron.checkpoints.deepspeed_files import read_zero3_shards
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import (
     args_from,

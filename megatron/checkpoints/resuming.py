@@ -16,15 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoints import optimizer_view
-from megatron.checkpoints.reading import read_checkpoint
-from megatron.checkpoints.run_state import check_layout, continue_streams
-from megatron.checkpoints.sharding import Sharding, canonical_names, with_rows
-from megatron.checkpoints.store import CheckpointStore, tag_of
-from megatron.checkpoints.universal import (
+from megatron.backends.interface import (
+    COUNTERS,
     STEP,
     WEIGHT,
     States,
+    TrainingEngine,
+    whole_shape,
+)
+from megatron.checkpoints.reading import read_checkpoint
+from megatron.checkpoints.run_state import check_layout, continue_streams
+from megatron.checkpoints.saved_config import resolved_config
+from megatron.checkpoints.sharding import Sharding, canonical_names, with_rows
+from megatron.checkpoints.store import CheckpointStore, tag_of
+from megatron.checkpoints.universal import (
     common_step,
     is_universal,
     parameter_folders,
@@ -35,8 +40,8 @@ from megatron.checkpoints.universal import (
 from megatron.errors import CheckpointError, KerpleError
 from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.job import Ranks
-from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.deepspeed_config import OptimizerBlock, optimizer_family
 from megatron.neox_arguments.model_keys import padded_vocab_size
 
 
@@ -52,12 +57,8 @@ class Resumed:
         return self.consumed_samples + (step - self.step) * batch_size
 
 
-DEEPSPEED_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-"""What DeepSpeed takes from a checkpoint unseen."""
-
-
 def resume(
-    engine: Any,
+    engine: TrainingEngine,
     store: CheckpointStore,
     args: NeoXArgs,
     step: int,
@@ -72,7 +73,7 @@ def resume(
     if not options.no_load_rng:
         continue_streams(store.path(step), args.runtime.seed + step, parallel)
     try:
-        if any(type(getattr(engine, name, 0)) is not int for name in DEEPSPEED_COUNTERS):
+        if any(type(progress.get(name, 0)) is not int for name in (*COUNTERS, "micro_steps")):
             raise TypeError
         return Resumed(int(progress["iteration"]), int(progress["consumed_samples"]))
     except (KeyError, TypeError, ValueError):
@@ -83,13 +84,19 @@ def resume(
 
 
 def _load(
-    engine: Any, store: CheckpointStore, args: NeoXArgs, step: int, parallel: ParallelState
+    engine: TrainingEngine,
+    store: CheckpointStore,
+    args: NeoXArgs,
+    step: int,
+    parallel: ParallelState,
 ) -> dict[str, Any]:
     directory = store.path(step)
     fresh = args.checkpoint.finetune
     optimizer = not (args.checkpoint.no_load_optim or fresh)
     schedule = not fresh
     universal = is_universal(directory)
+    if optimizer:
+        _check_optimizer(directory, args.optimization.optimizer)
     if not universal:
         check_layout(directory, args)
     if universal or (args.optimization.zero_stage_in_effect == 3 and not optimizer):
@@ -97,11 +104,8 @@ def _load(
             engine, directory, args, parallel.tp, optimizer=optimizer, schedule=schedule
         )
     try:
-        _, progress = engine.load_checkpoint(
-            str(store.directory),
-            tag=tag_of(step),
-            load_optimizer_states=optimizer,
-            load_lr_scheduler_states=schedule,
+        progress = engine.load(
+            store.directory, tag_of(step), optimizer=optimizer, schedule=schedule
         )
     except KerpleError:
         raise
@@ -113,8 +117,23 @@ def _load(
             "was trained with"
         ) from error
     if progress is None:
-        raise CheckpointError(f"{directory}: DeepSpeed found no model state in it")
-    return dict(progress)
+        raise CheckpointError(f"{directory}: there is no model state in it")
+    return progress
+
+
+def _check_optimizer(directory: Path, now: OptimizerBlock) -> None:
+    """Refuse another optimizer's checkpoint: its states mean something else."""
+    saved = resolved_config(directory).get("optimizer")
+    kind = saved.get("type") if isinstance(saved, dict) else None
+    if isinstance(kind, str) and optimizer_family(kind) != optimizer_family(now.type):
+        raise _other_optimizer(directory, kind, now.type)
+
+
+def _other_optimizer(directory: Path, then: str, now: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory}: was trained with another optimizer: {then:.200}, where optimizer.type is "
+        f"{now:.80}. Set that one, or no_load_optim: true to start {now:.80} anew."
+    )
 
 
 def _verify_together(store: CheckpointStore, step: int) -> None:
@@ -134,7 +153,7 @@ def _verify_together(store: CheckpointStore, step: int) -> None:
 
 
 def _load_whole(
-    engine: Any,
+    engine: TrainingEngine,
     directory: Path,
     args: NeoXArgs,
     tp: TensorParallel,
@@ -155,7 +174,8 @@ def _load_whole(
         words = int(progress["vocab_size"])
         rows = padded_vocab_size(words, divisor, parallel.model_parallel_size)
     states: dict[nn.Parameter, States] = {}
-    for parameter, name, whole in _whole_states(engine, directory, optimizer=optimizer):
+    block = args.optimization.optimizer
+    for parameter, name, whole in _whole_states(engine, directory, block, optimizer=optimizer):
         shape = whole_shape(parameter)
         share = {key: _share(name, v, shape, sharding, tp, rows) for key, v in whole.items()}
         if share[WEIGHT].shape != shape:
@@ -164,17 +184,19 @@ def _load_whole(
                 f"has {tuple(shape)}; resume with the model settings it was trained with"
             )
         states[parameter] = share
-    optimizer_view.write(engine, states)
-    engine.global_steps = progress["iteration"]
-    engine.global_samples = progress["consumed_samples"]
-    engine.skipped_steps = progress["skipped_steps"]
+    engine.write_states(states)
+    engine.set_counters(
+        global_steps=progress["iteration"],
+        global_samples=progress["consumed_samples"],
+        skipped_steps=progress["skipped_steps"],
+    )
     if schedule:
-        engine.lr_scheduler.load_state_dict(progress["schedule"])
+        engine.scheduler.load_state_dict(progress["schedule"])
     return progress
 
 
 def _whole_states(
-    engine: Any, directory: Path, *, optimizer: bool
+    engine: TrainingEngine, directory: Path, block: OptimizerBlock, *, optimizer: bool
 ) -> Iterator[tuple[nn.Parameter, str, States]]:
     """This rank's parameters, their names, and what the checkpoint holds for them."""
     there: Any
@@ -185,18 +207,16 @@ def _whole_states(
     else:
         there = read_checkpoint(directory).weights
     step = cache(partial(common_step, directory))
-    is_adam = "betas" in engine.basic_optimizer.defaults
     for parameter, name in canonical_names(engine.module).items():
         if name not in there:
             raise CheckpointError(f"{directory}: holds no {name}, which this config's model has")
         states = read_states(there[name]) if optimizer else {WEIGHT: there[name].detach()}
         if "exp_avg" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
             states[STEP] = step()
-        if len(states) > 1 and is_adam != ("exp_avg" in states):
-            raise CheckpointError(
-                f"{directory} was trained with another kind of optimizer than optimizer.type asks "
-                f"for (it holds {', '.join(sorted(states))}); set that one, or no_load_optim: true"
-            )
+        kept = sorted(states.keys() - {WEIGHT, STEP})
+        # A run with momentum 0 keeps nothing, nor does one before its first step.
+        if kept and block.states is not None and kept != sorted(block.states):
+            raise _other_optimizer(directory, f"one that keeps {', '.join(kept)}", block.type)
         yield parameter, name, states
 
 

@@ -17,17 +17,14 @@ import struct
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron.backends.deepspeed_processes import state_classes
 from megatron.checkpoints.pickle_check import RefusedPickleError, check_calls
 from megatron.checkpoints.store import ChecksummedFile, Sums
 from megatron.errors import CheckpointError
@@ -48,19 +45,21 @@ TORCH_NAMES = frozenset(
     }
 )  # fmt: skip
 """What every file of tensors names."""
+
+
+def _by_name(classes: list[Any]) -> dict[str, Any]:
+    return {f"{found.__module__}.{found.__qualname__}": found for found in classes}
+
+
 _ARRAYS: Any = np._core.multiarray  # type: ignore[attr-defined]
-OTHER_NAMES: dict[str, Any] = {
-    f"{found.__module__}.{found.__qualname__}": found
-    for found in (
-        np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"},
-        LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape, Namespace,
-    )
-} | {
+OTHER_NAMES: dict[str, Any] = _by_name(
+    [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}, Namespace]
+) | {
     f"numpy.{core}.multiarray.{name}": getattr(_ARRAYS, name)
     for core in ("core", "_core")
     for name in ("_reconstruct", "scalar")
 }  # fmt: skip
-"""Plain classes in DeepSpeed's training states: random states, loss scalers, options."""
+"""Plain classes in training states: random states, options."""
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
@@ -89,15 +88,21 @@ def read_object(path: Path) -> dict[str, Any]:
 def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False) -> Any:
     """What is stored in one `.pt` file, if it is nothing but data."""
     path = Path(path)
-    allowed: list[Any] = [(found, name) for name, found in OTHER_NAMES.items()]
     try:
         str(path).encode()  # torch takes names as UTF-8
-        if unknown := sorted(_checked_names(path) - TORCH_NAMES - OTHER_NAMES.keys()):
+        data, records = _checked_archive(path)
+        names = _names_in(data)
+        others = OTHER_NAMES
+        if any(name.startswith("deepspeed.") for name in names) and find_spec("deepspeed"):
+            others = others | _by_name(state_classes())
+        if unknown := sorted(names - TORCH_NAMES - others.keys()):
             raise CheckpointError(
                 f"{path}: refused, because it holds more than data (objects of "
                 f"{', '.join(unknown)[:200]}). Loading them would run code of the file. If you "
                 "trust its origin, save its tensors alone again with torch.save."
             )
+        check_calls(data, records)
+        allowed: list[Any] = [(found, name) for name, found in others.items()]
         with torch.serialization.safe_globals(allowed):
             content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except FileNotFoundError:
@@ -132,8 +137,8 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
     return content
 
 
-def _checked_names(path: Path) -> set[str]:
-    """The classes and functions that the file's pickle names, after checking archive and calls."""
+def _checked_archive(path: Path) -> tuple[bytes, dict[str, int]]:
+    """The file's pickle as torch will read it, and the sizes of the archive's records."""
     if not path.exists():
         raise FileNotFoundError(path)
     if not path.is_file():
@@ -157,11 +162,7 @@ def _checked_names(path: Path) -> set[str]:
         > MAX_PICKLE_BYTES
     ):
         raise CheckpointError(f"{path}: refused, its table of contents is too big")
-    data = torch._C.PyTorchFileReader(str(path)).get_record("data.pkl")
-    names = _names_in(data)
-    if names <= TORCH_NAMES | OTHER_NAMES.keys():
-        check_calls(data, records)
-    return names
+    return torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"), records
 
 
 def _check_one_reading(path: Path) -> None:
@@ -263,8 +264,8 @@ def _host_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return pinned.copy_(storage, non_blocking=True)
 
 
-class SafeCheckpointEngine(TorchCheckpointEngine):
-    """What DeepSpeed's engine uses for every file once training has started.
+class TrainingFiles:
+    """What an engine uses for every file of a training.
 
     It executes nothing it reads, syncs and sums what it writes. A write that fails (a full disk)
     is remembered instead of raised: DeepSpeed's ranks meet in barriers between their files, and a
@@ -272,17 +273,16 @@ class SafeCheckpointEngine(TorchCheckpointEngine):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.begin()
 
     def begin(self, *, later: bool = False) -> None:
-        """Before DeepSpeed saves; `later` keeps copies in host memory, for `write_kept`."""
+        """Before the engine saves; `later` keeps copies in host memory, for `write_kept`."""
         self._failure: Exception | None = None
         self._written: dict[Path, tuple[int, str]] = {}
         self._later: list[tuple[Any, str]] | None = [] if later else None
 
     def finish(self, directory: Path) -> Sums:
-        """After DeepSpeed saved: what this rank has written there, or raise what went wrong."""
+        """After the engine saved: what this rank has written there, or raise what went wrong."""
         if self._failure is not None:
             raise self._failure
         return {

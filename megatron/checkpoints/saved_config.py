@@ -18,6 +18,7 @@ from megatron.neox_arguments import (
     same_on_resume,
 )
 from megatron.neox_arguments.catalogue import canonical_method
+from megatron.neox_arguments.deepspeed_config import optimizer_family
 from megatron.neox_arguments.model_keys import (
     GATED_ACTIVATIONS,
     KEYS_OF_OURS,
@@ -131,9 +132,17 @@ def as_it_began(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
     changes = {  # a value that was changed since is what it says
         key: value
         for key, value in changes.items()
-        if key == "lr_decay_rule" or now.get(key) == saved.get(key)
+        if key == "lr_decay_rule" or _without_momentum(now.get(key)) == saved.get(key)
     }
     return args.replace(**changes) if changes else args
+
+
+def _without_momentum(value: Any) -> Any:
+    """An `optimizer` as it was written before sgd had a momentum of its own; else the value."""
+    match value:
+        case {"type": "sgd", "params": {"momentum": 0.0, **params}}:
+            return {"type": "sgd", "params": params}
+    return value
 
 
 def tokenizer_of(settings: TokenizerArgs, source: Path) -> Any:
@@ -165,6 +174,10 @@ def meaning_then(saved: Mapping[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if "lr_decay_rule" not in saved:
         changes["lr_decay_rule"] = "earlier"
+    match saved.get("optimizer"):
+        case {"type": "sgd", "params": dict(params)} if "momentum" not in params:
+            momentum = (params.get("betas") or [0.9])[0]
+            changes["optimizer"] = {"type": "sgd", "params": {**params, "momentum": momentum}}
     if "mlp_multiple_of" in saved:  # GPT-NeoX's rules for the rest came with it
         return changes
     activation = saved.get("activation")
@@ -292,10 +305,8 @@ def _compared(config: Mapping[str, Any], matters: Callable[[str], bool]) -> dict
             values.pop(key, None)
     optimizer = values.pop("optimizer", None)
     if isinstance(optimizer, dict):
-        kind, params = str(optimizer.get("type", "")).lower(), optimizer.get("params")
-        # Several names for one and the same arithmetic.
-        adam = ("adam", "adamw", "fused_adam", "cpu_adam", "cpu_torch_adam")
-        values["optimizer.type"] = "adam" if kind in adam else kind
+        kind, params = str(optimizer.get("type", "")), optimizer.get("params")
+        values["optimizer.type"] = optimizer_family(kind)
         for name, value in params.items() if isinstance(params, dict) else ():
             values[f"optimizer.params.{name}"] = value
     return values

@@ -1,6 +1,6 @@
 """Saving a run, by all ranks at once.
 
-`save_run` writes DeepSpeed's files, which fit the layout that wrote them; `save_universal` writes
+`save_run` writes the engine's files, which fit the layout that wrote them; `save_universal` writes
 whole tensors, which fit any.
 """
 
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.atomic_files import write_text
-from megatron.checkpoints import optimizer_view
+from megatron.backends.interface import STEP, TrainingEngine
 from megatron.checkpoints.resuming import Resumed
 from megatron.checkpoints.run_state import rng_file, rng_state, write_configs, write_layout
-from megatron.checkpoints.safe_files import SafeCheckpointEngine
+from megatron.checkpoints.safe_files import TrainingFiles
 from megatron.checkpoints.sharding import Sharding, canonical_names
 from megatron.checkpoints.store import CheckpointStore, Sums, checksum, tag_of
 from megatron.checkpoints.universal import (
@@ -31,7 +31,6 @@ from megatron.checkpoints.universal import (
     MODEL_STATES,
     OPTIMIZER,
     PARAMETERS,
-    STEP,
     described,
     model_states,
     optimizer_state,
@@ -46,7 +45,7 @@ NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems
 
 
 def save_run(
-    engine: Any,
+    engine: TrainingEngine,
     store: CheckpointStore,
     args: NeoXArgs,
     step: int,
@@ -55,26 +54,23 @@ def save_run(
     background: bool = False,
 ) -> Save:
     """Checkpoint `step` of a training, to be completed by all ranks after the same steps."""
-    tag = tag_of(step)
+    tag, files = tag_of(step), _files_of(engine)
     staged = store.staging / tag
 
     def hand_over() -> None:
-        engine.save_checkpoint(
-            str(store.staging), tag=tag, client_state=dict(progress), save_latest=False
-        )
+        engine.save(store.staging, tag, progress)
         if not args.checkpoint.no_save_rng:
-            engine.checkpoint_engine.save(rng_state(), str(rng_file(staged)))
+            files.save(rng_state(), str(rng_file(staged)))
         if _is_main():
             write_configs(staged / "configs", args)
             write_layout(staged, args)
 
     keep = args.checkpoint.keep_last_n_checkpoints
-    files = engine.checkpoint_engine
     return Save(files, store, step, hand_over, background=background, keep=keep)
 
 
 def save_universal(
-    engine: Any,
+    engine: TrainingEngine,
     store: CheckpointStore,
     args: NeoXArgs,
     at: Resumed,
@@ -86,7 +82,7 @@ def save_universal(
     progress = {
         "iteration": at.step,
         "consumed_samples": at.consumed_samples,
-        "schedule": engine.lr_scheduler.state_dict(),
+        "schedule": engine.scheduler.state_dict(),
         "skipped_steps": engine.skipped_steps,
         "vocab_size": vocab_size,
     }
@@ -96,7 +92,7 @@ def save_universal(
         if _is_main():
             write_configs(staged / "configs", args)
 
-    Save(engine.checkpoint_engine, store, at.step, hand_over).complete()
+    Save(_files_of(engine), store, at.step, hand_over).complete()
     if _is_main():
         write_text(store.directory / LATEST, tag_of(at.step))
     dist.barrier()
@@ -112,7 +108,7 @@ class Save:
 
     def __init__(
         self,
-        files: SafeCheckpointEngine,
+        files: TrainingFiles,
         store: CheckpointStore,
         step: int,
         hand_over: Callable[[], None],
@@ -203,8 +199,13 @@ def _is_main() -> bool:
     return dist.get_rank() == 0
 
 
+def _files_of(engine: TrainingEngine) -> TrainingFiles:
+    assert isinstance(engine.files, TrainingFiles)
+    return engine.files
+
+
 def _write_whole(
-    engine: Any,
+    engine: TrainingEngine,
     directory: Path,
     parallel: ParallelState,
     args: NeoXArgs,
@@ -215,11 +216,10 @@ def _write_whole(
     A write that fails is for `finish` to raise: the ranks meet in collectives between their files.
     """
     sharding = Sharding.of(args.model, neox=False)
-    names = canonical_names(engine.module)
+    names, files = canonical_names(engine.module), _files_of(engine)
     writes = parallel.dp_rank == 0 and parallel.tp.rank == 0
-    files: SafeCheckpointEngine = engine.checkpoint_engine
     step: Tensor | None = None
-    for parameter, states in optimizer_view.read(engine):
+    for parameter, states in engine.read_states():
         name = names[parameter]
         step = states.get(STEP)
         whole = {key: _joined(name, value, sharding, parallel.tp) for key, value in states.items()}
@@ -229,12 +229,12 @@ def _write_whole(
             folder = directory / PARAMETERS / name
             files.makedirs(str(folder), exist_ok=True)
             for key, value in whole.items():
-                content = value if key == STEP else described(name, value, sharding)
+                content = described(name, value, sharding) if value.dim() else value
                 files.save(content, str(folder / f"{key}.pt"))
             others = other_names(name, tied=not args.model.no_weight_tying)
             files.attempt(partial(_link, folder, others))
     if _is_main():
-        groups = engine.basic_optimizer.param_groups
+        groups = engine.optimizer.param_groups
         files.save(optimizer_state(groups, step), str(directory / PARAMETERS / OPTIMIZER))
         for file in MODEL_STATES:
             files.save(model_states(progress), str(directory / file))

@@ -17,17 +17,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint import constants as ds
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from torch import Tensor, nn
 
+from megatron.backends.deepspeed_processes import uneven_parts, version
+from megatron.backends.interface import STEP, WEIGHT, States, whole_shape
 from megatron.checkpoints.safe_files import load_file, load_mapping, read_object
 from megatron.checkpoints.sharding import Sharding, split_name, strip_prefix
 from megatron.errors import CheckpointError
-from megatron.mpu.parallel_layers import whole_shape
 
 PARAMETERS = "zero"
 OPTIMIZER = "optimizer_state.pt"
@@ -36,9 +34,8 @@ LATEST = "latest_universal"
 COUNTS = ("iteration", "consumed_samples", "skipped_steps")
 # DeepSpeed looks for the first without ZeRO 3, for the second with it.
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-STEP = "step"
-WEIGHT = "fp32"  # beside the optimizer's own names: exp_avg, exp_avg_sq, step, ...
-States = dict[str, Tensor]
+INFO = "universal_checkpoint_info"
+FORMAT = {"universal_checkpoint_version": 0.4}
 
 
 def is_universal(directory: Path) -> bool:
@@ -115,18 +112,18 @@ TIED = "tied_modules."
 
 def described(name: str, whole: Tensor, sharding: Sharding) -> dict[str, Any]:
     """A whole tensor and how tensor parallelism cuts it, as DeepSpeed's loader expects it."""
-    entry: dict[str, Any] = {ds.PARAM: whole}
+    entry: dict[str, Any] = {"param": whole}
     dim = sharding.dim(name)
     if dim is not None:
-        entry[ds.CAT_DIM] = dim
+        entry["cat_dim"] = dim
     parts = sharding.parts(name, whole.shape)
     if len(set(parts)) > 1:
         shape = (tuple(parts), *whole.shape[1:])
-        entry[ds.SUB_PARAM_SHAPE] = SubparamShape(patterns=[], shape=shape, partition_dim=0)
+        entry["sub_param_shape"] = uneven_parts(shape)
     elif len(parts) > 1:
-        entry[ds.PARAM_N_SUB_PARAMS] = len(parts)
+        entry["param_n_sub_params"] = len(parts)
     if _is_cut_by_word(name, sharding):
-        entry[ds.VOCAB_TENSOR] = True
+        entry["vocab_tensor"] = True
     return entry
 
 
@@ -142,7 +139,7 @@ def note_cuts(module: nn.Module, sharding: Sharding, tp_size: int) -> None:
     stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(stages, own)
     shapes = {name: shape for stage in stages for name, shape in stage.items()}
-    setattr(module, ds.UNIVERSAL_CHECKPOINT_INFO, conversion_info(shapes, sharding, tp_size))
+    setattr(module, INFO, conversion_info(shapes, sharding, tp_size))
 
 
 def conversion_info(
@@ -150,11 +147,11 @@ def conversion_info(
 ) -> dict[str, Any]:
     """Patterns of parameter names by how their tensor-parallel slices are joined."""
     names: dict[str, set[str]] = {
-        ds.TP_REPLICATED_PARAMETER_PATTERNS: set(),
-        ds.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: set(),
-        ds.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: set(),
-        ds.VOCABULARY_PARAMETER_PATTERNS: set(),
-        ds.PIPELINE_REPLICATED_PARAMETER_PATTERNS: set(),
+        "tp_replicated_parameter_patterns": set(),
+        "parameter_with_row_parallelism_patterns": set(),
+        "parameter_with_2_sub_params_cat_dim_0": set(),
+        "vocabulary_parameter_patterns": set(),
+        "pipeline_replicated_parameter_patterns": set(),
     }
     rows, uneven, widths = 0, {}, {}
     for name, shape in shapes.items():
@@ -162,29 +159,29 @@ def conversion_info(
         pattern, dim = _pattern(name, canonical), sharding.dim(canonical)
         parts = sharding.parts(canonical, shape)
         if dim is None:
-            names[ds.TP_REPLICATED_PARAMETER_PATTERNS].add(pattern)
+            names["tp_replicated_parameter_patterns"].add(pattern)
         elif dim == 1:
-            names[ds.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS].add(pattern)
+            names["parameter_with_row_parallelism_patterns"].add(pattern)
         if len(set(parts)) > 1:  # queries, keys and values of grouped heads
             whole = (tuple(part * tp_size for part in parts), *shape[1:])
             uneven[pattern] = {"patterns": [pattern], "shape": whole, "partition_dim": 0}
             widths[pattern] = [[part] * tp_size for part in parts]
         elif len(parts) == 2:
-            names[ds.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0].add(pattern)
+            names["parameter_with_2_sub_params_cat_dim_0"].add(pattern)
         if _is_cut_by_word(canonical, sharding):
-            names[ds.VOCABULARY_PARAMETER_PATTERNS].add(pattern)
+            names["vocabulary_parameter_patterns"].add(pattern)
             rows = max(rows, shape[0])
         if name.startswith(TIED):  # the embedding of a tied head is on the last stage too
-            names[ds.PIPELINE_REPLICATED_PARAMETER_PATTERNS].add(pattern)
+            names["pipeline_replicated_parameter_patterns"].add(pattern)
     info = {
-        ds.UNIVERSAL_CHECKPOINT_VERSION_KEY: ds.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        **FORMAT,
         # DeepSpeed drops the rows from here on. Rows of padding are trained like others: keep all.
-        ds.ORIGINAL_VOCAB_SIZE: rows * tp_size,
+        "original_vocab_size": rows * tp_size,
         **{key: sorted(found) for key, found in names.items()},
     }
     if uneven:
-        info[ds.PARAMETER_WITH_SUB_PARAMS] = list(uneven.values())
-        info[ds.SUB_PARAM_SHARD_WIDTHS] = widths
+        info["parameter_with_sub_params"] = list(uneven.values())
+        info["sub_param_shard_widths"] = widths
     return info
 
 
@@ -210,7 +207,7 @@ def optimizer_state(param_groups: list[dict[str, Any]], step: Tensor | None) -> 
     return {
         "param_groups": groups,
         "optimizer_state_dict": {"state": state, "param_groups": [shared]},
-        "ds_version": deepspeed.__version__,
+        "ds_version": version(),
     }
 
 
@@ -226,8 +223,6 @@ def model_states(progress: Mapping[str, Any]) -> dict[str, Any]:
         "mp_world_size": 1,
         "iteration": progress["iteration"],
         "consumed_samples": progress["consumed_samples"],
-        "ds_version": deepspeed.__version__,
-        ds.UNIVERSAL_CHECKPOINT_INFO: {
-            ds.UNIVERSAL_CHECKPOINT_VERSION_KEY: ds.UNIVERSAL_CHECKPOINT_VERSION_VALUE
-        },
+        "ds_version": version(),
+        INFO: FORMAT,
     }

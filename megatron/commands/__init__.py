@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from megatron.errors import KerpleError
-from megatron.terminal import leave, run_command
+from megatron.terminal import exit_with, run_command
 
 __all__ = ["COMMANDS", "kerple", "run", "start"]
 
 
 class Command(NamedTuple):
-    """What runs it, `module:function` below megatron, and what it does."""
+    """What runs it (`module:function` below megatron), what it does, its first arguments."""
 
     function: str
     summary: str
+    arguments: tuple[str, ...] = ()
 
 
 COMMANDS = {
+    "demo": Command("paper.cli:main",
+        "train five small models, evaluate them to 32x their training length, write a report",
+        ("run", "--suite", "demo", "-j", "2")),
     "deepy": Command("commands.model_scripts:deepy",
         "start train, evaluate or generate on one or many processes"),
     "train": Command("commands.model_scripts:train",
@@ -62,25 +66,26 @@ def run(name: str, argv: Sequence[str]) -> int:
 
     def main(arguments: Sequence[str] | None) -> int | None:
         if str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))  # where a kernel or a task of one's own may be
-        module, _, function = COMMANDS[name].function.partition(":")
+            sys.path.append(str(Path.cwd()))  # for `module:Class` of the user
+        module, _, function = command.function.partition(":")
         called = getattr(importlib.import_module(f"megatron.{module}"), function)
         code: int | None = called(arguments)
         return code
 
-    return run_command(main, argv)
+    command = COMMANDS[name]
+    return run_command(main, [*command.arguments, *argv])
 
 
 def start(name: str) -> NoReturn:
     """A script of the checkout: one command with this process's arguments, and its exit code."""
-    leave(run(name, sys.argv[1:]))
+    exit_with(run(name, sys.argv[1:]))
 
 
 def kerple(argv: Sequence[str] | None = None) -> int:
     """The console script: `kerple NAME ARGUMENTS...`; hyphens and underscores are the same."""
     code = run_command(_kerple, argv)
     if argv is None:
-        leave(code)
+        exit_with(code)
     return code
 
 
@@ -90,7 +95,7 @@ def _kerple(argv: Sequence[str] | None) -> int:
         print(_listing())
         return 0
     if words[0] in ("-V", "--version"):
-        from megatron import __version__
+        from kerple import __version__
 
         print(__version__)
         return 0

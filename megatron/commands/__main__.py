@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
-from megatron.terminal import leave_until_started
+from megatron.terminal import exit_on_signal
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:
-        leave_until_started()
+        exit_on_signal()
 
 from megatron.commands import kerple
 

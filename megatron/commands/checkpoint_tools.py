@@ -1,4 +1,4 @@
-"""Looking at checkpoints and changing their form: inspect, convert, reshard."""
+"""Inspect, convert and reshard checkpoints."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 from megatron.atomic_files import check_folder_writable
 from megatron.errors import CheckpointError
 from megatron.launcher.environment import free_port
-from megatron.machine import settle_accelerator
+from megatron.machine import set_deepspeed_accelerator
 from megatron.neox_arguments.command_line import add_checkpoint_arguments
-from megatron.terminal import PACKAGE, command_parser, say_next, shown_command
+from megatron.terminal import PACKAGE, command_parser, print_next_command, shown_command
 
 INSPECT = """Show what a checkpoint holds, or what differs between two.
 
@@ -28,8 +28,8 @@ tools/inspect_checkpoint.py RUN/global_step1000 OTHER_RUN --json
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything there is to show, as plain data."""
-    settle_accelerator()
+    """The whole report as plain data."""
+    set_deepspeed_accelerator()
     from megatron.checkpoints import read_checkpoint
     from megatron.checkpoints.inspection import compare, describe, kernel_of
     from megatron.checkpoints.sharding import split_name
@@ -88,7 +88,7 @@ def _facts(facts: dict[str, Any]) -> list[str]:
 
 
 def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
-    from megatron.evaluation.results_schema import text_table
+    from megatron.evaluation.text_tables import text_table
 
     where = "shared by all layers" if kernel["layer"] is None else f"layer {kernel['layer']}"
     columns = dict(kernel["values"])
@@ -163,7 +163,7 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.to == "hf" and (args.mp is not None or args.pp is not None):
         parser.error("--mp and --pp are for native and neox; Hugging Face folders are not split")
     if args.to != "hf" and args.with_kernel_source:
-        parser.error(f"--with-kernel-source is for hf; {args.to} takes no source along")
+        parser.error(f"--with-kernel-source is for hf; {args.to} does not include source code")
     if args.mp is not None and args.mp < 1:
         parser.error(f"--mp {args.mp}: must be at least 1")
     if args.pp is not None and args.pp < 0:
@@ -172,8 +172,8 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _convert(args: argparse.Namespace) -> str:
-    """Do it; returns what to say."""
-    settle_accelerator()
+    """Convert; returns the summary line."""
+    set_deepspeed_accelerator()
     import torch
 
     from megatron.atomic_files import new_directory
@@ -199,7 +199,7 @@ def _convert(args: argparse.Namespace) -> str:
             pp = args.pp if args.pp is not None else int(args.to == "neox")
             write(checkpoint, folder, mp=args.mp or 1, pp=pp, dtype=dtype)
             tokenizer = checkpoint.files.directory / "tokenizer.json"
-            if tokenizer.is_file():  # a Hugging Face folder's travels with its weights
+            if tokenizer.is_file():  # copy the tokenizer of a Hugging Face folder
                 shutil.copyfile(tokenizer, folder / tokenizer.name)
     return (
         f"{args.source} ({checkpoint.kind}, step {checkpoint.iteration}, "
@@ -225,9 +225,9 @@ def convert_checkpoint(arguments: Sequence[str] | None = None) -> int:
         loaded = (
             f"AutoModelForCausalLM.from_pretrained({args.destination!r}, trust_remote_code=True)"
         )
-        say_next(f'python -c "from transformers import AutoModelForCausalLM; {loaded}"')
+        print_next_command(f'python -c "from transformers import AutoModelForCausalLM; {loaded}"')
     else:
-        say_next(f"{shown_command('inspect_checkpoint')} {args.destination}")
+        print_next_command(f"{shown_command('inspect_checkpoint')} {args.destination}")
     return 0
 
 
@@ -242,7 +242,7 @@ KerpleNeoXForCausalLM with its modelling file.
 
 
 def neox_to_hf(argv: Sequence[str] | None = None) -> int:
-    """GPT-NeoX's command line, handed over."""
+    """convert_checkpoint with GPT-NeoX's flags."""
     parser = command_parser("convert_neox_to_hf.py", NEOX_TOOL)
     parser.add_argument("--input_dir", required=True, help="a global_stepN, or a run")
     parser.add_argument("--config_file", help="YAML of the model, if none lies in the checkpoint")
@@ -273,7 +273,7 @@ machine's CPU: it needs memory for the whole model with its optimizer.
 
 def _plan(source: Path, target: Path, iteration: int | None) -> tuple[int, int]:
     """The step to convert and how many processes its layout has."""
-    settle_accelerator()
+    set_deepspeed_accelerator()
     from megatron.checkpoints.run_state import read_layout
     from megatron.checkpoints.store import CheckpointStore
     from megatron.checkpoints.universal import is_universal

@@ -1,4 +1,4 @@
-"""The way to token files: prepare_data, preprocess_data, merge_datasets, train_tokenizer."""
+"""From text to token files: prepare_data, preprocess_data, merge_datasets, train_tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.data.preprocess import (
 )
 from megatron.data.streams import list_files
 from megatron.errors import DataError
-from megatron.terminal import command_parser, say_next, shown_command
+from megatron.terminal import command_parser, print_next_command, shown_command
 from megatron.tokenizer import TOKENIZERS, build_tokenizer
 from megatron.tokenizer.vocabularies import MERGES, TRAINABLE, VOCABULARY, train_vocabulary
 
@@ -88,7 +88,7 @@ def _prepare_parser() -> argparse.ArgumentParser:
 
 
 def _path(text: str) -> Path:
-    """An unset variable of the shell is not the current folder."""
+    """Refuse an empty path, as of an unset shell variable: Path("") is the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("an empty path")
     return Path(text)
@@ -125,7 +125,7 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
 def _options(args: argparse.Namespace, keys: Sequence[str], **others: Any) -> PreprocessOptions:
     for key in keys:
         if Path(key).name != key:
-            raise DataError(f"JSON key {key!r}: cannot be part of a file's name, which it is to be")
+            raise DataError(f"JSON key {key!r}: must be usable in a file name")
     return PreprocessOptions(
         keys=tuple(keys),
         ftfy=args.ftfy,
@@ -185,7 +185,7 @@ def _hint(prefix: Path, request: PrepareRequest) -> None:
             f"{key}={given or own}" for key, (given, own) in files.items() if given or own.is_file()
         ]
     command = shlex.join(["configs/laptop/tiny.yml", "--set", *sets])
-    say_next(f"{shown_command('deepy')} train.py {command}")
+    print_next_command(f"{shown_command('deepy')} train.py {command}")
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -196,7 +196,7 @@ def _condition(text: str) -> tuple[str, str]:
 
 
 def _name_after_inputs(inputs: list[Path]) -> tuple[list[str], list[Path]]:
-    """In ``--input PATH... NAME`` the list of paths has swallowed the name: give it back."""
+    """argparse puts NAME of ``--input PATH... NAME`` into the list of paths: split it off."""
     if len(inputs) < 2:
         return [], inputs
     last = str(inputs[-1])

@@ -1,4 +1,4 @@
-"""Two looks at a kernel: check_kernel.py asks the theory, plot_kernels.py draws."""
+"""check_kernel.py (is a kernel conditionally positive definite?) and plot_kernels.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.atomic_files import check_writable
 from megatron.errors import KerpleError
-from megatron.machine import settle_accelerator
+from megatron.machine import set_deepspeed_accelerator
 from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.command_line import add_checkpoint_arguments
 from megatron.terminal import command_parser
@@ -152,10 +152,10 @@ tools/plot_kernels.py examples.custom_kernel:RationalKernel  a class of your own
 tools/plot_kernels.py --framework --out pictures           the paper's Figure 1
 
 Each picture has the bias (or weight) over distance, a line per head, and the matrix over queries
-and keys that attention sees, for the heads that reach least and furthest.
+and keys, for the heads whose bias decays fastest and slowest.
 """
 MATRIX = 64  # queries and keys shown
-FLOOR = -20.0  # a key with such a bias is out of reach of softmax
+FLOOR = -20.0  # softmax gives about 0 to a key with such a bias
 
 
 class Drawn(NamedTuple):
@@ -167,7 +167,7 @@ class Drawn(NamedTuple):
 
 
 def subjects(names: Sequence[str], options: argparse.Namespace) -> Iterator[Drawn]:
-    """What there is to draw for every name on the command line."""
+    """The pictures for every name on the command line."""
     for name in names:
         if Path(name).exists():
             yield from _of_checkpoint(Path(name), options)
@@ -249,9 +249,9 @@ def _draw_heads(axes: Axes, name: str, table: Tensor) -> None:
 
 
 def _extremes(table: Tensor) -> list[tuple[int, str]]:
-    """The heads that fall most and least from distance 0 to the end of the matrix."""
+    """The heads whose table falls most and least from distance 0 to the end of the matrix."""
     fall = table[:, 0] - table[:, min(MATRIX, table.shape[1]) - 1]
-    return [(int(fall.argmax()), "nearest sight"), (int(fall.argmin()), "furthest sight")]
+    return [(int(fall.argmax()), "fastest decay"), (int(fall.argmin()), "slowest decay")]
 
 
 def _draw_matrix(axes: Axes, row: Tensor, title: str, limits: tuple[float, float]) -> Any:
@@ -281,7 +281,7 @@ def plot_kernels(argv: Sequence[str] | None = None) -> int:
     options = _parsed(parser, argv, length=1 << 24)
     if not options.names and not options.framework:
         parser.error("name a run, a method or module:Class, or use --framework")
-    settle_accelerator()
+    set_deepspeed_accelerator()
     for drawn in subjects(options.names, options):
         path = options.out / drawn.file.name if options.out else drawn.file
         check_writable(path, "--out")

@@ -1,7 +1,7 @@
-"""What needs a model: deepy.py, which starts, and train.py, evaluate.py and generate.py.
+"""deepy.py, train.py, evaluate.py and generate.py.
 
-deepy.py parses, merges and validates, then explains or launches; the others run on every process,
-and import what is heavy only when their arguments are in order.
+deepy.py merges and validates configs, then prints a dry run or launches. The others run on every
+process and import torch only after their arguments are checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.launcher.planning import find_script, plan_launch, run
-from megatron.machine import settle_accelerator
+from megatron.machine import set_deepspeed_accelerator
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.command_line import (
     add_config_arguments,
@@ -22,7 +22,7 @@ from megatron.neox_arguments.command_line import (
     parse_command_line,
 )
 from megatron.neox_arguments.dry_run import dry_run_report
-from megatron.terminal import command_parser, leave_until_started, leaving_at_once, shown_command
+from megatron.terminal import command_parser, exit_on_ctrl_c, exit_on_signal, shown_command
 
 DEEPY = """Merge YAML configs, check them, and start SCRIPT on every process through DeepSpeed's
 launcher. One process without a launcher: python SCRIPT CONF..."""
@@ -52,7 +52,7 @@ def deepy(argv: Sequence[str] | None = None) -> int:
     plan = plan_launch(script, args)
     if args.optimization.train_iters:
         args.batch_plan(plan.world_size)
-    # What a rank tells an interrupted user to type: its own arguments are not for people.
+    # The command that an interrupted rank prints: its own arguments are encoded.
     os.environ["KERPLE_COMMAND"] = f"{shown_command('deepy')} {shlex.join(arguments)}"
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -60,7 +60,7 @@ def deepy(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(script: list[str], args: NeoXArgs) -> str:
-    """What would be started; a machine that is not the job's can explain it all the same."""
+    """The dry run, also on a machine that cannot run the job."""
     smallest = args.parallel.processes_per_replica
     try:
         plan = plan_launch(script, args)
@@ -75,9 +75,9 @@ def _explain(script: list[str], args: NeoXArgs) -> str:
 
 def train(argv: Sequence[str] | None = None) -> int:
     """train.py's exit code; docs/reliability.md lists them."""
-    leave_until_started()
+    exit_on_signal()
     args, _ = parse_command_line("train.py", argv)
-    settle_accelerator()
+    set_deepspeed_accelerator()
     from megatron.training.entry import run_and_report
 
     return run_and_report(args)
@@ -86,8 +86,8 @@ def train(argv: Sequence[str] | None = None) -> int:
 def evaluate(argv: Sequence[str] | None = None) -> int:
     """evaluate.py's exit code: 0 when every task gave a result."""
     args, options = parse_command_line("evaluate.py", argv)
-    with leaving_at_once():
-        settle_accelerator()
+    with exit_on_ctrl_c():
+        set_deepspeed_accelerator()
         from megatron.evaluation.evaluator import run_evaluation
 
     return run_evaluation(args, options.local_rank)
@@ -96,8 +96,8 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 def generate(argv: Sequence[str] | None = None) -> int:
     """generate.py's exit code."""
     args, options = parse_command_line("generate.py", argv)
-    with leaving_at_once():
-        settle_accelerator()
+    with exit_on_ctrl_c():
+        set_deepspeed_accelerator()
         from megatron.generation.text import run_generation
 
     return run_generation(args, options.local_rank)

@@ -17,7 +17,11 @@ from torch import Tensor
 from megatron.errors import EngineError
 
 # The tensors of a call: its first fields, in the order in which engines pass them to autograd.
-OPERANDS = ("q", "k", "v", "bias", "weight", "key_bias", "first_key", "sink")
+OPERANDS = (
+    *("q", "k", "v", "bias", "weight", "key_bias", "first_key", "sink"),
+    *("query_features", "distance_features", "row_scale"),
+)
+MAX_FEATURES = 64
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Call:
     key_bias: Tensor | None = None
     first_key: Tensor | None = None
     sink: Tensor | None = None
+    query_features: Tensor | None = None
+    distance_features: Tensor | None = None
+    row_scale: Tensor | None = None
     window: int | None = None  # None where it would hide nothing
     scale: float = 1.0
     dropout: float = 0.0
@@ -86,10 +93,10 @@ def fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
     """The gradient in the operand's dtype and shape: that may be longer (a table), or broadcast."""
     if grad is None or operand is None:
         return None
-    if operand.dim() == 2:  # a table; only its first Lk distances were seen
-        grad = torch.nn.functional.pad(grad, (0, operand.shape[1] - grad.shape[1]))
-    elif operand.dim() == 1:  # a sink per head, from [B, H, Lq]
+    if operand.dim() == 1:  # a sink per head, from [B, H, Lq]
         grad = grad.sum((0, 2))
+    elif (unseen := operand.shape[-1] - grad.shape[-1]) > 0:  # distances beyond the keys
+        grad = torch.nn.functional.pad(grad, (0, unseen))
     return grad.sum_to_size(operand.shape).to(operand.dtype)
 
 
@@ -120,7 +127,8 @@ def sink_rows(call: Call) -> Tensor | None:
         return None
     rows = call.sink[:, None] if call.sink.dim() == 1 else call.sink
     if call.key_bias is not None:
-        rows = rows - key_origin(call.key_bias, call.q_len)
+        origin = key_origin(call.key_bias, call.q_len)
+        rows = rows - (origin if call.row_scale is None else origin * call.row_scale)
     return rows.expand(call.q.shape[:3])
 
 
@@ -129,6 +137,10 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
     call = Call(*tensors, **options)
     _check_qkv(call.q, call.k, call.v)
     _check_terms(call)
+    _check_features(call)
+    _check_row_scale(call)
+    if not torch.compiler.is_compiling():
+        check_values(call)
     if call.window is not None and call.window < 1:
         raise EngineError(f"window={call.window}: must be at least 1, so that a query sees itself")
     if not 0.0 <= call.dropout < 1.0:
@@ -170,7 +182,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_terms(call: Call) -> None:
     q, k_len, first_key = call.q, call.k_len, call.first_key
     batch, heads, q_len, _ = q.shape
-    for name in ("bias", "weight", "key_bias", "sink"):
+    for name in OPERANDS[3:]:
+        if name == "first_key":
+            continue
         x = getattr(call, name)
         if x is not None and not isinstance(x, Tensor):
             raise EngineError(
@@ -210,14 +224,54 @@ def _check_terms(call: Call) -> None:
             raise EngineError(
                 f"first_key must be [batch={batch}, queries={q_len}]; got {tuple(first_key.shape)}"
             )
-        if not torch.compiler.is_compiling():
-            check_first_key(call)
 
 
-def check_first_key(call: Call) -> None:
-    """Look at the numbers of first_key: only for tensors on CPU, where that does not wait."""
-    first = call.first_key
-    if first is None or first.device.type != "cpu":
+def _check_features(call: Call) -> None:
+    features, table = call.query_features, call.distance_features
+    if features is None and table is None:
+        return
+    if features is None or table is None:
+        given, lacking = ("query_features", "distance_features")[:: 1 if table is None else -1]
+        raise EngineError(f"{given} is given without {lacking}: the term is their product")
+    batch, heads, q_len, _ = call.q.shape
+    if features.dim() != 4 or features.shape[:3] != call.q.shape[:3]:
+        raise EngineError(
+            f"query_features must be [batch={batch}, heads={heads}, queries={q_len}, features];"
+            f" got {tuple(features.shape)}"
+        )
+    count = features.shape[3]
+    if not 1 <= count <= MAX_FEATURES:
+        raise EngineError(f"query_features has {count} features: must be 1 to {MAX_FEATURES}")
+    if table.dim() != 3 or table.shape[0] not in (1, heads) or table.shape[1] != count:
+        raise EngineError(
+            f"distance_features must be [heads={heads} or 1, features={count}, distances]; got"
+            f" {tuple(table.shape)}"
+        )
+
+
+def _check_row_scale(call: Call) -> None:
+    scale = call.row_scale
+    if scale is None:
+        return
+    batch, heads, q_len, _ = call.q.shape
+    if tuple(scale.shape) not in [(b, h, q_len) for b in (1, batch) for h in (1, heads)]:
+        raise EngineError(
+            f"row_scale must be [batch={batch} or 1, heads={heads} or 1, queries={q_len}]; got"
+            f" {tuple(scale.shape)}"
+        )
+
+
+def check_values(call: Call) -> None:
+    """Look at the numbers of first_key and row_scale: only on CPU, where that does not wait."""
+    first, scale = call.first_key, call.row_scale
+    if call.q.device.type != "cpu":
+        return
+    if scale is not None and not bool((scale > 0).all()):
+        raise EngineError(
+            f"row_scale must be positive; its least value is {float(scale.detach().min()):g}: a"
+            " score times 0 or less would show hidden keys"
+        )
+    if first is None:
         return
     own = torch.arange(call.offset, call.k_len)
     if (first < 0).any() or (first > own).any() or (first.diff(dim=-1) < 0).any():

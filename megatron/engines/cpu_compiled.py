@@ -20,6 +20,7 @@ from megatron.engines.pruning import DecayBounds, TileCount
 _LOG2E = math.log2(math.e)
 # What the engine writes to, whatever torch.set_default_dtype and set_default_device say.
 _FP32: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
+_FEATURE_MARGIN = 128  # distances around those of features, for tiles that stick out
 _MARGIN = 64  # floats around a table that the engine may read, or write zeros to
 _TASKS_PER_THREAD = 4
 _GROUPED_TASKS_PER_THREAD = 2  # longer ones; and every part has its own gradient of q
@@ -44,7 +45,12 @@ class _Problem(ctypes.Structure):
         *_fields(ctypes.c_void_p, "key_bias"),
         *_fields(ctypes.c_int64, "key_batch key_head"),
         *_fields(ctypes.c_void_p, "key_origin grad_key_bias sink grad_sink first_key"),
-        *_fields(ctypes.c_int64, "table_row tiles tiles_visited"),
+        *_fields(ctypes.c_int64, "table_row rank extent"),
+        *_fields(ctypes.c_void_p, "query_features distance_features distance_across"),
+        *_fields(ctypes.c_int64, "feature_head feature_row"),
+        *_fields(ctypes.c_void_p, "grad_query_features grad_distance_features"),
+        *_fields(ctypes.c_void_p, "row_scale grad_row_scale"),
+        *_fields(ctypes.c_int64, "tiles tiles_visited"),
     ]
 
 
@@ -88,14 +94,21 @@ class CompiledBackend:
         rows = {"q": job.set_new_rows("grad_q", parts * batch, heads, q_len)}
         rows |= {x: job.set_new_rows(f"grad_{x}", batch, kv_heads, call.k_len) for x in "kv"}
         lengths = {"key_bias": call.k_len, "sink": q_len}
-        terms = {x: job.set_gradient(x, batch, n) for x, n in lengths.items() if x in wanted}
+        needs_sink = call.sink is not None and call.key_bias is not None and "row_scale" in wanted
+        asked = wanted | {"sink"} if needs_sink else wanted
+        terms = {x: job.set_gradient(x, batch, n) for x, n in lengths.items() if x in asked}
         table = (parts * batch, job.problem.table_row, _MARGIN)
         tables = {x: job.set_gradient(x, *table) for x in ("bias", "weight") if x in wanted}
+        by_row = job.set_row_gradients(parts * batch, wanted)
         self._library.attention_backward(ctypes.byref(job.problem))
         if parts > 1:
             rows["q"] = rows["q"].view(parts, batch, heads, q_len, job.dim).sum(0)
         visible = slice(_MARGIN, _MARGIN + call.k_len)
         by_distance = {name: x.sum(0)[:, visible].flip(-1) for name, x in tables.items()}
+        terms |= job.row_gradients(call, by_row)
+        if needs_sink:  # the engine left the origin of the key biases out of the scores
+            origin = key_origin(call.key_bias, q_len)
+            terms["row_scale"] -= origin * terms["sink"]
         return {name: x[..., :dim] for name, x in rows.items()} | terms | by_distance
 
 
@@ -121,6 +134,7 @@ class _Job:
             self.set_rows(name, tensor)
         self._set_tables(call, heads, k_len)
         self._set_terms(call)
+        self._set_features(call, vector)
         if bounds is not None:
             problem.prune_log2 = bounds.margin_log2
             self.set_pointer("bias_after", (bounds.bias_after * _LOG2E).contiguous())
@@ -179,6 +193,63 @@ class _Job:
             self.set_pointer("sink", (sink * _LOG2E).contiguous())
         if call.first_key is not None:
             self.set_pointer("first_key", call.first_key.to(torch.int64).contiguous())
+        if call.row_scale is not None:
+            self.set_pointer("row_scale", call.row_scale.expand(call.q.shape[:3]).contiguous())
+
+    def _set_features(self, call: Call, vector: int) -> None:
+        features, table = call.query_features, call.distance_features
+        if features is None or table is None:
+            return
+        missing = -features.shape[-1] % vector
+        extent = min(table.shape[-1], call.k_len)
+        problem = self.problem
+        problem.rank, problem.extent = features.shape[-1] + missing, extent
+        problem.feature_row = extent + 2 * _FEATURE_MARGIN
+        problem.feature_head = problem.rank * problem.feature_row if table.shape[0] > 1 else 0
+        padded = torch.nn.functional.pad(features * _LOG2E, (0, missing))
+        self.set_pointer("query_features", padded.contiguous())
+        margins = (_FEATURE_MARGIN, _FEATURE_MARGIN, 0, missing)
+        reversed_ = torch.nn.functional.pad(table[..., :extent].flip(-1), margins)
+        self.set_pointer("distance_features", reversed_, self._feature_start)
+        across = reversed_.mT.contiguous()
+        self.set_pointer("distance_across", across, self._feature_start * problem.rank)
+
+    @property
+    def _feature_start(self) -> int:
+        """Where distance k_len - 1 would be in a row of distance features."""
+        return _FEATURE_MARGIN - (self.problem.k_len - self.problem.extent)
+
+    def set_row_gradients(self, shares: int, wanted: set[str]) -> dict[str, Tensor]:
+        """Memory for the gradients of features and row_scale; each share holds its own sums."""
+        problem, found = self.problem, {}
+        if wanted & {"query_features", "distance_features"}:
+            length = problem.q_len * problem.rank
+            found["query_features"] = self.set_gradient("query_features", shares, length)
+        if "distance_features" in wanted:
+            length, start = problem.feature_row * problem.rank, self._feature_start * problem.rank
+            found["distance_features"] = self.set_gradient(
+                "distance_features", shares, length, start
+            )
+        if "row_scale" in wanted:
+            found["row_scale"] = self.set_gradient("row_scale", shares, problem.q_len)
+        return found
+
+    def row_gradients(self, call: Call, by_row: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those gradients in their operands' shapes, the shares added up in order."""
+        problem, found = self.problem, {}
+        sums = {name: x.unflatten(0, (-1, problem.batch)).sum(0) for name, x in by_row.items()}
+        if call.query_features is not None and "query_features" in sums:
+            count = call.query_features.shape[-1]
+            rows = sums["query_features"].unflatten(-1, (-1, problem.rank))
+            found["query_features"] = rows[..., :count]
+        if call.distance_features is not None and "distance_features" in sums:
+            count = call.distance_features.shape[1]
+            table = sums["distance_features"].sum(0).unflatten(-1, (-1, problem.rank))
+            seen = slice(_FEATURE_MARGIN, _FEATURE_MARGIN + problem.extent)
+            found["distance_features"] = table[:, seen, :count].flip(1).mT / _LOG2E
+        if "row_scale" in sums:
+            found["row_scale"] = sums["row_scale"]
+        return found
 
 
 def _parts(threads: int, pairs: int, grouped: bool) -> int:

@@ -66,12 +66,18 @@ def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[tuple[Ten
     return [(torch.tensor(group), max(windows[h] for h in group)) for group in together]
 
 
+def _is_plain(call: Call) -> bool:
+    """Whether torch's flash operator can do it: nothing but a mask that is added."""
+    others = (call.weight, call.key_bias, call.sink, call.query_features, call.row_scale)
+    return all(x is None for x in others)
+
+
 class TorchBackend:
     """Tiled attention out of torch operations only; inside, everything is fp32."""
 
     def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
         dtype, call = call.q.dtype, call.in_fp32()
-        plain = call.weight is None and call.key_bias is None and call.sink is None
+        plain = _is_plain(call)
         at_once = call.q.shape[1] if plain and call.heads_per_key_head == 1 else _HEADS
         out, lse = torch.empty_like(call.q), call.q.new_empty(call.q.shape[:3])
         total = visited = 0
@@ -100,7 +106,12 @@ class TorchBackend:
             "weight": (heads, call.k_len),
             "key_bias": (batch, heads, call.k_len),
             "sink": (batch, heads, call.q_len),
+            "row_scale": (batch, heads, call.q_len),
         }
+        if call.query_features is not None and call.distance_features is not None:
+            seen = min(call.k_len, call.distance_features.shape[-1])
+            shapes["query_features"] = tuple(call.query_features.shape)
+            shapes["distance_features"] = (heads, call.query_features.shape[-1], seen)
         sums = {name: call.q.new_zeros(x) for name, x in shapes.items() if name in wanted}
         sums |= {name: torch.zeros_like(getattr(call, name)) for name in "qkv"}
         for group, window in _groups(call, bounds, _HEADS):
@@ -129,6 +140,8 @@ class _Heads:
         if call.window is not None:
             self.bias[:, : k_len - call.window] = -math.inf
         self.weight = self.key_bias = self.origin = self.first_key = self.sink = None
+        self.features = self.distance_features = self.row_scale = None
+        self.is_plain = _is_plain(call)
         if call.weight is not None:
             self.weight = reversed_table(call.weight[heads], k_len, rows, 0.0)
         if call.key_bias is not None:
@@ -138,10 +151,20 @@ class _Heads:
             self.first_key = call.first_key[b].flip(-1)
         if (sink := sink_rows(call)) is not None:
             self.sink = sink[b, heads].flip(-1)
+        if call.query_features is not None and call.distance_features is not None:
+            self.features = call.query_features[b, heads].flip(1)
+            table = call.distance_features[..., :k_len]
+            table = torch.nn.functional.pad(table, (0, k_len - table.shape[-1])).flip(-1)
+            table = torch.nn.functional.pad(table, (0, rows))  # the future
+            self.distance_features = table.expand(call.q.shape[1], -1, -1)[heads]
+        if call.row_scale is not None:
+            self.row_scale = call.row_scale.expand(call.q.shape[:3])[b, heads].flip(-1)[..., None]
 
     def mask(self, block: _Block) -> Tensor:
         """What is added to a block's scores; a view of the table if that is all."""
         mask = flipped_view(self.bias, block.table_start, *block.shape)
+        if self.features is not None:
+            mask = mask + self.skewed(self.features[:, block.queries] @ self.near_keys(block))
         if self.key_bias is not None and self.origin is not None:
             origin = self.origin[:, block.queries, None]
             mask = mask + (self.key_bias[:, None, block.keys] - origin)
@@ -152,13 +175,30 @@ class _Heads:
                 mask = mask.masked_fill(position < first, -math.inf)
         return mask
 
+    def near_keys(self, block: _Block) -> Tensor:
+        """The distance features of a block's diagonals, [heads, features, rows + keys - 1]."""
+        assert self.distance_features is not None
+        width = sum(block.shape) - 1
+        return self.distance_features[:, :, block.table_start : block.table_start + width]
+
+    @staticmethod
+    def skewed(by_diagonal: Tensor) -> Tensor:
+        """[heads, rows, rows + keys - 1] by diagonals as [heads, rows, keys]; not a copy."""
+        heads, rows, width = by_diagonal.shape
+        shape, strides = (heads, rows, width - rows + 1), (rows * width, width + 1, 1)
+        return by_diagonal.contiguous().as_strided(shape, strides)
+
+    def scaled(self, scores: Tensor, block: _Block) -> Tensor:
+        """Times the factors of the queries, in place."""
+        return scores if self.row_scale is None else scores.mul_(self.row_scale[:, block.queries])
+
     def weights(self, block: _Block) -> Tensor | None:
         if self.weight is None:
             return None
         return flipped_view(self.weight, block.table_start, *block.shape)
 
     def forward(self, block: _Block) -> tuple[Tensor, Tensor]:
-        if self.weight is None and self.key_bias is None and self.sink is None:
+        if self.is_plain:
             q, k, v = self.q[:, block.queries], self.k[:, block.keys], self.v[:, block.keys]
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q[None], k[None], v[None], 0.0, False, attn_mask=self.mask(block)[None], scale=1.0
@@ -167,7 +207,7 @@ class _Heads:
         scores = self.q[:, block.queries] @ self.k[:, block.keys].transpose(1, 2)
         if (weights := self.weights(block)) is not None:
             scores.mul_(weights)
-        lse = scores.add_(self.mask(block)).logsumexp(-1, keepdim=True)
+        lse = self.scaled(scores.add_(self.mask(block)), block).logsumexp(-1, keepdim=True)
         if self.sink is not None:
             lse = torch.logaddexp(lse, self.sink[:, block.queries, None])
         lse.masked_fill_(lse == -math.inf, 0.0)  # a row that sees nothing: all probabilities are 0
@@ -187,6 +227,11 @@ class _Backward:
         self.k, self.v = torch.zeros_like(part.k), torch.zeros_like(part.v)
         self.bias, self.weight = torch.zeros_like(part.bias), torch.zeros_like(part.bias)
         self.key_bias = part.k.new_zeros(part.k.shape[:2])
+        self.row_scale = part.q.new_zeros(part.q.shape[:2])
+        self.features = self.distance_features = None
+        if part.features is not None and part.distance_features is not None:
+            self.features = torch.empty_like(part.features)
+            self.distance_features = torch.zeros_like(part.distance_features)
         size = len(part.q) * max(rows * (rows + cols) for rows, cols in (x.shape for x in blocks))
         self._probs, self._grads = part.q.new_empty(size), part.q.new_empty(size)
 
@@ -196,7 +241,7 @@ class _Backward:
         q, grad_out = self.part.q[:, block.queries], self.grad_out[:, block.queries]
         k, v = self.part.k[:, block.keys], self.part.v[:, block.keys]
         probs = self._probs[: heads * rows * cols].view(heads, rows, cols)
-        scores = self._fill_probs(probs, block)
+        scores, unscaled = self._fill_probs(probs, block)
         # Rows are `rows` zeros longer than the block: read one narrower, diagonals are columns.
         padded = self._grads[: heads * rows * (rows + cols)].view(heads, rows, rows + cols)
         padded[:, :, cols:] = 0.0
@@ -204,6 +249,11 @@ class _Backward:
         grads.copy_(self.negative_delta[:, block.queries].expand_as(grads))
         grads.baddbmm_(grad_out, v.transpose(1, 2)).mul_(probs)
         self.v[:, block.keys].baddbmm_(probs.transpose(1, 2), grad_out)
+        if unscaled is not None:  # a hidden key's -inf has no share
+            shares = torch.where(grads == 0, 0.0, grads * unscaled)
+            self.row_scale[:, block.queries] = shares.sum(-1)
+        self.part.scaled(grads, block)
+        self._add_features(padded, block)
         if "bias" in wanted:
             self._add_diagonals(self.bias, padded, block)
         if "key_bias" in wanted:
@@ -218,18 +268,32 @@ class _Backward:
             grads.copy_(by_weight)
             self._add_diagonals(self.weight, padded, block)
 
-    def _fill_probs(self, probs: Tensor, block: _Block) -> Tensor | None:
-        """Probabilities in place; returns the unweighted scores if there is a weight."""
+    def _fill_probs(self, probs: Tensor, block: _Block) -> tuple[Tensor | None, Tensor | None]:
+        """Probabilities in place; returns the scores without weight and those without factor."""
         mask, lse = self.part.mask(block), self.lse[:, block.queries]
         q, k = self.part.q[:, block.queries], self.part.k[:, block.keys].transpose(1, 2)
-        if (weights := self.part.weights(block)) is None:
+        weights, scaled = self.part.weights(block), self.part.row_scale is not None
+        if weights is None and not scaled:
             torch.sub(mask, lse, out=probs)
             probs.baddbmm_(q, k).exp_()
-            return None
+            return None, None
         scores = q @ k
-        torch.mul(scores, weights, out=probs)
-        probs.add_(mask).sub_(lse).exp_()
-        return scores
+        torch.add(scores if weights is None else scores * weights, mask, out=probs)
+        unscaled = probs.clone() if scaled else None
+        self.part.scaled(probs, block).sub_(lse).exp_()
+        return None if weights is None else scores, unscaled
+
+    def _add_features(self, padded: Tensor, block: _Block) -> None:
+        if self.features is None or self.part.features is None:
+            return
+        assert self.distance_features is not None
+        rows, cols = block.shape
+        width = rows + cols - 1
+        by_diagonal = padded.view(len(padded), -1)[:, : rows * width].view(-1, rows, width)
+        table = self.part.near_keys(block)
+        torch.bmm(by_diagonal, table.mT, out=self.features[:, block.queries])
+        near = slice(block.table_start, block.table_start + width)
+        self.distance_features[..., near] += self.part.features[:, block.queries].mT @ by_diagonal
 
     def _add_diagonals(self, table: Tensor, padded: Tensor, block: _Block) -> None:
         rows, cols = block.shape
@@ -248,7 +312,23 @@ class _Backward:
                 sums[name][heads] += table[:, : call.k_len].flip(-1)
         if "key_bias" in sums:
             sums["key_bias"][b, heads] = self.key_bias
+        if self.features is not None and "query_features" in sums:
+            sums["query_features"][b, heads] = self.features.flip(1)
+        if self.distance_features is not None and "distance_features" in sums:
+            seen = sums["distance_features"].shape[-1]
+            table = self.distance_features[..., : call.k_len].flip(-1)
+            sums["distance_features"][heads] += table[..., :seen]
         if self.part.sink is not None and "sink" in sums:
             # it has no value: its gradient is its probability times -delta
             share = (self.part.sink - self.lse[..., 0]).exp()
             sums["sink"][b, heads] = (share * self.negative_delta[..., 0]).flip(-1)
+        if "row_scale" in sums:
+            sums["row_scale"][b, heads] = self._row_scale_gradient().flip(-1)
+
+    def _row_scale_gradient(self) -> Tensor:
+        """With the origin of the key biases, which the scores of the blocks leave out."""
+        part = self.part
+        if part.sink is None or part.origin is None:
+            return self.row_scale
+        sink_share = (part.sink - self.lse[..., 0]).exp()
+        return self.row_scale - part.origin * sink_share * self.negative_delta[..., 0]

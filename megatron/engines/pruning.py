@@ -8,7 +8,9 @@ than epsilon = 2^-24 of the own key's share, to the weights and to the output: l
 does. The same keys have no share in the backward beyond rounding.
 
 A key bias adds to the bound what it is at most among those keys, and to s0 that of the own key; a
-sink only makes every share smaller; hidden keys (first_key) are not needed anyway.
+sink only makes every share smaller; hidden keys (first_key) are not needed anyway. Features add at
+most |query features| |distance features| (in `bias_after`), and to s0 those of distance 0. A factor
+of the scores stretches the gap between them: the least factor of the queries divides the margin.
 
 The C++ engine applies the bound per block of queries and block of keys; the PyTorch one per head,
 as does the Triton engine with kernels of its own (triton_pruning).
@@ -59,9 +61,12 @@ def decay_bounds(call: Call) -> DecayBounds | None:
     bias = torch.zeros_like(call.k[0, 0, :, 0], dtype=torch.float32).expand(call.q.shape[1], -1)
     if call.bias is not None:
         bias = call.bias.detach()[:, :k_len].float()
+    bias = bias + _largest_features(call)
     deepest = (bias[:, 0] - bias.amin(1)).max()
     if call.key_bias is not None:
         deepest = deepest + _deepest_key_bias(call.key_bias.detach())
+    if call.row_scale is not None:
+        deepest = deepest * call.row_scale.detach().amax()
     if not deepest * math.log2(math.e) > margin_log2:
         return None
     weight_after = None
@@ -74,6 +79,16 @@ def _deepest_key_bias(key_bias: Tensor) -> Tensor:
     """How far a key's bias lies below that of a later one, at most."""
     # -inf (padding) less itself is not a number, and nothing to prune either
     return (key_bias - key_bias.cummin(-1).values).nan_to_num(nan=0.0).amax()
+
+
+def _largest_features(call: Call) -> Tensor | float:
+    """What query features times distance features may add at each distance, [heads, keys]."""
+    if call.query_features is None or call.distance_features is None:
+        return 0.0
+    query = _norm(call.query_features.detach().float()).amax((0, 2))
+    distance = _norm(call.distance_features.detach().float()[..., : call.k_len].mT)
+    distance = torch.nn.functional.pad(distance, (0, call.k_len - distance.shape[-1]))
+    return query[:, None] * distance
 
 
 def _suffix_max(table: Tensor) -> Tensor:
@@ -92,6 +107,9 @@ def head_windows(call: Call, bounds: DecayBounds) -> Tensor:
         own_score_BHL = own_score_BHL * call.weight[:, :1].float()
     if call.bias is not None:
         own_score_BHL = own_score_BHL + call.bias[:, :1].float()
+    if call.query_features is not None and call.distance_features is not None:
+        own_features = call.distance_features[..., 0].float()[:, None]
+        own_score_BHL = own_score_BHL + (call.query_features.float() * own_features).sum(-1)
     if call.key_bias is not None:
         # At worst, a query meets the largest bias of all keys so far: nothing for rising biases.
         so_far = call.key_bias.float().cummax(-1).values - call.key_bias.float()
@@ -104,8 +122,11 @@ def head_windows(call: Call, bounds: DecayBounds) -> Tensor:
     product = _norm(q_BHLD).amax((0, 2)) * largest_key * abs(call.scale)
     reach = product[:, None] * (1.0 if bounds.weight_after is None else bounds.weight_after)
     slack = 0.01 + 1e-5 * (reach + least_own[:, None].abs())
-    most = bounds.bias_after + reach + values[:, None] + slack
-    negligible = most < least_own[:, None] - bounds.margin_log2 * math.log(2.0)
+    most = bounds.bias_after + reach + slack
+    gap = values + bounds.margin_log2 * math.log(2.0)
+    if call.row_scale is not None:
+        gap = gap / call.row_scale.float().amin((0, 2))
+    negligible = most < (least_own - gap)[:, None]
     # Both suffix maxima fall with distance, so the negligible distances are a tail.
     return (~negligible).sum(1).clamp(min=1)
 

@@ -33,6 +33,8 @@ def naive_attention(call: Call) -> Tensor:
         key_bias=call.key_bias,
         first_key=call.first_key,
         sink=call.sink,
+        added=_dense_features(call),
+        row_scale=call.row_scale,
         window=call.window,
         dropout=call.dropout,
         generator=call.generator,
@@ -40,6 +42,21 @@ def naive_attention(call: Call) -> Tensor:
     if heads == call.k.shape[1]:
         return probs @ call.v
     return (probs.view(pairs, -1, call.k_len) @ call.v.flatten(0, 1)).view_as(call.q)
+
+
+def _dense_features(call: Call) -> Tensor | None:
+    """Query features times distance features for every key, [B, H, Lq, Lk]; with autograd."""
+    if call.query_features is None or call.distance_features is None:
+        return None
+    dtype = _compute_dtype(call.q.dtype)
+    query, table = call.query_features.to(dtype), call.distance_features.to(dtype)
+    table = table[..., : call.k_len]
+    unseen = call.k_len - table.shape[-1]
+    by_distance = torch.nn.functional.pad(query @ table, (0, unseen))
+    position = torch.arange(call.k_len, device=query.device)
+    distance = position[call.offset :, None] - position
+    index = distance.clamp(min=0).expand(*query.shape[:2], -1, -1)
+    return by_distance.gather(-1, index).masked_fill(distance < 0, 0.0)
 
 
 # Scale + distance tables + causal mask + window + softmax in one function.
@@ -60,6 +77,8 @@ def fused_softmax(
     key_bias: Tensor | None = None,
     first_key: Tensor | None = None,
     sink: Tensor | None = None,
+    added: Tensor | None = None,
+    row_scale: Tensor | None = None,
     scale: float = 1.0,
     window: int | None = None,
     dropout: float = 0.0,
@@ -67,9 +86,10 @@ def fused_softmax(
 ) -> Tensor:
     """Softmax over the keys of `scores * scale * weight[d] + bias[d]`, d = distance to the key.
 
-    The other arguments are those of `attention`, which has checked them.
+    `added` is one more term, [B, H, Lq, Lk]. The other arguments are those of `attention`, which
+    has checked them.
     """
-    terms = (bias, weight, key_bias, first_key, sink)
+    terms = (bias, weight, key_bias, first_key, sink, added, row_scale)
     probs = _probabilities(scores, scale, window, *terms)
     return _dropout(probs, dropout, generator) if dropout > 0.0 else probs
 
@@ -123,7 +143,7 @@ class _FusedSoftmax(torch.autograd.Function):
     def forward(
         ctx: Any, scale: float, window: int | None, scores: Tensor, *terms: Tensor | None
     ) -> Tensor:
-        bias, weight, key_bias, first_key, sink = terms
+        bias, weight, key_bias, first_key, sink, added, row_scale = terms
         q_len, k_len = scores.shape[-2:]
         dtype = _compute_dtype(scores.dtype)
         logits = scores.to(dtype) * scale
@@ -131,10 +151,18 @@ class _FusedSoftmax(torch.autograd.Function):
             logits.mul_(dense_matrix(weight.to(dtype), q_len, k_len))
         if bias is not None:
             logits.add_(dense_matrix(bias.to(dtype), q_len, k_len))
+        if added is not None:
+            logits.add_(added)
         origin: Tensor | float = 0.0
         if key_bias is not None:
             origin = key_origin(key_bias.to(dtype), q_len)[..., None]
             logits.add_(key_bias.to(dtype)[:, :, None] - origin)
+        unscaled = None
+        if row_scale is not None:
+            unscaled = logits + origin if ctx.needs_input_grad[9] else None
+            factor = row_scale.to(dtype)[..., None]
+            origin = origin * factor
+            logits.mul_(factor)
         _hide_invisible(logits, window, first_key)
         sink_probs = None
         if sink is not None:
@@ -147,22 +175,33 @@ class _FusedSoftmax(torch.autograd.Function):
                 probs.masked_fill_(logits.amax(-1, keepdim=True) == -torch.inf, 0.0)
         probs = probs.to(scores.dtype)
         saved_scores = scores if weight is not None and ctx.needs_input_grad[4] else None
-        ctx.save_for_backward(probs, weight, saved_scores, bias, key_bias, sink, sink_probs)
+        ctx.save_for_backward(
+            *(probs, weight, saved_scores, bias, key_bias, sink, sink_probs, row_scale, unscaled)
+        )
         ctx.scale = scale
         return probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_probs: Tensor) -> tuple[Tensor | None, ...]:
-        probs_saved, weight, scores, bias, key_bias, sink, sink_probs = ctx.saved_tensors
+        probs_saved, weight, scores, bias, key_bias, sink, sink_probs, *scaling = ctx.saved_tensors
+        row_scale, unscaled = scaling
         dtype = _compute_dtype(probs_saved.dtype)
         probs = probs_saved.to(dtype)
         grad_logits = grad_probs.to(dtype) * probs
         expected = grad_logits.sum(-1, keepdim=True)
         grad_logits.sub_(probs * expected)
         del probs
-        *_, needs_scores, needs_bias, _, needs_key_bias, _, needs_sink = ctx.needs_input_grad
-        grad_bias = grad_weight = grad_scores = grad_key_bias = grad_sink = None
+        _, _, needs_scores, needs_bias, _, needs_key_bias, _, needs_sink, needs_added, _ = (
+            ctx.needs_input_grad
+        )
+        grad_bias = grad_weight = grad_scores = grad_key_bias = grad_sink = grad_row_scale = None
+        if unscaled is not None:  # a hidden key's -inf has no share
+            shares = torch.where(grad_logits == 0, 0.0, grad_logits * unscaled)
+            grad_row_scale = fitted(shares.sum(-1), row_scale)
+        if row_scale is not None:
+            grad_logits.mul_(row_scale.to(dtype)[..., None])
+        grad_added = grad_logits.clone() if needs_added else None
         if needs_bias:
             grad_bias = fitted(sum_by_distance(grad_logits.sum(0)), bias)
         if needs_key_bias:
@@ -176,7 +215,8 @@ class _FusedSoftmax(torch.autograd.Function):
             if weight is not None:
                 grad_logits.mul_(dense_matrix(weight.to(dtype), *grad_logits.shape[-2:]))
             grad_scores = grad_logits.mul_(ctx.scale).to(probs_saved.dtype)
-        return None, None, grad_scores, grad_bias, grad_weight, grad_key_bias, None, grad_sink
+        terms = (grad_bias, grad_weight, grad_key_bias, None, grad_sink, grad_added, grad_row_scale)
+        return None, None, grad_scores, *terms
 
 
 # Tables over distance seen as matrices over (query, key), and the way back.

@@ -28,9 +28,9 @@ from torch.nn.functional import pad
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import perplexity, sequence_losses
 from megatron.evaluation.perplexity import TaskByLength, sequences_of, table_by_length
-from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.sequences import SequenceSet, SplitTokens
 from megatron.evaluation.tasks import Context, EvaluationOptions, task
+from megatron.evaluation.text_tables import text_table
 
 if TYPE_CHECKING:
     from megatron.model import GPTModel

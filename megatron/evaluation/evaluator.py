@@ -6,51 +6,38 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
-from megatron import __version__
+from kerple import __version__
 from megatron.atomic_files import fingerprint
 from megatron.errors import EvaluationError, KerpleError
-from megatron.evaluation import context_use, perplexity, retrieval, ruler
-from megatron.evaluation.lm_eval_cli import LMEvalTask, lm_eval_task_names
 from megatron.evaluation.losses import TotalBar, total_work
 from megatron.evaluation.results_schema import (
     FORMAT,
     Cells,
     ResultStore,
-    recorded_settings,
     weights_id,
 )
-from megatron.evaluation.tasks import (
-    TASKS,
-    Context,
-    EvaluationOptions,
-    EvaluationTask,
-    imported_task,
-    nearest,
-)
+from megatron.evaluation.task_registry import find_task
+from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, requested
 from megatron.generation.pretrained import Subject
 from megatron.mpu.job import Ranks, join_evaluation
 from megatron.neox_arguments.allowed_code import allow_flags
 from megatron.terminal import (
     EXIT_USER_ERROR,
-    install_command,
     print_error,
-    say_next,
+    print_next_command,
     show_traceback_if_asked,
     shown_command,
 )
+from megatron.training.liveness import watched_peers
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
-
-BUILT_IN = (perplexity, retrieval, context_use, ruler)
-"""Importing a module registers its tasks."""
 
 Result = TypeVar("Result")
 DEFAULT_TASKS = ("extrapolation",)
@@ -60,6 +47,11 @@ NO_SPLIT = "nothing to measure: do_valid and do_test are both false; leave one o
 def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Evaluate as the config says; the exit code is 0 if every task gave a result."""
     ranks, device = join_evaluation(args, local_rank)
+    with watched_peers(args.runtime.distributed_timeout_minutes):
+        return _evaluate(args, ranks, device)
+
+
+def _evaluate(args: NeoXArgs, ranks: Ranks, device: str) -> int:
     try:
         subject = Subject(args, device)
         evaluation = Evaluation(args, subject, ranks)
@@ -68,7 +60,7 @@ def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     code = evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
     config = subject.checkpoint / "configs" / "resolved.yml"
     if code == 0 and ranks.is_main and config.is_file():
-        say_next(f"{shown_command('generate')} {config}{allow_flags(args.to_dict())}")
+        print_next_command(f"{shown_command('generate')} {config}{allow_flags(args.to_dict())}")
     return code
 
 
@@ -100,7 +92,8 @@ class Evaluation:
                 self.say(f"error: {name}: {error}", error=True)
                 return None
 
-        found = {name: attempt(name, partial(self._find_task, name)) for name in names}
+        folder = self.options.eval_include_path
+        found = {name: attempt(name, partial(find_task, name, folder)) for name in names}
         tasks = {name: task for name, task in found.items() if task is not None}
         hidden_size = self.args.model.hidden_size
         work = [total_work(hidden_size, task.work(self.options)) for task in tasks.values()]
@@ -121,20 +114,6 @@ class Evaluation:
             tqdm.write(text, file=stream)
             stream.flush()
 
-    def _find_task(self, name: str) -> EvaluationTask:
-        if name in TASKS:
-            return TASKS[name]
-        if ":" in name:
-            return imported_task(name)
-        known = lm_eval_task_names(name, self.options.eval_include_path)
-        if name in known:
-            return LMEvalTask(name)
-        close = nearest(name, [*TASKS, *known])
-        hint = f"nearest: {', '.join(close)}" if close else f"built in: {', '.join(TASKS)}"
-        if find_spec("lm_eval") is None:
-            hint += f". If it is one of lm-eval's: {install_command('eval')}"
-        raise EvaluationError(f"unknown task; {hint}")
-
     def _run_task(self, task: EvaluationTask, bar: TotalBar) -> dict[str, Any]:
         name, parameters = task.file_name(self.options), task.parameters(self.options)
         key = fingerprint([FORMAT, task.name, *self.model_key, parameters])
@@ -151,7 +130,7 @@ class Evaluation:
             reasons = [error["error"] for error in cells.errors]
             nothing = "the task measured nothing" if self.options.splits else NO_SPLIT
             raise EvaluationError("; ".join(reasons) or nothing)
-        provenance = self._provenance(task, parameters)
+        provenance = self._provenance(task)
         content = {**provenance, "results": results, "errors": cells.errors}
         self.store.publish(name, key, content)
         cells.discard()
@@ -173,23 +152,18 @@ class Evaluation:
             request_cache=self.store.cache_folder / f"requests-{request}",
         )
 
-    def _provenance(self, task: EvaluationTask, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _provenance(self, task: EvaluationTask) -> dict[str, Any]:
         """What a result says of how it was made."""
-        model, options = self.subject.model, self.options
+        model = self.subject.model
         return {
             "format": FORMAT,
-            "task": task.result_name(options),
+            **requested(task, self.options, self.args.model.model_dump(mode="json")),
             "checkpoint": str(self.subject.checkpoint),
             "iteration": self.subject.iteration,
             "config_hash": self.subject.config_hash,
             "pos_emb": model.spec.pos_emb,
-            "seed": options.seed,
-            "data_seed": options.data_seed,
-            "protocol": options.eval_protocol,
             "train_length": model.spec.seq_length,
             "parameters": model.num_parameters(),
-            "window": options.eval_window,
-            "settings": recorded_settings(parameters, self.args.model.model_dump(mode="json")),
             "checkpoint_id": weights_id(self.subject.checkpoint),
             "version": __version__,
         }

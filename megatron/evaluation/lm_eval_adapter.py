@@ -37,7 +37,7 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @register_model("kerple_neox")
 class KerpleNeoXLM(TemplateLM):
-    """Any checkpoint that `megatron.load_pretrained` reads."""
+    """Any checkpoint that `kerple.load_pretrained` reads."""
 
     def __init__(
         self,

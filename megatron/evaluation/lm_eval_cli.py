@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import EvaluationError, KerpleError
-from megatron.evaluation.results_schema import text_table
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask
+from megatron.evaluation.text_tables import text_table
 from megatron.terminal import require, run_command
 
 INCLUDE_DEFAULTS = True  # lm-eval's own tasks; reading their files takes it several seconds

@@ -1,21 +1,20 @@
-"""Perplexity: by length, with windows that slide, and by position in the sequence."""
+"""Perplexity by length, and with windows that slide."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses
-from megatron.evaluation.results_schema import text_table
+from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.sequences import (
     SequenceSet,
     SplitTokens,
@@ -24,12 +23,45 @@ from megatron.evaluation.sequences import (
     open_split,
     token_files,
 )
-from megatron.evaluation.tasks import Context, EvaluationOptions, Split, WindowedTask, task
+from megatron.evaluation.tasks import (
+    Context,
+    EvaluationOptions,
+    Place,
+    Split,
+    SplitView,
+    View,
+    WindowedTask,
+    task,
+)
+from megatron.evaluation.text_tables import text_table
 from megatron.tokenizer.base import count_words
+
+
+class Measured(OpenModel):
+    """What is recorded of every length."""
+
+    length: int
+    sequences: int = 0
+
+
+class LengthEntry(Measured):
+    """Loss and perplexity at one length."""
+
+    loss: float | None = None
+    ppl: float | None = None
+
+
+def longest(entries: Sequence[Measured]) -> dict[str, int]:
+    """The longest length and its number of sequences; a small split had fewer than asked for."""
+    length, sequences = max(((each.length, each.sequences) for each in entries), default=(0, 0))
+    return {"num_sequences": sequences, "longest length": length}
 
 
 class TaskByLength(WindowedTask):
     """A measurement of each split at each of `eval_lengths`."""
+
+    needs_longest: ClassVar[bool] = False
+    """Whether what is measured at one length depends on the longest of them."""
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {**_data_parameters(options), "lengths": options.eval_lengths}
@@ -42,6 +74,15 @@ class TaskByLength(WindowedTask):
             for _ in options.splits
             for length in options.eval_lengths
         ]
+
+    def wanted(self, options: EvaluationOptions, splits: Sequence[str]) -> list[Place]:
+        return list(product(splits, options.eval_lengths))
+
+    def comparable(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        facts = super().comparable(settings)
+        if self.needs_longest or settings.get("protocol") == "fixed_tokens":
+            facts["longest length"] = max(settings.get("lengths") or [0])
+        return facts
 
     def measure(self, context: Context) -> dict[str, Any]:
         options = context.options
@@ -118,15 +159,51 @@ def table_by_length(results: dict[str, Any], *columns: str) -> str:
 class Extrapolation(TaskByLength):
     """Loss and perplexity at each length, on sequences that do not overlap."""
 
+    views: ClassVar[tuple[View, ...]] = (
+        SplitView(
+            "perplexity",
+            "Perplexity against length ({split})",
+            "Mean over seeds, shaded by one standard deviation; logarithmic axes. The dotted line "
+            "marks the training length. The lower row, where there is one, zooms in "
+            "on the methods that do not explode (linear axis).",
+        ),
+    )
+
+    def file_name(self, options: EvaluationOptions) -> str:
+        last = f"_last{options.eval_last}" if options.eval_last else ""
+        return super().file_name(options) + last
+
     def result_name(self, options: EvaluationOptions) -> str:
-        # Readers of `extrapolation` results must not take windowed numbers for the model's own.
-        return f"{self.name}_windowed" if options.eval_window else self.name
+        # Readers of `extrapolation` results must not take windowed numbers, or those of the last
+        # tokens alone, for the model's own.
+        windowed = "_windowed" if options.eval_window else ""
+        return self.name + windowed + ("_last" if options.eval_last else "")
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        return {**super().parameters(options), "char_level_ppl": options.char_level_ppl}
+        last = {"last": options.eval_last} if options.eval_last else {}
+        return {**super().parameters(options), "char_level_ppl": options.char_level_ppl, **last}
+
+    def comparable(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        # Perplexity by character is an addition: the perplexity by token is the same.
+        return super().comparable({**settings, "char_level_ppl": None})
+
+    def comparable_in_old_file(self, results: dict[str, Any]) -> dict[str, Any]:
+        found = [entry for entries in _by_split(results).values() for entry in entries]
+        return longest(found)
+
+    def cells(self, results: dict[str, Any]) -> Mapping[Place, float | None]:
+        return {
+            (split, entry.length): _perplexity_of(entry)
+            for split, entries in _by_split(results).items()
+            for entry in entries
+        }
 
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
-        options, split = context.options, files[0].which
+        options, split, last = context.options, files[0].which, context.options.eval_last
+        if last and last > length:
+            raise EvaluationError(
+                f"eval_last = {last} is more than the sequence has; use longer eval_lengths"
+            )
         sequences = sequences_of(options, files, length)
         wanted = options.eval_num_sequences
         if options.eval_protocol == "fixed_sequences" and len(sequences) < wanted:
@@ -134,7 +211,7 @@ class Extrapolation(TaskByLength):
                 f"{split} at {length}: the split holds {len(sequences)} sequences of this length, "
                 f"not {wanted} (eval_num_sequences); all of them are used"
             )
-        losses = self.losses(context, sequences, split)
+        losses = [loss[-(last or length) :] for loss in self.losses(context, sequences, split)]
         entry: dict[str, Any] = {"length": length, **mean_and_error(losses)}
         if options.char_level_ppl:
             entry |= _per_character(context, sequences, entry)
@@ -144,12 +221,28 @@ class Extrapolation(TaskByLength):
         return table_by_length(results, "length", "loss", "ppl", "stderr", "sequences", "tokens")
 
 
+def _by_split(results: Mapping[str, Any]) -> dict[str, list[LengthEntry]]:
+    return {
+        split: [LengthEntry.model_validate(entry) for entry in entries]
+        for split, entries in results.items()
+    }
+
+
+def _perplexity_of(entry: LengthEntry) -> float | None:
+    if entry.ppl is not None or entry.loss is None:
+        return entry.ppl
+    try:
+        return math.exp(entry.loss)
+    except OverflowError:
+        return math.inf
+
+
 def _per_character(
     context: Context, sequences: SequenceSet, entry: dict[str, Any]
 ) -> dict[str, Any]:
     """The same loss shared out over characters and words, which makes tokenizers comparable."""
-    tokenizer = context.tokenizer()
-    texts = [tokenizer.detokenize(sequences[i][1:].tolist()) for i in range(len(sequences))]
+    tokenizer, scored = context.tokenizer(), context.options.eval_last or sequences.length
+    texts = [tokenizer.detokenize(sequences[i][-scored:].tolist()) for i in range(len(sequences))]
     characters, words = sum(map(len, texts)), sum(map(count_words, texts))
     total = entry["loss"] * entry["tokens"]
     return {
@@ -182,6 +275,8 @@ class Sliding(TaskByLength):
 
     The same tokens are scored at every length, so that lengths can be compared.
     """
+
+    needs_longest: ClassVar[bool] = True
 
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         own: dict[str, Any] = {
@@ -239,75 +334,3 @@ def _wanted(options: EvaluationOptions, files: int) -> int:
     """Tokens to predict in each of so many files."""
     tokens = options.eval_num_sequences * options.train_length
     return max(math.ceil(tokens / max(files, 1)), *options.eval_lengths)
-
-
-LINEAR_BUCKETS = 16
-
-
-def bucket_edges(
-    length: int, kind: Literal["log", "linear"] = "log", count: int | None = None
-) -> list[int]:
-    """Where buckets begin, and the end of the last: 0, 1, 2, 4, 8, ... or equal shares."""
-    if kind == "linear":
-        parts = min(count or LINEAR_BUCKETS, length)
-        return [length * i // parts for i in range(parts + 1)]
-    if count is not None:
-        steps = [round(length ** (i / count)) for i in range(1, count + 1)]
-        return [0, *sorted({min(step, length) for step in steps} | {length})]
-    edges = [0, 1]
-    while edges[-1] < length:
-        edges.append(min(2 * edges[-1], length))
-    return edges
-
-
-@task("positionwise")
-class Positionwise(TaskByLength):
-    """Loss at each position, and in buckets, at the longest of `eval_lengths` that can be done.
-
-    Does a model use, or suffer from, what lies far behind it?
-    """
-
-    def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        buckets = [options.positionwise_buckets, options.positionwise_bucket_count]
-        return {**super().parameters(options), "buckets": buckets}
-
-    def measure(self, context: Context) -> dict[str, Any]:
-        longest_first = context.options.eval_lengths[::-1]
-        found = {
-            split: next(self.entries(context, split, longest_first), None)
-            for split in context.options.splits
-        }
-        return {split: entry for split, entry in found.items() if entry is not None}
-
-    def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:
-        options, split = context.options, files[0].which
-        sequences = sequences_of(options, files, length)
-        losses = self.losses(context, sequences, split)
-        by_position = torch.stack(losses).double().mean(0)
-        if not bool(by_position.isfinite().all()):
-            raise EvaluationError(f"{split} at {length}: the loss is not finite at some positions")
-        kind, count = options.positionwise_buckets, options.positionwise_bucket_count
-        return {
-            "length": length,
-            "buckets": [
-                _bucket(by_position, start, end, len(sequences))
-                for start, end in pairwise(bucket_edges(length, kind, count))
-            ],
-            "by_position": [round(float(loss), 4) for loss in by_position],
-            "window": options.eval_window,
-            "sequences": len(sequences),
-        }
-
-    def table(self, results: dict[str, Any]) -> str:
-        rows = [
-            [split, f"{own['start']}-{own['end'] - 1}", own["loss"], own["ppl"], own["tokens"]]
-            for split, entry in results.items()
-            for own in entry["buckets"]
-        ]
-        return text_table(["split", "positions", "loss", "ppl", "tokens"], rows)
-
-
-def _bucket(by_position: Tensor, start: int, end: int, sequences: int) -> dict[str, Any]:
-    loss = float(by_position[start:end].mean())
-    tokens = (end - start) * sequences
-    return {"start": start, "end": end, "loss": loss, "ppl": perplexity(loss), "tokens": tokens}

@@ -17,7 +17,6 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tabulate
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron.atomic_files import CHECKSUMS, fingerprint, read_json, write_text
@@ -36,59 +35,25 @@ Content = dict[str, Any]
 # The form of a result.
 
 
-class _Open(BaseModel):
+class OpenModel(BaseModel):
     """Tasks may add fields of their own."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class LengthEntry(_Open):
-    """What was measured at one length."""
-
-    length: int
-    loss: float | None = None
-    ppl: float | None = None
-    tokens: int = 0
-    sequences: int = 0
-
-
-class Bucket(_Open):
-    """The mean loss of the positions from `start` up to, but not including, `end`."""
-
-    start: int
-    end: int
-    loss: float
-
-
-class PositionEntry(_Open):
-    length: int
-    buckets: list[Bucket]
-    by_position: list[float] = []
-    """Absent in files of older versions."""
-    window: int | None = None
-    sequences: int = 0
-
-
-class RecallEntry(_Open):
-    kind: str
-    length: int
-    accuracy: float
-
-
-class _DataEntry(_Open):
+class _DataEntry(OpenModel):
     prefix: str
     share: str | None = None
 
 
-class _Settings(_Open):
-    """The settings that a suite compares."""
+class _Settings(OpenModel):
+    """The part of the settings that every task records in the same form."""
 
     data: list[_DataEntry] | None = None
-    lengths: list[int] | None = None
     model: Content | None = None
 
 
-class Result(_Open):
+class Result(OpenModel):
     """One result file. `settings`, `checkpoint_id` and `version` are None in files of format 1."""
 
     format: int
@@ -108,39 +73,21 @@ class Result(_Open):
     checkpoint_id: str | None = None
     version: str | None = None
 
-    def by_length(self) -> dict[str, list[LengthEntry]]:
-        """By split, for the tasks that measure at each length."""
-        return {
-            split: [LengthEntry.model_validate(entry) for entry in entries]
-            for split, entries in self.results.items()
-        }
-
-    def by_position(self) -> dict[str, PositionEntry]:
-        """By split, for `positionwise`."""
-        return {split: PositionEntry.model_validate(entry) for split, entry in self.results.items()}
-
-    def by_kind(self) -> list[RecallEntry]:
-        """For `recall`."""
-        return [RecallEntry.model_validate(entry) for entry in self.results.get("grid", [])]
-
 
 def read_result(path: Path) -> Result:
-    """A checked result; what is wrong with a file is one line with its name."""
+    """A result with a checked header; `results` is checked by its task's `cells`."""
     try:
         result = Result.model_validate_json(path.read_bytes())
-        if result.task.startswith("positionwise"):
-            result.by_position()
-        elif result.task.startswith("extrapolation"):
-            result.by_length()
-        elif result.task.startswith("recall"):
-            result.by_kind()
-        if result.task.startswith(("positionwise", "extrapolation", "recall")):
-            _Settings.model_validate(result.settings or {})
-    except ValidationError as error:
-        raise EvaluationError(f"{path}: not a result file: {first_problem(error)}") from error
-    except (OSError, AttributeError, TypeError) as error:
-        raise EvaluationError(f"{path}: not a result file: {error}") from error
+        _Settings.model_validate(result.settings or {})
+    except (ValidationError, OSError) as error:
+        raise not_a_result(path, error) from error
     return result
+
+
+def not_a_result(path: Path, error: Exception) -> EvaluationError:
+    """What is wrong with a file, in one line with its name."""
+    problem = first_problem(error) if isinstance(error, ValidationError) else repr(error)
+    return EvaluationError(f"{path}: not a result file: {problem}")
 
 
 def first_problem(error: ValidationError) -> str:
@@ -265,36 +212,3 @@ class ResultStore:
     def _cached(self, name: str, key: str) -> Path:
         safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)
         return self.cache_folder / f"{safe}-{key}.json"
-
-
-# Text tables.
-
-
-Value = str | int | float | None
-
-
-def shown(value: Value) -> str:
-    """A number at fixed precision; a dash where there is none."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def text_table(
-    header: Sequence[str],
-    rows: Sequence[Sequence[Value]],
-    align: Sequence[str] | None = None,
-    style: str = "simple",
-) -> str:
-    """Columns under a line, aligned to the right; `align` says otherwise for the first ones."""
-    alignment = [*(align or []), *["right"] * len(header)][: len(header)]
-    return tabulate.tabulate(
-        [[shown(value) for value in row] for row in rows],
-        list(header),
-        tablefmt=style,
-        disable_numparse=True,
-        colalign=alignment if rows else None,
-    )
-
-
-tabulate.MIN_PADDING = 0  # heads need no room beyond that of their column

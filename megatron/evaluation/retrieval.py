@@ -13,17 +13,27 @@ would produce; one forward pass tells.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.data.recall_text import RECALL_KINDS, RecallText
 from megatron.errors import EvaluationError
 from megatron.evaluation.losses import score_continuations, score_tokens
-from megatron.evaluation.results_schema import text_table
+from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.ruler_prompts import NOISE
-from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, task
+from megatron.evaluation.tasks import (
+    Context,
+    EvaluationOptions,
+    GroupView,
+    Place,
+    View,
+    WindowedTask,
+    task,
+)
+from megatron.evaluation.text_tables import text_table
 
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
@@ -125,6 +135,19 @@ def _accuracies(context: Context, length: int) -> list[dict[str, Any]]:
     return cells
 
 
+RECALL_TITLES = {
+    "digit_in_noise": "One digit in noise",
+    "mqar": "Associative recall (four pairs)",
+    "passkey_in_noise": "Passkey of four digits in noise",
+}
+
+
+class RecallEntry(OpenModel):
+    kind: str
+    length: int
+    accuracy: float
+
+
 @task("recall")
 class Recall(WindowedTask):
     """Does a model find again what it read, further back than it was trained on?
@@ -134,6 +157,20 @@ class Recall(WindowedTask):
     back they were first seen.
     """
 
+    views: ClassVar[tuple[View, ...]] = (
+        GroupView(
+            "recall",
+            "Recall against length",
+            "Symbols that nothing but recall can tell, mean over seeds, shaded by one standard "
+            "deviation. Guessing one of the four values at hand gives 25%, of ten digits 10%.",
+            RECALL_TITLES,
+            "symbols recalled (%)",
+            "Symbols recalled in percent, mean ± standard deviation over seeds.",
+            scale=100,
+            limits=(-3, 103),
+        ),
+    )
+
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {
             "lengths": options.eval_lengths,
@@ -141,6 +178,13 @@ class Recall(WindowedTask):
             "seed": options.data_seed,
             "window": options.eval_window,
         }
+
+    def cells(self, results: dict[str, Any]) -> Mapping[Place, float]:
+        grid = [RecallEntry.model_validate(entry) for entry in results.get("grid", [])]
+        return {(entry.kind, entry.length): entry.accuracy for entry in grid}
+
+    def wanted(self, options: EvaluationOptions, splits: Sequence[str]) -> list[Place]:
+        return list(product(RECALL_KINDS, options.eval_lengths))
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
         texts = len(RECALL_KINDS) * options.recall_samples

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from megatron.errors import EvaluationError
-from megatron.evaluation.results_schema import text_table
+from megatron.errors import EvaluationError, did_you_mean
 from megatron.evaluation.ruler_prompts import (
     RULER_TASKS,
     RulerPrompt,
     fitted,
     smallest_length,
 )
-from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, nearest, task
-from megatron.generation.text import TextGenerator
+from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, task
+from megatron.evaluation.text_tables import text_table
 
 DEPTH_BINS = 5
 
@@ -103,12 +102,14 @@ def _tasks(options: EvaluationOptions) -> tuple[str, ...]:
     names = options.ruler_tasks or tuple(RULER_TASKS)
     for name in names:
         if name not in RULER_TASKS:
-            close = nearest(name, RULER_TASKS) or list(RULER_TASKS)
-            raise EvaluationError(f'ruler_tasks: "{name}" is none; try {", ".join(close)}')
+            hint = did_you_mean(name, RULER_TASKS, f"Known: {', '.join(RULER_TASKS)}.")
+            raise EvaluationError(f'ruler_tasks: "{name}" is unknown. {hint}')
     return tuple(names)
 
 
 def _measure(context: Context, task: str, length: int) -> dict[str, Any]:
+    from megatron.generation.text import TextGenerator  # slow: a report needs the task without it
+
     options = context.options
     tokenizer = context.tokenizer()
     count = options.ruler_samples

@@ -1,18 +1,15 @@
-"""What a task is, what it may use, and how one becomes known by name."""
+"""What an evaluation task is and what it may use."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from megatron.errors import EvaluationError
 from megatron.evaluation.losses import TotalBar
-from megatron.evaluation.results_schema import Cells
+from megatron.evaluation.results_schema import Cells, Content, recorded_settings
 from megatron.mpu.job import Ranks
 from megatron.neox_arguments.run_keys import DataArgs, EvaluationArgs
 
@@ -106,10 +103,66 @@ class Context:
         return self.ranks.map(share, items)
 
 
+# What a task shows in a report, as data: a task lists its views, the report draws them.
+#
+# A cell is one number (or record) of a result, found by its place: a group and a length. The group
+# is a split, a kind of text, or whatever the task tells apart; a panel and a table block show one.
+
+Place = tuple[str, int]
+"""(group, length)"""
+
+
+@dataclass(frozen=True)
+class View:
+    """A figure, with or without a table."""
+
+    key: str
+    """End of the names of its files."""
+    title: str
+    """Of the figure; `{split}` is replaced by the split that is drawn."""
+    caption: str
+
+
+@dataclass(frozen=True)
+class GroupView(View):
+    """One number by group and length: a panel and a table block for each group."""
+
+    groups: Mapping[str, str]
+    """Group -> title, in the order in which they are shown."""
+    ylabel: str
+    table_caption: str = ""
+    """Empty: a figure without a table."""
+    xlabel: str = "length (tokens)"
+    row_head: str = "Length"
+    scale: float = 1.0
+    """Multiplied with every number: 100 for percent."""
+    limits: tuple[float, float] | None = None
+    """Of the vertical axis; None follows the numbers."""
+
+
+@dataclass(frozen=True)
+class SplitView(View):
+    """Perplexity by split and length: the table that a suite's `table:` lays out, and its curves.
+
+    Such cells are what the paper's tables, claims and contrasts compare.
+    """
+
+
+@dataclass(frozen=True)
+class PositionView(View):
+    """Loss by position of long sequences, with and without a window."""
+
+
 class EvaluationTask(ABC):
-    """One kind of measurement."""
+    """One kind of measurement: its parameters, settings, cells, table and figures.
+
+    A subclass needs `parameters`, `run` and `table`. To appear in the report of a suite it also
+    needs `cells`, `wanted` and `views`; nothing outside the class has to know its name.
+    """
 
     name: ClassVar[str] = ""
+    views: ClassVar[tuple[View, ...]] = ()
+    """What a report shows of the results."""
 
     def file_name(self, options: EvaluationOptions) -> str:
         """Last part of the result's file name."""
@@ -121,10 +174,10 @@ class EvaluationTask(ABC):
 
     @abstractmethod
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
-        """The options on which the result depends."""
+        """The options on which the result depends; an option added later only where it is set."""
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
-        """(tokens, length) of all that will be computed, for the bar; empty if nobody knows."""
+        """(tokens, length) of all that will be computed, for the progress bar; empty: unknown."""
         return []
 
     @abstractmethod
@@ -134,6 +187,49 @@ class EvaluationTask(ABC):
     @abstractmethod
     def table(self, results: dict[str, Any]) -> str:
         """The result for people."""
+
+    def cells(self, results: dict[str, Any]) -> Mapping[Place, Any]:
+        """The numbers of a result file, for tables and figures over runs."""
+        return {}
+
+    def wanted(self, options: EvaluationOptions, splits: Sequence[str]) -> list[Place]:
+        """The cells of a complete result, as far as a report on these splits needs them."""
+        return []
+
+    def comparable(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The recorded settings in which two results must agree to stand in one table.
+
+        Folders of data may differ, and so may `lengths`, as long as cells of one length do not
+        depend on the other lengths.
+        """
+        facts = {key: settings[key] for key in settings if key not in ("data", "lengths", "model")}
+        data = settings.get("data")
+        if data is not None:
+            facts["data"] = ", ".join(sorted({Path(item["prefix"]).name for item in data}))
+            facts["split"] = ", ".join(sorted({str(item.get("share")) for item in data}))
+        return {**facts, "model settings": settings.get("model") or {}}
+
+    def comparable_in_old_file(self, results: dict[str, Any]) -> dict[str, Any]:
+        """What a file of format 1, which recorded no settings, still tells about them."""
+        return {}
+
+
+def requested(
+    task: EvaluationTask, options: EvaluationOptions, model: Mapping[str, Any]
+) -> Content:
+    """What a result records of the config that asked for it; `model` are the model's keys.
+
+    evaluate.py writes this, and a suite expects this.
+    """
+    return {
+        "task": task.result_name(options),
+        "seed": options.seed,
+        "data_seed": options.data_seed,
+        "protocol": options.eval_protocol,
+        "train_length": options.train_length,
+        "window": options.eval_window,
+        "settings": recorded_settings(task.parameters(options), model),
+    }
 
 
 class WindowedTask(EvaluationTask):
@@ -169,28 +265,3 @@ def task(name: str) -> Callable[[Cls], Cls]:
         return cls
 
     return decorate
-
-
-def imported_task(reference: str) -> EvaluationTask:
-    """A task of the user's own: `package.module:Class`, a class derived from EvaluationTask."""
-    module_name, _, class_name = reference.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise EvaluationError(
-            f"cannot be imported ({error}); check that the module is in this folder or on "
-            "PYTHONPATH and defines the class"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, EvaluationTask)):
-        raise EvaluationError("is not an evaluation task; derive the class from EvaluationTask")
-    if not vars(found).get("name"):  # its own: results of a derived task are not its parent's
-        found.name = class_name
-    try:
-        return found()
-    except TypeError as error:  # a method is missing: abc says which
-        raise EvaluationError(str(error)) from error
-
-
-def nearest(name: str, candidates: Iterable[str]) -> list[str]:
-    """Names like this one."""
-    return difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""`megatron.load_pretrained(PATH)`: any checkpoint, ready to use, told apart from others."""
+"""`kerple.load_pretrained(PATH)`: any checkpoint, ready to use, told apart from others."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from megatron.backends.deepspeed_processes import RUNNER, run_runner, selected_slots
 from megatron.errors import ConfigError
 from megatron.launcher.environment import LOOPBACK, expand_hostlist, free_port
 from megatron.machine import count_gpus
@@ -27,7 +28,6 @@ from megatron.terminal import PACKAGE
 
 DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
 HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?")
-RUNNER = "deepspeed.launcher.runner"
 LAUNCHABLE = ("train", "evaluate", "eval", "generate")
 
 
@@ -232,13 +232,10 @@ def _plan_multi_node(
 def _filtered_slots(slots: dict[str, int], launcher: LauncherArgs) -> int:
     if not (launcher.include or launcher.exclude):
         return sum(slots.values())
-    from deepspeed.launcher.runner import parse_inclusion_exclusion
-
     try:
-        active = parse_inclusion_exclusion(slots, launcher.include or "", launcher.exclude or "")
+        return selected_slots(slots, launcher.include or "", launcher.exclude or "")
     except ValueError as error:
         raise ConfigError(f"include/exclude: {error}") from error
-    return sum(len(devices) for devices in active.values())
 
 
 def _launcher_arguments(
@@ -273,12 +270,12 @@ def run(plan: LaunchPlan) -> int:
     if plan.runner_arguments is None:
         return run_script(script)
     if plan.hosts is None:
-        return run_runner([*plan.runner_arguments, *script])
+        return run_job([*plan.runner_arguments, *script])
     # DeepSpeed's runner reads it, on this machine only.
     with tempfile.NamedTemporaryFile("w", prefix="hostfile-", encoding="utf-8") as file:
         file.writelines(f"{name} slots={count}\n" for name, count in plan.hosts.items())
         file.flush()
-        return run_runner([*plan.runner_arguments, "--hostfile", file.name, *script])
+        return run_job([*plan.runner_arguments, "--hostfile", file.name, *script])
 
 
 # Running it: signals are passed on and exit codes kept.
@@ -293,9 +290,8 @@ def run_script(arguments: Sequence[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-u", *arguments])  # noqa: S606
 
 
-def run_runner(arguments: Sequence[str]) -> int:
+def run_job(arguments: Sequence[str]) -> int:
     """DeepSpeed's runner in this process; the ranks get our signals and we wait for them."""
-    from deepspeed.launcher import runner
 
     def forward(number: int, frame: FrameType | None) -> None:
         _signal_ranks(number)
@@ -303,7 +299,7 @@ def run_runner(arguments: Sequence[str]) -> int:
     for number in FORWARDED:
         signal.signal(number, forward)
     try:
-        runner.main(list(arguments))
+        run_runner(arguments)
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else 1
         if code:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import ValidationError
-
 import megatron.model.positional_embeddings
 import megatron.model.rotary_and_input_positions  # noqa: F401 - these two register their classes
-from megatron.errors import ConfigError, PositionalEmbeddingError, UnknownPositionalEmbeddingError
+from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
 from megatron.model.position_base import (
     ALIASES,
     POSITIONAL_EMBEDDINGS,
@@ -20,11 +16,13 @@ from megatron.model.position_base import (
     PositionOptions,
     TableEmbedding,
 )
-from megatron.neox_arguments.allowed_code import allow_kernel, is_allowed, is_import_path
+from megatron.neox_arguments.allowed_code import allow_kernel, imported_class, is_import_path
 from megatron.neox_arguments.catalogue import aliases, canonical_method
-from megatron.neox_arguments.model_keys import ModelArgs
-from megatron.neox_arguments.run_keys import RuntimeArgs
-from megatron.neox_arguments.validation import describe_validation_error
+from megatron.neox_arguments.position_keys import (
+    PositionKeys,
+    check_position_keys,
+    require_positive,
+)
 
 ALIASES.update(aliases())  # so that nobody registers a class under one of them
 
@@ -48,7 +46,7 @@ def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
     resolved = canonical_name(name)
     if resolved in POSITIONAL_EMBEDDINGS:
         return POSITIONAL_EMBEDDINGS[resolved]
-    found = _imported(resolved)
+    found = imported_class("pos_emb", resolved, UnknownPositionalEmbeddingError)
     if not (isinstance(found, type) and issubclass(found, PositionalEmbedding)):
         raise UnknownPositionalEmbeddingError(
             f"pos_emb: {name!r} is not a PositionalEmbedding; derive it from DistanceKernel, "
@@ -59,34 +57,6 @@ def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
     return found
 
 
-def _imported(name: str) -> Any:
-    """The class `package.module:Class`: importing runs code, so that the user must have named it.
-
-    A class whose module this process has imported already runs nothing.
-    """
-    module_name, _, class_name = name.partition(":")
-    module = sys.modules.get(module_name)
-    if module is not None and class_name in vars(module):
-        return vars(module)[class_name]
-    if not is_import_path(name):
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r:.80} is not of the form package.module:ClassName."
-        )
-    if not is_allowed(name):
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r:.80} names a class to import, which a file that came with a "
-            f"checkpoint may not do. If the class is yours, add --allow-kernel {name:.80} (in "
-            f"Python: import its module first, or load_pretrained(..., allow_kernel={name!r:.80}))."
-        )
-    try:
-        return getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r} cannot be imported ({error}); "
-            "check that the module is on PYTHONPATH and defines the class."
-        ) from error
-
-
 def build_positional_embedding(name: str, options: PositionOptions) -> PositionalEmbedding:
     """The positional embedding that `pos_emb: <name>` asks for."""
     return positional_embedding_class(name)(options)
@@ -94,43 +64,38 @@ def build_positional_embedding(name: str, options: PositionOptions) -> Positiona
 
 # A positional embedding on its own, for a model that is not ours.
 #
-# from megatron import attention, kernel
+# from kerple import attention, kernel
 #
 # log = kernel("kerple_log", heads=12)
 # tables = log(512)                      # tables.bias is [12, 512], differentiable
 # out = attention(q, k, v, tables.bias, tables.weight)
 
 _ACTS_ON = {"rotation": "q and k", "input": "the input embeddings", "none": "nothing"}
-_SEED = RuntimeArgs.model_fields["seed"].default
 
 
 def position_options(
-    *, heads: int, head_dim: int | None = None, seed: int = _SEED, **keys: Any
+    *, heads: int, head_dim: int | None = None, seed: int = PositionKeys.seed, **keys: Any
 ) -> PositionOptions:
     """Options of a positional embedding without a model around it.
 
-    `keys` are model keys of the config (kerple_constraint, rpe_num_buckets, ...); those not given
-    have their defaults. Without head_dim, a method that needs it says so.
+    `keys` are those of `PositionKeys`; a key not given has its default. Without head_dim, a method
+    that needs it says so.
     """
-    try:
-        model = ModelArgs(
-            num_layers=1,
-            hidden_size=heads * (head_dim or 1),
-            num_attention_heads=heads,
-            **keys,
-        )
-    except ValidationError as error:
-        raise ConfigError("\n".join(describe_validation_error(error, ModelArgs))) from error
-    config = SimpleNamespace(**dict(model), seed=seed)
-    if head_dim is None:
-        del config.hidden_size
-    else:
-        config.head_dim = head_dim
+    require_positive(heads=heads, **({} if head_dim is None else {"head_dim": head_dim}))
+    config = SimpleNamespace(**vars(check_position_keys(seed=seed, **keys)))
+    config.num_attention_heads = heads
+    if head_dim is not None:
+        config.head_dim, config.hidden_size = head_dim, heads * head_dim
     return PositionOptions(config)
 
 
 def kernel(
-    name: str, *, heads: int, head_dim: int | None = None, seed: int = _SEED, **keys: Any
+    name: str,
+    *,
+    heads: int,
+    head_dim: int | None = None,
+    seed: int = PositionKeys.seed,
+    **keys: Any,
 ) -> TableEmbedding:
     """The module behind `pos_emb: <name>`: call it with a length for the tables over distance.
 

@@ -5,8 +5,6 @@ Groups are objects handed to the layers that need them; nothing is global.
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.backends.deepspeed_processes import build_grid
 from megatron.neox_arguments.optimization_keys import data_parallel_size
 from megatron.neox_arguments.run_keys import ParallelArgs
 
@@ -53,22 +52,18 @@ class ParallelState:
     dp_size: int
     dp_group: dist.ProcessGroup | None
     grid: Any
+    """DeepSpeed's own, for its engine alone; None without it."""
 
 
-def initialize_parallel(options: ParallelArgs) -> ParallelState:
-    """Lay the grid over the initialised process group, tensor-parallel ranks adjacent."""
-    from deepspeed.runtime.pipe.topology import (
-        PipelineParallelGrid,
-        PipeModelDataParallelTopology,
+def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> ParallelState:
+    """Lay the grid over the initialised process group; `serial`: one process, without groups."""
+    if serial:
+        return ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, dp_group=None, grid=None)
+    grid = build_grid(
+        pipe=max(options.pipe_parallel_size, 1),
+        model=options.model_parallel_size,
+        data=data_parallel_size(options, dist.get_world_size()),
     )
-
-    topology = PipeModelDataParallelTopology(
-        num_pp=max(options.pipe_parallel_size, 1),
-        num_mp=options.model_parallel_size,
-        num_dp=data_parallel_size(options, dist.get_world_size()),
-    )
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole grid
-        grid = PipelineParallelGrid(topology=topology)
     return ParallelState(
         tp=TensorParallel(
             group=grid.get_slice_parallel_group(),

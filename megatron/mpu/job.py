@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 import socket
@@ -15,9 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.backends import TORCH, chosen_backend
+from megatron.backends.deepspeed_processes import join_group
 from megatron.errors import ConfigError, EvaluationError
 from megatron.launcher.environment import LOOPBACK, DistributedEnvironment, environment_for
-from megatron.machine import settle_accelerator
+from megatron.machine import set_deepspeed_accelerator
 from megatron.mpu.collectives import ParallelState, initialize_parallel
 from megatron.neox_arguments import NeoXArgs
 
@@ -46,7 +47,7 @@ def pick_device(local_rank: int = 0) -> torch.device:
 
     LOCAL_RANK is set to its index, because DeepSpeed chooses the device by it again.
     """
-    settle_accelerator()
+    set_deepspeed_accelerator()
     kind = _accelerator()
     if kind is None:
         return torch.device("cpu")
@@ -74,7 +75,9 @@ def _accelerator() -> torch.device | None:
 def join_training(args: NeoXArgs) -> ParallelState:
     """Join the other ranks and lay the grid."""
     join_job(args)
-    return initialize_parallel(args.parallel)
+    return initialize_parallel(
+        args.parallel, serial=chosen_backend(args.runtime.training_backend) == TORCH
+    )
 
 
 def join_job(args: NeoXArgs) -> None:
@@ -83,20 +86,40 @@ def join_job(args: NeoXArgs) -> None:
         return
     environment = environment_for(args.launcher)
     on_cpu = pick_device(environment.local_rank).type == "cpu"
-
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    if on_cpu:
-        _without_compiled_collectives()
-        # DeepSpeed asks for fp16 instructions; PyTorch computes fp16 without them, only slower.
-        get_accelerator().is_fp16_supported = lambda: True
     backend = "gloo" if on_cpu else args.parallel.distributed_backend
     timeout = timedelta(minutes=args.runtime.distributed_timeout_minutes)
+    plain = chosen_backend(args.runtime.training_backend) == TORCH
+    if plain:
+        check_plain_torch(args, environment.world_size)
     _meet_on_loopback(environment, backend, timeout)
-    deepspeed.init_distributed(
-        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
-    )
+    if plain:
+        if not dist.is_initialized():
+            dist.init_process_group(backend, timeout=timeout)
+        return
+    join_group(backend, timeout, on_cpu=on_cpu)
+
+
+def check_plain_torch(args: NeoXArgs, world_size: int) -> None:
+    """Refuse what `training_backend: torch` cannot do; say so where DeepSpeed is missing."""
+    wanted = {
+        f"{world_size} processes": world_size > 1,
+        f"precision = {args.optimization.precision}": args.optimization.precision != "fp32",
+        f"zero_optimization.stage = {args.optimization.zero_stage}": args.optimization.zero_stage,
+        f"pipe_parallel_size = {args.parallel.pipe_parallel_size}": (
+            args.parallel.pipe_parallel_size
+        ),
+        f"optimizer.type = {args.optimization.optimizer.type}": (
+            args.optimization.optimizer.type in ("fused_adam", "cpu_adam")
+        ),
+    }
+    reason = "training_backend = torch" if args.runtime.training_backend else "no DeepSpeed here"
+    if needed := [text for text, asked in wanted.items() if asked]:
+        raise ConfigError(
+            f"{', '.join(needed)}: needs DeepSpeed ({reason}). Install deepspeed and leave "
+            "training_backend out, or train in one process in fp32 without ZeRO and pipeline."
+        )
+    if args.runtime.training_backend is None:
+        print("DeepSpeed is not installed: training with torch alone", flush=True)
 
 
 def _meet_on_loopback(
@@ -104,7 +127,7 @@ def _meet_on_loopback(
 ) -> None:
     """On one machine, let no socket of the job be reached from another.
 
-    Torch's own rendezvous listens on all interfaces, and whoever connects may write to its store.
+    Torch's own rendezvous listens on all interfaces, and what connects may write to its store.
     """
     if environment.master_addr not in LOOPBACK_NAMES:
         return
@@ -129,16 +152,6 @@ def _loopback_store(environment: DistributedEnvironment, timeout: timedelta) -> 
         listener = socket.create_server((LOOPBACK, environment.master_port), backlog=4096)
         options |= {"is_master": True, "master_listen_fd": listener.detach()}
     return dist.TCPStore(LOOPBACK, environment.master_port, **options)
-
-
-def _without_compiled_collectives() -> None:
-    """DeepSpeed compiles shared-memory collectives at the first start on a CPU.
-
-    That takes a minute and a compiler; gloo does the same work without either.
-    """
-    # By name: `deepspeed.comm.torch` as an attribute is PyTorch itself.
-    backend: Any = importlib.import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None
 
 
 def join_evaluation(args: NeoXArgs, local_rank: int | None = None) -> tuple[Ranks, str]:
@@ -203,7 +216,7 @@ class Ranks:
     ) -> list[Result]:
         """`function` on this rank's share; all results in the order of `items`.
 
-        A ValueError on any rank is raised on all of them, so that nobody waits for a process that
+        A ValueError on any rank is raised on all of them, so that no rank waits for a process that
         has given up.
         """
         if self.size == 1:

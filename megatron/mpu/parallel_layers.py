@@ -83,12 +83,6 @@ def after_drawing(action: Callable[[nn.Parameter], None]) -> Iterator[None]:
         _after_drawing.reset(token)
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter that ZeRO 3 may have cut up."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
 def _parameter(data: Tensor, *, split: bool) -> nn.Parameter:
     """A parameter marked for DeepSpeed's gradient norms: split ones are summed over the ranks."""
     parameter = nn.Parameter(data)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from megatron.errors import ConfigError
-from megatron.neox_arguments.allowed_code import allow_kernel
-from megatron.neox_arguments.arguments import (
-    FACTS,
-    GROUPS,
-    KNOWN_KEYS,
-    OWNER,
-    NeoXArgs,
-    changes_training,
-    of_the_checkpoint,
-    same_on_resume,
-)
-from megatron.neox_arguments.command_line import decode_config, encode_config, parse_command_line
-from megatron.neox_arguments.optimization_keys import BatchPlan
+from typing import TYPE_CHECKING
+
+from megatron.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from megatron.errors import ConfigError
+    from megatron.neox_arguments.allowed_code import allow_kernel
+    from megatron.neox_arguments.arguments import (
+        FACTS,
+        GROUPS,
+        KNOWN_KEYS,
+        OWNER,
+        NeoXArgs,
+        changes_training,
+        of_the_checkpoint,
+        same_on_resume,
+    )
+    from megatron.neox_arguments.command_line import (
+        decode_config,
+        encode_config,
+        parse_command_line,
+    )
+    from megatron.neox_arguments.optimization_keys import BatchPlan
 
 __all__ = [
     "FACTS",
@@ -33,3 +42,16 @@ __all__ = [
     "parse_command_line",
     "same_on_resume",
 ]
+
+# Importing the names of methods must not import pydantic.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "megatron.errors": "ConfigError",
+        "megatron.neox_arguments.allowed_code": "allow_kernel",
+        "megatron.neox_arguments.arguments": "FACTS GROUPS KNOWN_KEYS OWNER NeoXArgs "
+        "changes_training of_the_checkpoint same_on_resume",
+        "megatron.neox_arguments.command_line": "decode_config encode_config parse_command_line",
+        "megatron.neox_arguments.optimization_keys": "BatchPlan",
+    },
+)

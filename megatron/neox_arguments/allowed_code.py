@@ -1,14 +1,15 @@
 """Who may name code that is imported: the user, never a file that came with a checkpoint.
 
-`pos_emb: package.module:Class` imports a module, and importing runs it. The name is obeyed when it
-comes from the command line, from a YAML file outside any checkpoint or run folder, from
-`load_pretrained(allow_kernel=...)`, or from whoever calls `kernel("package.module:Class")`; a class
-that this process has imported already needs no leave. Folders are packages to Python: a checkpoint
-below the working directory could bring its own module.
+`pos_emb: package.module:Class` (and `optimizer.type`) imports a module, and importing runs it. The
+name is obeyed when it comes from the command line, from a YAML file outside any checkpoint or run
+folder, from `load_pretrained(allow_kernel=...)`, or from whoever calls
+`kernel("package.module:Class")`; a class that this process has imported already needs no leave.
+Folders are packages to Python: a checkpoint below the working directory could bring its own module.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.atomic_files import CHECKSUMS, read_json
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, KerpleError
 
 # Names of a checkpoint's files, by which `checkpoints.reading` finds weights and this module tells
 # that a folder is a checkpoint. At most five digits: a name must not stand for a billion others.
@@ -36,7 +37,7 @@ def is_import_path(name: str) -> bool:
 
 
 def allow_kernel(names: str | Iterable[str] | None) -> None:
-    """Let `pos_emb` name these classes (package.module:Class) from now on, in this process."""
+    """Let a config name these classes (package.module:Class) from now on, in this process."""
     for name in [names] if isinstance(names, str) else names or ():
         if not is_import_path(name):
             raise ConfigError(f"allow_kernel {name!r:.80}: expected package.module:ClassName.")
@@ -45,7 +46,7 @@ def allow_kernel(names: str | Iterable[str] | None) -> None:
 
 def allow_flags(values: Mapping[str, Any]) -> str:
     """What a command line needs to obey this config from a run's folder; with a space before."""
-    classes = [*kernels_in(values), *_tasks_in(values)]
+    classes = [*classes_in(values), *_tasks_in(values)]
     return "".join(f" --allow-kernel {name}" for name in classes)
 
 
@@ -59,12 +60,12 @@ def without_code(source: str | Path, values: dict[str, Any]) -> dict[str, Any]:
 
     A file inside a run or checkpoint folder may have come with it.
     """
-    classes = [*kernels_in(values), *_tasks_in(values)]
+    classes = [*classes_in(values), *_tasks_in(values)]
     programs = [key for key in ("eval_include_path", "launcher_args") if values.get(key)]
     if not classes and not programs:
         return values
     if not is_inside_checkpoint(source):
-        allow_kernel(kernels_in(values))
+        allow_kernel(classes_in(values))
         return values
     for name in classes:
         if is_allowed(name):
@@ -83,10 +84,37 @@ def without_code(source: str | Path, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in programs}
 
 
-def kernels_in(values: Mapping[str, Any]) -> list[str]:
-    """The classes of the user's own that a config names as pos_emb."""
-    name = values.get("pos_emb")
-    return [name] if isinstance(name, str) and is_import_path(name) else []
+def classes_in(values: Mapping[str, Any]) -> list[str]:
+    """The classes of the user's own that a config names as pos_emb or optimizer.type."""
+    optimizer = values.get("optimizer")
+    named = [values.get("pos_emb"), optimizer.get("type") if isinstance(optimizer, dict) else None]
+    return [name for name in named if isinstance(name, str) and is_import_path(name)]
+
+
+def imported_class(key: str, name: str, error: type[KerpleError] = ConfigError) -> Any:
+    """The class `package.module:Class` that a key names: the user must have named it.
+
+    A class whose module this process has imported already runs nothing.
+    """
+    module_name, _, class_name = name.partition(":")
+    module = sys.modules.get(module_name)
+    if module is not None and class_name in vars(module):
+        return vars(module)[class_name]
+    if not is_import_path(name):
+        raise error(f"{key}: {name!r:.80} is not of the form package.module:ClassName.")
+    if not is_allowed(name):
+        raise error(
+            f"{key}: {name!r:.80} names a class to import, which a file that came with a "
+            f"checkpoint may not do. If the class is yours, add --allow-kernel {name:.80} (in "
+            f"Python: import its module first, or load_pretrained(..., allow_kernel={name!r:.80}))."
+        )
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as problem:
+        raise error(
+            f"{key}: {name!r} cannot be imported ({problem}); "
+            "check that the module is on PYTHONPATH and defines the class."
+        ) from problem
 
 
 def _tasks_in(values: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """Every method that `pos_emb` can name, one line each, known without importing torch.
 
-Registry, config check, dry run, config reference, tables, figures, reports, model cards and the
+Registry, config check, dry run, config reference, tables, reports, model cards and the
 conversion to other codes' files read this list. A new method is one class (in
 `megatron/model/positional_embeddings.py`) and one line here. A name that is not in it may still be
 registered, or be `module:ClassName`: a kernel of your own needs no line.
@@ -11,20 +11,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError, UnknownPositionalEmbeddingError
-from megatron.neox_arguments.model_keys import ModelArgs
 
-ParameterCount = Callable[[ModelArgs], int]
-
-
-@dataclass(frozen=True)
-class LineStyle:
-    """How a method is drawn."""
-
-    color: str = "#555555"
-    marker: str = "o"
-    dashes: str = "-"
+if TYPE_CHECKING:
+    from megatron.neox_arguments.model_keys import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Method:
     """LaTeX, in the distance d and the learned r_1, r_2, ...; empty where there is no table."""
     per_head: int = 0
     """Learned numbers per head."""
-    count: ParameterCount | None = None
+    count: Callable[[ModelArgs], int] | None = None
     """All learned numbers of a model, where they are not a fixed number per head."""
     official: str | None = None
     """The value of `pos_emb` in the official KERPLE code; an alias here."""
@@ -48,7 +40,6 @@ class Method:
     """Our name of a parameter -> its name in the official code's checkpoints."""
     in_neox: bool = False
     """Whether GPT-NeoX has it under the same name."""
-    style: LineStyle = LineStyle()
 
     def parameters(self, model: ModelArgs) -> int:
         """Learned numbers of the positions of a whole model."""
@@ -69,61 +60,49 @@ def _t5_buckets(model: ModelArgs) -> int:
     return model.rpe_num_buckets * model.num_attention_heads * _owners(model)
 
 
-# Okabe and Ito's palette, distinguishable with every common colour vision; markers and dashes
-# repeat the information for black-and-white print.
-_BLUE, _SKY, _ORANGE, _GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
-_VERMILION, _PURPLE, _BLACK, _GREY = "#D55E00", "#CC79A7", "#000000", "#7F7F7F"
-
 METHODS: dict[str, Method] = {
     entry.name: entry
     for entry in (
         Method("kerple_log", "KERPLE-log", "the logarithmic variant, the paper's best",
                r"-r_1\,\log(1+r_2 d)", per_head=2, official="kerple_log",
-               official_parameters={"r1": "bias_p", "r2": "bias_a"},
-               style=LineStyle(_BLUE, "o")),
+               official_parameters={"r1": "bias_p", "r2": "bias_a"}),
         Method("kerple_power", "KERPLE-power", "the power variant",
                r"-r_1\,d^{\,r_2}", per_head=2, official="kerple_power_ap_",
-               official_parameters={"r1": "bias_a", "r2": "bias_p"},
-               style=LineStyle(_SKY, "s", "--")),
+               official_parameters={"r1": "bias_a", "r2": "bias_p"}),
         Method("kerple_log3", "KERPLE 3-para-log", "the log variant with an exponent inside",
-               r"-r_1\,\log(1+r_2 d^{\,r_3})", per_head=3, style=LineStyle(_BLACK, "P", "--")),
+               r"-r_1\,\log(1+r_2 d^{\,r_3})", per_head=3),
         Method("kerple_bias_wht", "KERPLE bias+wht", "the power variant with a weight on scores",
                r"-r_1 d^{\,r_2},\quad \exp(-r_3 d^{\,r_4})", per_head=4,
                official="kerple_power_ap_ap",
-               official_parameters={"r1": "bias_a", "r2": "bias_p", "r3": "wei_a", "r4": "wei_p"},
-               style=LineStyle(_GREY, "h", "-.")),
+               official_parameters={"r1": "bias_a", "r2": "bias_p", "r3": "wei_a", "r4": "wei_p"}),
         Method("gauss_bias2", "2-para-bias", "a Gaussian bump as a bias",
-               r"r_1\exp(-r_2 d^2)", per_head=2, style=LineStyle(_PURPLE, "p", "-.")),
+               r"r_1\exp(-r_2 d^2)", per_head=2),
         Method("gauss_bias3", "3-para-bias", "the same with a learned exponent",
-               r"r_1\exp(-r_2 d^{\,r_3})", per_head=3, style=LineStyle(_GREEN, "*", ":")),
+               r"r_1\exp(-r_2 d^{\,r_3})", per_head=3),
         Method("gauss_wht1", "1-para-wht", "a Gaussian as a weight on scores",
-               r"\exp(-r_1 d^2)", per_head=1, style=LineStyle(_ORANGE, "<", ":")),
+               r"\exp(-r_1 d^2)", per_head=1),
         Method("gauss_wht2", "2-para-wht", "the same with a learned exponent",
                r"\exp(-r_1 d^{\,r_2})", per_head=2, official="kerple_power__ap",
-               official_parameters={"r1": "wei_a", "r2": "wei_p"},
-               style=LineStyle(_VERMILION, ">", "--")),
+               official_parameters={"r1": "wei_a", "r2": "wei_p"}),
         Method("alibi", "ALiBi", "linear bias with fixed slopes",
-               r"-\mathrm{slope}_h\,d", in_neox=True, style=LineStyle(_ORANGE, "^")),
+               r"-\mathrm{slope}_h\,d", in_neox=True),
         Method("alibi_learned", "ALiBi (learned)", "linear bias with slopes that are trained",
-               r"-r_1\,d", per_head=1, style=LineStyle(_ORANGE, "h", ":")),
+               r"-r_1\,d", per_head=1),
         Method("kerple_power_original", "ALiBi (floored)",
                "ALiBi inside the official code's power kernel",
-               r"-\max(0.01,\,\mathrm{slope}_h)\,d", official="kerple_power_original",
-               style=LineStyle(_ORANGE, "v", "--")),
+               r"-\max(0.01,\,\mathrm{slope}_h)\,d", official="kerple_power_original"),
         Method("rpe", "T5 bias", "a learned value per distance bucket",
                r"b_{\mathrm{bucket}(d)}\sqrt{\mathrm{head\_dim}}", count=_t5_buckets,
-               in_neox=True, style=LineStyle(_GREEN, "D")),
+               in_neox=True),
         Method("sandwich", "Sandwich", "inner products of sinusoids as a bias",
-               r"\frac{H}{8h}\left(\sum_{i=1}^{64}\cos\frac{d}{10000^{2i/128}}-64\right)",
-               style=LineStyle(_BLACK, "d", ":")),
+               r"\frac{H}{8h}\left(\sum_{i=1}^{64}\cos\frac{d}{10000^{2i/128}}-64\right)"),
         Method("rotary", "Rotary", "queries and keys rotated by position",
-               in_neox=True, style=LineStyle(_VERMILION, "v")),
+               in_neox=True),
         Method("sinusoidal", "Sinusoidal", "fixed sines and cosines added to the input",
-               in_neox=True, style=LineStyle(_PURPLE, "X")),
+               in_neox=True),
         Method("learned", "Learned", "a vector per position, none beyond training length",
-               count=_learned_rows, in_neox=True, style=LineStyle(_GREY, "x", ":")),
-        Method("none", "NoPE", "no positional embedding", in_neox=True,
-               style=LineStyle(_BLACK, "+", "-.")),
+               count=_learned_rows, in_neox=True),
+        Method("none", "NoPE", "no positional embedding", in_neox=True),
     )
 }  # fmt: skip
 
@@ -151,12 +130,6 @@ def label_of(name: str) -> str:
     """The one name a person reads; a method of the user's own is shown under its own."""
     known = method(name)
     return known.label if known else name
-
-
-def line_style(name: str) -> LineStyle:
-    """How a method is drawn in every figure."""
-    known = method(name)
-    return known.style if known else LineStyle()
 
 
 def check_position_name(name: str) -> None:

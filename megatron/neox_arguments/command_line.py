@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, KerpleError
-from megatron.neox_arguments.allowed_code import allow_kernel, kernels_in
+from megatron.neox_arguments.allowed_code import allow_kernel, classes_in
 from megatron.neox_arguments.arguments import GROUPS, OWNER, NeoXArgs
 from megatron.terminal import print_error
 
@@ -144,7 +144,7 @@ def decode_config(payload: str) -> NeoXArgs:
             "--megatron_config is not a config made by deepy.py; pass YAML files instead."
         ) from e
     if isinstance(config, dict):
-        allow_kernel(kernels_in(config))  # deepy.py has asked where the name came from
+        allow_kernel(classes_in(config))  # deepy.py has asked where the name came from
     return NeoXArgs.from_dict(config).with_sources(texts)
 
 

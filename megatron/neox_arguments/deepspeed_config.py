@@ -4,21 +4,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
 
+from megatron.backends.deepspeed_processes import zero_keys
 from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments import values
+from megatron.neox_arguments.allowed_code import imported_class, is_import_path
 from megatron.neox_arguments.values import Group, key
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
     from megatron.neox_arguments.optimization_keys import OptimizationArgs
 
-OptimizerType = Literal["adam", "adamw", "fused_adam", "cpu_adam", "cpu_torch_adam", "sgd"]
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adam": _MOMENTS,
+    "adamw": _MOMENTS,
+    "fused_adam": _MOMENTS,
+    "cpu_adam": _MOMENTS,
+    "cpu_torch_adam": _MOMENTS,
+    "sgd": ("momentum_buffer",),
+    "lion": ("exp_avg",),
+}
+"""The optimizers by name, and what each keeps for every number of the model, in fp32."""
+_DEFAULT_PARAMS: dict[str, dict[str, Any]] = {
+    **{name: {"betas": (0.9, 0.999), "eps": 1e-8} for name in OPTIMIZERS},
+    "sgd": {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0},
+    "lion": {"betas": (0.9, 0.99)},
+}
 
 
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
+def optimizer_family(kind: str) -> str:
+    """The several names of Adam are one arithmetic; every other optimizer is its own."""
+    return "adam" if OPTIMIZERS.get(kind.lower()) == _MOMENTS else kind
+
+
+def _optimizer_name(value: Any) -> Any:
+    if not isinstance(value, str) or is_import_path(value):
+        return value
+    if value.lower() not in OPTIMIZERS:
+        raise ValueError(
+            f"{value!r:.80} is not one of {', '.join(OPTIMIZERS)}, nor package.module:Class"
+        )
+    return value.lower()
 
 
 def _list_to_tuple(value: Any) -> Any:
@@ -26,26 +54,59 @@ def _list_to_tuple(value: Any) -> Any:
 
 
 class OptimizerParams(Group):
-    """Hyperparameters of Adam."""
+    """Hyperparameters of the optimizer."""
 
     lr: values.NonNegativeFloat = key(0.001, "Peak learning rate.")
-    betas: Annotated[tuple[values.Fraction, values.Fraction], BeforeValidator(_list_to_tuple)] = (
-        key((0.9, 0.999), "Decay rates of the two moments.")
-    )
-    eps: values.PositiveFloat = key(1.0e-8, "Added to the denominator.")
+    betas: (
+        Annotated[tuple[values.Fraction, values.Fraction], BeforeValidator(_list_to_tuple)] | None
+    ) = key(None, "Decay rates of the moments; null: [0.9, 0.999], for lion [0.9, 0.99].")
+    eps: values.PositiveFloat | None = key(None, "Added to Adam's denominator; null: 1e-8.")
+    momentum: values.Fraction | None = key(None, "Of sgd; null: 0, as in GPT-NeoX.")
+
+
+class _OwnParams(OptimizerParams):
+    """A class of the user's own takes what it takes."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class OptimizerBlock(Group):
     """Which optimiser, with which hyperparameters."""
 
-    type: Annotated[OptimizerType, BeforeValidator(_lower)] = key(
+    type: Annotated[str, BeforeValidator(_optimizer_name)] = key(
         "adam",
         "adam or adamw (apex's fused kernel on GPUs if installed, else torch's), "
         "fused_adam or cpu_adam (DeepSpeed's, compiled at first use), cpu_torch_adam (torch's, not "
-        "fused), all with decoupled weight decay as in GPT-NeoX; or sgd (momentum is betas[0]). "
-        "Upper or lower case.",
+        "fused), lion, all with decoupled weight decay as in GPT-NeoX; sgd; upper or lower case. "
+        "Or package.module:Class, a torch.optim.Optimizer of your own.",
     )
-    params: OptimizerParams = key(OptimizerParams(), "lr, betas, eps.")
+    params: SerializeAsAny[OptimizerParams] = key(
+        OptimizerParams(), "lr, betas, eps, momentum; for a class of your own what it takes."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_params(cls, block: Any) -> Any:
+        """What is not given has the default of this optimizer; a class has its own defaults."""
+        kind, params = block.get("type", "adam"), block.get("params", {})
+        if not isinstance(params, dict) or not isinstance(kind, str):
+            return block
+        given = {name: value for name, value in params.items() if value is not None}
+        if is_import_path(kind):
+            return {**block, "params": _OwnParams.model_validate(given)}
+        return {**block, "params": {**_DEFAULT_PARAMS.get(kind.lower(), {}), **given}}
+
+    @property
+    def states(self) -> tuple[str, ...] | None:
+        """What the optimizer keeps for every number of the model; None: a class of the user's."""
+        if self.type == "sgd" and not self.params.momentum:
+            return ()
+        return OPTIMIZERS.get(self.type)
+
+
+def optimizer_kind(block: OptimizerBlock) -> Any:
+    """The known name, or the user's class."""
+    return imported_class("optimizer.type", block.type) if block.states is None else block.type
 
 
 class Float16Block(Group):
@@ -151,11 +212,7 @@ def unknown_zero_keys(block: Any) -> list[str]:
     others = [name for name in names if name not in ZeroBlock.model_fields]
     if not others:
         return []  # DeepSpeed takes seconds to import
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    theirs: Any = DeepSpeedZeroConfig.model_fields
-    spelled = [field.alias for field in theirs.values() if field.alias]
-    known = [*ZeroBlock.model_fields, *theirs, *spelled]
+    known = [*ZeroBlock.model_fields, *zero_keys()]
     return [
         f"unknown key 'zero_optimization.{name:.80}'. "
         + did_you_mean(name, known, "DeepSpeed does not know it either.")

@@ -12,6 +12,7 @@ from megatron.errors import ConfigError
 from megatron.machine import count_gpus, memory_bytes
 from megatron.neox_arguments.arguments import GROUPS, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of, method
+from megatron.neox_arguments.deepspeed_config import OptimizerBlock, optimizer_kind
 from megatron.neox_arguments.model_keys import GATED_ACTIVATIONS, ModelArgs, padded_vocab_size
 from megatron.neox_arguments.optimization_keys import data_parallel_size
 from megatron.neox_arguments.run_keys import DataArgs, TokenizerArgs
@@ -237,14 +238,24 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     # bf16's gradients are added up in fp32 beside them.
     beside = optimization.precision == "bf16" and optimization.accumulation_dtype == "fp32"
     sums = 4 if beside else 0
-    # 16-bit training keeps an fp32 copy beside Adam's two moments.
-    states = share * (12 if half else 8)
+    # 16-bit training keeps an fp32 copy beside the optimizer's own states.
+    states = int(share * (optimizer_bytes(optimization.optimizer) + (4 if half else 0)))
     return MemoryEstimate(
         parameters=share * (2 if half else 4) // (copies if stage == 3 else 1),
         gradients=share * ((2 if half else 4) + sums) // (copies if stage >= 2 else 1),
         optimizer=states // (copies if stage >= 1 else 1),
         activations=_activation_bytes(args, world_size),
     )
+
+
+def optimizer_bytes(block: OptimizerBlock) -> float:
+    """What the optimizer keeps for each parameter; of a class of the user's own, measured."""
+    if block.states is not None:
+        return 4 * len(block.states)
+    from megatron.backends.optimizers import build_optimizer, measured_state_bytes
+
+    kind, params = optimizer_kind(block), block.params.model_dump(exclude_none=True)
+    return measured_state_bytes(lambda groups: build_optimizer(kind, groups, params))
 
 
 def memory_shortage(args: NeoXArgs, world_size: int, available: int, where: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import model_validator
 
+from megatron.neox_arguments.position_keys import BiasScale, Constraint, PositionKeys
 from megatron.neox_arguments.values import (
     Changes,
     Fraction,
@@ -108,7 +109,10 @@ class ModelArgs(Group):
         hf=None,
     )
     seq_length: PositiveInt = key(
-        2048, "Training sequence length in tokens.", hf="train_length", hf_default=512
+        PositionKeys.seq_length,
+        "Training sequence length in tokens.",
+        hf="train_length",
+        hf_default=512,
     )
     seq_length_val: PositiveInt | None = key(
         None,
@@ -134,11 +138,18 @@ class ModelArgs(Group):
         "(kerple_power_ap_, ...), or `module:ClassName` of your own.",
         hf_default="kerple_log",
     )
-    rpe_num_buckets: PositiveInt = key(32, "T5 bias: number of distance buckets.")
-    rpe_max_distance: PositiveInt = key(128, "T5 bias: distances from here share the last bucket.")
-    rotary_pct: Fraction = key(1.0, "Fraction of each head that is rotated.")
+    rpe_num_buckets: PositiveInt = key(
+        PositionKeys.rpe_num_buckets, "T5 bias: number of distance buckets."
+    )
+    rpe_max_distance: PositiveInt = key(
+        PositionKeys.rpe_max_distance, "T5 bias: distances from here share the last bucket."
+    )
+    rotary_pct: Fraction = key(PositionKeys.rotary_pct, "Fraction of each head that is rotated.")
     rotary_emb_base: PositiveFloat = key(
-        10000, "Base of the rotary frequencies.", hf="rotary_base", hf_default=10000.0
+        PositionKeys.rotary_emb_base,
+        "Base of the rotary frequencies.",
+        hf="rotary_base",
+        hf_default=10000.0,
     )
     rope_scaling: RopeScaling | None = key(
         None,
@@ -147,14 +158,14 @@ class ModelArgs(Group):
         ours=True,
         evaluate="free",
     )
-    kerple_constraint: Literal["ste", "project", "softplus"] = key(
-        "ste",
+    kerple_constraint: Constraint = key(
+        PositionKeys.kerple_constraint,
         "How kernel parameters stay in their range: a straight-through clamp (what "
         "the official code amounts to), a projection after each step, or softplus.",
         ours=True,
     )
-    kerple_bias_scale: Literal["post", "pre"] = key(
-        "post",
+    kerple_bias_scale: BiasScale = key(
+        PositionKeys.kerple_bias_scale,
         "Add the bias after q.k/sqrt(d) (post, as the official code) or divide it by "
         "sqrt(d) too (pre, as Eq. 1 of the paper).",
         ours=True,
@@ -163,7 +174,7 @@ class ModelArgs(Group):
         "all", "One kernel for all layers, or one per layer.", ours=True
     )
     kerple_legacy_bf16: bool = key(
-        False,
+        PositionKeys.kerple_legacy_bf16,
         "Compute distances and bias in bf16 as the official code does (coarse beyond "
         "256 tokens); for reproducing its numbers only.",
         ours=True,
@@ -181,7 +192,7 @@ class ModelArgs(Group):
         "Attend to the query and to this many tokens before it, as GPT-NeoX; null: to all.",
         hf="attention_window",
     )
-    attention_engine: Literal["auto", "naive", "tiled", "triton"] = key(
+    attention_engine: Literal["auto", "naive", "tiled", "triton", "flex"] = key(
         "auto",
         "Attention implementation; auto takes the fastest that fits.",
         hf=None,
@@ -234,7 +245,7 @@ class ModelArgs(Group):
         resume="free",
     )
     init_method_std: NonNegativeFloat = key(
-        0.02,
+        PositionKeys.init_method_std,
         "Standard deviation of normal initialisations.",
         hf="initializer_range",
         changes="training",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from megatron.neox_arguments.position_keys import PositionKeys
 from megatron.neox_arguments.values import (
     Changes,
     Flag,
@@ -116,8 +117,8 @@ class EvaluationArgs(Group):
     eval_iters: NonNegativeInt = key(100, "Batches per validation.")
     eval_tasks: TextList | None = key(
         None,
-        "What evaluate.py runs: extrapolation, positionwise, sliding, passkey, "
-        "receptive_field, ruler, longppl, recall, or names of lm-eval tasks.",
+        "What evaluate.py runs: tasks that docs/evaluation.md names, classes of your own as "
+        "module:Class, or names of lm-eval tasks.",
     )
     eval_results_prefix: str = key("", "Start of result file names; empty: <load>/results/step<N>.")
     char_level_ppl: bool = key(False, "Report perplexity per character and per word too.")
@@ -133,6 +134,9 @@ class EvaluationArgs(Group):
         16,
         "Sequences per length (fixed_sequences) or at the longest (fixed_tokens); "
         "the paper's tables use 320.",
+    )
+    eval_last: PositiveInt | None = key(
+        None, "Extrapolation: the loss of the last this many tokens of each sequence; null: of all."
     )
     eval_window: PositiveInt | None = key(None, "Window of attention while evaluating; null: none.")
     eval_context_length: PositiveInt | None = key(None, "lm-eval: the context; null: seq_length.")
@@ -358,7 +362,7 @@ class RuntimeArgs(Group):
     """Seeds, timeouts, debugging."""
 
     seed: Annotated[NonNegativeInt, Field(le=2**32 - 1)] = key(
-        1234, "Seed of weights, dropout and (see data_seed) data."
+        PositionKeys.seed, "Seed of weights, dropout and (see data_seed) data."
     )
     exit_interval: PositiveInt | None = key(
         None, "Save and stop at the first multiple of this.", changes="execution"
@@ -368,6 +372,13 @@ class RuntimeArgs(Group):
     )
     detect_anomaly: bool = key(
         False, "torch's anomaly detection: slow, names the source of a NaN.", changes="execution"
+    )
+    training_backend: Literal["deepspeed", "torch"] | None = key(
+        None,
+        "What takes the training steps: DeepSpeed, or torch alone (one process, fp32, no ZeRO, no "
+        "pipeline: the same numbers). null: DeepSpeed if it is installed.",
+        ours=True,
+        changes="execution",
     )
     deepspeed_extra_args: dict[str, Any] | None = key(
         None, "More top-level entries for DeepSpeed's config, passed on as they are.", resume="free"

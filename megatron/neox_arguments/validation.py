@@ -215,11 +215,9 @@ def _check_schedule(optimization: OptimizationArgs) -> None:
         raise ConfigError(
             "override_lr_scheduler and use_checkpoint_lr_scheduler contradict each other. Keep one."
         )
-    if any(beta >= 1 for beta in optimization.optimizer.params.betas):
-        raise ConfigError(
-            f"optimizer.params.betas = {list(optimization.optimizer.params.betas)}: each must be "
-            "below 1."
-        )
+    betas = optimization.optimizer.params.betas or ()
+    if any(beta >= 1 for beta in betas):
+        raise ConfigError(f"optimizer.params.betas = {list(betas)}: each must be below 1.")
 
 
 def _check_checkpoints(checkpoint: CheckpointArgs) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments.allowed_code import allow_kernel, kernels_in, without_code
+from megatron.neox_arguments.allowed_code import allow_kernel, classes_in, without_code
 from megatron.neox_arguments.normalize import NESTED_BLOCKS, enabled_blocks, normalize
 from megatron.neox_arguments.values import copy_plain
 
@@ -214,7 +214,7 @@ def parse_set(assignment: str, known: list[str]) -> Layer:
     for part in reversed(parts):
         value = {part: value}
     values, problems = normalize(copy_plain(value, source), known, source)
-    allow_kernel(kernels_in(values))
+    allow_kernel(classes_in(values))
     return Layer(source, values, problems)
 
 

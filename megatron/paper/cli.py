@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ReproduceError
-from megatron.neox_arguments.command_line import add_set_argument
+from megatron.neox_arguments.command_line import add_allow_kernel_argument, add_set_argument
 from megatron.neox_arguments.yaml_files import parse_yaml
 from megatron.paper.cells import ALPHA
 from megatron.paper.slurm import ClusterOptions
@@ -31,7 +31,8 @@ EXAMPLES = """examples:
   python tools/reproduce.py status --suite paper --watch
   python tools/reproduce.py report --suite paper --out docs/results/paper
   python tools/reproduce.py released --dir kerple_release --text my_book.txt
-  python tools/reproduce.py keep --suite study --out docs/results/study/runs
+  python tools/reproduce.py pack --suite study --out docs/results/study/runs.tar.gz
+  python tools/reproduce.py report --suite study --runs docs/results/study/runs.tar.gz
 """
 
 
@@ -65,8 +66,14 @@ def _common_arguments() -> argparse.ArgumentParser:
         metavar="NAME",
         help="sections, methods, data sets, or run names with wildcards",
     )
-    common.add_argument("--runs", default="runs", metavar="DIR", help="where runs live (runs)")
+    common.add_argument(
+        "--runs",
+        default="runs",
+        metavar="DIR",
+        help="where runs live (runs); for report and status also a file that `pack` wrote",
+    )
     common.add_argument("--data", default="data", metavar="DIR", help="where data lives (data)")
+    add_allow_kernel_argument(common)
     add_set_argument(common, "config values for every run, e.g. train_iters=100")
     return common
 
@@ -128,7 +135,7 @@ def _other_arguments(commands: Any) -> None:
     commands["logs"].add_argument("--lines", type=int, default=40, metavar="N", help="(40)")
     commands["status"].add_argument("--watch", action="store_true", help="repeat every 10 s")
     commands["report"].add_argument("--out", metavar="DIR", help="(runs/SUITE/report)")
-    commands["keep"].add_argument("--out", required=True, metavar="DIR", help="a folder of runs")
+    commands["pack"].add_argument("--out", required=True, metavar="FILE", help="NAME.tar.gz")
     worker = commands["worker"]
     worker.add_argument("--tasks", default="", help="file with one run or data set a line")
     worker.add_argument("--container", default="")
@@ -140,7 +147,22 @@ def _other_arguments(commands: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
-    return _COMMANDS[options.command][0](options)
+    command = _COMMANDS[options.command][0]
+    if not Path(getattr(options, "runs", "")).is_file():
+        return command(options)
+    if options.command not in ("report", "status"):
+        raise ReproduceError(
+            f"--runs {options.runs}: a packed file, which only report and status read; unpack it "
+            "into a folder with `tar xf`"
+        )
+    from megatron.paper.run_archive import unpacked
+
+    with unpacked(Path(options.runs)) as folder:
+        # A report belongs beside the archive, not into the folder that goes away.
+        if options.command == "report":
+            options.out = options.out or str(Path(options.runs).parent / "report")
+        options.runs = str(folder)
+        return command(options)
 
 
 def _suite(options: argparse.Namespace) -> Suite:
@@ -248,6 +270,7 @@ def _submit(options: argparse.Namespace) -> int:
     arguments = [f"--suite={options.suite}", *places]
     arguments += [f"--only={name}" for name in options.only]
     arguments += [f"--set={item}" for item in options.sets]
+    arguments += [f"--allow-kernel={name}" for name in options.allow_kernel]
     return submit(suite, chosen, arguments, options.dry_run)
 
 
@@ -296,11 +319,11 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _keep(options: argparse.Namespace) -> int:
-    from megatron.paper.run_results import keep_results
+def _pack(options: argparse.Namespace) -> int:
+    from megatron.paper.run_archive import pack_runs
 
-    kept = keep_results(_suite(options), Path(options.out))
-    print(f"{len(kept)} finished runs: {options.out}")
+    packed = pack_runs(_suite(options), Path(options.out))
+    print(f"{len(packed)} finished runs: {options.out}")
     return 0
 
 
@@ -330,7 +353,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "status": (_status, "a table of all runs, from their directories and squeue"),
     "logs": (_logs, "the end of a run's log; without a name, of all that failed"),
     "report": (_report, "tables and figures of what is finished"),
-    "keep": (_keep, "copy the results of finished runs, without checkpoints"),
+    "pack": (_pack, "write the results of finished runs, without checkpoints, to one file"),
     "worker": (_worker, ""),
     "released": (_released, "figures and perplexities of the official release's checkpoints"),
 }

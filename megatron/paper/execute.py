@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
-from megatron.neox_arguments.allowed_code import kernels_in
+from megatron.neox_arguments.allowed_code import classes_in
 from megatron.paper.result_fit import done_steps, is_finished
 from megatron.paper.run_files import (
     RunState,
@@ -180,7 +180,7 @@ class Launcher:
     one_gpu_per_task: bool = False
 
     def command(self, script: str, config: Path, run: Run, arguments: Sequence[str]) -> list[str]:
-        if kernels := kernels_in(run.config):  # the suite names it; config.yml lies in a run folder
+        if kernels := classes_in(run.config):  # the suite names it; config.yml lies in a run folder
             arguments = [*arguments, "--allow-kernel", *kernels]
         if self.srun:
             # The first rank that has saved must not end the others; a lost rank ends them soon.
@@ -218,12 +218,7 @@ def step_command(launcher: Launcher, run: Run, step: Step) -> list[str]:
     if step == TRAIN:
         return launcher.command("train", config, run, [])
     arguments = ["--eval_tasks", step.task]
-    sets = [f"{key}={json.dumps(value)}" for key, value in step.settings]
-    if step.length is not None:
-        sets.append(f"eval_lengths=[{step.length}]")
-    if step.window is not None:
-        sets.append(f"eval_window={step.window}")
-    if sets:
+    if sets := [f"{key}={json.dumps(value)}" for key, value in step.overrides.items()]:
         prefix = step.variant or f"length{step.length}"
         arguments += ["--eval_results_prefix", str(run.directory / "results" / prefix)]
         arguments += ["--set", *sets]

@@ -1,4 +1,4 @@
-"""Figures of what was measured: perplexity and recall by length, loss and time of training."""
+"""Figures of what was measured: perplexity and other numbers by length, training loss and time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import AutoLocator, NullLocator
 
-from megatron.neox_arguments.catalogue import label_of, line_style
+from megatron.evaluation.tasks import GroupView
+from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import Cell, published_seconds_per_step, summarize
 from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
@@ -22,6 +23,7 @@ from megatron.paper.style import (
     figure_legend,
     figure_style,
     finish_axes,
+    line_style,
     line_with_spread,
     mark_train_length,
     new_figure,
@@ -132,32 +134,25 @@ def _zoom(axes: Axes, means: Sequence[float]) -> None:
     axes.set_ylim(best - margin, top + margin)
 
 
-RECALL_TITLES = {
-    "digit_in_noise": "One digit in noise",
-    "mqar": "Associative recall (four pairs)",
-    "passkey_in_noise": "Passkey of four digits in noise",
-}
-
-
 @figure_style()
-def recall_by_length(results: ResultSet, data: DataSet, methods: Sequence[str]) -> Figure | None:
-    """Share of symbols recalled against length, a panel per kind; None without results."""
-    found = {
-        kind: {
-            name: values for name in methods if (values := results.recalled(data.name, name, kind))
-        }
-        for kind in RECALL_TITLES
-    }
+def group_by_length(
+    results: ResultSet, task: str, view: GroupView, data: DataSet, methods: Sequence[str]
+) -> Figure | None:
+    """What a task measured against length, a panel per group; None without results."""
+    found = {}
+    for group in view.groups:
+        by_method = {name: results.values(task, data.name, name, group) for name in methods}
+        found[group] = {name: values for name, values in by_method.items() if values}
     if not any(found.values()):
         return None
     figure, grid = new_panels(len(found), width=5.4)
-    for axes, (kind, curves) in zip(grid[0], found.items(), strict=True):
+    for axes, (group, curves) in zip(grid[0], found.items(), strict=True):
         ends = []
         for name, by_length in curves.items():
             style = line_style(name)
             cells = [summarize(seeds.values()) for seeds in by_length.values()]
-            means = np.array([100 * (cell.mean or 0.0) for cell in cells])
-            spread = np.array([100 * (cell.std or 0.0) for cell in cells])
+            means = np.array([view.scale * (cell.mean or 0.0) for cell in cells])
+            spread = np.array([view.scale * (cell.std or 0.0) for cell in cells])
             line_with_spread(
                 axes,
                 list(by_length),
@@ -169,11 +164,11 @@ def recall_by_length(results: ResultSet, data: DataSet, methods: Sequence[str]) 
             )
             ends.append(EndLabel(label_of(name), style.color, float(means[-1])))
         axes.set_xscale("log", base=2)
-        axes.set_ylim(-3, 103)
+        if view.limits is not None:
+            axes.set_ylim(*view.limits)
         _length_ticks(axes, sorted({length for curve in curves.values() for length in curve}))
         mark_train_length(axes, results.train_length(data.name), below=True)
-        finish_axes(axes, title=RECALL_TITLES[kind], xlabel="length (tokens)",
-                    ylabel="symbols recalled (%)")  # fmt: skip
+        finish_axes(axes, title=view.groups[group], xlabel=view.xlabel, ylabel=view.ylabel)
         direct_labels(axes, ends)
     return figure
 

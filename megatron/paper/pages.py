@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from markupsafe import Markup, escape
 
 from megatron.atomic_files import write_text
-from megatron.evaluation.results_schema import text_table
+from megatron.evaluation.text_tables import text_table
 from megatron.paper.claims import Finding
 from megatron.paper.style import PlotFile
 from megatron.paper.tables import DAGGER, Block, Entry, Table

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.data.corpora import SOURCES
-from megatron.evaluation.results_schema import text_table
+from megatron.evaluation.text_tables import text_table
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
 from megatron.paper.cells import published_seconds_per_step

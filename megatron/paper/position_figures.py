@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from megatron.evaluation.results_schema import PositionEntry
-from megatron.neox_arguments.catalogue import label_of, line_style
+from megatron.evaluation.positionwise import PositionEntry
+from megatron.neox_arguments.catalogue import label_of
 from megatron.paper import style as look
 from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet, Positionwise
@@ -42,7 +42,7 @@ class _Line:
     @property
     def style(self) -> dict[str, Any]:
         dashes = (0, (4, 2)) if self.window else "-"
-        return {"color": line_style(self.name).color, "linestyle": dashes}
+        return {"color": look.line_style(self.name).color, "linestyle": dashes}
 
 
 def binned(losses: Sequence[float], bins: int = BINS) -> tuple[FloatArray, FloatArray]:

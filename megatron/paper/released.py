@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ReproduceError
+from megatron.evaluation.perplexity import Extrapolation
 from megatron.evaluation.results_schema import Result, read_result
+from megatron.evaluation.tasks import EvaluationOptions, requested
 from megatron.neox_arguments.catalogue import canonical_method, label_of
 from megatron.paper.cells import DATA_TITLES, Cell
 from megatron.paper.pages import Chapter, Page, to_text, write_page, write_tables
@@ -158,8 +160,7 @@ def _perplexity_table(released: Sequence[Released], out: Path, options: Released
 
 
 def _entry(result: Result | None, length: int) -> Entry:
-    entries = result.by_length().get("valid", []) if result else []
-    found = next((item.ppl for item in entries if item.length == length), None)
+    found = Extrapolation().cells(result.results).get(("valid", length)) if result else None
     return Entry(Cell(found, seeds=0 if found is None else 1))
 
 
@@ -188,7 +189,7 @@ def _evaluated(
         "valid_data_paths": [str(prefix)],
         "do_valid": True,
         "do_test": False,
-        "eval_tasks": ["extrapolation"],
+        "eval_tasks": [Extrapolation.name],
         "eval_lengths": list(options.lengths),
         "eval_protocol": "fixed_tokens",
         "eval_num_sequences": options.sequences,
@@ -198,19 +199,9 @@ def _evaluated(
     args = item.args.replace(**changes)
     if run_evaluation(args) != 0:
         return None
-    suffix = f"_window{window}" if window else ""
+    task, options_of_task = Extrapolation(), EvaluationOptions.from_args(args)
+    expected = requested(task, options_of_task, args.model.model_dump(mode="json"))["settings"]
     # Another text or other lengths before this one have left their own files beside it.
-    pattern = f"{item.run.name}_extrapolation{suffix}*.json"
+    pattern = f"{item.run.name}_{task.file_name(options_of_task)}*.json"
     files = (out / "results").glob(pattern)
-    matching = [path for path in files if _asked_for(read_result(path), prefix, options, window)]
-    return read_result(max(matching, key=lambda path: path.stat().st_mtime_ns))
-
-
-def _asked_for(result: Result, prefix: Path, options: ReleasedOptions, window: int | None) -> bool:
-    settings = result.settings or {}
-    return (
-        result.window == window
-        and settings.get("lengths") == sorted(options.lengths)
-        and settings.get("num_sequences") == options.sequences
-        and [entry["prefix"] for entry in settings.get("data") or []] == [str(prefix)]
-    )
+    return next((own for own in map(read_result, files) if own.settings == expected), None)

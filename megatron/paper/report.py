@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import re
-import shutil
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatron import __version__
+from kerple import __version__
 from megatron.atomic_files import write_text
 from megatron.paper.claims import check_claims, cpd_table
-from megatron.paper.figures import (
-    RECALL_TITLES,
-    perplexity_by_length,
-    recall_by_length,
-    training_loss,
-    training_speed,
-)
-from megatron.paper.kernel_figures import kernel_plots
 from megatron.paper.pages import (
     Chapter,
     Listing,
@@ -34,21 +20,15 @@ from megatron.paper.pages import (
     write_page,
     write_tables,
 )
-from megatron.paper.position_figures import positionwise_perplexity
-from megatron.paper.result_fit import RECALL, Fit, is_finished
+from megatron.paper.result_fit import Fit, is_finished
 from megatron.paper.run_files import finite, read_history, step_seconds
 from megatron.paper.run_results import ResultSet, read_run
-from megatron.paper.style import Plot, save_figures
-from megatron.paper.suite import TRAIN, Run, Suite
-from megatron.paper.suite_file import DataSet, Layout, Section, TableSpec
+from megatron.paper.section_report import heads_of, machine_name, section_chapter
+from megatron.paper.suite import TRAIN, Suite
+from megatron.paper.suite_file import DataSet, Layout
 from megatron.paper.tables import (
     Table,
     contrast_table,
-    lay_out,
-    measured_cells,
-    published_source,
-    recall_table,
-    speed_table,
 )
 
 
@@ -76,7 +56,7 @@ def make_report(suite: Suite, directory: Path | None = None, command: str = "") 
     directory = directory or suite.directory / "report"
     results = collect_results(suite)
     missing = [item.run.name for item in results.runs if not is_finished(item.run, item.checks)]
-    chapters = [_section_chapter(suite, part, results, directory) for part in suite.sections]
+    chapters = [section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
     chapters[1:1] = [_claims_chapter(suite, results), *_contrast_chapters(suite, results)]
     chapters += _theory_chapters(suite, results)
@@ -165,87 +145,8 @@ def _contrast_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
 
 def _theory_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
     """CPD checks of the trained kernels, where a suite has trained some."""
-    table = cpd_table(results, [run.method for run in suite.runs], _heads(suite.runs))
+    table = cpd_table(results, [run.method for run in suite.runs], heads_of(suite.runs))
     return [Chapter("The theory, on the trained kernels", tables=[table])] if table else []
-
-
-def _section_chapter(
-    suite: Suite, section: Section, results: ResultSet, directory: Path
-) -> Chapter:
-    own = results.of_models(section.models)
-    chapter = Chapter(section.title)
-    if section.table:
-        first, *others = suite.file.splits
-        chapter.tables.append(_result_table(section.table, own, first, first=True))
-        chapter.folded += [_result_table(section.table, own, s, first=False) for s in others]
-    if RECALL in section.tasks:
-        for item in suite.data_of(section):
-            shares = partial(own.recalled, item.name)
-            chapter.tables.append(
-                recall_table(section.name, section.methods, RECALL_TITLES, shares)
-            )
-    if section.speed:
-        seconds = {m: own.seconds_per_step(section.speed_data, m) for m in section.methods}
-        key, caption = f"{section.name}_speed", section.speed.caption
-        chapter.tables.append(speed_table(key, caption, section.methods, seconds))
-    plots = _plots(suite, section, own)
-    chapter.figures = save_figures(plots, directory / "figures", f"{section.name}_")
-    return chapter
-
-
-def _result_table(spec: TableSpec, results: ResultSet, split: str, *, first: bool) -> Table:
-    table = lay_out(
-        spec,
-        measured_cells(spec, partial(results.perplexity, split)),
-        published_source(spec) if first else None,
-    )
-    key = spec.key if first else f"{spec.key}_{split}"
-    return replace(table, key=key, caption=f"{table.caption} Split: {split}.")
-
-
-_LENGTH_CAPTION = (
-    "Mean over seeds, shaded by one standard deviation; logarithmic axes. The dotted line marks "
-    "the training length. The lower row, where there is one, zooms in "
-    "on the methods that do not explode (linear axis)."
-)
-_POSITION_CAPTION = (
-    "Perplexity of the tokens at each position of long sequences: mean loss over seeds in 64 equal "
-    "bins (thin) and their running mean over five (thick), shaded by its standard error over "
-    "seeds. If a model used no more than the window, its line would coincide with the dashed "
-    "windowed line beyond it."
-)
-_RECALL_CAPTION = (
-    "Symbols that nothing but recall can tell, mean over seeds, shaded by one standard "
-    "deviation. Guessing one of the four values at hand gives 25%, of ten digits 10%."
-)
-
-
-def _plots(suite: Suite, section: Section, results: ResultSet) -> Iterator[Plot]:
-    split, data, methods = suite.file.splits[0], suite.data_of(section), section.methods
-    if section.table:
-        by_length = perplexity_by_length(results, split, data, methods)
-        title = f"Perplexity against length ({split})"
-        yield Plot("perplexity", title, _LENGTH_CAPTION, by_length)
-    for item in data if RECALL in section.tasks else ():
-        recall = recall_by_length(results, item, methods)
-        yield Plot("recall", "Recall against length", _RECALL_CAPTION, recall)
-    for item in data:
-        by_position = positionwise_perplexity(results, split, item, section.positionwise)
-        key, title = f"positionwise_{item.name}", "Position-wise perplexity"
-        yield Plot(key, title, _POSITION_CAPTION, by_position)
-    if section.table:
-        yield from kernel_plots(results.of_methods(methods), data, _heads(suite.runs_of(section)))
-    if section.speed:
-        speed = training_speed(results, section.speed_data, methods, machine_name())
-        caption = "Median seconds per step, mean over runs, as a multiple of KERPLE-log's."
-        yield Plot("speed", "Training time per step", caption, speed)
-    if section.table:
-        losses = training_loss(results, data, methods)
-        yield Plot("loss", "Training loss", "First seed of each method, as logged.", losses)
-
-
-def _heads(runs: Sequence[Run]) -> int:
-    return int(runs[0].config["num_attention_heads"]) if runs else 1
 
 
 def _facts(suite: Suite, results: ResultSet, missing: int, command: str) -> list[tuple[str, str]]:
@@ -285,26 +186,6 @@ def _hours(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def machine_name() -> str:
-    """Processor, cores and GPUs; no host name, reports are published."""
-    cores = f"{os.cpu_count() or 1} cores of {_processor()}"
-    if shutil.which("nvidia-smi") is None:
-        return f"{cores}, no GPU"
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    listed = subprocess.run(query, capture_output=True, text=True, check=False)
-    names = [line.strip() for line in listed.stdout.splitlines() if line.strip()]
-    return f"{len(names)} x {names[0]}, {cores}" if names else f"{cores}, no GPU"
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    found = re.search(r"^model name\s*:\s*(.*\S)", text, re.MULTILINE)
-    return found[1] if found else platform.machine()
 
 
 def _software() -> str:

@@ -24,10 +24,10 @@ from typing import Any
 
 import yaml
 
-from megatron.atomic_files import read_json, write_text
+from megatron.atomic_files import fingerprint, read_json, write_text
 from megatron.errors import ConfigError, ReproduceError
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
-from megatron.paper.suite import TRAIN, Run, Step, trained_with
+from megatron.paper.suite import TRAIN, Run, Step, train_hash_by_name, trained_with
 
 
 class State:
@@ -58,6 +58,7 @@ def prepare_run(run: Run) -> None:
             f"{run.directory} holds a run with another training config ({different}). Move it "
             "aside, or let `tools/reproduce.py run --restart-changed` do that (nothing is deleted)."
         )
+    finished = trained(run)
     head = f"# Run {run.name}, written by tools/reproduce.py. Edit the suite, not this file.\n"
     body = yaml.safe_dump(dict(run.config), sort_keys=True, default_flow_style=None, width=100)
     write_text(run.directory / "config.yml", head + body, parents=True)
@@ -72,6 +73,9 @@ def prepare_run(run: Run) -> None:
         "train_hash": run.train_hash,
     }
     write_text(run.directory / "run.json", json.dumps(description, indent=1) + "\n")
+    marker = _marker(run, TRAIN)
+    if finished and marker.get("hash") != run.train_hash:  # of version 0.1; config.yml is new now
+        _write_marker(run, TRAIN, {**marker, "hash": run.train_hash})
 
 
 def training_differences(run: Run) -> str:
@@ -81,22 +85,32 @@ def training_differences(run: Run) -> str:
     """
     files = ("metrics.jsonl", "latest", ".done/train.json")
     started = any((run.directory / name).exists() for name in files)
-    trained_hash = (read_json(run.directory / "run.json") or {}).get("train_hash")
-    if not started or not trained_hash or str(trained_hash) == run.train_hash:
+    recorded = _recorded_hash(run)
+    if not started or not recorded or recorded == run.train_hash:
         return ""
-    try:
-        saved = parse_yaml(read_text(run.directory / "config.yml"), "config.yml")
-    except ConfigError:
-        saved = None
-    if not isinstance(saved, dict):
-        return "trained with another training config"
+    saved = _saved_config(run)
     before, now, missing = trained_with(saved), trained_with(run.config), object()
+    if before == now and recorded in (fingerprint(before), train_hash_by_name(saved)):
+        return ""  # other keys than those of the training, or another version's hash
     changes = [
         f"{key} {before.get(key, 'unset')} instead of {now.get(key, 'unset')}"
         for key in sorted({*before, *now})
         if before.get(key, missing) != now.get(key, missing)
     ]
-    return "trained with " + (", ".join(changes) or "another training config")
+    known = ", ".join(changes) if saved else ""
+    return "trained with " + (known or "another training config")
+
+
+def _recorded_hash(run: Run) -> str:
+    return str((read_json(run.directory / "run.json") or {}).get("train_hash") or "")
+
+
+def _saved_config(run: Run) -> dict[str, Any]:
+    try:
+        saved = parse_yaml(read_text(run.directory / "config.yml"), "config.yml")
+    except ConfigError:
+        return {}
+    return saved if isinstance(saved, dict) else {}
 
 
 def move_aside(run: Run) -> Path | None:
@@ -132,12 +146,19 @@ def write_state(directory: Path, state: RunState) -> None:
 
 def trained(run: Run) -> bool:
     """Whether training is finished, with the config that the suite has now."""
-    return _marker(run, TRAIN).get("hash") == run.train_hash
+    found = _marker(run, TRAIN).get("hash")
+    if found == run.train_hash:
+        return True
+    return bool(found) and found == _recorded_hash(run) and not training_differences(run)
 
 
 def mark_done(run: Run, step: Step, seconds: float) -> None:
     """Note that a step ended well: what it depended on, and how long it took."""
     content = {"hash": run.step_hash(step), "seconds": round(seconds, 1), "time": int(time.time())}
+    _write_marker(run, step, content)
+
+
+def _write_marker(run: Run, step: Step, content: Mapping[str, Any]) -> None:
     write_text(_marker_path(run, step), json.dumps(content) + "\n", parents=True)
 
 

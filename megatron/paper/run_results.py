@@ -6,35 +6,24 @@ has; what cannot be read or used is named, not skipped silently.
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megatron.atomic_files import read_json, write_text
-from megatron.errors import ReproduceError
-from megatron.evaluation.results_schema import PositionEntry, Result
+from megatron.evaluation.positionwise import PositionEntry
+from megatron.evaluation.tasks import Place
 from megatron.paper.cells import PairedTest, compare_paired
-from megatron.paper.result_fit import (
-    RECALL,
-    ResultFiles,
-    StepCheck,
-    cells_of,
-    is_finished,
-    wanted_cells,
-)
+from megatron.paper.result_fit import ResultFiles, StepCheck
 from megatron.paper.run_files import (
     finite,
     kernel_values,
     read_metrics,
-    read_state,
     same_heads,
-    write_state,
 )
-from megatron.paper.suite import Run, Step, Suite
-from megatron.paper.suite_file import Point
+from megatron.paper.suite import Run, Step
+from megatron.paper.suite_file import PERPLEXITY, POSITIONWISE, Point
 
 _WARMUP_STEPS = 10
 """The first steps compile and fill caches; they are left out of the seconds per step."""
@@ -43,14 +32,8 @@ _WARMUP_STEPS = 10
 @dataclass
 class RunResults:
     run: Run
-    perplexity: dict[tuple[str, int], float] = field(default_factory=dict)
-    """(split, length) -> perplexity"""
-    variants: dict[str, dict[tuple[str, int], float]] = field(default_factory=dict)
-    """The same of the same weights, evaluated with other settings."""
-    recall: dict[tuple[str, int], float] = field(default_factory=dict)
-    """(kind, length) -> share of symbols recalled"""
-    positions: dict[tuple[str, int, int | None], PositionEntry] = field(default_factory=dict)
-    """(split, length, window) -> loss by position"""
+    cells: dict[tuple[str, int | None, str], dict[Place, Any]] = field(default_factory=dict)
+    """(task, window, variant) -> what was measured, by group and length"""
     kernel: dict[str, list[float]] = field(default_factory=dict)
     """Last logged kernel parameters, per head."""
     kernel_path: list[tuple[int, dict[str, list[float]]]] = field(default_factory=list)
@@ -65,6 +48,10 @@ class RunResults:
     versions: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
+    def of(self, task: str, window: int | None = None, variant: str = "") -> dict[Place, Any]:
+        """The cells of one task; a variant has the same weights and other settings."""
+        return self.cells.get((task, window, variant), {})
+
 
 # What a run has to show.
 
@@ -72,30 +59,29 @@ class RunResults:
 def read_run(run: Run) -> RunResults:
     """All results of a run, whose directory need not exist."""
     files = ResultFiles(run)
-    results = RunResults(run, problems=list(files.problems))
+    results = RunResults(run, problems=files.problems)
     unused: dict[Path, str] = {}
     for step in run.evaluations:
         results.checks[step.name] = check = files.check(step)
         unused |= {path: f"{fit.value}: {why}" for fit, path, why in check.left_out}
-        for result in check.results:
-            results.versions.add(result.version or "0.1.0 or older")
-            _add_cells(results, result, step)
+        for file in check.files:
+            results.versions.add(file.result.version or "0.1.0 or older")
+            _add_cells(results, step, file.cells, files.wanted(step))
     results.unused = [f"{path}: {why}" for path, why in unused.items()]
     if not files.other_training:
         _read_training(run.directory / "metrics.jsonl", results)
     return results
 
 
-def _add_cells(results: RunResults, result: Result, step: Step) -> None:
-    wanted = wanted_cells(results.run, step)
-    found = {place: cell for place, cell in cells_of(result, step).items() if place in wanted}
-    if step.length:
-        results.positions |= {(*place, step.window): entry for place, entry in found.items()}
-    elif step.task == RECALL:
-        results.recall |= found
-    else:
-        own = results.variants.setdefault(step.variant, {}) if step.variant else results.perplexity
-        own |= {place: value for place, value in found.items() if value is not None}
+def _add_cells(
+    results: RunResults, step: Step, found: Mapping[Place, Any], wanted: Sequence[Place]
+) -> None:
+    """Without lengths that the suite does not ask for, and without cells that have no number."""
+    groups = {group for group, _ in wanted}
+    own = results.cells.setdefault((step.task, step.window, step.variant), {})
+    for place, value in found.items():
+        if value is not None and (place in wanted or place[0] not in groups):
+            own[place] = value
 
 
 def _read_training(path: Path, results: RunResults) -> None:
@@ -145,7 +131,7 @@ class ResultSet:
         return by_length(
             (length, item.run.seed, value)
             for item in self.of(data, method)
-            for (own, length), value in item.perplexity.items()
+            for (own, length), value in item.of(PERPLEXITY).items()
             if own == split and item.run.train_length == trained_at
         )
 
@@ -155,9 +141,7 @@ class ResultSet:
         return by_length(
             (length, item.run.seed, value)
             for item in self.of_kind(plain)
-            for (own, length), value in (
-                item.variants.get(variant, {}) if variant else item.perplexity
-            ).items()
+            for (own, length), value in item.of(PERPLEXITY, variant=variant).items()
             if own == split
         )
 
@@ -165,13 +149,13 @@ class ResultSet:
         """By seed at one length."""
         return self.perplexities(split, data, method, point.train_length).get(point.length, {})
 
-    def recalled(self, data: str, method: str, kind: str) -> dict[int, dict[int, float]]:
-        """Length -> seed -> share of symbols recalled."""
+    def values(self, task: str, data: str, method: str, group: str) -> dict[int, dict[int, float]]:
+        """Length -> seed -> what a task measured of one group."""
         return by_length(
-            (length, item.run.seed, share)
+            (length, item.run.seed, value)
             for item in self.of(data, method)
-            for (own, length), share in item.recall.items()
-            if own == kind
+            for (own, length), value in item.of(task).items()
+            if own == group
         )
 
     def train_length(self, data: str) -> int | None:
@@ -187,8 +171,9 @@ class ResultSet:
         self, data: str, method: str, length: int, window: int | None, split: str
     ) -> dict[int, PositionEntry]:
         """By seed: seeds have texts of their own, so only the same seed can be compared."""
-        place, runs = (split, length, window), self.of(data, method)
-        return {run.run.seed: run.positions[place] for run in runs if place in run.positions}
+        found = {item.run.seed: item.of(POSITIONWISE, window) for item in self.of(data, method)}
+        place = (split, length)
+        return {seed: cells[place] for seed, cells in found.items() if place in cells}
 
 
 def by_length(values: Iterable[tuple[int, int, float]]) -> dict[int, dict[int, float]]:
@@ -226,38 +211,9 @@ def _losses_beyond(
     return by_length(
         (length, item.run.seed, loss)
         for item in runs
-        for (own, length, window), entry in item.positions.items()
-        if (own, window) == (split, item.run.train_length if in_window else None)
+        for (own, length), entry in item.of(
+            POSITIONWISE, item.run.train_length if in_window else None
+        ).items()
+        if own == split
         if (loss := loss_from(entry, item.run.train_length)) is not None
     )
-
-
-# Keep what finished runs have to show, small enough for a repository: no checkpoints, no caches.
-#
-# A folder of runs that was copied back counts as finished, so that another machine goes on where
-# this one stopped::
-#
-#     tools/reproduce.py keep --suite study --out docs/results/study/runs
-#     cp -r docs/results/study/runs/study runs/          # elsewhere, then `run` as usual
-
-_FILES = ("config.yml", "run.json", "metrics.jsonl")
-
-
-def keep_results(suite: Suite, target: Path) -> list[str]:
-    """Copy the finished runs of a suite to ``target/SUITE``; their names."""
-    kept = [run for run in suite.runs if is_finished(run)]
-    for run in kept:
-        source, copy = run.directory, target / suite.name / run.name
-        copy.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            shutil.copyfile(source / name, copy / name)
-        shutil.copytree(source / ".done", copy / ".done", dirs_exist_ok=True)
-        # Whose process it was and on which machine is nobody's business.
-        write_state(copy, replace(read_state(source), process=None, host=""))
-        for file in sorted((source / "results").glob("*.json")):
-            content = read_json(file)
-            if content is None:
-                raise ReproduceError(f"{file}: not a result file; delete it or evaluate again")
-            compact = json.dumps(content, separators=(",", ":")) + "\n"
-            write_text(copy / "results" / file.name, compact, parents=True)
-    return [run.name for run in kept]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from megatron.evaluation.results_schema import text_table
+from megatron.evaluation.text_tables import text_table
 from megatron.machine import is_running
 from megatron.paper.execute import data_log, tail
 from megatron.paper.result_fit import Fit, StepCheck, check_steps, done_steps, is_finished

@@ -18,6 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from megatron.neox_arguments.catalogue import canonical_method
+
 DATA_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 DATA_MARKERS = ("o", "s", "^", "D", "v")
 
@@ -46,6 +48,46 @@ _STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,
     "figure.dpi": 100,
 }
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    """How a method is drawn."""
+
+    color: str = "#555555"
+    marker: str = "o"
+    dashes: str = "-"
+
+
+# Okabe and Ito's palette, distinguishable with every common colour vision; markers and dashes
+# repeat the information for black-and-white print.
+_BLUE, _SKY, _ORANGE, _GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
+_VERMILION, _PURPLE, _BLACK, _GREY = "#D55E00", "#CC79A7", "#000000", "#7F7F7F"
+
+_METHOD_STYLES = {
+    "kerple_log": LineStyle(_BLUE, "o"),
+    "kerple_power": LineStyle(_SKY, "s", "--"),
+    "kerple_log3": LineStyle(_BLACK, "P", "--"),
+    "kerple_bias_wht": LineStyle(_GREY, "h", "-."),
+    "gauss_bias2": LineStyle(_PURPLE, "p", "-."),
+    "gauss_bias3": LineStyle(_GREEN, "*", ":"),
+    "gauss_wht1": LineStyle(_ORANGE, "<", ":"),
+    "gauss_wht2": LineStyle(_VERMILION, ">", "--"),
+    "alibi": LineStyle(_ORANGE, "^"),
+    "alibi_learned": LineStyle(_ORANGE, "h", ":"),
+    "kerple_power_original": LineStyle(_ORANGE, "v", "--"),
+    "rpe": LineStyle(_GREEN, "D"),
+    "sandwich": LineStyle(_BLACK, "d", ":"),
+    "rotary": LineStyle(_VERMILION, "v"),
+    "sinusoidal": LineStyle(_PURPLE, "X"),
+    "learned": LineStyle(_GREY, "x", ":"),
+    "none": LineStyle(_BLACK, "+", "-."),
+}
+
+
+def line_style(method: str) -> LineStyle:
+    """How a method is drawn in every figure; one of the user's own is grey."""
+    return _METHOD_STYLES.get(canonical_method(method), LineStyle())
 
 
 class Plot(NamedTuple):

@@ -11,8 +11,11 @@ from typing import Any
 
 from megatron.atomic_files import fingerprint
 from megatron.errors import ConfigError, ReproduceError
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import FACTS, NeoXArgs, changes_training
+from megatron.neox_arguments.normalize import canonical_key
 from megatron.paper.suite_file import (
+    PERPLEXITY,
+    POSITIONWISE,
     DataSet,
     Point,
     Section,
@@ -21,8 +24,8 @@ from megatron.paper.suite_file import (
 )
 
 _COUNTS = ("seq_length", "train_iters", "num_layers", "hidden_size", "num_attention_heads")
-_PLACES = frozenset({"save", "load"})
-"""A run may move to another disk and is still the same run."""
+_BATCH_KEYS = frozenset({"num_gpus", "model_parallel_size", "pipe_parallel_size"})
+"""They say how a run is executed, but the size of its batch follows from them."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class Step:
     def name(self) -> str:
         parts = [self.task, str(self.length or ""), f"w{self.window}" if self.window else ""]
         return "-".join(part for part in [*parts, self.variant] if part)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Config keys that evaluate.py is given for this step."""
+        keys = dict(self.settings)
+        if self.length is not None:
+            keys["eval_lengths"] = [self.length]
+        if self.window is not None:
+            keys["eval_window"] = self.window
+        return keys
 
 
 TRAIN = Step("train")
@@ -86,12 +99,22 @@ class Run:
 
 
 def trained_with(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that training depends on."""
-    return {
+    """The keys that training depends on, by their declarations."""
+    return {key: value for key, value in config.items() if _changes_training(canonical_key(key))}
+
+
+def _changes_training(key: str) -> bool:
+    return key in _BATCH_KEYS or key not in FACTS or changes_training(key)
+
+
+def train_hash_by_name(config: Mapping[str, Any]) -> str:
+    """The train hash of version 0.1, which knew evaluation keys by their names."""
+    kept = {
         key: value
         for key, value in config.items()
-        if not key.startswith("eval_") and key not in _PLACES
+        if not key.startswith("eval_") and key not in ("save", "load")
     }
+    return fingerprint(kept)
 
 
 @dataclass(frozen=True)
@@ -209,13 +232,13 @@ class _Expansion:
         longest = max(lengths, default=0) if "eval_lengths" in self._sets else None
         steps = [Step(task) for task in section.tasks] if lengths else []
         steps += [
-            Step("positionwise", item.length, item.window)
+            Step(POSITIONWISE, item.length, item.window)
             for item in section.positionwise
             if item.data == data and method in item.methods
             if longest is None or item.length <= longest
         ]
         steps += [
-            Step("extrapolation", variant=label, settings=tuple(variant.config.items()))
+            Step(PERPLEXITY, variant=label, settings=tuple(variant.config.items()))
             for label, variant in section.variants.items()
             if method in variant.methods
         ]

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import first_problem
-from megatron.neox_arguments import OWNER
+from megatron.neox_arguments import OWNER, allowed_code
 from megatron.neox_arguments.normalize import canonical_key
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
@@ -21,6 +21,8 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 """Nothing that leads elsewhere."""
 
 
+PERPLEXITY, POSITIONWISE = "extrapolation", "positionwise"
+"""The tasks that the format itself has keys for: `table` and `variants`; `positionwise`."""
 BESIDE = "In small type: the paper's numbers."
 """Said of a table that shows them."""
 
@@ -148,7 +150,7 @@ class Section(_Strict):
     lengths: list[int] | dict[str, list[int]] = []
     positionwise: list[Positionwise] = []
     variants: dict[str, Variant] = {}
-    tasks: list[Literal["extrapolation", "recall"]] = ["extrapolation"]
+    tasks: list[str] = [PERPLEXITY]
     """What evaluate.py does at the section's lengths."""
     table: TableSpec | None = None
     speed: Speed | None = None
@@ -157,6 +159,11 @@ class Section(_Strict):
         if isinstance(self.lengths, dict):
             return list(self.lengths.get(model, []))
         return list(self.lengths)
+
+    @property
+    def all_tasks(self) -> list[str]:
+        """Those at its lengths, then those at lengths of their own."""
+        return [*self.tasks, *([POSITIONWISE] if self.positionwise else [])]
 
     @property
     def speed_data(self) -> list[str]:
@@ -221,6 +228,7 @@ def read_suite_file(name: str) -> SuiteFile:
     except ValidationError as error:
         raise ReproduceError(f"{path}: {first_problem(error)}") from error
     _check_names(path, suite)
+    _check_tasks(path, suite)
     _check_file_names(path, suite)
     _check_extends(path, suite)
     _check_data_only(path, suite)
@@ -254,6 +262,26 @@ def _check_names(path: Path, suite: SuiteFile) -> None:
                 f"{path}: contrasts: {name}: a section has this name, and their tables would "
                 "be written over each other; choose another"
             )
+
+
+def _check_tasks(path: Path, suite: SuiteFile) -> None:
+    """A task is known by name; a class is imported only if the user named it, too."""
+    from megatron.evaluation.task_registry import own_tasks  # imports torch
+
+    for section, name in (
+        (part.name, name) for part in suite.sections.values() for name in part.tasks
+    ):
+        if name in own_tasks() or allowed_code.is_allowed(name):
+            continue
+        if allowed_code.is_import_path(name):
+            raise ReproduceError(
+                f"{path}: section {section}: tasks: {name!r:.80} names a class to import; if the "
+                f"class is yours, add --allow-kernel {name:.80}"
+            )
+        raise ReproduceError(
+            f"{path}: section {section}: tasks: {name!r:.80} is unknown "
+            f"(have {', '.join(own_tasks())}, or module:Class)"
+        )
 
 
 def _check_file_names(path: Path, suite: SuiteFile) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from megatron.evaluation.tasks import GroupView
 from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import (
     ALPHA,
@@ -233,26 +234,25 @@ def _by_method_block(placed: _Placer, data: DataSet) -> Block:
     return Block(data.title, "Extrp. length", columns, rows)
 
 
-def recall_table(
+def group_table(
     key: str,
+    view: GroupView,
     methods: Sequence[str],
-    kinds: Mapping[str, str],
-    shares: Callable[[str, str], Mapping[int, Mapping[int, float]]],
+    values: Callable[[str, str], Mapping[int, Mapping[int, float]]],
 ) -> Table:
-    """Percent of symbols recalled by kind (with its title), length and method."""
+    """A block per group of a task; `values` gives length -> seed -> number of (method, group)."""
     blocks = []
-    for kind, title in kinds.items():
-        found = {name: shares(name, kind) for name in methods}
+    for group, title in view.groups.items():
+        found = {name: values(name, group) for name in methods}
         lengths = sorted({length for by_length in found.values() for length in by_length})
         rows = []
         for length in lengths:
             seeds = [found[name].get(length, {}) for name in methods]
-            cells = [summarize(100 * share for share in own.values()) for own in seeds]
+            cells = [summarize(view.scale * value for value in own.values()) for own in seeds]
             rows.append(Row(str(length), tuple(Entry(cell) for cell in cells)))
         columns = tuple(Column(label_of(name)) for name in methods)
-        blocks.append(Block(title, "Length", columns, tuple(rows)))
-    caption = "Symbols recalled in percent, mean ± standard deviation over seeds."
-    return Table(key, caption, tuple(blocks))
+        blocks.append(Block(title, view.row_head, columns, tuple(rows)))
+    return Table(key, view.table_caption, tuple(blocks))
 
 
 # The training-time tables: seconds per step by method.

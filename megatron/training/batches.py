@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.backends.interface import MicroBatch
 from megatron.checkpoints.resuming import Resumed
 from megatron.data.datasets import build_datasets, check_documents_end, sample_counts
 from megatron.data.loader import (
@@ -21,7 +22,7 @@ from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import current_device
 from megatron.neox_arguments import BatchPlan, NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
-from megatron.training.trainer import MicroBatch, Stream
+from megatron.training.trainer import Stream
 
 
 def build_streams(

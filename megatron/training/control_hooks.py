@@ -238,7 +238,7 @@ class SaveCheckpoints(Hook):
             "iteration": trainer.step,
             "consumed_samples": self.start.samples_at(trainer.step, self.samples_per_step),
         }
-        engine, background = trainer.stepper.engine, self.options.async_save
+        engine, background = trainer.engine, self.options.async_save
         self.saved_step = trainer.step
         self.pending = save_run(
             engine, self.store, trainer.args, trainer.step, progress, background=background
@@ -280,7 +280,7 @@ class Validate(Hook):
         """Evaluate one split; rank 0 prints and records it."""
         if batches is None or self.iterations == 0:
             return
-        loss = float(trainer.stepper.evaluate(batches, self.iterations))
+        loss = float(trainer.engine.evaluate(batches, self.iterations))
         perplexity = math.exp(min(loss, 100.0))
         trainer.say(f"step {trainer.step}: {name} loss {loss:.4f}, perplexity {perplexity:.4f}")
         self.sinks.write(trainer.step, {f"{name}_loss": loss, f"{name}_ppl": perplexity})

@@ -25,7 +25,7 @@ from megatron.neox_arguments.dry_run import memory_shortage
 from megatron.terminal import (
     EXIT_USER_ERROR,
     describe_error,
-    say_next,
+    print_next_command,
     show_traceback_if_asked,
     shown_command,
 )
@@ -74,7 +74,7 @@ def _run(args: NeoXArgs, rank: int) -> int:
             heartbeat.stop(finished=finished)
     if code == 0 and rank == 0:
         _hint(args)
-    if dist.is_initialized():  # after an error, peers may be gone: leave without a farewell
+    if dist.is_initialized():  # not after an error: leaving the group may wait for peers
         dist.destroy_process_group()
     return code
 
@@ -87,7 +87,7 @@ def _hint(args: NeoXArgs) -> None:
     if newest is not None:
         configs = Path(args.checkpoint.save) / f"global_step{newest}" / "configs"
         allowed = allow_flags(args.to_dict())
-        say_next(f"{shown_command('evaluate')} {configs / 'resolved.yml'}{allowed}")
+        print_next_command(f"{shown_command('evaluate')} {configs / 'resolved.yml'}{allowed}")
 
 
 def check_memory(args: NeoXArgs) -> None:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron import __version__
+from kerple import __version__
 from megatron.atomic_files import atomic_writer, read_json, write_text
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError, OutputError
@@ -236,7 +236,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _data_identity(data: DataArgs) -> dict[str, Any]:
+def data_identity(data: DataArgs) -> dict[str, Any]:
     """Of every data file: its size, and a hash of the whole index and of samples of the tokens."""
     prefixes = [data.data_path] if data.data_path else []
     for group in (data.train_data_paths, data.valid_data_paths, data.test_data_paths):
@@ -300,7 +300,7 @@ def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) ->
             f"{path}: is damaged, so that the data cannot be compared with the run's. Put a copy "
             "of it back; or add allow_changed: [data_path] to go on with the data as it is now."
         )
-    now = _data_identity(data)
+    now = data_identity(data)
     if len(now) != len(recorded):  # `check_agreement` compares their names
         return [f"warning: {path} names {len(recorded)} data files, the config {len(now)}"]
     pairs = zip(now.items(), recorded.values(), strict=True)
@@ -330,7 +330,7 @@ class Manifest(Hook):
             "python": platform.python_version(),
             "packages": _versions(),
             "command": sys.argv[:1],
-            "data": _data_identity(args.data),
+            "data": data_identity(args.data),
             "world_size": world_size,
             "history": _history(directory),
         }

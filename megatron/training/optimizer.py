@@ -1,4 +1,4 @@
-"""The optimizers by name: who is decayed, the rate over a run, the kernel's own rate and decay."""
+"""Which parameters get weight decay; the learning rate over a run; the kernel's own of both."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.checkpoints.optimizer_view import Group, groups_of
-from megatron.errors import ConfigError
-from megatron.mpu.parallel_layers import whole_shape
+from megatron.backends.interface import Span, TrainingEngine, whole_shape
 
 
 def parameter_groups(
@@ -33,48 +30,6 @@ def parameter_groups(
         is_matrix = len(whole_shape(parameter)) >= 2 and not kernel and not norm
         (decayed if is_matrix else plain)["params"].append(parameter)
     return [group for group in (decayed, plain) if group["params"]]
-
-
-def build_optimizer(
-    kind: str,
-    groups: list[dict[str, Any]],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-) -> Optimizer:
-    """The optimizer named in the config (decoupled weight decay, as GPT-NeoX's Adam)."""
-    adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
-    name = kind.lower()
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=betas[0])
-    if name == "cpu_torch_adam":
-        return torch.optim.AdamW(groups, **adam)
-    if name in ("fused_adam", "cpu_adam"):
-        return _deepspeeds_adam(name, groups, adam)
-    if get_accelerator().device_name() == "cuda":
-        try:
-            from apex.optimizers import FusedAdam
-
-            return FusedAdam(groups, adam_w_mode=True, **adam)
-        except ImportError:
-            pass
-    return torch.optim.AdamW(groups, **adam, fused=True)
-
-
-def _deepspeeds_adam(kind: str, groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optimizer:
-    """DeepSpeed compiles its own at first use, which takes some minutes."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    try:
-        if kind == "cpu_adam":
-            return DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
-        return FusedAdam(groups, adam_w_mode=True, **adam)
-    except Exception as error:  # whatever compilers and their tools raise
-        raise ConfigError(
-            f"optimizer.type {kind}: DeepSpeed could not build it here ({error}). Install a C++ "
-            "compiler (for GPUs also nvcc), or set optimizer.type: Adam"
-        ) from error
 
 
 # The learning rate over a run: GPT-NeoX's rule, the official KERPLE fork's, and our first one.
@@ -209,35 +164,35 @@ class Scheduler:
 # moved x by u at rate r has it moved by scale * (u - r * decay * x).
 
 
-def kernel_spans(group: Group) -> list[tuple[int, int]]:
-    """Where the kernel's elements lie in this rank's part of the flat fp32 numbers."""
-    return [
-        (start, stop)
-        for parameter, start, stop, _ in group.own_spans()
-        if getattr(parameter, "is_kernel_parameter", False) and stop > start
-    ]
-
-
-def scale_kernel_steps(engine: Any, *, scale: float, decay: float) -> None:
+def scale_kernel_steps(engine: TrainingEngine, *, scale: float, decay: float) -> None:
     """Make every step of the engine's optimizer move kernels by their own rate and decay."""
     if scale == 1.0 and decay == 0.0:
         return
-    spans = {id(group.master): kernel_spans(group) for group in groups_of(engine)}
-    optimizer: Any = engine.basic_optimizer
-    apply: Callable[..., Any] = optimizer.step
+    spans = {id(master): _kernel_spans(held) for master, held in engine.master_spans()}
+    before: list[tuple[Tensor, Tensor, float]] = []
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def note(optimizer: Optimizer, *_: Any) -> None:
         # ZeRO hands over one group at a time, so what is stepped is known only now.
-        before = [
+        before[:] = [
             (piece, piece.clone(), float(group["lr"]))
             for group in optimizer.param_groups
             for master in group["params"]
             for piece in (master.detach().view(-1)[a:b] for a, b in spans.get(id(master), []))
         ]
-        result = apply(*args, **kwargs)
-        with torch.no_grad():
-            for piece, old, rate in before:
-                piece.copy_(old + scale * (piece - old - rate * decay * old))
-        return result
 
-    optimizer.step = step
+    @torch.no_grad()
+    def correct(*_: Any) -> None:
+        for piece, old, rate in before:
+            piece.copy_(old + scale * (piece - old - rate * decay * old))
+
+    engine.optimizer.register_step_pre_hook(note)
+    engine.optimizer.register_step_post_hook(correct)
+
+
+def _kernel_spans(held: list[Span]) -> list[tuple[int, int]]:
+    """Where the kernel's elements lie in one of the optimizer's tensors."""
+    return [
+        (start, stop)
+        for parameter, start, stop, _ in held
+        if getattr(parameter, "is_kernel_parameter", False) and stop > start
+    ]

@@ -6,16 +6,14 @@ import re
 import sys
 import time
 from collections import deque
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 from tqdm import tqdm
 
+from megatron.backends.interface import gathered
 from megatron.model.kernel_theory import PAPER_MAX_DISTANCE, effective_length
 from megatron.model.position_base import TableEmbedding
 from megatron.mpu.collectives import gather_from_group
@@ -187,11 +185,6 @@ def kernel_modules(module: nn.Module) -> list[TableEmbedding]:
     ]
 
 
-def gathered(kernel: nn.Module, *, write: bool = False) -> AbstractContextManager[Any]:
-    """Under ZeRO-3 parameters are in pieces: put them together for the time of the block."""
-    return GatheredParameters(list(kernel.parameters()), modifier_rank=0 if write else None)
-
-
 class RecordKernels(Hook):
     """r1, r2, ... and the effective length of each head, every `interval` steps."""
 
@@ -208,9 +201,9 @@ class RecordKernels(Hook):
 
     @torch.no_grad()
     def _record(self, trainer: Trainer) -> None:
-        kernels = kernel_modules(trainer.stepper.engine.module)
+        kernels = kernel_modules(trainer.engine.module)
         for number, kernel in enumerate(kernels):
-            with gathered(kernel):
+            with gathered(kernel.parameters()):
                 values = {
                     name: gather_from_group(value.float(), trainer.parallel.tp).tolist()
                     for name, value in kernel.kernel_values().items()
@@ -228,17 +221,8 @@ class ProjectKernels(Hook):
     """kerple_constraint `project`: put parameters back into their bounds after every step."""
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        for kernel in kernel_modules(trainer.stepper.engine.module):
-            with gathered(kernel, write=True):
+        for kernel in kernel_modules(trainer.engine.module):
+            with gathered(kernel.parameters(), write=True):
                 kernel.project_()
             for parameter in kernel.parameters():
-                _clamp_master(parameter)
-
-
-def _clamp_master(parameter: nn.Parameter) -> None:
-    """Mixed precision and ZeRO keep an fp32 master copy, which would undo the projection."""
-    if not hasattr(parameter, "_hp_mapping") and not hasattr(parameter, "ds_id"):
-        return
-    master = safe_get_full_fp32_param(parameter)
-    if master is not None:
-        safe_set_full_fp32_param(parameter, parameter.detach().float().view_as(master))
+                trainer.engine.copy_to_master(parameter)

@@ -20,7 +20,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.model import ModelSpec
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import allow_kernel
-from megatron.terminal import leave, run_command
+from megatron.terminal import exit_with, run_command
 from megatron.training.engine import build_engine, build_module
 from megatron.training.run import find_vocabulary
 
@@ -51,4 +51,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(run_command(main))
+    exit_with(run_command(main))

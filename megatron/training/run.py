@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.backends.interface import whole_shape
 from megatron.checkpoints import load_weights
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.store import CheckpointStore
@@ -44,7 +44,8 @@ from megatron.training.run_directory import (
     plan_start,
     run_directory,
 )
-from megatron.training.trainer import Hook, Trainer, build_stepper
+from megatron.training.same_everywhere import check_ranks_agree
+from megatron.training.trainer import Hook, Trainer
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
 def train(args: NeoXArgs) -> int:
     """Train as the config says; returns the process's exit code."""
     parallel = join_training(args)
+    check_ranks_agree(args)
     args, start = plan_start(args)
     if start.finished:
         return 0
@@ -96,7 +98,7 @@ def train(args: NeoXArgs) -> int:
     )
     trainer = Trainer(
         args=args,
-        stepper=build_stepper(engine, parallel),
+        engine=engine,
         parallel=parallel,
         is_main=dist.get_rank() == 0,
         train_batches=train_batches,
@@ -161,7 +163,7 @@ def build_hooks(
     if args.model.kerple_constraint == "project":
         hooks.append(ProjectKernels())
     if args.runtime.detect_anomaly:
-        name_first_bad_layer(trainer.stepper.engine.module)
+        name_first_bad_layer(trainer.engine.module)
     hooks += [
         ShowProgress(min(log_interval, args.logging.steps_per_print)),
         RecordMetrics(sinks, log_interval, flops_per_token(spec, args.model.seq_length)),
@@ -192,16 +194,15 @@ def flops_per_token(spec: ModelSpec, length: int) -> float:
 
 def _count(trainer: Trainer) -> int:
     """Parameters on this rank."""
-    parameters = trainer.stepper.engine.module.parameters()
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+    return sum(whole_shape(p).numel() for p in trainer.engine.module.parameters())
 
 
 def _say_what_begins(args: NeoXArgs, trainer: Trainer) -> None:
     """One line: the model, the layout, the attention engine and why it is not a faster one."""
-    engine = trainer.stepper.engine
+    engine = trainer.engine
     attention = explain_engine(
         args.model.engine_in_effect,
-        device=torch.device(engine.device),
+        device=engine.device,
         dtype=weights_dtype(args.optimization),
         head_dim=args.model.head_dim,
         dropout=args.model.attention_dropout,
@@ -210,7 +211,7 @@ def _say_what_begins(args: NeoXArgs, trainer: Trainer) -> None:
         f"{args.model.pos_emb}: {_count(trainer):,} parameters on this rank, {engine.device}, "
         f"{dist.get_world_size()} process(es): dp {trainer.parallel.dp_size}, "
         f"mp {trainer.parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
-        f"ZeRO {engine.zero_optimization_stage()}; attention: {attention}; "
+        f"ZeRO {engine.zero_stage}; attention: {attention}; "
         + (f"resuming after step {trainer.step}" if trainer.step else "starting")
     )
     if build_schedule(args.optimization).rises_again(trainer.train_iters):

@@ -6,20 +6,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.model.embedding import masked_mean
+from megatron.backends.interface import MicroBatch, TrainingEngine
 from megatron.mpu.collectives import ParallelState
 from megatron.neox_arguments import NeoXArgs
 
-Inputs = Tensor | tuple[Tensor, Tensor]  # tokens, or (tokens, where their documents start)
-MicroBatch = tuple[Inputs, tuple[Tensor, Tensor]]  # inputs, (labels, loss mask)
 Stream = Iterator[MicroBatch] | None  # endless; None where there is no such data
 
 
@@ -68,7 +64,7 @@ class Trainer:
     """State of a run that hooks may read: the engine, the step count, and why it should stop."""
 
     args: NeoXArgs
-    stepper: Stepper
+    engine: TrainingEngine
     parallel: ParallelState
     is_main: bool
     train_batches: Stream
@@ -117,112 +113,23 @@ class Trainer:
 
     def _take_step(self) -> StepReport:
         assert self.train_batches is not None
-        rate = float(self.stepper.engine.lr_scheduler.get_lr()[0])
+        rate = float(self.engine.scheduler.get_lr()[0])
         start = time.perf_counter()
-        own = self.stepper.train(self.train_batches)
+        own = self.engine.train_step(self.train_batches)
         flags = {name: up for hook in self.hooks for name, up in hook.flags().items()}
         loss, raised = agree(own, self.parallel, flags)
         self.step += 1
-        engine = self.stepper.engine
-        norm = engine.get_global_grad_norm()
         return StepReport(
             step=self.step,
             loss=loss,
             lr=rate,
-            grad_norm=None if norm is None else float(norm),
+            grad_norm=self.engine.grad_norm,
             seconds=time.perf_counter() - start,
             tokens=self.tokens_per_step,
-            skipped=bool(getattr(engine.optimizer, "overflow", False)),
-            loss_scale=_dynamic_loss_scale(engine),
+            skipped=self.engine.step_skipped,
+            loss_scale=self.engine.loss_scale,
             raised=raised,
         )
-
-
-def _dynamic_loss_scale(engine: Any) -> float | None:
-    """The scale that fp16 gradients are multiplied with, if it is searched for."""
-    if not engine.fp16_enabled() or not engine.dynamic_loss_scale():
-        return None
-    return float(engine.optimizer.loss_scale)
-
-
-# One training step and one validation pass, on either kind of DeepSpeed engine.
-
-
-class Stepper:
-    """pipe_parallel_size 0: the whole model on every rank (or tensor-parallel group)."""
-
-    def __init__(self, engine: Any, parallel: ParallelState) -> None:
-        self.engine = engine
-        self.parallel = parallel
-
-    def train(self, batches: Iterator[MicroBatch]) -> Tensor:
-        """Take one optimizer step; this rank's mean loss over micro-batches, 0 if it has none."""
-        self.engine.train()
-        accumulation = self.engine.gradient_accumulation_steps()
-        total = torch.zeros((), device=self.engine.device)
-        for _ in range(accumulation):
-            loss = self._loss(next(batches))
-            self.engine.backward(loss)
-            self.engine.step()
-            total += loss.detach().float()
-        return total / accumulation
-
-    def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
-        """The mean loss of `count` whole batches: the same samples under every layout."""
-        self.engine.eval()
-        total = torch.zeros((), device=self.engine.device)
-        micro_batches = count * self.engine.gradient_accumulation_steps()
-        with torch.no_grad():
-            for _ in range(micro_batches):
-                total += self._loss(next(batches)).float()
-        mean = total / micro_batches
-        if self.parallel.dp_size > 1:
-            dist.all_reduce(mean, group=self.parallel.dp_group)
-            mean /= self.parallel.dp_size
-        return mean
-
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        inputs, (labels, mask) = batch
-        return masked_mean(self.engine(inputs, labels), mask)
-
-
-class PipelineStepper(Stepper):
-    """pipe_parallel_size >= 1: DeepSpeed's pipeline engine runs the schedule."""
-
-    def __init__(self, engine: Any, parallel: ParallelState) -> None:
-        super().__init__(engine, parallel)
-        self._evaluated = False
-        # DeepSpeed would average over replicas, then broadcast to the stages.
-        engine._aggregate_total_loss = self._own_loss
-
-    def train(self, batches: Iterator[MicroBatch]) -> Tensor:
-        if self._evaluated:  # validation may use other lengths
-            self.engine.reset_activation_shape()
-            self._evaluated = False
-        own: Tensor = self.engine.train_batch(data_iter=batches)
-        return own
-
-    def _own_loss(self) -> Tensor:
-        """The mean over micro-batches where the loss is computed: on the last stage."""
-        if not self.engine.is_last_stage():
-            return torch.zeros((), device=self.engine.device)
-        loss: Tensor = self.engine._scale_loss_by_gas(self.engine.total_loss)
-        return loss.detach().float().mean()
-
-    def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
-        self.engine.reset_activation_shape()
-        self._evaluated = True
-        total = torch.zeros((), device=self.engine.device)
-        for _ in range(count):
-            loss = self.engine.eval_batch(batches)
-            total += loss.detach().float().mean()
-        return total / count
-
-
-def build_stepper(engine: Any, parallel: ParallelState) -> Stepper:
-    """The stepper for this engine."""
-    kind = PipelineStepper if isinstance(engine, PipelineEngine) else Stepper
-    return kind(engine, parallel)
 
 
 def agree(

@@ -38,20 +38,22 @@ def run(folder: Path, start: str | None, changes: dict[str, Any]) -> None:
     module = build_module(args, spec, parallel)
     if start is not None:
         load_weights(module, start, spec=spec, tp=parallel.tp)
-    engine = build_engine(args, module, parallel)
+    engine: Any = build_engine(args, module, parallel)
     pipelined = args.parallel.pipe_parallel_size >= 1
     for _ in range(2 if start is None else 0):
         inputs = tokens(17)[:1]
         if pipelined:
             mask = torch.ones(1, 16)
-            engine.train_batch(iter([(inputs[:, :-1], (inputs[:, 1:], mask))]))
+            engine.deepspeed.train_batch(iter([(inputs[:, :-1], (inputs[:, 1:], mask))]))
         else:
-            engine.backward(engine.module.token_losses(inputs[:, :-1], inputs[:, 1:]).mean())
-            engine.step()
-    engine.eval()
+            engine.deepspeed.backward(
+                engine.module.token_losses(inputs[:, :-1], inputs[:, 1:]).mean()
+            )
+            engine.deepspeed.step()
+    engine.deepspeed.eval()
     with torch.no_grad():
         torch.save(logits(engine, pipelined), folder / "expected.pt")
-    engine.save_checkpoint(str(folder), tag="global_step2", client_state={"iteration": 2})
+    engine.deepspeed.save_checkpoint(str(folder), tag="global_step2", client_state={"iteration": 2})
     configs = folder / "global_step2" / "configs"
     configs.mkdir()
     (configs / RESOLVED).write_text(args.to_yaml())

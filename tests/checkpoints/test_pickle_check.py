@@ -176,7 +176,9 @@ def test_a_name_that_the_locale_cannot_read_is_not_called_damage(tmp_path: Path)
     file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mod\xe8le.pt"))
     with file.open("wb") as handle:
         torch.save({"w": torch.zeros(2)}, handle)
-    with pytest.raises(CheckpointError, match="cannot be read in this locale; set LC_ALL") as caught:
+    with pytest.raises(
+        CheckpointError, match="cannot be read in this locale; set LC_ALL"
+    ) as caught:
         load_file(file)
     assert "damaged" not in str(caught.value)
 

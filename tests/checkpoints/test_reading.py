@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-import megatron
+import kerple
 from megatron.checkpoints import find_files, read_checkpoint
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.store import write_checksums
@@ -49,7 +49,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"module": {}, "extra": Trap(victim)}, path)
     write_checksums(path.parent)  # as whoever made it would
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt: refused.*mkdir"):
-        megatron.load_pretrained(tmp_path / "run")
+        kerple.load_pretrained(tmp_path / "run")
     assert not victim.exists()
 
 
@@ -65,7 +65,7 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes | None) -> None:
     path = run / "global_step7" / "layer_02-model_00-model_states.pt"
     path.write_bytes(path.read_bytes()[:3000] if content is None else content)
     with pytest.raises(CheckpointError, match=r"layer_02-model_00-model_states\.pt"):
-        megatron.load_pretrained(run)
+        kerple.load_pretrained(run)
 
 
 def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_weights_that_are_gone_are_named(tmp_path: Path) -> None:
     write_native(at_rest(random_model(args), args), tmp_path)
     (tmp_path / "global_step5" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CheckpointError, match=r"damaged: mp_rank_00_model_states\.pt missing"):
-        megatron.load_pretrained(tmp_path)
+        kerple.load_pretrained(tmp_path)
 
 
 def test_missing_shards_are_all_listed(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_missing_shards_are_all_listed(tmp_path: Path) -> None:
     for layer in (3, 6):
         (run / "global_step7" / f"layer_{layer:02d}-model_01-model_states.pt").unlink()
     with pytest.raises(CheckpointError, match=r"incomplete, missing layer_03-.*, layer_06-"):
-        megatron.load_pretrained(run)
+        kerple.load_pretrained(run)
 
 
 def test_all_misfits_are_in_one_error(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_all_misfits_are_in_one_error(tmp_path: Path) -> None:
     text = config.read_text().replace('"hidden-size": 48', '"hidden-size": 96')
     config.write_text(text.replace('"num-layers": 3', '"num-layers": 2'))
     with pytest.raises(CheckpointError) as caught:
-        megatron.load_pretrained(run)
+        kerple.load_pretrained(run)
     message = str(caught.value)
     assert "0.word_embeddings.weight: (128, 48) in the checkpoint, (128, 96) in the" in message
     assert "2.mlp.dense_h_to_4h.bias: (192,) in the checkpoint, (384,) in the model" in message
@@ -113,7 +113,7 @@ def test_latest_that_points_nowhere(tmp_path: Path, content: str, complaint: str
     shutil.copytree(LOG, run)
     (run / "latest").write_text(content)
     with pytest.raises(CheckpointError, match=complaint):
-        megatron.load_pretrained(run)
+        kerple.load_pretrained(run)
 
 
 def test_without_latest_the_newest_step_is_taken(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_official_sinusoidal_checkpoints_load(tmp_path: Path) -> None:
         if path.name.startswith("layer_00"):
             content["position_embeddings.inv_freq"] = torch.ones(24)
         torch.save(content, path)
-    model = megatron.load_pretrained(run)
+    model = kerple.load_pretrained(run)
     assert model.spec.pos_emb == "sinusoidal"
     assert bool(torch.isfinite(logits_of(model, tokens(20))).all())
 
@@ -162,10 +162,10 @@ def test_saved_keys_that_do_not_change_the_model_do_not_stop_it(tmp_path: Path) 
     }  # fmt: skip
     changed(tmp_path / "run", **others)
     with pytest.warns(UserWarning, match="are ignored"):
-        assert megatron.load_pretrained(tmp_path / "run").spec.num_layers == 3
+        assert kerple.load_pretrained(tmp_path / "run").spec.num_layers == 3
     changed(tmp_path / "other", **others, moe_num_experts=4)
     with pytest.raises(CheckpointError, match="mixture of experts"):
-        megatron.load_pretrained(tmp_path / "other")
+        kerple.load_pretrained(tmp_path / "other")
 
 
 @pytest.mark.parametrize("make", ["missing", "file", "empty"])
@@ -176,7 +176,7 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path, make: str) -> None:
     elif make == "empty":
         path.mkdir()
     with pytest.raises(CheckpointError, match=str(path)):
-        megatron.load_pretrained(path)
+        kerple.load_pretrained(path)
 
 
 def test_a_checkpoint_without_its_config_needs_one(tmp_path: Path) -> None:
@@ -184,11 +184,11 @@ def test_a_checkpoint_without_its_config_needs_one(tmp_path: Path) -> None:
     shutil.copytree(POWER, run)
     shutil.rmtree(run / "global_step7" / "configs")
     with pytest.raises(CheckpointError, match="config="):
-        megatron.load_pretrained(run)
+        kerple.load_pretrained(run)
     config = read_checkpoint(POWER).args
-    loaded = megatron.load_pretrained(run, config=config)
+    loaded = kerple.load_pretrained(run, config=config)
     assert torch.equal(
-        logits_of(loaded, tokens()), logits_of(megatron.load_pretrained(POWER), tokens())
+        logits_of(loaded, tokens()), logits_of(kerple.load_pretrained(POWER), tokens())
     )
 
 
@@ -198,9 +198,9 @@ def test_config_files_that_disagree_about_the_model(tmp_path: Path) -> None:
     configs = run / "global_step7" / "configs"
     (configs / "other.yml").write_text("num-layers: 4\nseq-length-val: 512\n")
     with pytest.raises(CheckpointError, match=r"num_layers is 3 in .*model.yml and 4 in .*other"):
-        megatron.load_pretrained(run)
+        kerple.load_pretrained(run)
     (configs / "other.yml").write_text("seq-length-val: 512\nsave-interval: 10\n")
-    assert megatron.load_pretrained(run).config.model.seq_length_val == 512
+    assert kerple.load_pretrained(run).config.model.seq_length_val == 512
 
 
 def test_keys_about_other_machines_do_not_stop_loading(tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_keys_about_other_machines_do_not_stop_loading(tmp_path: Path) -> None:
     extra = run / "global_step7" / "configs" / "cluster.yml"
     extra.write_text("some-cluster-key: 3\n")
     with pytest.warns(UserWarning, match="some-cluster-key|some_cluster_key"):
-        megatron.load_pretrained(run)
+        kerple.load_pretrained(run)
     extra.write_text("use-mup: true\nsome-cluster-key: 3\n")
     with pytest.raises(CheckpointError, match="use_mup"):
-        megatron.load_pretrained(run)
+        kerple.load_pretrained(run)
 
 
 def test_the_padded_vocabulary_comes_from_the_weights() -> None:
@@ -236,4 +236,4 @@ def test_a_fifo_or_a_device_in_a_checkpoint_does_not_hang(
     else:
         (step / name).symlink_to("/dev/zero")
     with pytest.raises(CheckpointError):
-        megatron.load_pretrained(tmp_path)
+        kerple.load_pretrained(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-import megatron
+import kerple
 from megatron.checkpoints.run_state import LAYOUT
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
 from megatron.training.optimizer import Schedule
@@ -83,5 +83,5 @@ def test_an_earlier_run_keeps_its_width_its_window_and_its_bf16_sums(tmp_path: P
 
 def read_shape(save: Path) -> tuple[int, int | None]:
     """What an evaluation of the run would build."""
-    spec = megatron.load_pretrained(save).spec
+    spec = kerple.load_pretrained(save).spec
     return spec.ffn_size, spec.attention_window

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoints import saving
-from megatron.checkpoints.safe_files import SafeCheckpointEngine, load_file
+from megatron.checkpoints.safe_files import TrainingFiles, load_file
 from megatron.checkpoints.saving import Save
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def begin(store: CheckpointStore, step: int, *, background: bool = False) -> Save:
-    files = SafeCheckpointEngine()
+    files = TrainingFiles()
     file = store.staging / f"global_step{step}" / "states.pt"
     state = {"x": torch.full((4,), float(step))}
 

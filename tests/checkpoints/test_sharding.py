@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron
+import kerple
 from megatron.checkpoints import load_weights, read_checkpoint
 from megatron.checkpoints.sharding import Sharding, merge_shards
 from megatron.checkpoints.writing import write_native
@@ -53,8 +53,8 @@ def test_kernels_that_pipeline_stages_trained_apart_stay_apart(tmp_path: Path) -
     layer = torch.load(path, weights_only=True)
     layer["attention.rpe.bias_p"] += 0.5
     torch.save(layer, path)
-    loaded = megatron.load_pretrained(run)
-    original = megatron.load_pretrained(LOG)
+    loaded = kerple.load_pretrained(run)
+    original = kerple.load_pretrained(LOG)
     assert loaded.config.model.kerple_share == "per_layer"
     first, last = (loaded.layers[i].positions for i in (0, 2))
     assert first is not None
@@ -72,7 +72,7 @@ def test_official_letters_are_not_swapped() -> None:
     )
     p, a = (layer[f"attention.rpe.bias_{x}"].reshape(-1, 1).clamp(min=0.01) for x in "pa")
     d = torch.arange(300.0)
-    bias = megatron.load_pretrained(LOG).positional_tables(300).bias
+    bias = kerple.load_pretrained(LOG).positional_tables(300).bias
     torch.testing.assert_close(bias, -p * torch.log(1 + a * d))
     shards = [
         torch.load(
@@ -81,7 +81,7 @@ def test_official_letters_are_not_swapped() -> None:
         for r in range(2)
     ]
     p, a = (torch.cat([s[f"attention.rpe.bias_{x}"] for s in shards]).reshape(-1, 1) for x in "pa")
-    bias = megatron.load_pretrained(POWER).positional_tables(300).bias
+    bias = kerple.load_pretrained(POWER).positional_tables(300).bias
     torch.testing.assert_close(bias, -a.clamp(min=0.01) * d ** p.clamp(0.01, 2))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoints.store import CheckpointStore
+from megatron.checkpoints.store import CheckpointStore, checksum, write_checksums
 from megatron.errors import CheckpointError
 
 
@@ -258,3 +258,11 @@ def test_cleaning_leaves_a_users_own_hidden_files(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     store.clean()
     assert {path.name for path in tmp_path.iterdir()} == {".notes.tmp", ".x.tmp1"}
+
+
+def test_a_file_that_another_host_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "here.pt").write_bytes(b"abc")
+    known = {"here.pt": (3, checksum(tmp_path / "here.pt")), "layer_01.pt": (5, "00000000")}
+    with pytest.raises(CheckpointError, match=r"1 files .* not here \(layer_01.pt\).*shares"):
+        write_checksums(tmp_path, known)
+    assert not (tmp_path / "checksums.json").exists()

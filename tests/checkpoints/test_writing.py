@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import megatron
+import kerple
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.store import ChecksummedFile
@@ -67,7 +67,7 @@ def test_native_split_and_merged(tmp_path: Path, variant: str) -> None:
         assert checkpoint.kind == "native"
         assert_equal_weights(original, checkpoint)
         assert checkpoint.spec == original.spec
-    loaded = megatron.load_pretrained(tmp_path / "two")
+    loaded = kerple.load_pretrained(tmp_path / "two")
     assert torch.equal(logits_of(loaded, tokens()), logits_of(model, tokens()))
 
 
@@ -126,7 +126,7 @@ def test_softplus_kernels_reach_the_official_form_as_values(tmp_path: Path) -> N
     args = small_args(pos_emb="kerple_log", kerple_constraint="softplus")
     model = random_model(args)
     write_neox(at_rest(model, args), tmp_path)
-    loaded = megatron.load_pretrained(tmp_path)
+    loaded = kerple.load_pretrained(tmp_path)
     torch.testing.assert_close(loaded.positional_tables(50).bias, model.positional_tables(50).bias)
 
 

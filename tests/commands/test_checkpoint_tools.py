@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-import megatron
+import kerple
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.store import write_checksums
 from megatron.commands import run
@@ -46,7 +46,7 @@ def test_any_to_any_keeps_the_official_logits(tmp_path: Path) -> None:
     expected = np.load(POWER / "expected.npz")
     for source, name, options in steps:
         assert convert([str(source), str(tmp_path / name), *options]) == 0
-        model = megatron.load_pretrained(tmp_path / name)
+        model = kerple.load_pretrained(tmp_path / name)
         logits = logits_of(model, torch.from_numpy(expected["tokens"]))
         np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4, rtol=0)
         assert model.iteration == 7
@@ -61,7 +61,7 @@ def test_gpt_neoxs_export_tool_is_a_door_to_ours(tmp_path: Path) -> None:
     words += ["--precision", "fp32", "--architecture", "neox"]
     subprocess.run([sys.executable, str(tool), *words], check=True, cwd=tmp_path)
     expected = np.load(LOG / "expected.npz")
-    logits = logits_of(megatron.load_pretrained(output), torch.from_numpy(expected["tokens"]))
+    logits = logits_of(kerple.load_pretrained(output), torch.from_numpy(expected["tokens"]))
     np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4, rtol=0)
 
 
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_damage_to_every_command(
         assert command() == 2
         assert "does not match its checksum" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match="does not match its checksum"):
-        megatron.load_pretrained(tmp_path / "a")
+        kerple.load_pretrained(tmp_path / "a")
 
 
 def test_foreign_checkpoints_are_called_unverified(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_inspection_shows_kernels_and_effective_lengths(
     assert (facts["kind"], facts["iteration"], facts["kernel_parameters"]) == ("kerple", 7, 12)
     assert facts["parameters"] == sum(np.prod(w["shape"]) for w in report["weights"])
     (kernel,) = report["kernels"]
-    model = megatron.load_pretrained(LOG)
+    model = kerple.load_pretrained(LOG)
     bias = model.positional_tables(20481).bias
     assert bias is not None
     for head, length in enumerate(kernel["effective_lengths"]):
@@ -274,6 +274,6 @@ def test_a_config_of_another_model_converts_nothing(
     config.write_text(small_args(pos_emb="kerple_log", attention_pruning=False).to_yaml())
     assert convert(words) == 0
     with pytest.raises(CheckpointError, match="gpt_j_residual is False in the checkpoint and True"):
-        megatron.load_pretrained(
+        kerple.load_pretrained(
             tmp_path / "b", config=small_args(pos_emb="kerple_log", gpt_j_residual=True)
         )

@@ -17,6 +17,9 @@ def reference_attention(
     bias: Tensor | None = None,
     weight: Tensor | None = None,
     *,
+    query_features: Tensor | None = None,
+    distance_features: Tensor | None = None,
+    row_scale: Tensor | None = None,
     key_bias: Tensor | None = None,
     first_key: Tensor | None = None,
     sink: Tensor | None = None,
@@ -38,9 +41,17 @@ def reference_attention(
         scores = scores * weight.double()[:, distance.clamp(min=0)]
     if bias is not None:
         scores = scores + bias.double()[:, distance.clamp(min=0)]
+    if query_features is not None:
+        by_distance = query_features.double() @ distance_features.double()[..., :k_len]
+        extent = by_distance.shape[-1]
+        at = distance.clamp(0, extent - 1).expand(*scores.shape)
+        near = (distance >= 0) & (distance < extent)
+        scores = scores + by_distance.gather(-1, at) * near
     if key_bias is not None:
         scores = scores + key_bias.double()[:, :, None]
         visible = visible & (key_bias > -math.inf)[:, :, None]
+    if row_scale is not None:
+        scores = scores.nan_to_num(neginf=-1e300) * row_scale.double()[..., None]
     sees = visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, -math.inf).masked_fill(~sees, 0.0)
     if sink is not None:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron import kernel
+from kerple import kernel
 from megatron.engines import attention
 from megatron.engines.cpu import tiled_forward_with_count
 from megatron.errors import EngineError
@@ -271,7 +271,7 @@ def test_pruning_with_gates_changes_only_rounding(tiled: Engine, tables: str) ->
 
 _MEMORY_PROBE = """
 import sys, torch
-from megatron import attention
+from kerple import attention
 torch.set_num_threads(1)
 def megabytes(key):
     lines = open("/proc/self/status").read().splitlines()

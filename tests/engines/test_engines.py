@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.engines import attention
+from megatron.engines.cpu import tiled_forward_with_count
 from tests.engines.reference import (
     Case,
     draw_case,
@@ -152,7 +154,7 @@ def test_same_call_gives_the_same_bits(tiled: Engine) -> None:
 
 _MEMORY_PROBE = """
 import torch
-from megatron import attention
+from kerple import attention
 torch.set_num_threads(1)
 def megabytes(key):  # getrusage would count the parent process
     lines = open("/proc/self/status").read().splitlines()
@@ -190,3 +192,114 @@ def test_dropout_is_seeded_and_keeps_the_mean() -> None:
     generator = torch.Generator().manual_seed(7)
     mean = torch.stack([attend(generator=generator).detach() for _ in range(400)]).mean(0)
     assert (mean - attention(q, k, v, bias)).abs().mean() < 0.03
+
+
+# Query features times distance features, and a factor of the whole score.
+
+# batch, heads, key heads, queries, keys, head dim, features, extent, heads of the table
+FEATURE_CASES = [
+    (2, 4, 2, 130, 130, 16, 3, 40, 4),
+    (1, 3, 3, 210, 500, 24, 16, 200, 1),
+    (1, 2, 1, 97, 97, 64, 20, 300, 2),  # further than there are keys
+    (1, 2, 2, 300, 300, 32, 64, 1, 2),
+    (1, 2, 2, 1, 77, 8, 5, 9, 1),
+]
+
+
+def draw_row_terms(sizes: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
+    batch, heads, _, q_len, _, _, count, extent, table_heads = sizes
+    torch.manual_seed(seed)
+    return {
+        "query_features": torch.randn(batch, heads, q_len, count).requires_grad_(),
+        "distance_features": (0.5 * torch.randn(table_heads, count, extent)).requires_grad_(),
+        "row_scale": (0.3 + 1.5 * torch.rand(batch, 1, q_len)).requires_grad_(),
+    }
+
+
+def check_row_terms(
+    engine: Engine, sizes: tuple[int, ...], names: Sequence[str], tolerance: float, **others: Any
+) -> None:
+    batch, heads, key_heads, q_len, k_len, dim, *_ = sizes
+    dtype = others.pop("dtype", torch.float32)
+    case = draw_case(batch, heads, q_len, k_len, dim, tables=others.pop("tables", "bias"))
+    terms = {name: x for name, x in draw_row_terms(sizes).items() if name in names}
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in case.tensors[:3])
+    k, v = (x[:, :key_heads].detach().requires_grad_() for x in (k, v))
+    tables = case.tensors[3:]
+    floating = [x for x in others.values() if isinstance(x, Tensor) and x.is_floating_point()]
+    wanted = [q, k, v, *(x for x in tables if x is not None), *terms.values(), *floating]
+    found = []
+    for attend in (reference_attention, engine):
+        out = attend(q, k, v, *tables, **terms, **others)
+        torch.manual_seed(5)
+        grads = torch.autograd.grad(out, wanted, torch.randn(out.shape).to(out.dtype))
+        found.append([out, *grads])
+    errors = [relative_error(a, e) for e, a in zip(*found, strict=True)]
+    assert max(errors) < tolerance, errors
+
+
+FEATURES = ("query_features", "distance_features")
+
+
+@pytest.mark.parametrize("sizes", FEATURE_CASES, ids=str)
+@pytest.mark.parametrize("names", [FEATURES, ("row_scale",), (*FEATURES, "row_scale")], ids=str)
+def test_features_and_row_scale_match_float64(
+    engine: Engine, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    check_row_terms(engine, sizes, names, 1e-5)
+
+
+def test_features_and_row_scale_with_every_other_operand(engine: Engine) -> None:
+    sizes = (2, 4, 2, 200, 260, 16, 7, 90, 4)
+    torch.manual_seed(3)
+    others: dict[str, Any] = {
+        "key_bias": torch.randn(2, 4, 260).cumsum(-1).requires_grad_(),
+        "first_key": (torch.arange(60, 260) // 50 * 40).expand(2, -1),
+        "sink": torch.randn(4).requires_grad_(),
+        "window": 150,
+        "scale": 0.2,
+        "tables": "bias+weight",
+    }
+    check_row_terms(engine, sizes, (*FEATURES, "row_scale"), 3e-5, **others)
+
+
+def test_features_in_bf16_are_fp32_inside(engine: Engine) -> None:
+    names = (*FEATURES, "row_scale")
+    check_row_terms(engine, FEATURE_CASES[0], names, 3e-2, dtype=torch.bfloat16)
+
+
+def test_features_shared_by_threads(tiled: Engine) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        sizes = (1, 1, 1, 700, 700, 32, 16, 300, 1)
+        check_row_terms(tiled, sizes, (*FEATURES, "row_scale"), 1e-5)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_pruning_with_features_and_row_scale_changes_nothing(tiled: Engine, factor: float) -> None:
+    """A steep bias lets keys go; features and the factor move where that is allowed."""
+    sizes = (1, 2, 2, 900, 900, 16, 4, 64, 2)
+    q, k, v = (x.detach() for x in draw_case(1, 2, 900, 900, 16).tensors[:3])
+    terms = {name: x.detach() for name, x in draw_row_terms(sizes).items()}
+    terms["row_scale"] = terms["row_scale"] * factor
+    bias = -0.3 * torch.arange(903.0).expand(2, -1)
+    out = tiled(q, k, v, bias, **terms)
+    expected = reference_attention(q, k, v, bias, **terms)
+    assert relative_error(out, expected) < 2e-6
+    _, count = tiled_forward_with_count(
+        *(q, k, v, bias, None, None, None, None, *terms.values()), scale=None
+    )
+    assert (count.visited < count.total) == (factor > 1)
+
+
+def test_features_are_repeatable_to_the_bit(tiled: Engine) -> None:
+    sizes = (1, 2, 2, 300, 300, 16, 8, 100, 1)
+    case, runs = draw_case(1, 2, 300, 300, 16), []
+    for _ in range(2):
+        terms = draw_row_terms(sizes)
+        out = tiled(*case.tensors, **terms)
+        runs.append(torch.autograd.grad(out.square().sum(), list(terms.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -154,7 +154,8 @@ def test_addresses_are_aligned_and_offsets_inside_a_tile_fit_32_bits(
     for launch in rehearse(recorded, **settings).launches:
         named = _arguments(launch)
         constants = launch.options.get("C")
-        tile = max(constants.BLOCK_M.value, constants.BLOCK_N.value) if constants is not None else 64
+        sides = (64,) if constants is None else (constants.BLOCK_M.value, constants.BLOCK_N.value)
+        tile = max(sides)
         for name, value in named.items():
             if isinstance(value, Rows):
                 assert all(step % 16 == 0 for step in value[1:]), (_name(launch), name, value)
@@ -165,8 +166,8 @@ def test_addresses_are_aligned_and_offsets_inside_a_tile_fit_32_bits(
             assert all(step % 16 == 0 for step in terms[-3:]), terms
             assert 4 * terms.copy_stride < 2**31
         if constants is not None:
-                blocks = (constants.BLOCK_M.value, constants.BLOCK_N.value)
-                assert [ROW_MULTIPLE % block for block in blocks] == [0, 0]
+            blocks = (constants.BLOCK_M.value, constants.BLOCK_N.value)
+            assert [ROW_MULTIPLE % block for block in blocks] == [0, 0]
 
 
 @pytest.mark.parametrize("length", [8192, 32768, 1 << 20])

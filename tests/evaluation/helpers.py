@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import yaml
 
-from megatron.data import IndexedDatasetWriter
+from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
@@ -88,3 +88,25 @@ def result_of(args: NeoXArgs, name: str) -> dict[str, Any]:
     path = max(folder.glob(f"step10_{name}*.json"), key=lambda found: found.stat().st_mtime_ns)
     content: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return content
+
+
+def evaluated(args: NeoXArgs, name: str) -> dict[str, Any]:
+    assert run_evaluation(args.replace(eval_tasks=[name.split("_")[0]])) == 0
+    assert args.checkpoint.load is not None
+    path = Path(args.checkpoint.load) / "results" / f"step10_{name}.json"
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return content
+
+
+def official_texts(args: NeoXArgs, length: int, count: int) -> dict[str, list[torch.Tensor]]:
+    """The samples that the official evaluation would see."""
+    assert args.data.data_path is not None
+    _, valid, test = build_train_valid_test_datasets(
+        args.data.data_path, args.data.split, (1, count, count), 16, length, 1234
+    )
+    assert valid is not None
+    assert test is not None
+    return {
+        "valid": [torch.from_numpy(valid[i]["text"]) for i in range(count)],
+        "test": [torch.from_numpy(test[i]["text"]) for i in range(count)],
+    }

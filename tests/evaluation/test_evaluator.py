@@ -20,6 +20,8 @@ from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import FIXTURES, REPOSITORY
 from tests.evaluation.helpers import write_checkpoint, write_data, write_run
+from tests.training.cases import tiny_config
+from tests.training.runs import finish, start_run
 
 
 def result(args: NeoXArgs, name: str = "extrapolation", step: int = 10) -> dict[str, Any]:
@@ -187,11 +189,11 @@ def test_an_official_checkpoint_with_two_model_parallel_shards(tmp_path: Path) -
     assert run_evaluation(args) == 0
     content = result(args, step=7)
     assert content["results"]["valid"][0]["tokens"] == 24
-    import megatron
+    import kerple
     from tests.evaluation.helpers import plain_losses
     from tests.evaluation.test_perplexity import official_texts
 
-    model = megatron.load_pretrained(tmp_path / "official")
+    model = kerple.load_pretrained(tmp_path / "official")
     texts = official_texts(args, 8, 3)["valid"]
     expected = torch.stack([plain_losses(model, text) for text in texts]).mean()
     assert content["results"]["valid"][0]["loss"] == pytest.approx(float(expected), rel=1e-5)
@@ -261,3 +263,12 @@ def test_a_result_records_the_checkpoint_not_the_config_given(tmp_path: Path) ->
     found = result(args)
     assert found["config_hash"] == args.config_hash() != other.config_hash()
     assert (found["train_length"], found["pos_emb"]) == (16, "kerple_log")
+
+
+def test_a_dead_peer_is_named_and_ends_the_evaluation_with_77(tmp_path: Path) -> None:
+    program = str(REPOSITORY / "tests" / "evaluation" / "lost_peer.py")
+    job = start_run(tiny_config("data"), tmp_path, 2, program=[program])
+    codes, outputs = finish(job)
+    assert codes == [77, 9], outputs[0]
+    assert "error (rank 0): rank 1" in outputs[0] and "has died" in outputs[0]
+    assert "Traceback" not in outputs[0]

@@ -1,49 +1,31 @@
-"""extrapolation, positionwise and sliding against losses computed from full logits."""
+"""extrapolation and sliding against losses computed from full logits."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron import __version__
-from megatron.data import IndexedDataset, build_train_valid_test_datasets
+from kerple import __version__
+from megatron.data import IndexedDataset
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.evaluation.perplexity import bucket_edges, window_starts
+from megatron.evaluation.perplexity import window_starts
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
-from tests.evaluation.helpers import plain_losses, result_of, write_data, write_run
+from tests.evaluation.helpers import (
+    evaluated,
+    official_texts,
+    plain_losses,
+    result_of,
+    write_data,
+    write_run,
+)
 
 LENGTHS = [8, 16, 32]
-
-
-def evaluated(args: NeoXArgs, name: str) -> dict[str, Any]:
-    assert run_evaluation(args.replace(eval_tasks=[name.split("_window")[0]])) == 0
-    assert args.checkpoint.load is not None
-    path = Path(args.checkpoint.load) / "results" / f"step10_{name}.json"
-    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return content
-
-
-def official_texts(args: NeoXArgs, length: int, count: int) -> dict[str, list[torch.Tensor]]:
-    """The samples that the official evaluation would see."""
-    assert args.data.data_path is not None
-    _, valid, test = build_train_valid_test_datasets(
-        args.data.data_path, args.data.split, (1, count, count), 16, length, 1234
-    )
-    assert valid is not None
-    assert test is not None
-    return {
-        "valid": [torch.from_numpy(valid[i]["text"]) for i in range(count)],
-        "test": [torch.from_numpy(test[i]["text"]) for i in range(count)],
-    }
 
 
 def valid_stream(args: NeoXArgs) -> torch.Tensor:
@@ -140,48 +122,6 @@ def test_learned_positions_fail_beyond_their_table_and_the_rest_runs(tmp_path: P
     assert all("learned has vectors for 16 positions" in error for error in beyond.values())
 
 
-def test_positionwise_buckets_average_the_position_losses(tmp_path: Path) -> None:
-    args, model = write_run(tmp_path, eval_lengths=[32])
-    entry = evaluated(args, "positionwise")["results"]["valid"]
-    texts = official_texts(args, 32, 5)["valid"]
-    by_position = torch.stack([plain_losses(model, text) for text in texts]).mean(0)
-    assert (entry["length"], entry["window"], entry["sequences"]) == (32, None, 5)
-    edges = [(bucket["start"], bucket["end"]) for bucket in entry["buckets"]]
-    assert edges == [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)]
-    assert entry["by_position"] == pytest.approx(by_position.tolist(), abs=1e-4)
-    for bucket in entry["buckets"]:
-        expected = float(by_position[bucket["start"] : bucket["end"]].mean())
-        assert bucket["loss"] == pytest.approx(expected, rel=1e-5)
-        assert bucket["tokens"] == 5 * (bucket["end"] - bucket["start"])
-
-
-def test_positionwise_with_a_window_is_the_windowed_model(tmp_path: Path) -> None:
-    args, model = write_run(tmp_path, eval_lengths=[32])
-    plain = evaluated(args, "positionwise")
-    windowed = evaluated(args.replace(eval_window=4), "positionwise_window4")
-    texts = official_texts(args, 32, 5)["valid"]
-    model.set_window(4)
-    by_position = torch.stack([plain_losses(model, text) for text in texts]).mean(0)
-    entry = windowed["results"]["valid"]
-    assert entry["window"] == 4
-    for bucket in entry["buckets"]:
-        expected = float(by_position[bucket["start"] : bucket["end"]].mean())
-        assert bucket["loss"] == pytest.approx(expected, rel=1e-5)
-    first, last = entry["buckets"][0], entry["buckets"][-1]
-    unlimited = plain["results"]["valid"]["buckets"]
-    assert first["loss"] == pytest.approx(unlimited[0]["loss"], rel=1e-6)
-    assert last["loss"] != pytest.approx(unlimited[-1]["loss"], rel=1e-4)
-
-
-@pytest.mark.parametrize("length", [1, 2, 7, 64, 100])
-@pytest.mark.parametrize(("kind", "count"), [("log", None), ("log", 5), ("linear", 4)])
-def test_buckets_cover_every_position_once(length: int, kind: Any, count: int | None) -> None:
-    edges = bucket_edges(length, kind, count)
-    assert edges[0] == 0
-    assert edges[-1] == length
-    assert all(start < end for start, end in pairwise(edges))
-
-
 def test_sliding_scores_every_token_once_with_the_most_context(tmp_path: Path) -> None:
     args, model = write_run(tmp_path, eval_lengths=[8, 24], eval_stride=5)
     content = evaluated(args, "sliding")
@@ -242,3 +182,20 @@ def test_a_stride_longer_than_the_window_is_refused(
     args, _ = write_run(tmp_path, eval_lengths=[8], eval_stride=9, eval_tasks=["sliding"])
     assert run_evaluation(args) == 1
     assert "eval_stride = 9 is longer than the window of 8" in capsys.readouterr().err
+
+
+def test_the_last_tokens_alone_are_scored(tmp_path: Path) -> None:
+    args, model = write_run(tmp_path, eval_lengths=[8, 16, 32], eval_last=12)
+    content = evaluated(args, "extrapolation_last12")
+    assert content["task"] == "extrapolation_last"
+    assert content["settings"]["last"] == 12
+    assert [entry["length"] for entry in content["results"]["valid"]] == [16, 32]
+    for entry in content["results"]["valid"]:
+        texts = official_texts(args, entry["length"], 5)["valid"]
+        losses = torch.cat([plain_losses(model, text)[-12:] for text in texts])
+        assert entry["tokens"] == 60
+        assert entry["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert {(e["split"], e["length"]) for e in content["errors"]} == {("valid", 8), ("test", 8)}
+    assert "eval_last = 12 is more" in content["errors"][0]["error"]
+    plain = evaluated(args.replace(eval_last=None), "extrapolation")
+    assert "last" not in plain["settings"] and plain["task"] == "extrapolation"

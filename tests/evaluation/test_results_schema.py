@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron.errors import EvaluationError
+from megatron.evaluation.perplexity import Extrapolation
 from megatron.evaluation.results_schema import (
     read_result,
     recorded_settings,
-    text_table,
     weights_id,
 )
 
@@ -38,7 +38,9 @@ def test_a_file_of_the_first_format_is_read_without_inventing_settings(tmp_path:
     result = read_result(written(tmp_path / "old.json", OLD))
     assert result.settings is None
     assert result.checkpoint_id is None
-    assert result.by_length()["valid"][0].sequences == 512
+    assert Extrapolation().cells(result.results) == {("valid", 128): 7.39}
+    old = {"num_sequences": 512, "longest length": 128}
+    assert Extrapolation().comparable_in_old_file(result.results) == old
 
 
 @pytest.mark.parametrize(
@@ -50,12 +52,9 @@ def test_a_file_of_the_first_format_is_read_without_inventing_settings(tmp_path:
         b"{}",
         b'{"format": 1, "task": "extrapolation", "resu',
         json.dumps({**OLD, "results": []}).encode(),
-        json.dumps({**OLD, "results": {"valid": 3}}).encode(),
-        json.dumps({**OLD, "results": {"valid": [{"loss": 2.0}]}}).encode(),
-        json.dumps({**OLD, "results": {"valid": [{"length": "many"}]}}).encode(),
         json.dumps({**OLD, "iteration": None}).encode(),
         json.dumps(OLD).replace('"iteration": 500', '"iteration": 1e999').encode(),
-        json.dumps({**OLD, "task": "positionwise"}).encode(),
+        json.dumps({**OLD, "settings": {"data": 3}}).encode(),
     ],
 )
 def test_anything_else_is_one_line_with_the_files_name(tmp_path: Path, content: bytes) -> None:
@@ -82,10 +81,3 @@ def test_weights_are_known_by_their_checksums(tmp_path: Path) -> None:
     first = weights_id(tmp_path)
     written(tmp_path / "checksums.json", {"mp_rank_00_model_states.pt": [10, "ab"]})
     assert weights_id(tmp_path) != first
-
-
-def test_text_tables() -> None:
-    assert text_table(["split", "ppl"], [["valid", 3.0], ["test", None]]) == (
-        "split     ppl\n-----  ------\nvalid  3.0000\n test       -"
-    )
-    assert text_table(["a", "b"], []) == "a  b\n-  -"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron.evaluation import ruler
 from megatron.evaluation.ruler import by_depth, string_match_all
 from megatron.evaluation.ruler_prompts import (
     RulerPrompt,
 )
+from megatron.generation.text import TextGenerator
 from megatron.tokenizer import build_tokenizer
 from tests.evaluation.helpers import result_of, write_run
 
@@ -69,7 +69,7 @@ def test_the_task_from_a_checkpoint_with_readers_in_place_of_the_model(
         ruler_lengths=[128, 5000],
         ruler_samples=20,
     )
-    monkeypatch.setattr(ruler.TextGenerator, "samples", reader(1.0))
+    monkeypatch.setattr(TextGenerator, "samples", reader(1.0))
     content = result_of(args, "ruler")
     assert [
         (cell["task"], cell["length"], cell["score"]) for cell in content["results"]["grid"]
@@ -80,7 +80,7 @@ def test_the_task_from_a_checkpoint_with_readers_in_place_of_the_model(
     assert {error["length"] for error in content["errors"]} == {128}
     said = capsys.readouterr().out
     assert "smallest lengths: niah_single_1" in said and "not measured: niah_single_1 128" in said
-    monkeypatch.setattr(ruler.TextGenerator, "samples", reader(0.4))
+    monkeypatch.setattr(TextGenerator, "samples", reader(0.4))
     cell = result_of(args.replace(seed=99), "ruler")["results"]["grid"][0]
     assert [part["score"] for part in cell["by_depth"]] == [0.0, 0.0, 0.0, 100.0, 100.0]
     assert cell["score"] == 40.0

@@ -26,7 +26,7 @@ from megatron.neox_arguments.run_keys import DataArgs
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import SUITE_DIRECTORY
 from megatron.tokenizer import build_tokenizer
-from megatron.training.metrics import _data_identity, check_data
+from megatron.training.metrics import check_data, data_identity
 from tests.checkpoints.small_models import saved_model
 from tests.fuzz.mutations import mutated
 from tests.fuzz.target import Target
@@ -41,7 +41,7 @@ CONSTANTS = (
 STORAGE = (
     b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
 )
-VERBS = tuple(bytes([code]) for code in b"R\x81b\x85\x86\x87(tsuaeQ") + (b"q\x00", b"h\x00")
+VERBS = (*(bytes([code]) for code in b"R\x81b\x85\x86\x87(tsuaeQ"), b"q\x00", b"h\x00")
 
 
 def opcodes(folder: Path) -> Target:
@@ -146,7 +146,7 @@ def manifests(folder: Path) -> Target:
         writer.add_document(range(100))
     path, tokens = folder / "manifest.json", folder / "d.bin"
     data = DataArgs(data_path=str(folder / "d"))
-    path.write_text(json.dumps({"data": _data_identity(data), "history": []}, indent=1))
+    path.write_text(json.dumps({"data": data_identity(data), "history": []}, indent=1))
     honest, kept = tokens.read_bytes(), path.read_bytes()
 
     def read(path: Path) -> None:

@@ -29,6 +29,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.paper.plan import plan_text
 from megatron.paper.report import collect_results
 from megatron.paper.result_fit import done_steps
+from megatron.paper.run_archive import pack_runs
 from megatron.paper.run_files import (
     RunState,
     State,
@@ -38,7 +39,6 @@ from megatron.paper.run_files import (
     training_differences,
     write_state,
 )
-from megatron.paper.run_results import keep_results
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.status import logs_text, status_text
 from megatron.paper.suite import load_suite
@@ -218,7 +218,7 @@ def suite_run(folder: Path) -> Target:
         done_steps(whole.runs[0])
         if path.name not in read_only:
             training_differences(replace(whole.runs[0], seed=1))
-            keep_results(whole, folder / "kept")
+            pack_runs(whole, folder / "kept.tar.gz")
 
     return Target(folder, files, read, text=True)
 

@@ -1,4 +1,4 @@
-"""`megatron.load_pretrained` gives the numbers of the code that wrote the checkpoint."""
+"""`kerple.load_pretrained` gives the numbers of the code that wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import megatron
+import kerple
 from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import logits_of, saved_model, tokens
 from tests.conftest import FIXTURES, REPOSITORY
@@ -22,7 +22,7 @@ OFFICIAL = ("official_kerple_log", "official_kerple_power_mp2")
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_official_checkpoints_give_the_official_logits_beyond_their_length(name: str) -> None:
     expected = np.load(FIXTURES / name / "expected.npz")
-    model = megatron.load_pretrained(FIXTURES / name, device="cpu")
+    model = kerple.load_pretrained(FIXTURES / name, device="cpu")
     inputs = torch.from_numpy(expected["tokens"])
     assert inputs.shape[1] > 2 * model.config.model.seq_length
     logits = logits_of(model, inputs)
@@ -35,7 +35,7 @@ def test_official_checkpoints_give_the_official_logits_beyond_their_length(name:
 
 
 def test_far_beyond_the_training_length_logits_stay_causal_and_finite() -> None:
-    model = megatron.load_pretrained(FIXTURES / OFFICIAL[0])
+    model = kerple.load_pretrained(FIXTURES / OFFICIAL[0])
     inputs = torch.randint(128, (1, 1500), generator=torch.Generator().manual_seed(0))
     logits = logits_of(model, inputs)
     assert logits.isfinite().all()
@@ -48,16 +48,16 @@ def test_a_step_directory_and_an_iteration_select_the_same_model(tmp_path: Path)
     shutil.copytree(FIXTURES / OFFICIAL[0], run)
     shutil.copytree(run / "global_step7", run / "global_step9")
     (run / "latest").write_text("global_step9")
-    assert megatron.load_pretrained(run).iteration == 9
-    assert megatron.load_pretrained(run, iteration=7).iteration == 7
-    assert megatron.load_pretrained(run / "global_step7").iteration == 7
+    assert kerple.load_pretrained(run).iteration == 9
+    assert kerple.load_pretrained(run, iteration=7).iteration == 7
+    assert kerple.load_pretrained(run / "global_step7").iteration == 7
     with pytest.raises(CheckpointError, match=r"global_step8 does not exist .*: 7, 9"):
-        megatron.load_pretrained(run, iteration=8)
+        kerple.load_pretrained(run, iteration=8)
 
 
 def test_own_checkpoint_gives_the_same_logits(tmp_path: Path) -> None:
     model = saved_model(tmp_path, pos_emb="kerple_log")
-    loaded = megatron.load_pretrained(tmp_path)
+    loaded = kerple.load_pretrained(tmp_path)
     assert loaded.kind == "native"
     assert torch.equal(logits_of(loaded, tokens()), logits_of(model, tokens()))
     bias = loaded.positional_tables(100).bias
@@ -67,7 +67,7 @@ def test_own_checkpoint_gives_the_same_logits(tmp_path: Path) -> None:
 
 def test_generation_from_text_and_from_ids(tmp_path: Path) -> None:
     saved_model(tmp_path, pos_emb="kerple_log", seed=3)
-    model = megatron.load_pretrained(tmp_path)
+    model = kerple.load_pretrained(tmp_path)
     text = model.generate("!!", max_new_tokens=5)
     ids = model.generate([model.tokenizer.tokenize("!!")], max_new_tokens=5, stop_ids=(0,))
     assert isinstance(text, str)
@@ -77,7 +77,7 @@ def test_generation_from_text_and_from_ids(tmp_path: Path) -> None:
 
 def test_bf16_keeps_kernel_parameters_exact(tmp_path: Path) -> None:
     model = saved_model(tmp_path, pos_emb="kerple_power")
-    loaded = megatron.load_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded = kerple.load_pretrained(tmp_path, dtype=torch.bfloat16)
     assert loaded.embedding.word_embeddings.weight.dtype == torch.bfloat16
     expected = model.positional_tables(1000).bias
     assert torch.equal(loaded.positional_tables(1000).bias, expected)
@@ -86,7 +86,7 @@ def test_bf16_keeps_kernel_parameters_exact(tmp_path: Path) -> None:
 
 def test_without_its_tokenizer_a_model_still_loads(tmp_path: Path) -> None:
     saved_model(tmp_path, tokenizer_type="HFTokenizer", vocab_file="gone/tokenizer.json")
-    model = megatron.load_pretrained(tmp_path)
+    model = kerple.load_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="gone/tokenizer.json"):
         assert model.tokenizer is None
     with pytest.raises(ValueError, match="give ids"):
@@ -94,5 +94,5 @@ def test_without_its_tokenizer_a_model_still_loads(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    code = "import sys, megatron; assert 'torch' not in sys.modules; assert megatron.__version__"
+    code = "import sys, kerple; assert 'torch' not in sys.modules; assert kerple.__version__"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)

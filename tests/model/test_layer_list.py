@@ -13,7 +13,7 @@ from megatron.model.layer_list import Layer, LayerFactory
 from megatron.model.position_base import PositionalEmbedding
 from megatron.mpu.collectives import SERIAL
 from megatron.neox_arguments.model_keys import ModelArgs
-from megatron.training.engine import layer_specs
+from megatron.training.engine import pipeline_layers
 from tests.checkpoints.small_models import small_args
 
 CHANGES = {
@@ -53,12 +53,12 @@ def spec_of(**changes: object) -> ModelSpec:
 def test_model_and_pipeline_are_the_same_list(pos_emb: str, tied: bool) -> None:
     spec = spec_of(pos_emb=pos_emb, no_weight_tying=not tied)
     layers = LayerFactory(spec).layers()
-    piped = layer_specs(spec, SERIAL)
+    piped = pipeline_layers(spec, SERIAL)
     model = GPTModel(spec)
     assert len(layers) == len(piped) == len(model.sequential) == spec.num_layers + 5
     for layer, pipe, built in zip(layers, piped, model.sequential, strict=True):
         if isinstance(layer, Layer):
-            assert pipe.typename is layer.kind
+            assert pipe.kind is layer.kind
             assert layer.is_tied_head or type(built) is layer.kind
         else:
             assert pipe is layer and built.function is layer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron import attention, kernel
+from kerple import attention, kernel
 from megatron.errors import ConfigError, PositionalEmbeddingError, UnknownPositionalEmbeddingError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS
@@ -75,8 +75,8 @@ def test_a_class_that_the_caller_names_is_imported(
 
 
 def test_the_package_imports_no_torch_until_it_is_asked() -> None:
-    script = "import sys, megatron; assert 'torch' not in sys.modules; dir(megatron); "
-    script += "assert 'kernel' in dir(megatron) and 'torch' not in sys.modules"
+    script = "import sys, kerple; assert 'torch' not in sys.modules; dir(kerple); "
+    script += "assert 'kernel' in dir(kerple) and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

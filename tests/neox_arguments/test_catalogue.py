@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS, DistanceKernel, TableEmbedding
+from megatron.model.position_base import DistanceKernel, TableEmbedding
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.catalogue import METHODS, aliases, label_of, line_style, method
+from megatron.neox_arguments.catalogue import METHODS, aliases, label_of, method
 from tests.conftest import REPOSITORY
 from tests.neox_arguments.samples import TINY, write
 
@@ -34,17 +35,14 @@ def test_the_catalogue_and_the_classes_are_the_same_list() -> None:
             assert set(METHODS[name].official_parameters) <= set(cls.learnable), name
 
 
-def test_a_label_and_a_line_belong_to_one_method() -> None:
+def test_a_label_belongs_to_one_method() -> None:
     assert len({entry.label for entry in METHODS.values()}) == len(METHODS)
-    drawn = {(e.style.color, e.style.marker, e.style.dashes) for e in METHODS.values()}
-    assert len(drawn) == len(METHODS)
     assert not set(aliases()) & set(METHODS)
 
 
 def test_a_method_of_ones_own_is_shown_under_its_own_name() -> None:
     assert method("my.module:Kernel") is None
     assert label_of("my.module:Kernel") == "my.module:Kernel"
-    assert line_style("my.module:Kernel").marker == "o"
     assert label_of("kerple_power_ap_") == "KERPLE-power"
 
 
@@ -106,7 +104,7 @@ with torch.no_grad():
 
 def test_a_new_kernel_is_one_class_and_one_line(tmp_path: Path) -> None:
     """In config docs, dry run, plot, table, model card and an export that works by itself."""
-    for part in ("megatron", "tests", "tools"):
+    for part in ("kerple", "megatron", "tests", "tools"):
         shutil.copytree(
             REPOSITORY / part,
             tmp_path / part,

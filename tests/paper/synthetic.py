@@ -51,7 +51,12 @@ def result_file(run: Run, step: Step, results: object) -> dict[str, object]:
     lengths = [step.length] if step.length else config["eval_lengths"]
     settings = {
         "data": [
-            {"split": split, "prefix": config["data_path"], "share": config["split"], "bytes": None}
+            {
+                "split": split,
+                "prefix": config["data_path"],
+                "share": config.get("split"),
+                "bytes": None,
+            }
             for split in ("valid", "test")
         ],
         "protocol": config.get("eval_protocol"),
@@ -111,7 +116,8 @@ def recall_result(run: Run, step: Step) -> dict[str, object]:
     """Half as much with every doubling, a little different by seed."""
     lengths = run.config["eval_lengths"]
     content = result_file(run, step, {})
-    content["settings"] = {"lengths": lengths, "samples": 4, "seed": run.seed, "window": None}
+    settings = {"lengths": lengths, "samples": run.config["recall_samples"], "seed": run.seed}
+    content["settings"] = {**settings, "window": None}
     grid = [
         {"kind": kind, "length": n, "accuracy": 0.9 * run.train_length / n + 0.01 * (run.seed % 5)}
         for kind in RECALL_KINDS

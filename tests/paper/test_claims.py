@@ -8,7 +8,7 @@ from megatron.paper.claims import Verdict, check_claims, cpd_table
 from megatron.paper.report import collect_results
 from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.suite import Run, Suite, load_suite
-from megatron.paper.suite_file import DataSet
+from megatron.paper.suite_file import PERPLEXITY, POSITIONWISE, DataSet
 from tests.paper.synthetic import write_run
 
 
@@ -81,9 +81,8 @@ def test_position_wise_claims_compare_with_the_window(suite: Suite) -> None:
 
     assert verdict()[0] is Verdict.AGREES and "-" in verdict()[1]
     for run in results.runs:
-        for (_, length, window), entry in run.positions.items():
-            if window is None:
-                entry.by_position[:] = [9.0] * length
+        for (_, length), entry in run.of(POSITIONWISE).items():
+            entry.by_position = (9.0,) * length
     assert verdict()[0] is Verdict.DISAGREES and "+" in verdict()[1]
 
 
@@ -91,7 +90,8 @@ def test_contrary_results_are_reported_as_contrary(suite: Suite) -> None:
     results = collect_results(suite)
     for run in results.runs:
         if run.run.method == "alibi":
-            run.perplexity = {key: value * 0.5 for key, value in run.perplexity.items()}
+            halved = {place: value * 0.5 for place, value in run.of(PERPLEXITY).items()}
+            run.of(PERPLEXITY).update(halved)
     findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
     first = next(
         item for item in findings if item.claim == "KERPLE-log is below ALiBi at every length"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from megatron.commands import run
 from megatron.paper.cli import main
 from megatron.paper.suite import load_suite
+from tests.conftest import REPOSITORY
 
 
 def test_plan_writes_complete_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +36,14 @@ def test_wrong_arguments_end_with_a_message(
 ) -> None:
     assert run("reproduce", arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_loads_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; from megatron.paper.cli import build_parser; build_parser().format_help(); "
+        "print([name for name in ('torch', 'matplotlib', 'deepspeed') if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.paper.figures import perplexity_by_length, training_loss, training_speed
 from megatron.paper.run_results import ResultSet
-from megatron.paper.suite_file import DataSet
+from megatron.paper.suite_file import PERPLEXITY, DataSet
 
 STDLIB = DataSet(name="stdlib", title="Python standard library")
 EMPTY = ResultSet(())
@@ -25,7 +25,7 @@ def test_perplexity_curves_are_the_means_over_seeds(results: ResultSet) -> None:
     line = lines(axes)["KERPLE-log"]
     runs = results.of("stdlib", "kerple_log")
     assert len(runs) == 3
-    expected = np.mean([run.perplexity["valid", 4096] for run in runs])
+    expected = np.mean([run.of(PERPLEXITY)["valid", 4096] for run in runs])
     assert line.get_xdata()[-1] == 4096
     assert line.get_ydata()[-1] == pytest.approx(expected)
 

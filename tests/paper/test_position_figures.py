@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.evaluation.results_schema import PositionEntry
+from megatron.evaluation.positionwise import PositionEntry
 from megatron.paper.claims import check_claims
 from megatron.paper.position_figures import BINS, binned, positionwise_perplexity, smoothed
 from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.suite import load_suite
-from megatron.paper.suite_file import DataSet, Positionwise
+from megatron.paper.suite_file import POSITIONWISE, DataSet, Positionwise
 
 STDLIB = DataSet(name="stdlib", title="Python standard library")
 PLAIN = Positionwise(data="stdlib", methods=["kerple_log"], length=1024)
@@ -28,9 +28,9 @@ def runs(*losses: tuple[float, float]) -> ResultSet:
     made = []
     for run, (plain, windowed) in zip(suite.runs, losses, strict=False):
         found = RunResults(run)
-        found.positions = {
-            ("valid", 1024, None): entry(plain),
-            ("valid", 1024, 128): entry(windowed, 128),
+        found.cells = {
+            (POSITIONWISE, None, ""): {("valid", 1024): entry(plain)},
+            (POSITIONWISE, 128, ""): {("valid", 1024): entry(windowed, 128)},
         }
         made.append(found)
     return ResultSet(tuple(made))
@@ -67,7 +67,7 @@ def test_only_the_same_seed_is_subtracted() -> None:
     """The first seed lost its window, the second its plain result: nothing is left to compare."""
     results = runs((2.0, 2.3), (2.2, 2.4), (2.5, 2.6))
     first, second, _ = results.runs
-    del first.positions["valid", 1024, 128], second.positions["valid", 1024, None]
+    del first.cells[POSITIONWISE, 128, ""], second.cells[POSITIONWISE, None, ""]
     figure = positionwise_perplexity(results, "valid", STDLIB, [PLAIN, WINDOWED])
     assert figure is not None
     assert figure.axes[1].get_lines()[0].get_ydata() == pytest.approx(np.full(BINS, -0.1))

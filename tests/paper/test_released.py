@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron
+import kerple
 from megatron.errors import ReproduceError
 from megatron.paper.cli import main
 from megatron.paper.released import find_released
@@ -33,7 +33,7 @@ def test_kernels_are_read_from_the_official_files(release: Path) -> None:
         ("kerple_log", "github", 1235),
         ("kerple_power", "github", 1235),
     ]
-    model = megatron.load_pretrained(release / "kerple_log_github_1235_checkpoints")
+    model = kerple.load_pretrained(release / "kerple_log_github_1235_checkpoints")
     values = log.found.kernel
     assert set(values) == {"r1", "r2"}
     assert len(values["r1"]) == model.spec.num_attention_heads
@@ -57,7 +57,7 @@ def test_figures_and_perplexities_with_any_text(release: Path, tmp_path: Path) -
     assert float(rows[log, full, "512"]) != float(rows[log, window, "512"])
     assert float(rows["KERPLE-power", full, "512"]) > 1
 
-    model = megatron.load_pretrained(release / "kerple_log_github_1235_checkpoints")
+    model = kerple.load_pretrained(release / "kerple_log_github_1235_checkpoints")
     tokens = torch.tensor(list(text.read_bytes()[: 2 * 512 + 1]))
     losses = []
     for start in (0, 512):

@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 
+from megatron.evaluation.task_registry import find_task
+from megatron.evaluation.tasks import EvaluationOptions, requested
+from megatron.neox_arguments import NeoXArgs
 from megatron.paper.report import make_report
 from megatron.paper.result_fit import Fit, check_steps, done_steps
 from megatron.paper.run_results import read_run
 from megatron.paper.status import status_text
 from megatron.paper.suite import Run, Step, Suite, load_suite
+from megatron.paper.suite_file import PERPLEXITY
 from tests.conftest import REPOSITORY
 from tests.paper.synthetic import write_run
 
@@ -54,10 +58,10 @@ def test_the_suites_own_results_fit(one_run: tuple[Suite, Run, Path]) -> None:
 @pytest.mark.parametrize(
     ("settings", "fields", "message"),
     [
-        ({"num_sequences": 2}, {}, "eval_num_sequences 2 instead of 8"),
+        ({"num_sequences": 2}, {}, "num_sequences 2 instead of 8"),
         ({"lengths": [128, 256]}, {}, "longest length 256 instead of 4096"),
         ({}, {"window": 128, "task": "extrapolation"}, "no result"),
-        ({}, {"protocol": "fixed_sequences"}, "eval_protocol fixed_sequences"),
+        ({}, {"protocol": "fixed_sequences"}, "protocol fixed_sequences instead of fixed_tokens"),
         ({}, {"seed": 7}, "seed 7 instead of 1235"),
         ({}, {"data_seed": 7}, "data_seed 7 instead of 1235"),
         ({}, {"pos_emb": "rotary"}, "pos_emb rotary instead of alibi"),
@@ -78,7 +82,7 @@ def test_other_settings_are_foreign(
     assert message in detail
     assert verdict is (Fit.MISSING if message == "no result" else Fit.FOREIGN)
     assert "extrapolation" not in done_steps(run)
-    assert not read_run(run).perplexity
+    assert not read_run(run).of(PERPLEXITY)
 
 
 def test_a_report_leaves_out_what_is_foreign_and_says_so(one_run: tuple[Suite, Run, Path]) -> None:
@@ -87,7 +91,7 @@ def test_a_report_leaves_out_what_is_foreign_and_says_so(one_run: tuple[Suite, R
     files = make_report(suite)
     table = next(item for item in files.tables if item.key == "main")
     assert not any(entry.cell.present for entry in table.entries), "a foreign number in a table"
-    message = "foreign: step500_extrapolation.json is eval_num_sequences 2 instead of 8"
+    message = "foreign: step500_extrapolation.json is num_sequences 2 instead of 8"
     assert message in files.html.read_text(encoding="utf-8")
     assert message in status_text(suite)
 
@@ -114,10 +118,10 @@ def test_a_run_of_another_training_config_is_left_out_whole(tmp_path: Path) -> N
     write_run(old.runs[0])
     new = load_suite("smoke", ["alibi", "*.1235"], runs_root=tmp_path, sets={"warmup": 0.5})
     found = read_run(new.runs[0])
-    assert not found.perplexity
+    assert not found.of(PERPLEXITY)
     assert not found.losses
     assert "trained with warmup 0.05 instead of 0.5" in found.unused[0]
-    assert read_run(old.runs[0]).perplexity
+    assert read_run(old.runs[0]).of(PERPLEXITY)
     assert "was trained with warmup 0.05 instead of 0.5" in status_text(new)
 
 
@@ -156,7 +160,7 @@ def test_a_recall_file_of_another_form_is_no_result(tmp_path: Path, results: obj
     (path,) = (write_run(suite.runs[0]) / "results").iterdir()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"results": results}))
     assert "recall" not in done_steps(suite.runs[0])
-    assert not read_run(suite.runs[0]).recall
+    assert not read_run(suite.runs[0]).of("recall")
 
 
 def older(directory: Path, sequences: int) -> None:
@@ -204,9 +208,34 @@ def test_a_variant_needs_results_of_its_own(tmp_path: Path) -> None:
     own.write_text(json.dumps(content))
     assert done_steps(run) == {step.name for step in run.steps}
     results = read_run(run)
-    assert results.variants["bf16_tables"]["valid", 128] == 77.0
-    assert results.perplexity["valid", 128] != 77.0
+    assert results.of(PERPLEXITY, variant="bf16_tables")["valid", 128] == 77.0
+    assert results.of(PERPLEXITY)["valid", 128] != 77.0
     assert not results.unused
+
+
+@pytest.mark.parametrize("results", [3, [{"loss": 2.0}], [{"length": "many"}]])
+def test_a_result_that_its_task_cannot_read_is_named(
+    one_run: tuple[Suite, Run, Path], results: object
+) -> None:
+    _, run, directory = one_run
+    change(directory, results={"valid": results})
+    (problem,) = read_run(run).problems
+    assert "step500_extrapolation.json: not a result file" in problem and "\n" not in problem
+    assert fit(directory, run) == (Fit.MISSING, "no result")
+
+
+@pytest.mark.parametrize("sets", [{"data_seed": 0}, {"split": None}])
+def test_what_is_recorded_by_default_counts(tmp_path: Path, sets: dict[str, Any]) -> None:
+    """A data_seed of 0 is not the training's seed, and a split that is not given has a default."""
+    suite = load_suite("laptop", ["main", "alibi", "*.1235"], runs_root=tmp_path, sets=sets)
+    run = suite.runs[0]
+    assert run.config.get("data_seed", 0) == 0
+    directory = write_run(run)
+    args = NeoXArgs.from_dict(dict(run.config))
+    options = EvaluationOptions.from_args(args)
+    recorded = requested(find_task(PERPLEXITY), options, args.model.model_dump(mode="json"))
+    change(directory, recorded["settings"], data_seed=recorded["data_seed"])
+    assert fit(directory, run) == (Fit.COMPLETE, "")
 
 
 @pytest.mark.slow

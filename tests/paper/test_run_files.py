@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron.atomic_files import read_json
 from megatron.paper.kernel_figures import learned_parameters
 from megatron.paper.report import collect_results
+from megatron.paper.result_fit import is_finished
+from megatron.paper.run_archive import unpacked
+from megatron.paper.run_files import prepare_run, trained, training_differences
 from megatron.paper.status import status_text
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import DataSet
+from tests.conftest import REPOSITORY
 from tests.paper.synthetic import write_run
 
 
@@ -51,3 +56,41 @@ def test_damaged_run_files_are_no_crash(tmp_path: Path, name: str, content: byte
     (directory / name).write_bytes(content)
     assert "1 runs: 1" in status_text(suite)
     collect_results(suite)
+
+
+def test_runs_of_version_0_1_stay_finished() -> None:
+    """Their train hashes were made by another rule; the committed ones are all accepted."""
+    results = REPOSITORY / "docs" / "results"
+    for name, count in (("study", 83), ("recall", 7)):
+        with unpacked(results / name / "runs.tar.gz") as folder:
+            runs = load_suite(name, runs_root=folder).runs
+            recorded = {read_json(run.directory / "run.json")["train_hash"] for run in runs}  # type: ignore[index]
+            assert not recorded & {run.train_hash for run in runs}
+            assert [run.name for run in runs if not is_finished(run)] == []
+            assert len(runs) == count
+            prepare_run(runs[0])  # writes today's hash beside the old marker
+            assert trained(runs[0]) and is_finished(runs[0])
+
+
+@pytest.mark.parametrize("key", ["recall_samples", "do_test", "log_interval", "use_wandb"])
+def test_a_key_that_trains_nothing_else_keeps_a_run_finished(tmp_path: Path, key: str) -> None:
+    """It is asked of the key's declaration, not of its name."""
+    only = ["smoke.stdlib.alibi.1235"]
+    write_run(load_suite("smoke", only, runs_root=tmp_path).runs[0])
+    value = {"recall_samples": 7, "log_interval": 1}.get(key, False)
+    (run,) = load_suite("smoke", only, runs_root=tmp_path, sets={key: value}).runs
+    assert training_differences(run) == "" and trained(run)
+    prepare_run(run)
+    assert trained(run)
+
+
+def test_a_key_that_trains_otherwise_does_not(tmp_path: Path) -> None:
+    only = ["smoke.stdlib.alibi.1235"]
+    (old,) = load_suite("smoke", only, runs_root=tmp_path).runs
+    write_run(old)
+    for sets in ({"warmup": 0.5}, {"num_layers": 2}, {"model_parallel_size": 2}):
+        (run,) = load_suite("smoke", only, runs_root=tmp_path, sets=sets).runs
+        assert next(iter(sets)) in training_differences(run) and not trained(run)
+    # A hash that belongs to no config beside it: the file was edited.
+    (old.directory / "run.json").write_text(json.dumps({"train_hash": "0" * 16}))
+    assert training_differences(old) == "trained with another training config"

@@ -1,25 +1,21 @@
-"""What runs left behind: paired by seed where runs are compared, and kept for another machine."""
+"""What runs left behind: paired by seed where runs are compared."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from scipy import stats
 
-from megatron.evaluation.results_schema import PositionEntry
+from megatron.evaluation.positionwise import PositionEntry
 from megatron.paper.cells import PairedTest
-from megatron.paper.cli import main
-from megatron.paper.report import collect_results
-from megatron.paper.result_fit import is_finished
 from megatron.paper.run_results import ResultSet, RunResults, _read_training, beyond_window
-from megatron.paper.suite import Run, load_suite
+from megatron.paper.suite import Run
+from megatron.paper.suite_file import PERPLEXITY, POSITIONWISE
 from megatron.paper.tables import difference
-from tests.paper.synthetic import write_run
 
 
 def run_of(model: str, seed: int, method: str = "kerple_log") -> Run:
@@ -29,7 +25,7 @@ def run_of(model: str, seed: int, method: str = "kerple_log") -> Run:
 
 def results_of(model: str, seed: int, first: float, last: float) -> RunResults:
     values = {("valid", 128): first, ("valid", 4096): last, ("test", 128): 1e9}
-    return RunResults(run_of(model, seed), values)
+    return RunResults(run_of(model, seed), {(PERPLEXITY, None, ""): values})
 
 
 PLAIN = [(1, 50.0, 48.0), (2, 60.0, 57.0), (3, 55.0, 53.0)]
@@ -87,35 +83,11 @@ def test_beyond_the_window_only_positions_past_the_training_length_count() -> No
             128: [1.0] * 128 + [2.0] * 128,
             64: [0.0] * 256,  # another window says nothing here
         }
-        item.positions = {
-            ("valid", 256, window): position_entry(own, window) for window, own in losses.items()
+        item.cells = {
+            (POSITIONWISE, window, ""): {("valid", 256): position_entry(own, window)}
+            for window, own in losses.items()
         }
         runs.append(item)
     found = beyond_window(runs, runs, "valid")
     assert found[256].mean == pytest.approx(-0.2)
     assert found[256].seeds == 2
-
-
-def test_only_finished_runs_are_kept_and_they_count_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    suite = load_suite("smoke", ["main"], runs_root=tmp_path / "runs")
-    first, second, *_ = suite.runs
-    for run in (first, second):
-        folder = write_run(run)
-        (folder / "global_step20").mkdir(exist_ok=True)
-        (folder / "global_step20" / "weights.pt").write_bytes(b"large")
-    shutil.rmtree(second.directory / "results")
-    arguments = ["--suite", "smoke", "--only", "main", "--runs", str(tmp_path / "runs")]
-    assert main(["keep", *arguments, "--out", str(tmp_path / "kept")]) == 0
-    assert "1 finished runs" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "kept" / "smoke").iterdir()] == [first.name]
-    assert not list((tmp_path / "kept").rglob("*.pt"))
-    state = json.loads((tmp_path / "kept" / "smoke" / first.name / "state.json").read_text())
-    assert state["host"] == "" and state["process"] is None
-
-    copied = load_suite("smoke", ["main"], runs_root=tmp_path / "kept")
-    assert is_finished(copied.run_named(first.name))
-    there = {item.run.name: item for item in collect_results(copied).runs}
-    here = {item.run.name: item for item in collect_results(suite).runs}
-    assert there[first.name].perplexity == here[first.name].perplexity != {}

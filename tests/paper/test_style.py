@@ -5,9 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+from megatron.neox_arguments.catalogue import METHODS
 from megatron.paper.figures import training_loss
 from megatron.paper.run_results import ResultSet
-from megatron.paper.style import EndLabel, direct_labels, figure_style, new_figure, save_figure
+from megatron.paper.style import (
+    EndLabel,
+    LineStyle,
+    direct_labels,
+    figure_style,
+    line_style,
+    new_figure,
+    save_figure,
+)
 from megatron.paper.suite_file import DataSet
 
 STDLIB = DataSet(name="stdlib", title="Python standard library")
@@ -34,3 +43,10 @@ def test_every_format_is_written(results: ResultSet, tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
     assert plot.data_uri.startswith("data:image/svg+xml;base64,")
+
+
+def test_a_line_belongs_to_one_method() -> None:
+    drawn = {line_style(name) for name in METHODS}
+    assert len(drawn) == len(METHODS)
+    assert line_style("kerple_power_ap_") == line_style("kerple_power")
+    assert line_style("my.module:Kernel") == LineStyle()

@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY
 SEEDS = [1235, 1236, 1237, 1238, 1239]
 
 
-@pytest.mark.parametrize("name", ["paper", "laptop", "demo", "smoke", "study", "recall"])
+@pytest.mark.parametrize("name", ["paper", "laptop", "demo", "smoke", "study", "recall", "budget"])
 def test_every_config_is_accepted_by_the_loader(name: str) -> None:
     """One run per model and method: data and seed do not change what is valid."""
     runs = {(run.model, run.method): run for run in load_suite(name).runs}

@@ -10,13 +10,23 @@ import pytest
 import yaml
 
 from megatron.errors import ReproduceError
+from megatron.evaluation.perplexity import Extrapolation
+from megatron.evaluation.positionwise import Positionwise
 from megatron.paper.suite import load_suite
-from megatron.paper.suite_file import SUITE_DIRECTORY, available_suites, read_suite_file
+from megatron.paper.suite_file import (
+    PERPLEXITY,
+    POSITIONWISE,
+    SUITE_DIRECTORY,
+    available_suites,
+    read_suite_file,
+)
 from tests.conftest import REPOSITORY
 
 
 def test_shipped_suites() -> None:
-    assert {"paper", "laptop", "demo", "smoke", "study", "recall"} <= set(available_suites())
+    assert {"paper", "laptop", "demo", "smoke", "study", "recall", "budget"} <= set(
+        available_suites()
+    )
 
 
 TINY = {
@@ -141,3 +151,7 @@ def test_a_question_may_not_have_a_sections_name(tmp_path: Path) -> None:
     path.write_text(text.replace("\n  kernel_decay:", "\n  decay:"))
     with pytest.raises(ReproduceError, match="contrasts: decay: a section has this name"):
         load_suite(str(path))
+
+
+def test_the_tasks_of_the_format_are_those_of_the_package() -> None:
+    assert (Extrapolation.name, Positionwise.name) == (PERPLEXITY, POSITIONWISE)

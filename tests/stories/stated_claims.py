@@ -1,14 +1,18 @@
 """Check what our pages say about who wins against the tables that the report code wrote.
 
-A sentence that ranks methods carries its evidence, invisible to readers, right behind it::
+A sentence that ranks methods is listed in `docs/results/claims.yml` under its page, word for word,
+with its conditions::
 
-    ALiBi does better than log far out. <!-- holds: study/main: ALiBi@4096 < KERPLE-log@4096 -->
+    README.md:
+    - says: ALiBi does better than log far out.
+      holds:
+      - 'study/main: ALiBi@4096 < KERPLE-log@4096'
 
 SUITE/TABLE is `docs/results/SUITE/tables/TABLE.csv`, or `paper/TABLE` for the published numbers,
 with `[BLOCK]` behind it where a table has several. A cell is COLUMN@ROW, where `*` stands for every
 row; the left side may be one cell divided by another. Relations: `<`, `>`, `<=`, `>=`; `=` with a
 number as it is printed; `, settled` and `, not settled` behind it ask for the paired test of the
-left cell. Several are separated by `;`.
+left cell.
 """
 
 from __future__ import annotations
@@ -16,10 +20,13 @@ from __future__ import annotations
 import csv
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.catalogue import label_of
@@ -37,12 +44,10 @@ _Block = dict[str, dict[str, _Value]]
 """Column -> row -> value."""
 
 
-# Sentences of a page, each with the evidence behind it.
+# Sentences of a page.
 
-_EVIDENCE = re.compile(r"<!--\s*holds:(.*?)-->", re.S)
 _NOT_PROSE = re.compile(
-    r"^```.*?^```|<!-- table: .*?<!-- end of table -->|^\|.*?$|^!\[.*?$|^#.*?$"
-    r"|<!--(?!\s*holds:).*?-->",
+    r"^```.*?^```|<!-- table: .*?<!-- end of table -->|^\|.*?$|^!\[.*?$|^#.*?$|<!--.*?-->",
     re.S | re.M,
 )
 _METHOD = re.compile(
@@ -58,36 +63,21 @@ _RANKS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Sentence:
-    text: str
-    evidence: tuple[str, ...]
-
-    @property
-    def ranks(self) -> bool:
-        return bool(_METHOD.search(self.text) and _RANKS.search(self.text))
+def ranks(sentence: str) -> bool:
+    """Whether a sentence says of a method how it compares."""
+    return bool(_METHOD.search(sentence) and _RANKS.search(sentence))
 
 
-def sentences(page: str) -> Iterator[Sentence]:
+def sentences(page: str) -> Iterator[str]:
     """The prose of a Markdown page; code, tables, pictures and headings are left out."""
-    kept: list[str] = []
-
-    def keep(found: re.Match[str]) -> str:
-        kept.append(found.group(1))
-        return f"\0{len(kept) - 1}\0"
-
-    prose = _EVIDENCE.sub(keep, _NOT_PROSE.sub("", page))
-    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", prose):
-        # A sentence ends with a full stop and what clings to it: brackets, stars, evidence.
-        for part in re.findall(r"(?:.+?[.!?][*)\"”]*(?=\s|$)|.+$)(?:\s*\0\d+\0)*", paragraph, re.S):
-            numbers = [int(number) for number in re.findall(r"\0(\d+)\0", part)]
-            text = " ".join(re.sub(r"\0\d+\0", "", part).split())
-            parts = tuple(item for n in numbers for item in kept[n].split(";"))
-            if text or parts:
-                yield Sentence(text, tuple(" ".join(item.split()) for item in parts))
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", _NOT_PROSE.sub("", page)):
+        # A sentence ends with a full stop and what clings to it: brackets, stars.
+        for part in re.findall(r".+?[.!?][*)\"”]*(?=\s|$)|.+$", paragraph, re.S):
+            if text := " ".join(part.split()):
+                yield text
 
 
-# Evidence: cells of tables, and what is said of them.
+# Conditions: cells of tables, and what is said of them.
 
 _STATEMENT = re.compile(
     r"(?P<table>[\w]+/[\w]+)(?:\[(?P<block>[^\]]*)\])?: (?P<left>.+?) (?P<relation><=|>=|<|>|=) "
@@ -101,19 +91,33 @@ _RELATIONS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-def check_page(page: Path, results: Path) -> list[str]:
-    """What is wrong on a page: sentences without evidence, and evidence that does not hold."""
-    problems = []
-    for sentence in sentences(page.read_text(encoding="utf-8")):
-        if sentence.ranks and not sentence.evidence:
-            problems.append(f"{page}: says who wins without evidence: {sentence.text}")
-        for statement in sentence.evidence:
+Claims = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Page -> its sentences that rank, each with `says` and `holds`."""
+
+
+def read_claims(results: Path) -> Claims:
+    claims: Claims = yaml.safe_load((results / "claims.yml").read_text(encoding="utf-8"))
+    return claims
+
+
+def check_page(page: Path, name: str, claims: Claims, results: Path) -> list[str]:
+    """What is wrong: a sentence without conditions, one that is gone, a condition that is false."""
+    said = list(sentences(page.read_text(encoding="utf-8")))
+    listed = {claim["says"]: claim["holds"] for claim in claims.get(name, ())}
+    problems = [
+        f"{name}: says who wins without conditions in claims.yml: {text}"
+        for text in said
+        if ranks(text) and not listed.get(text)
+    ]
+    problems += [f"{name}: no longer says: {text}" for text in listed if text not in said]
+    for text, conditions in listed.items():
+        for condition in conditions:
             try:
-                wrong = _failure(statement, results)
+                wrong = _failure(condition, results)
             except ReproduceError as error:
                 wrong = str(error)
             if wrong:
-                problems.append(f"{page}: {wrong} ({statement}), behind: {sentence.text}")
+                problems.append(f"{name}: {wrong} ({condition}), for: {text}")
     return problems
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import megatron
+import kerple
 from tests.checkpoints.small_models import logits_of, tokens
 from tests.conftest import REPOSITORY
 
@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_deepspeed_saved_is_what_is_loaded(runs: Path, case: str) -> None:
-    model = megatron.load_pretrained(runs / case)
+    model = kerple.load_pretrained(runs / case)
     assert model.kind == "native"
     assert model.iteration == 2
     expected = torch.load(runs / case / "expected.pt", weights_only=True)

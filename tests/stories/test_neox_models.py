@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import megatron
+import kerple
 from tests.checkpoints.small_models import logits_of
 from tests.conftest import FIXTURES
 
@@ -19,5 +19,5 @@ MODELS = sorted((FIXTURES / "neox_models").iterdir())
 def test_logits_are_gpt_neoxs(model: Path) -> None:
     with np.load(model / "expected.npz") as expected:
         tokens, logits = expected["tokens"], expected["logits"]
-    found = logits_of(megatron.load_pretrained(model), torch.from_numpy(tokens.astype(np.int64)))
+    found = logits_of(kerple.load_pretrained(model), torch.from_numpy(tokens.astype(np.int64)))
     np.testing.assert_allclose(found.numpy(), logits, rtol=0, atol=2e-5)

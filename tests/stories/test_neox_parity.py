@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-import megatron
+import kerple
 from tests.checkpoints.small_models import logits_of, tokens
 
 LAYERS, HIDDEN, HEADS = 3, 48, 4
@@ -138,7 +138,7 @@ def test_neox_checkpoints_equal_transformers(
     }
     layers = neox_layers(model, newer)
     write(tmp_path, layers, config, mp=mp, by_layer=by_layer, row=row)
-    loaded = megatron.load_pretrained(tmp_path)
+    loaded = kerple.load_pretrained(tmp_path)
     assert loaded.kind == "neox"
     assert loaded.iteration == 11
     expected = logits_of(model, tokens(60))
@@ -162,7 +162,7 @@ def test_llama_blocks_of_earlier_neox_are_joined(tmp_path: Path) -> None:
         "no-weight-tying": True, "activation": "swiglu", "use-bias-in-mlp": False,
     }  # fmt: skip
     write(tmp_path, layers, config, mp=1, by_layer=True, row=False)
-    mlp = megatron.load_pretrained(tmp_path).layers[1].mlp
+    mlp = kerple.load_pretrained(tmp_path).layers[1].mlp
     x = torch.randn(4, HIDDEN, generator=generator)
     gate, value = x @ matrices[3, "w1"].T, x @ matrices[3, "w3"].T
     expected = (torch.nn.functional.silu(gate) * value) @ matrices[3, "w2"].T

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron import load_pretrained
+from kerple import load_pretrained
 from tests.conftest import FIXTURES
 
 OLD = FIXTURES / "run_655be44"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron import load_pretrained
+from kerple import load_pretrained
 from megatron.commands import run as run_command
 from tests.conftest import FIXTURES
 from tests.training.runs import losses, run

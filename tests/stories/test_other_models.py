@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron import attention
+from kerple import attention
 
 transformers = pytest.importorskip("transformers")
 

@@ -62,8 +62,8 @@ def test_a_signal_finishes_the_step_saves_and_leaves(
 def test_a_signal_before_the_first_step_asks_for_another_try() -> None:
     program = (
         "import os, signal\n"
-        "from megatron.terminal import leave_until_started\n"
-        "leave_until_started()\n"
+        "from megatron.terminal import exit_on_signal\n"
+        "exit_on_signal()\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
         "signal.pause()\n"
     )

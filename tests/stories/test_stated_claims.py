@@ -10,7 +10,7 @@ import pytest
 
 from megatron.paper.pages import fill_tables
 from tests.conftest import REPOSITORY
-from tests.stories.stated_claims import check_page, sentences
+from tests.stories.stated_claims import check_page, read_claims, sentences
 
 RESULTS = REPOSITORY / "docs" / "results"
 PAGES = [REPOSITORY / "README.md", *sorted(RESULTS.glob("*/README.md"))]
@@ -25,9 +25,14 @@ tests,,,4096,log against T5,-1.0,,2,0,0,0.4,
 """
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
-def test_every_sentence_about_who_wins_holds(page: Path) -> None:
-    assert check_page(page, RESULTS) == []
+@pytest.mark.parametrize("name", [page.relative_to(REPOSITORY).as_posix() for page in PAGES])
+def test_every_sentence_about_who_wins_holds(name: str) -> None:
+    assert check_page(REPOSITORY / name, name, read_claims(RESULTS), RESULTS) == []
+
+
+def test_every_page_with_claims_is_checked() -> None:
+    pages = {page.relative_to(REPOSITORY).as_posix() for page in PAGES}
+    assert set(read_claims(RESULTS)) <= pages
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.parent.name)
@@ -58,7 +63,7 @@ def test_the_readmes_table_is_the_demos() -> None:
     assert shown == len(cells)
 
 
-def check(tmp_path: Path, text: str) -> list[str]:
+def check(tmp_path: Path, text: str, claims: dict[str, list[str]]) -> list[str]:
     for table in ("main", "tests"):
         rows = [row for row in CELLS.splitlines() if row.startswith(table)]
         path = tmp_path / "results" / "small" / "tables" / f"{table}.csv"
@@ -66,7 +71,8 @@ def check(tmp_path: Path, text: str) -> list[str]:
         path.write_text(HEAD + "\n".join(rows) + "\n")
     page = tmp_path / "page.md"
     page.write_text(text)
-    return check_page(page, tmp_path / "results")
+    listed = {"page.md": [{"says": says, "holds": holds} for says, holds in claims.items()]}
+    return check_page(page, "page.md", listed, tmp_path / "results")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,8 @@ def check(tmp_path: Path, text: str) -> list[str]:
     [
         "small/main[Code]: ALiBi@4096 < KERPLE-log@4096",
         "small/main[Code]: KERPLE-log@* < 5.1",
-        "small/main[Code]: KERPLE-log@4096 = 4.5; small/main[Prose]: ALiBi@128 >= 7",
+        "small/main[Code]: KERPLE-log@4096 = 4.5",
+        "small/main[Prose]: ALiBi@128 >= 7",
         "small/main[Code]: KERPLE-log@4096 / KERPLE-log@128 = 0.90",
         "small/main[Code]: KERPLE-log@* / KERPLE-log@128 <= 1",
         "small/tests: 4096@log against ALiBi > 0, settled",
@@ -83,7 +90,7 @@ def check(tmp_path: Path, text: str) -> list[str]:
     ],
 )
 def test_true_evidence_passes(tmp_path: Path, evidence: str) -> None:
-    assert check(tmp_path, f"Log is better.\n<!-- holds: {evidence} -->\n") == []
+    assert check(tmp_path, "Log is better.\n", {"Log is better.": [evidence]}) == []
 
 
 @pytest.mark.parametrize(
@@ -104,15 +111,15 @@ def test_true_evidence_passes(tmp_path: Path, evidence: str) -> None:
 def test_false_or_unreadable_evidence_is_named(
     tmp_path: Path, evidence: str, complaint: str
 ) -> None:
-    (problem,) = check(tmp_path, f"Log is better. <!-- holds: {evidence} -->\n")
+    (problem,) = check(tmp_path, "Log is better.\n", {"Log is better.": [evidence]})
     assert complaint in problem
     assert "Log is better." in problem
 
 
-def test_each_sentence_that_ranks_needs_its_own_evidence(tmp_path: Path) -> None:
+def test_each_sentence_that_ranks_needs_conditions_of_its_own(tmp_path: Path) -> None:
     text = """# Log is best
 
-ALiBi is better than log. <!-- holds: small/main[Code]: ALiBi@4096 < 4.3 --> T5 is worse
+ALiBi is better than log. <!-- a comment --> T5 is worse
 than both (5.1 against 4.1). Training took an hour.
 
 - **Rotary explodes**, we
@@ -120,9 +127,15 @@ than both (5.1 against 4.1). Training took an hour.
 
 | log is | the best |
 """
-    problems = check(tmp_path, text)
-    assert [problem.partition("evidence: ")[2] for problem in problems] == [
-        "T5 is worse than both (5.1 against 4.1).",
-        "- **Rotary explodes**, we think.",
+    claims = {
+        "ALiBi is better than log.": ["small/main[Code]: ALiBi@4096 < 4.3"],
+        "Power wins.": ["small/main[Code]: ALiBi@4096 < 4.3"],
+        "- **Rotary explodes**, we think.": [],
+    }
+    assert check(tmp_path, text, claims) == [
+        "page.md: says who wins without conditions in claims.yml: T5 is worse than both (5.1 "
+        "against 4.1).",
+        "page.md: says who wins without conditions in claims.yml: - **Rotary explodes**, we think.",
+        "page.md: no longer says: Power wins.",
     ]
     assert len(list(sentences(text))) == 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron import load_pretrained
+from kerple import load_pretrained
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.store import write_checksums
 from megatron.commands import run

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.backends.interface import MicroBatch
 from megatron.checkpoints import load_weights
 from megatron.model import ModelSpec
 from megatron.mpu.job import join_training
@@ -26,7 +27,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import build_engine, build_module
 from megatron.training.progress_hooks import kernel_modules
 from megatron.training.run import find_vocabulary
-from megatron.training.trainer import Hook, MicroBatch, StepReport, Trainer, build_stepper
+from megatron.training.trainer import Hook, StepReport, Trainer
 
 
 class Record(Hook):
@@ -36,7 +37,7 @@ class Record(Hook):
         self.steps: list[dict[str, Any]] = []
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        (kernel,) = kernel_modules(trainer.stepper.engine.module)
+        (kernel,) = kernel_modules(trainer.engine.module)
         values = {name: p.detach().flatten().tolist() for name, p in kernel.named_parameters()}
         named = {"loss": report.loss, "lr": report.lr, "grad_norm": report.grad_norm}
         self.steps.append({**named, "kernel": values})
@@ -61,7 +62,7 @@ def main() -> None:
     tokens = np.load(source / "training.npz")["tokens"]
     trainer = Trainer(
         args=args,
-        stepper=build_stepper(engine, parallel),
+        engine=engine,
         parallel=parallel,
         is_main=True,
         train_batches=batches(tokens),

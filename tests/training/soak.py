@@ -230,9 +230,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", choices=list(LAYOUTS))
     options = parser.parse_args()
-    from megatron.machine import settle_accelerator
+    from megatron.machine import set_deepspeed_accelerator
 
-    settle_accelerator()
+    set_deepspeed_accelerator()
     torch.set_num_threads(1)  # a process with threads cannot be forked safely
     import megatron.training.entry  # noqa: F401 - what takes seconds, once for all ranks
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.errors import CheckpointError
 from megatron.neox_arguments.run_keys import DataArgs
-from megatron.training.metrics import JsonLines, _data_identity, _sha256, check_data, flatten
+from megatron.training.metrics import JsonLines, _sha256, check_data, data_identity, flatten
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config
 
@@ -172,7 +172,7 @@ def test_without_its_manifest_a_runs_data_is_not_taken_on_trust(tmp_path: Path) 
     data = DataArgs(data_path=str(prefix))
     assert "names no data" in check_data(tmp_path, data, ())[0]  # a reshard has none
     manifest = tmp_path / "manifest.json"
-    manifest.write_text(json.dumps({"data": _data_identity(data)}))
+    manifest.write_text(json.dumps({"data": data_identity(data)}))
     assert check_data(tmp_path, data, ()) == []
     tokens = Path(f"{prefix}.bin")
     tokens.write_bytes(tokens.read_bytes()[::-1])

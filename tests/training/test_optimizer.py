@@ -13,68 +13,18 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.errors import ConfigError
+from megatron.backends.optimizer_states import plain_groups
+from megatron.backends.optimizers import build_optimizer
 from megatron.training.optimizer import (
     RULES,
     Schedule,
     Scheduler,
-    build_optimizer,
     parameter_groups,
     scale_kernel_steps,
 )
 from tests.processes import REPOSITORY
 from tests.training.cases import ADAM, ON_TWO, layout, precision, run_cases, tiny_config, write_data
 from tests.training.runs import losses, run, run_config
-
-SETTINGS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
-DECAY = 0.1
-# DeepSpeed compiles its own at first use, which takes minutes.
-BUILT = [pytest.param(name, marks=pytest.mark.slow) for name in ("fused_adam", "cpu_adam")]
-
-
-def named_parameters(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"weight": (7, 5), "bias": (7,), "r1": (4,), "2.attention.qk_layernorm.weight": (2, 3)}
-    found = {k: nn.Parameter(torch.randn(s, generator=generator)) for k, s in shapes.items()}
-    found["r1"].is_kernel_parameter = True  # type: ignore[attr-defined]
-    return list(found.items())
-
-
-def take_steps(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "cpu_torch_adam", *BUILT])
-def test_every_adam_takes_the_steps_of_adamw(kind: str) -> None:
-    ours, theirs = named_parameters(), named_parameters()
-    mine = [parameter for _, parameter in ours]
-    plain = [parameter for _, parameter in theirs]
-    take_steps(build_optimizer(kind, parameter_groups(ours, DECAY), **SETTINGS), mine)
-    reference = [
-        {"params": plain[:1], "weight_decay": DECAY},
-        {"params": plain[1:], "weight_decay": 0.0},
-    ]
-    take_steps(torch.optim.AdamW(reference, **SETTINGS, foreach=False), plain)
-    for own, expected in zip(mine, plain, strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_deepspeeds_adam_without_a_compiler_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from deepspeed.ops import adam
-
-    def no_compiler(self: object, *args: object, **options: object) -> None:
-        raise RuntimeError("c++: command not found")
-
-    monkeypatch.setattr(adam.DeepSpeedCPUAdam, "__init__", no_compiler)
-    with pytest.raises(ConfigError, match=r"cpu_adam.*c\+\+: command not found.*type: Adam"):
-        build_optimizer("cpu_adam", parameter_groups(named_parameters(), 0.0), **SETTINGS)
 
 
 @pytest.mark.slow
@@ -244,8 +194,9 @@ def test_a_kernel_takes_the_steps_of_adamw_with_its_own_rate_and_decay() -> None
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
     ours, theirs = parameters(), parameters()
     groups = parameter_groups([("weight", ours[0]), ("r1", ours[1])], 0.1)
-    mine = build_optimizer("adam", groups, **settings)
-    engine = SimpleNamespace(optimizer=mine, basic_optimizer=mine)
+    mine = build_optimizer("adam", groups, settings)
+    spans = [(group.master, group.own_spans()) for group in plain_groups(mine)]
+    engine: Any = SimpleNamespace(optimizer=mine, master_spans=lambda: spans)
     scale_kernel_steps(engine, scale=KERNEL_SCALE, decay=KERNEL_DECAY)
     weight = {"params": theirs[:1], "weight_decay": 0.1}
     kernel = {"params": theirs[1:], "weight_decay": KERNEL_DECAY, "lr": KERNEL_SCALE * 0.01}

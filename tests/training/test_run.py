@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron import load_pretrained
+from kerple import load_pretrained
 from megatron.data import IndexedDatasetWriter
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import FIXTURES

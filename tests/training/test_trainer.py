@@ -54,7 +54,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     nothing: Any = None
     return Trainer(
         args=nothing,
-        stepper=nothing,
+        engine=nothing,
         parallel=nothing,
         is_main=True,
         train_batches=None,

@@ -18,19 +18,19 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from megatron.backends import TORCH, chosen_backend
+from megatron.backends.interface import TrainingEngine, gathered, is_cut, whole_shape
 from megatron.checkpoints import safe_files
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.run_state import rng_state
@@ -40,18 +40,18 @@ from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState, gather_from_group, initialize_parallel
 from megatron.mpu.job import join_training, set_seeds
-from megatron.mpu.parallel_layers import whole_shape
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.batches import build_streams
 from megatron.training.engine import build_engine, build_module
-from megatron.training.progress_hooks import gathered, kernel_modules
+from megatron.training.progress_hooks import kernel_modules
 from megatron.training.run import find_vocabulary
-from megatron.training.trainer import agree, build_stepper
+from megatron.training.trainer import agree
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
     args = NeoXArgs.from_dict(case["config"])
-    parallel = initialize_parallel(args.parallel)
+    plain = chosen_backend(args.runtime.training_backend) == TORCH
+    parallel = initialize_parallel(args.parallel, serial=plain)
     vocabulary = find_vocabulary(args)
     set_seeds(args.runtime.seed, parallel)
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
@@ -77,7 +77,6 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         vocab_size=vocabulary.padded_size,
         start=Resumed(start, start * plan.train_batch_size),
     )
-    stepper = build_stepper(engine, parallel)
     assert train is not None and valid is not None
 
     def export(directory: str, step: int) -> None:
@@ -87,7 +86,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("copy"):
         export(case["copy"], start)
     held = HeldSave(engine, args, case)
-    record = take_steps(engine, stepper, train, case, held)
+    record = take_steps(engine, parallel, train, case, held)
     end = start + case["steps"]
     save_error = None
     if case.get("save"):
@@ -105,7 +104,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         **record,
         "held_until_the_end": everywhere(held.complete()),
         "save_errors": everywhere(save_error),
-        "loss_scale": getattr(engine.optimizer, "loss_scale", None),
+        "loss_scale": engine.loss_scale,
         "fingerprints": everywhere(fingerprint(engine)),
         "kernels_before": kernels_before,
         "weights_before": weights_before,
@@ -114,12 +113,16 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         "replicas_agree": replicas_agree(engine, parallel),
     }
     if case.get("validate"):
-        result["valid_loss"] = float(stepper.evaluate(valid, args.evaluation.eval_iters))
+        result["valid_loss"] = float(engine.evaluate(valid, args.evaluation.eval_iters))
     return result
 
 
 def take_steps(
-    engine: Any, stepper: Any, batches: Any, case: dict[str, Any], held: HeldSave
+    engine: TrainingEngine,
+    parallel: ParallelState,
+    batches: Any,
+    case: dict[str, Any],
+    held: HeldSave,
 ) -> dict[str, Any]:
     """Losses, norms, and which ranks refused or did not change at each step."""
     names = ("losses", "grad_norms", "skipped", "unchanged", "scalar_collectives")
@@ -130,11 +133,10 @@ def take_steps(
         poison.at(step)
         held.at(step)
         with counted_scalars() as scalars:
-            record["losses"].append(agree(stepper.train(batches), stepper.parallel, {})[0])
+            record["losses"].append(agree(engine.train_step(batches), parallel, {})[0])
         record["scalar_collectives"].append(scalars)
-        record["grad_norms"].append(float(engine.get_global_grad_norm()))
-        refused = bool(getattr(engine.optimizer, "overflow", False))
-        record["skipped"].append(everywhere(refused))
+        record["grad_norms"].append(engine.grad_norm)
+        record["skipped"].append(everywhere(engine.step_skipped))
         after = state_of(engine)
         record["unchanged"].append(everywhere(before == after))
         before = after
@@ -163,8 +165,7 @@ def whole_weights(engine: Any) -> dict[str, str]:
     """Every parameter's bits by name, put together from ZeRO 3's pieces."""
     found = {}
     for name, parameter in engine.module.named_parameters():
-        cut = hasattr(parameter, "ds_id")
-        with deepspeed.zero.GatheredParameters([parameter]) if cut else nullcontext():
+        with gathered([parameter]):
             found[name] = digest(parameter)
     return found
 
@@ -233,9 +234,7 @@ class Poison:
     def __init__(self, engine: Any, steps: list[int]) -> None:
         self.steps, self.active = steps, False
         if steps and dist.get_rank() == dist.get_world_size() - 1:
-            small = [
-                p for p in engine.module.parameters() if len(getattr(p, "ds_shape", p.shape)) == 1
-            ]
+            small = [p for p in engine.module.parameters() if len(whole_shape(p)) == 1]
             # Of whole copies, only those of the first tensor-parallel rank are in DeepSpeed's norm.
             slices = [p for p in small if getattr(p, "model_parallel", False)]
             (slices or small)[-1].register_hook(self._spoil)
@@ -249,10 +248,11 @@ class Poison:
 
 def resume_by_deepspeed(engine: Any, directory: str) -> int:
     """DeepSpeed's own loader, as with `checkpoint: {load_universal: true}` in its config."""
-    engine._config.load_universal_checkpoint = True
-    path, state = engine.load_checkpoint(directory)
+    raw = engine.deepspeed
+    raw._config.load_universal_checkpoint = True
+    path, state = raw.load_checkpoint(directory)
     assert path is not None
-    assert engine.global_steps == state["iteration"] == engine.lr_scheduler.steps
+    assert raw.global_steps == state["iteration"] == raw.lr_scheduler.steps
     return int(state["iteration"])
 
 
@@ -286,17 +286,19 @@ def kernel_values(engine: Any, tp: Any) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for number, kernel in enumerate(kernel_modules(engine.module)):
         for name, parameter in kernel.named_parameters():
-            values = gather_from_group(master(engine, parameter), tp)
+            values = gather_from_group(master(parameter), tp)
             found[f"{number}.{name}"] = values.flatten().tolist()
     return found
 
 
-def master(engine: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
+def master(parameter: torch.nn.Parameter) -> torch.Tensor:
     """The fp32 value that the optimizer works on."""
-    if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+    if is_cut(parameter) or hasattr(parameter, "_hp_mapping"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
         value = safe_get_full_fp32_param(parameter)
         assert value is not None
-        return value.view(getattr(parameter, "ds_shape", parameter.shape))
+        return value.view(whole_shape(parameter))
     return parameter.detach().float()
 
 
@@ -305,7 +307,7 @@ def replicas_agree(engine: Any, parallel: ParallelState) -> bool:
     """Whether the kernel's parameters are the same bits on every data-parallel rank."""
     own = []
     for kernel in kernel_modules(engine.module):
-        with gathered(kernel):
+        with gathered(kernel.parameters()):
             own += [digest(p.detach().float()) for p in kernel.parameters()]
     copies: list[Any] = [None] * parallel.dp_size
     dist.all_gather_object(copies, own, group=parallel.dp_group)
@@ -327,14 +329,15 @@ def digest(value: Any) -> str:
 
 def fingerprint(engine: Any) -> dict[str, str]:
     """This rank's weights, optimizer, schedule and random states, to the bit."""
-    basic = engine.basic_optimizer
+    basic = engine.optimizer
     moments = [dict(state) for state in basic.state.values()]
     names = (
         "fp32_partitioned_groups_flat",  # ZeRO 3
         "single_partition_of_fp32_groups",  # ZeRO 1 and 2
         "fp32_groups_flat_partition",  # BF16_Optimizer
     )
-    masters = [getattr(engine.optimizer, name, None) for name in names]
+    wrapper = engine.deepspeed.optimizer if hasattr(engine, "deepspeed") else None
+    masters = [getattr(wrapper, name, None) for name in names]
     return {
         "weights": digest(
             [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()]
@@ -342,7 +345,7 @@ def fingerprint(engine: Any) -> dict[str, str]:
         "masters": digest(masters),
         "moments": digest(moments),
         "count": str(len(moments)),
-        "schedule": digest(engine.lr_scheduler.state_dict()),
+        "schedule": digest(engine.scheduler.state_dict()),
         "lr": digest([group["lr"] for group in basic.param_groups]),
         "rng": digest(rng_state()),
     }

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron import attention, kernel
+from kerple import attention, kernel
 from megatron.model.position_base import TableEmbedding
 
 Contender = Callable[[], Tensor]

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron import attention
+from kerple import attention
 from megatron.engines import triton_attention, triton_launch
 from megatron.engines.call import checked_call
 from megatron.engines.triton_tiles import ROW_MULTIPLE, Tiles

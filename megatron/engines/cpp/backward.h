@@ -13,14 +13,17 @@ struct BackwardScratch {
   int64_t q_rows;
   Buffer q, grad_out, grad_q, lse, delta;                // the whole length
   Buffer keys, key_panels, value_panels, grad_k, grad_v, grad_key;  // one block of keys
-  ScoreBlock probs, grads, plain, product;
+  Buffer features, row_scale, grad_features, grad_row_scale;  // the whole length
+  ScoreBlock probs, grads, plain, product, unscaled;
   Buffer q_pairs, grad_out_pairs;                  // bf16: pairs of queries
   Buffer probs_down, grads_down, grads_across;     // pairs of queries; of keys
   explicit BackwardScratch(const Problem& p)
       : q_rows(ceil_div(p.q_len, R) * R), q(q_rows * p.dim), grad_out(q_rows * p.dim),
         grad_q(q_rows * p.dim), lse(q_rows), delta(q_rows), keys(C * p.dim),
         key_panels(C * p.dim), value_panels(C * p.dim), grad_k(C * p.dim), grad_v(C * p.dim),
-        grad_key(C), plain(p.weight != nullptr), product(p.weight != nullptr),
+        grad_key(C), features(q_rows * p.rank), row_scale(q_rows), grad_features(q_rows * p.rank),
+        grad_row_scale(q_rows), plain(p.weight != nullptr), product(p.weight != nullptr),
+        unscaled(p.grad_row_scale != nullptr),
         q_pairs(p.bf16 ? q_rows / 2 * p.dim : 0), grad_out_pairs(p.bf16 ? q_rows / 2 * p.dim : 0),
         probs_down(R / 2 * LD), grads_down(R / 2 * LD), grads_across(R * C / 2) {}
 };
@@ -28,9 +31,10 @@ struct BackwardScratch {
 struct Sums {  // gradients of a (batch, head) pair's terms that this task adds to; or null
   float *bias, *weight;  // at the reversed table's start
   float* key_bias;       // by key
+  float* distance_features;  // at the reversed table's start, [.., rank]
 };
 
-void load_pair(const Problem& p, BackwardScratch& s, int64_t bh) {
+void load_pair(const Problem& p, BackwardScratch& s, const Terms& t, int64_t bh) {
   pack_rows(p, p.q, bh, p.heads, 0, p.q_len, p.bf16 ? 1.0f : p.scale, s.q.data);
   pack_rows(p, p.grad_out, bh, p.heads, 0, p.q_len, 1.0f, s.grad_out.data);
   std::memset(s.grad_q.data, 0, s.q_rows * p.dim * sizeof(float));
@@ -45,6 +49,9 @@ void load_pair(const Problem& p, BackwardScratch& s, int64_t bh) {
   std::fill_n(s.grad_out.data + p.q_len * p.dim, missing * p.dim, 0.0f);
   std::fill_n(s.lse.data + p.q_len, missing, INFINITY);
   std::fill_n(s.delta.data + p.q_len, missing, 0.0f);
+  load_row_terms(p, t, 0, p.q_len, s.q_rows, s.features.data, s.row_scale.data);
+  std::fill_n(s.grad_features.data, s.q_rows * p.rank, 0.0f);
+  std::fill_n(s.grad_row_scale.data, s.q_rows, 0.0f);
   if (!p.bf16) return;
   to_pairs_down(s.q.data, s.q_rows, p.dim, p.dim, s.q_pairs.data);
   to_pairs_down(s.grad_out.data, s.q_rows, p.dim, p.dim, s.grad_out_pairs.data);
@@ -103,7 +110,10 @@ void recompute_probs(const Problem& p, BackwardScratch& s, const Terms& t, const
   each_tile(p, t, b, [&](auto n, auto hidden, int64_t r, int64_t c) {
     constexpr int N = decltype(n)::value;
     const long shift = p.k_len - 1 - (b.first_pos + r) + b.c0 + c;
-    const float* lse = s.lse.data + b.q0 + r;
+    const float* factor = s.row_scale.data + b.q0 + r;
+    // the logsumexp is subtracted at once, but after a factor of the whole score
+    float lse[M];
+    for (int m = 0; m < M; ++m) lse[m] = t.row_scale ? 0.0f : s.lse.data[b.q0 + r + m];
     vf acc[M][N];
     if (WEIGHTED || p.bf16)
       each<M, N>([&](int m, int v) { acc[m][v] = vf{}; });
@@ -128,6 +138,17 @@ void recompute_probs(const Problem& p, BackwardScratch& s, const Terms& t, const
       const KeyTerms<N> key_terms(t, b, r, c);
       each<M, N>([&](int m, int v) { acc[m][v] += key_terms.at(m, v); });
     }
+    if (is_near(p, b, r, c, N * VL))
+      add_features<N>(p, acc, s.features.data + (b.q0 + r) * p.rank, t.distance_features + shift);
+    if (t.row_scale) {
+      if (p.grad_row_scale)  // a hidden key's -inf meets a gradient of 0
+        each<M, N>([&](int m, int v) {
+          store(s.unscaled.data + (r + m) * LD + c + v * VL, larger(acc[m][v], splat(-1e30f)));
+        });
+      each<M, N>([&](int m, int v) {
+        acc[m][v] = acc[m][v] * splat(factor[m]) - splat(s.lse.data[b.q0 + r + m]);
+      });
+    }
     if constexpr (hidden.value) hide_earlier<N>(p, t, b, r, c, acc);
     each<M, N>([&](int m, int v) {
       acc[m][v] = exp2v(acc[m][v]);
@@ -151,6 +172,16 @@ void score_grads(const Problem& p, BackwardScratch& s, const Terms& t, const Blo
     each<M, N>([&](int m, int v) { acc[m][v] = splat(-delta[m]); });
     multiply_rows<N>(p, acc, s.grad_out.data, b.q0 + r, s.value_panels.data + c * p.dim);
     each<M, N>([&](int m, int v) { acc[m][v] *= load(probs + (r + m) * LD + c + v * VL); });
+    if (t.row_scale)
+      each<M, 1>([&](int m, int) {
+        if (p.grad_row_scale) {
+          const float* unscaled = s.unscaled.data + (r + m) * LD + c;
+          vf total = {};
+          for (int v = 0; v < N; ++v) total += acc[m][v] * load(unscaled + v * VL);
+          s.grad_row_scale.data[b.q0 + r + m] += sum(total) * LN2;
+        }
+        for (int v = 0; v < N; ++v) acc[m][v] *= splat(s.row_scale.data[b.q0 + r + m]);
+      });
     if constexpr (KEYED) {
       vf total[N];
       for (int v = 0; v < N; ++v) total[v] = load(s.grad_key.data + c + v * VL);
@@ -228,6 +259,32 @@ void sum_diagonals(const float* block, int64_t rows, int64_t columns, float* tab
   }
 }
 
+// Both gradients of the features. The skew is a stride of the left side, LD + 1 or LD - 1 from row
+// to row; the zeros between the rows of the block fill the corners of a group of M rows or diagonals.
+void feature_grads(const Problem& p, BackwardScratch& s, const Terms& t, const Block& b,
+                   const float* grads, float* grad_table) {
+  if (!is_near(p, b, 0, 0, C)) return;
+  const long base = p.k_len - 1 - b.first_pos + b.c0;  // table index of row 0, column 0
+  for (int64_t r = 0; r < b.rows; r += M) {  // row m, step k: column x + k + m, one distance
+    const long end = std::min<long>(C, b.first_pos + r + M - b.c0);  // later keys: the future
+    const long oldest = b.first_pos + r - p.extent + 1 - b.c0;       // earlier: beyond the extent
+    const long x = std::max<long>(-(M - 1), oldest);
+    if (end <= x) continue;
+    accumulate<false>(grads + r * LD + x, LD + 1, 1, t.distance_across + (base - r + x) * p.rank,
+                      p.rank, end - x, s.grad_features.data + (b.q0 + r) * p.rank);
+  }
+  if (!grad_table) return;
+  const long columns = std::min<long>(C, b.first_pos - b.c0 + 1);
+  const long first_x = std::max<long>(-(b.rows - 1), b.first_pos - p.extent + 1 - b.c0);
+  for (long x = first_x; x < columns; x += M) {  // diagonals x .. x + M - 1: row k, column x + m + k
+    const long first = std::max<long>(0, -x - M + 1), last = std::min<long>(b.rows, C - x);
+    if (first >= last) continue;
+    accumulate<false>(grads + first * LD + x + first, 1, LD + 1,
+                      s.features.data + (b.q0 + first) * p.rank, p.rank, last - first,
+                      grad_table + (base + x) * p.rank);
+  }
+}
+
 template <bool WEIGHTED, bool KEYED>
 void backward_block(const Problem& p, BackwardScratch& s, const Terms& t, const Sums& sums,
                     const Block& b) {
@@ -245,10 +302,11 @@ void backward_block(const Problem& p, BackwardScratch& s, const Terms& t, const 
     multiply_transposed(p, t, b, grads, s.q.data + row, s.grad_k.data);
     multiply_block(p, t, b, grads, s.keys.data, s.grad_q.data + row);
   }
+  const float* unweighted = WEIGHTED ? s.plain.data : s.grads.data;
+  if (p.grad_query_features) feature_grads(p, s, t, b, unweighted, sums.distance_features);
   const long base = p.k_len - 1 - b.first_pos + b.c0;
   const int64_t columns = std::min<int64_t>(C, b.first_pos - b.c0 + 1);  // later: the future
-  if (sums.bias)
-    sum_diagonals(WEIGHTED ? s.plain.data : s.grads.data, b.rows, columns, sums.bias + base);
+  if (sums.bias) sum_diagonals(unweighted, b.rows, columns, sums.bias + base);
   if (WEIGHTED && sums.weight)
     sum_diagonals(s.product.data, b.rows, columns, sums.weight + base);
 }
@@ -272,10 +330,14 @@ void backward_head(const Problem& p, BackwardScratch& s, int64_t bh, int64_t par
   const Terms t(p, bh);
   const Sums sums{p.grad_bias ? p.grad_bias + partial : nullptr,
                   p.grad_weight ? p.grad_weight + partial : nullptr,
-                  p.grad_key_bias ? p.grad_key_bias + bh * p.k_len : nullptr};
+                  p.grad_key_bias ? p.grad_key_bias + bh * p.k_len : nullptr,
+                  p.grad_distance_features
+                      ? p.grad_distance_features +
+                            (part * p.batch * p.heads + bh) * p.feature_row * p.rank
+                      : nullptr};
   const Pruner pruner(p, t, bh);
   const int64_t offset = p.k_len - p.q_len;
-  load_pair(p, s, bh);
+  load_pair(p, s, t, bh);
   if (part == 0 && p.grad_sink) sink_grads(p, s, t, bh);
   for (int64_t k_block = part; k_block * C < p.k_len; k_block += p.parts) {
     const int64_t c0 = k_block * C, count = std::min<int64_t>(C, p.k_len - c0);
@@ -296,6 +358,11 @@ void backward_head(const Problem& p, BackwardScratch& s, int64_t bh, int64_t par
   }
   const int64_t batch_part = part * p.batch * p.heads + bh;
   write_rows(p, p.grad_q, batch_part, p.heads, 0, p.q_len, p.scale / LOG2E, false, s.grad_q.data);
+  if (p.grad_query_features)
+    std::copy_n(s.grad_features.data, p.q_len * p.rank,
+                p.grad_query_features + batch_part * p.q_len * p.rank);
+  if (p.grad_row_scale)
+    std::copy_n(s.grad_row_scale.data, p.q_len, p.grad_row_scale + batch_part * p.q_len);
 }
 
 // All heads of one key head: they add to the same gradients.

@@ -9,14 +9,14 @@ namespace {
 struct ForwardScratch {
   int64_t kv = -1;  // the pair whose keys and values are packed
   Buffer keys, values;
-  Buffer q, out, pairs;
+  Buffer q, out, pairs, features;
   ScoreBlock scores;
-  float top[R], sum[R];
+  float top[R], sum[R], row_scale[R];
   float tops[R * VL];
   int64_t tiles = 0, visited = 0;
   explicit ForwardScratch(const Problem& p)
       : keys((p.k_len + PANEL) * p.dim), values((p.k_len + 1) * p.dim),
-        q(R * p.dim), out(R * p.dim), pairs(R * C / 2) {}
+        q(R * p.dim), out(R * p.dim), pairs(R * C / 2), features(R * p.rank) {}
 };
 
 // scores[r][c] and, lane by lane, each row's largest.
@@ -42,6 +42,9 @@ void score_block(const Problem& p, ForwardScratch& s, const Terms& t, const Bloc
       const KeyTerms<N> key_terms(t, b, r, c);
       each<M, N>([&](int m, int v) { acc[m][v] += key_terms.at(m, v); });
     }
+    if (is_near(p, b, r, c, N * VL))
+      add_features<N>(p, acc, s.features.data + r * p.rank, t.distance_features + shift);
+    if (t.row_scale) each<M, N>([&](int m, int v) { acc[m][v] *= splat(s.row_scale[r + m]); });
     if constexpr (hidden.value) hide_earlier<N>(p, t, b, r, c, acc);
     each<M, N>([&](int m, int v) { store(scores + (r + m) * LD + c + v * VL, acc[m][v]); });
     each<M, 1>([&](int m, int) {
@@ -119,6 +122,7 @@ void forward_block(const Problem& p, ForwardScratch& s, const Pruner& pruner, co
   const int64_t first_pos = q0 + p.k_len - p.q_len, last_pos = first_pos + rows - 1;
   pack_rows(p, p.q, bh, p.heads, q0, rows, p.bf16 ? 1.0f : p.scale, s.q.data);
   if (p.bf16) to_pairs_across(s.q.data, R * p.dim, s.q.data);
+  load_row_terms(p, t, q0, rows, R, s.features.data, s.row_scale);
   start_rows(p, s, t, q0, rows);
   int64_t oldest = std::max<int64_t>(0, first_pos - p.window + 1);
   if (t.first_key) oldest = std::max(oldest, t.first_key[q0]);

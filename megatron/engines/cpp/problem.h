@@ -13,7 +13,8 @@ namespace {
 
 constexpr long R = 96;    // queries of a block, a multiple of M
 constexpr long C = 192;   // keys of a block, a multiple of M and of PANEL
-constexpr long LD = C + VL;  // row of a block of scores; the VL zeros between rows pad diagonals
+constexpr long PAD = VL < 8 ? 8 : VL;  // zeros between the rows of a block of scores, for
+constexpr long LD = C + PAD;           // diagonals that stick out: by less than VL, or than M
 constexpr long CHUNK = 96;   // keys of a product that stay in L1
 constexpr float LN2 = 0.69314718f, LOG2E = 1.44269504f;
 
@@ -53,6 +54,17 @@ struct Problem {
   float* grad_sink;        // the same shape, or null
   const int64_t* first_key;  // [batch, q_len]: keys before it are not seen; or null
   int64_t table_row;
+  // query features x distance features: rank of them (a multiple of VL), or 0 and all null
+  int64_t rank, extent;          // extent: the term is 0 from this distance on
+  const float* query_features;   // [batch, heads, q_len, rank], times log2(e)
+  // [heads or 1, rank, feature_row] and [heads or 1, feature_row, rank]: reversed like the bias, 0
+  // outside the extent; the pointers are where distance k_len - 1 would be
+  const float *distance_features, *distance_across;
+  int64_t feature_head, feature_row;  // feature_head: numbers of a head, 0 where one serves all
+  float* grad_query_features;    // [parts * batch, heads, q_len, rank], or null
+  float* grad_distance_features; // [parts * batch, heads, feature_row, rank], placed likewise
+  const float* row_scale;        // [batch, heads, q_len]: times the whole score; or null
+  float* grad_row_scale;         // [parts * batch, heads, q_len], or null
   int64_t tiles, tiles_visited;  // out
 };
 
@@ -69,11 +81,11 @@ struct Buffer {  // aligned, not initialised
   Buffer& operator=(const Buffer&) = delete;
 };
 
-struct ScoreBlock {  // R rows of C scores, with VL zeros before, between and after the rows
+struct ScoreBlock {  // R rows of C scores, with PAD zeros before, between and after the rows
   Buffer memory;
   float* data;
-  explicit ScoreBlock(bool used = true) : memory(used ? R * LD + VL : 0), data(memory.data + VL) {
-    if (used) std::memset(memory.data, 0, (R * LD + VL) * sizeof(float));
+  explicit ScoreBlock(bool used = true) : memory(used ? R * LD + PAD : 0), data(memory.data + PAD) {
+    if (used) std::memset(memory.data, 0, (R * LD + PAD) * sizeof(float));
   }
 };
 
@@ -146,6 +158,8 @@ struct Terms {
   const float *key_bias, *key_origin;   // by key, by query; or null
   const float* sink;                    // by query; or null
   const int64_t* first_key;             // by query, rising; or null
+  const float *query_features, *row_scale;            // by query; or null
+  const float *distance_features, *distance_across;   // at the reversed table's start
   Terms(const Problem& p, int64_t bh)
       : bias(p.bias + bh % p.heads * p.table_row),
         weight(p.weight ? p.weight + bh % p.heads * p.table_row : nullptr),
@@ -153,7 +167,11 @@ struct Terms {
                             : nullptr),
         key_origin(p.key_bias ? p.key_origin + bh * p.q_len : nullptr),
         sink(p.sink ? p.sink + bh * p.q_len : nullptr),
-        first_key(p.first_key ? p.first_key + bh / p.heads * p.q_len : nullptr) {}
+        first_key(p.first_key ? p.first_key + bh / p.heads * p.q_len : nullptr),
+        query_features(p.rank ? p.query_features + bh * p.q_len * p.rank : nullptr),
+        row_scale(p.row_scale ? p.row_scale + bh * p.q_len : nullptr),
+        distance_features(p.rank ? p.distance_features + bh % p.heads * p.feature_head : nullptr),
+        distance_across(p.rank ? p.distance_across + bh % p.heads * p.feature_head : nullptr) {}
 };
 
 struct Block {  // of scores: rows queries from q0, which stands at first_pos; keys from c0
@@ -225,6 +243,40 @@ ALWAYS_INLINE void multiply_rows(const Problem& p, vf (&acc)[M][N], const float*
     multiply_pairs<N>(acc, left + row * (p.dim / 2), p.dim / 2, 1, panel, PANEL, p.dim / 2);
   else
     multiply<N>(acc, left + row * p.dim, p.dim, 1, panel, PANEL, p.dim);
+}
+
+// Whether the tile of M rows from r and `columns` keys from c has a distance below the extent.
+ALWAYS_INLINE bool is_near(const Problem& p, const Block& b, int64_t r, int64_t c,
+                           int64_t columns) {
+  return p.rank && b.first_pos + r - (b.c0 + c + columns - 1) < p.extent;
+}
+
+// acc[m][v] += sum over f of features[m][f] * table[f][distance of m and the keys of v]. The right
+// side moves by one from row to row: the skew is in the addresses, and no product is kept.
+template <int N>
+ALWAYS_INLINE void add_features(const Problem& p, vf (&acc)[M][N], const float* features,
+                                const float* table) {
+  for (int64_t f = 0; f < p.rank; ++f, table += p.feature_row)
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const vf a = splat(features[m * p.rank + f]);
+#pragma GCC unroll 8
+      for (int v = 0; v < N; ++v) acc[m][v] += a * load(table - m + v * VL);
+    }
+}
+
+// What belongs to the queries of some rows: features, and factors of the scores. Rows that fill up
+// a tile have features of 0 and a factor of 1.
+void load_row_terms(const Problem& p, const Terms& t, int64_t first, int64_t count, int64_t rows,
+                    float* features, float* row_scale) {
+  if (p.rank) {
+    std::copy_n(t.query_features + first * p.rank, count * p.rank, features);
+    std::fill_n(features + count * p.rank, (rows - count) * p.rank, 0.0f);
+  }
+  if (t.row_scale) {
+    std::copy_n(t.row_scale + first, count, row_scale);
+    std::fill_n(row_scale + count, rows - count, 1.0f);
+  }
 }
 
 // out[r] += block[r][span] * right, for tiles of rows; right is [C, dim]. In bf16 both are pairs

@@ -13,7 +13,7 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
   const Problem& p;
   const Terms& t;
   int64_t bh, kv;
-  std::vector<float> q_norm, own_score, own_value, k_norm, v_norm, key_bias;
+  std::vector<float> q_norm, own_score, own_value, k_norm, v_norm, key_bias, least_scale;
   bool active;
 
   Pruner(const Problem& problem, const Terms& terms, int64_t pair)
@@ -26,6 +26,7 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
     own_value.assign(q_blocks, INFINITY);
     k_norm.assign(k_blocks, 0.0f);
     v_norm.assign(k_blocks, 0.0f);
+    least_scale.assign(q_blocks, t.row_scale ? INFINITY : 1.0f);
     key_bias.assign(k_blocks, t.key_bias ? -INFINITY : 0.0f);
     measure_keys();
     measure_queries();
@@ -58,13 +59,23 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
       const Input q(p, p.q, bh, p.heads, i);
       const float raw = dot(q, key(pos), p.dim) * p.scale;
       const float own_key = t.key_bias ? t.key_bias[pos] * LOG2E : 0.0f;
-      const float score = (t.weight ? raw * own_weight : raw) + own_bias + own_key;
+      const float score =
+          (t.weight ? raw * own_weight : raw) + own_bias + own_key + own_features(i);
       const float own = norm(value(pos), p.dim);
       const float size = norm(q, p.dim) * std::fabs(p.scale);
+      if (t.row_scale) least_scale[b] = -larger_or_nan(-least_scale[b], -t.row_scale[i]);
       q_norm[b] = larger_or_nan(q_norm[b], size);
       own_score[b] = -larger_or_nan(-own_score[b], -score);
       own_value[b] = -larger_or_nan(-own_value[b], -own);
     }
+  }
+
+  float own_features(int64_t i) const {
+    float total = 0.0f;
+    for (int64_t f = 0; f < p.rank; ++f)
+      total += t.query_features[i * p.rank + f] *
+               t.distance_features[f * p.feature_row + p.k_len - 1];
+    return total;
   }
 
   // No key of this block can move any output of these queries by more than rounding: each stays
@@ -82,9 +93,10 @@ struct Pruner {  // true bounds on the scores of every (block of queries, block 
     const float slack = 0.01f + 1e-5f * size;
     // A key counts in the sum of the weights whatever its value. (NaN stays: not negligible.)
     const float values = std::log2(v_norm[k_block] / own_value[q_block]);
-    const float most =
-        p.bias_after[at] + key + product + (values < 0.0f ? 0.0f : values) + slack;
-    return most < own_score[q_block] - p.prune_log2;
+    const float most = p.bias_after[at] + key + product + slack;
+    // The factor of the scores stretches the gap between them.
+    const float gap = (p.prune_log2 + (values < 0.0f ? 0.0f : values)) / least_scale[q_block];
+    return most < own_score[q_block] - gap;
   }
 };
 

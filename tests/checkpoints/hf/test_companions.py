@@ -24,13 +24,13 @@ from dataclasses import dataclass
 
 import torch
 
-import megatron
+import kerple
 from megatron.model.kernel_theory import is_cpd
 from megatron.model.positional_embeddings import DistanceKernel, Positive, Uniform, register
 import scipy.special
 
 SCALE = math.sqrt(4.0)
-UNUSED = megatron.__version__
+UNUSED = kerple.__version__
 
 
 def damped(d):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import megatron
+import kerple
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf import KerpleNeoXForCausalLM
 from megatron.checkpoints.hf.companions import _library_of
@@ -34,6 +34,7 @@ from tests.checkpoints.small_models import (
     small_args,
     tokens,
 )
+from tests.conftest import REPOSITORY
 
 ALONE = """
 import sys
@@ -90,7 +91,7 @@ def test_exported_files_import_torch_transformers_and_their_neighbours(tmp_path:
 def test_the_formulas_travel_as_they_are(tmp_path: Path) -> None:
     args = small_args(pos_emb="kerple_log")
     write_hf(at_rest(random_model(args), args), tmp_path)
-    home = Path(megatron.__file__).parent / "model"
+    home = REPOSITORY / "megatron" / "model"
     assert {"positional_embeddings.py", "position_base.py"} < set(FORMULA_FILES)
     for name in FORMULA_FILES:
         assert (tmp_path / name).read_bytes() == (home / name).read_bytes()
@@ -129,7 +130,7 @@ def test_a_model_fine_tuned_in_transformers_comes_back_and_trains_on(tmp_path: P
     optimizer.step()
     exported.save_pretrained(tmp_path / "tuned")
     write_native(read_checkpoint(tmp_path / "tuned"), tmp_path / "native")
-    native = megatron.load_pretrained(tmp_path / "native")
+    native = kerple.load_pretrained(tmp_path / "native")
     expected = logits_of(exported.eval(), tokens())
     torch.testing.assert_close(logits_of(native, tokens()), expected, atol=1e-4, rtol=0)
     native.train()

@@ -1,0 +1,121 @@
+"""DeepSpeed around a job: its runner, its process groups, and what it calls things in files.
+
+DeepSpeed takes seconds to import, so each function imports what it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+RUNNER = "deepspeed.launcher.runner"
+
+
+# Starting processes.
+
+
+def selected_slots(slots: Mapping[str, int], include: str, exclude: str) -> int:
+    """How many slots of the hosts `include` and `exclude` leave; ValueError says what is wrong."""
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    active = parse_inclusion_exclusion(dict(slots), include, exclude)
+    return sum(len(devices) for devices in active.values())
+
+
+def run_runner(arguments: Sequence[str]) -> None:
+    """DeepSpeed's runner in this process; it raises SystemExit with the job's code."""
+    from deepspeed.launcher import runner
+
+    runner.main(list(arguments))
+
+
+# Joining them.
+
+
+def join_group(backend: str, timeout: timedelta, *, on_cpu: bool) -> None:
+    """Join the process group that the environment names; DeepSpeed uses one that is there."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if on_cpu:
+        # DeepSpeed compiles shared-memory collectives at the first start on a CPU. That takes a
+        # minute and a compiler; gloo does the same work without either.
+        # By name: `deepspeed.comm.torch` as an attribute is PyTorch itself.
+        compiled: Any = importlib.import_module("deepspeed.comm.torch")
+        compiled.build_shm_op = lambda: None
+        # DeepSpeed asks for fp16 instructions; PyTorch computes fp16 without them, only slower.
+        get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
+    )
+    # Its groups would have torch's own timeout of 30 minutes.
+    comm: Any = importlib.import_module("deepspeed.comm.comm")
+    comm.cdb.new_group = partial(torch.distributed.new_group, timeout=timeout)
+
+
+def build_grid(*, pipe: int, model: int, data: int) -> Any:
+    """The pipeline x data x tensor grid and its groups, tensor-parallel ranks adjacent."""
+    from deepspeed.runtime.pipe.topology import (
+        PipelineParallelGrid,
+        PipeModelDataParallelTopology,
+    )
+
+    topology = PipeModelDataParallelTopology(num_pp=pipe, num_mp=model, num_dp=data)
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the whole grid
+        return PipelineParallelGrid(topology=topology)
+
+
+# What it knows and writes.
+
+
+def zero_keys() -> list[str]:
+    """Every key of `zero_optimization` that the installed DeepSpeed knows."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields: Any = DeepSpeedZeroConfig.model_fields
+    return [*fields, *(field.alias for field in fields.values() if field.alias)]
+
+
+def state_classes() -> list[Any]:
+    """Plain classes whose objects lie in DeepSpeed's training states: loss scalers, options."""
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape]
+
+
+def uneven_parts(shape: tuple[Any, ...]) -> Any:
+    """How a tensor of several unequal parts is cut, for DeepSpeed's universal loader."""
+    if not find_spec("deepspeed"):
+        return None
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+
+    return SubparamShape(patterns=[], shape=shape, partition_dim=0)
+
+
+def version() -> str:
+    """The installed DeepSpeed's; "none" without one."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def compiled_adam(kind: str, groups: list[dict[str, Any]], **options: Any) -> Any:
+    """DeepSpeed's own Adam, `cpu_adam` or `fused_adam`: compiled at first use, some minutes."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    if kind == "cpu_adam":
+        return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
+    return FusedAdam(groups, adam_w_mode=True, **options)

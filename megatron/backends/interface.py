@@ -1,0 +1,156 @@
+"""`TrainingEngine`: all that training and checkpoints know of whatever takes the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Inputs = Tensor | tuple[Tensor, Tensor]  # tokens, or (tokens, where their documents start)
+MicroBatch = tuple[Inputs, tuple[Tensor, Tensor]]  # inputs, (labels, loss mask)
+LossFunction = Callable[[Callable[..., Any], MicroBatch], Tensor]
+"""(the model, or what calls it; a micro-batch) -> the mean loss."""
+States = dict[str, Tensor]
+"""A parameter's fp32 weight under `WEIGHT`, and the optimizer's states under its own names."""
+Span = tuple[nn.Parameter, int, int, int]
+"""A parameter, where a rank's part of it begins and ends there, and which element is the first."""
+STEP = "step"
+WEIGHT = "fp32"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""Where an engine stands; DeepSpeed's names for it, in its files too."""
+
+
+class LearningRates(Protocol):
+    """The schedule: sets the rate of every parameter group."""
+
+    def step(self) -> None: ...
+
+    def get_lr(self) -> list[float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Files(Protocol):
+    """Writes and reads a checkpoint's files; see `checkpoints.safe_files`."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
+
+    def save(self, state_dict: Any, path: str) -> None: ...
+
+    def load(self, path: str, map_location: Any = None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of, the same for every backend."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    scheduler: LearningRates
+    files: Files
+    loss: LossFunction
+    accumulation: int
+    """Micro-batches per step."""
+    samples_per_step: int
+    max_norm: float
+    """Gradients are clipped to this norm; 0: never."""
+
+
+class TrainingEngine(Protocol):
+    """A model and its optimizer, on this rank."""
+
+    skipped_steps: int
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that the config names; its tensors are those of `master_spans`."""
+
+    @property
+    def scheduler(self) -> LearningRates: ...
+
+    @property
+    def files(self) -> Files: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def zero_stage(self) -> int: ...
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last step, before clipping, over the whole model."""
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether the last step changed nothing, because a gradient was not finite."""
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The dynamic scale of fp16's loss; None without one."""
+
+    def train_step(self, batches: Iterator[MicroBatch]) -> Tensor:
+        """Take one optimizer step; this rank's mean loss over micro-batches, 0 if it has none."""
+
+    def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
+        """The mean loss of `count` whole batches: the same samples under every layout."""
+
+    def copy_to_master(self, parameter: nn.Parameter) -> None:
+        """After a weight of the module was changed: the optimizer goes on from it."""
+
+    def master_spans(self) -> Iterator[tuple[Tensor, list[Span]]]:
+        """The optimizer's tensors on this rank, and which parameters' elements lie in them."""
+
+    def read_states(self) -> Iterator[tuple[nn.Parameter, States]]:
+        """Each parameter, whole (of its tensor-parallel rank), with the optimizer's states."""
+
+    def write_states(self, states: dict[nn.Parameter, States]) -> None:
+        """Set every parameter's weight and states."""
+
+    def save(self, directory: Path, tag: str, progress: dict[str, Any]) -> None:
+        """Write this rank's files below `directory`/`tag`, `progress` among them."""
+
+    def load(
+        self, directory: Path, tag: str, *, optimizer: bool, schedule: bool
+    ) -> dict[str, Any] | None:
+        """Read what `save` wrote; its `progress`, or None where there is no model."""
+
+    def set_counters(self, **counters: int) -> None:
+        """Set some of `COUNTERS`."""
+
+
+# Parameters that ZeRO 3 has cut up: DeepSpeed hangs these facts on them.
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether this rank holds only a piece of it."""
+    return hasattr(parameter, "ds_id")
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter that ZeRO 3 may have cut up."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def gathered(
+    parameters: Iterable[nn.Parameter], *, write: bool = False
+) -> AbstractContextManager[Any]:
+    """Inside the block the parameters are whole; with `write`, rank 0's changes reach all ranks."""
+    found = list(parameters)
+    if not any(map(is_cut, found)):
+        return nullcontext()
+    from megatron.backends.deepspeed_engine import gather_parameters
+
+    return gather_parameters(found, write=write)
