@@ -198,6 +198,7 @@ class ModelArgs(Group):
         hf=None,
         ours=True,
         changes="execution",
+        evaluate="free",
     )
     attention_pruning: bool = key(
         True,
@@ -205,6 +206,7 @@ class ModelArgs(Group):
         hf=None,
         ours=True,
         changes="execution",
+        evaluate="free",
     )
     activation: Activation = key("gelu", "Activation of the MLP.", hf="hidden_act")
     gpt_j_residual: bool = key(
