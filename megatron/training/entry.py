@@ -1,4 +1,4 @@
-"""The outermost layer of train.py: errors that a user can mend come without a traceback."""
+"""The outermost layer of train.py: errors that a user can fix come without a traceback."""
 
 from __future__ import annotations
 
