@@ -6,6 +6,7 @@
 #   make test-full   the tests, with the slow ones
 #   make test-slow   the slow ones alone; TESTS="tests/stories" for a part
 #   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
+#   make test-ptx    execute every compiled Triton kernel in the emulator; MUTATE=1: broken ones
 #   make fuzz        spoil N=10000 files of every kind: only our own errors may come of it
 #   make soak        KILLS=100 random kills over layouts, each resumed to the same bits
 #   make lint        ruff and mypy
@@ -22,7 +23,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install install-dev demo test test-quick test-full test-slow test-slurm slurm-packages fuzz soak lint format bench gpu-check docs docs-check dist clean
+.PHONY: help install install-dev demo test test-quick test-full test-slow test-slurm slurm-packages test-ptx fuzz soak lint format bench gpu-check docs docs-check dist clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -79,6 +80,11 @@ slurm-packages:
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
 	  [ "$$(id -u)" = 0 ] || { echo "error: make test-slurm needs root, to install and start Slurm."; exit 1; }; \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+
+TRITON ?= 3.7.1 3.9.0
+test-ptx: $(VENV)/.dev
+	@$(BIN)/python -m tests.ptx.harness $(if $(MUTATE),mutate,every $(TRITON:%=--triton %)) \
+	  --page docs/triton.md $(ARGS)
 
 N ?= 10000
 SEED ?= 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.launcher.environment import free_port
+from tests.forked_ranks import ForkedRank
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -33,8 +34,11 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def start_ranks(arguments: Sequence[str], world_size: int) -> list[subprocess.Popen[str]]:
-    """All ranks of `python ARGUMENTS`, running."""
+    """All ranks of `python ARGUMENTS`, running; those of a script are forked with their imports."""
     port = free_port()
+    if sys.platform == "linux" and not arguments[0].startswith("-"):
+        environments = [rank_environment(rank, world_size, port) for rank in range(world_size)]
+        return [ForkedRank(arguments, environment) for environment in environments]
     return [
         subprocess.Popen(
             [sys.executable, *arguments],

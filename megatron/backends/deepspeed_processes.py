@@ -10,9 +10,12 @@ import importlib
 import io
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 RUNNER = "deepspeed.launcher.runner"
 
@@ -54,6 +57,9 @@ def join_group(backend: str, timeout: timedelta, *, on_cpu: bool) -> None:
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
     )
+    # Its groups would have torch's own timeout of 30 minutes.
+    comm: Any = importlib.import_module("deepspeed.comm.comm")
+    comm.cdb.new_group = partial(torch.distributed.new_group, timeout=timeout)
 
 
 def build_grid(*, pipe: int, model: int, data: int) -> Any:

@@ -222,6 +222,11 @@ def write_checksums(
                 "writing there, or is the file system full?"
             )
         sums[name] = [size, known[name][1] if name in known else checksum(path)]
+    if unseen := sorted(known.keys() - sums.keys()):
+        raise CheckpointError(
+            f"{directory}: {len(unseen)} files that ranks have written are not here "
+            f"({', '.join(unseen)[:200]}). `save` must be a directory that every host shares."
+        )
     write_text(directory / CHECKSUMS, json.dumps(sums, indent=1))
 
 

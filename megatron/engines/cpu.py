@@ -2,27 +2,24 @@
 
 Runs the compiled C++ implementation where there is a compiler, the PyTorch one elsewhere. Their
 logsumexp of the output's rows is in a form that only the same one understands. Under
-`torch.compile` a call is one node of the graph, a torch operator. Operators take tensors and
-numbers only and always return tensors: a gradient that nobody needs is empty. Eager calls go
-another way, which costs less for each call.
+`torch.compile` a call is one node of the graph (operators.py).
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.engines.call import OPERANDS, Call, check_first_key, checked_call, rows_apart
+from megatron.engines.call import OPERANDS, Call, checked_call
 from megatron.engines.cpp_build import load_library
 from megatron.engines.cpu_compiled import CompiledBackend
 from megatron.engines.cpu_torch import TorchBackend
+from megatron.engines.operators import graph_operator
 from megatron.engines.pruning import DecayBounds, TileCount, decay_bounds
 
 Backend = CompiledBackend | TorchBackend
@@ -30,8 +27,7 @@ Backend = CompiledBackend | TorchBackend
 
 def tiled_attention(call: Call) -> Tensor:
     if torch.compiler.is_compiling():
-        out, _ = _forward_operator(*call.operands(), call.window, call.scale, call.pruning)
-        return out
+        return _operator(call)
     return _Tiled.apply(call, *call.operands())
 
 
@@ -82,79 +78,17 @@ class _Tiled(torch.autograd.Function):
         return None, *_backward(call, ctx.bounds, ctx.backend, (out, lse, grad), needed)
 
 
-# The same as operators, for torch.compile.
-
-_TENSORS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in OPERANDS)
-_SETTINGS = "SymInt? window, float scale, bool pruning"
-_FORWARD = f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)"
-_MADE = "Tensor out, Tensor lse, Tensor grad"
-_BACKWARD = f"({_MADE}, bool[] needed, {_TENSORS}, {_SETTINGS}) -> Tensor[]"
-# Compiled code on disk is found by an operator's name: another version's must have another name.
-_VERSION = hashlib.sha256((_FORWARD + _BACKWARD).encode()).hexdigest()[:8]
-
-
-@torch.library.custom_op(f"kerple::tiled_attention_{_VERSION}", mutates_args=(), schema=_FORWARD)
-def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = _call_of(arguments)
-    check_first_key(call)
+def _operator_forward(call: Call) -> tuple[Tensor, Tensor]:
     out, lse, _ = _current_backend().forward(call, _bounds_of(call))
-    return _laid_out(out), lse
+    return out, lse
 
 
-def _call_of(arguments: Sequence[Any]) -> Call:
-    """From the operands and the settings of an operator."""
-    *operands, window, scale, pruning = arguments
-    return replace(Call(*operands), window=window, scale=scale, pruning=pruning)
+def _operator_backward(
+    call: Call, made: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    return _backward(call, _bounds_of(call), _current_backend(), made, needed)
 
 
-@_forward_operator.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return rows_apart(q.shape, q.dtype, q.device), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    f"kerple::tiled_attention_backward_{_VERSION}", mutates_args=(), schema=_BACKWARD
+_operator = graph_operator(
+    "tiled_attention", _operator_forward, _operator_backward, lambda q: q.shape[:3]
 )
-def _backward_operator(
-    out: Tensor, lse: Tensor, grad: Tensor, needed: Sequence[bool], *arguments: Any
-) -> list[Tensor]:
-    call = _call_of(arguments)
-    grads = _backward(call, _bounds_of(call), _current_backend(), (out, lse, grad), needed)
-    return [
-        out.new_empty(0) if grad is None or not needs else _laid_out(grad)
-        for grad, needs in zip(grads, needed, strict=True)
-    ]
-
-
-@_backward_operator.register_fake
-def _(out: Tensor, _lse: Any, _grad: Any, needed: Sequence[bool], *others: Any) -> list[Tensor]:
-    return [
-        out.new_empty(0)
-        if x is None or not needs
-        else (rows_apart(x.shape, x.dtype, x.device) if x.dim() == 4 else x.new_empty(x.shape))
-        for x, needs in zip(others[: len(OPERANDS)], needed, strict=True)
-    ]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[: len(OPERANDS)])
-    ctx.settings = inputs[len(OPERANDS) :]
-
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    out, lse, *operands = ctx.saved_tensors
-    needed = [bool(needs) for needs in ctx.needs_input_grad[: len(OPERANDS)]]
-    grads = _backward_operator(out, lse, grad, needed, *operands, *ctx.settings)
-    wanted = [grad if needs else None for grad, needs in zip(grads, needed, strict=True)]
-    return *wanted, *(None for _ in ctx.settings)
-
-
-_forward_operator.register_autograd(_differentiate, setup_context=_save)
-
-
-def _laid_out(x: Tensor) -> Tensor:
-    """As the fake operators promise."""
-    if x.dim() != 4:
-        return x.contiguous()
-    expected = rows_apart(x.shape, x.dtype, x.device)
-    return x if x.stride() == expected.stride() else expected.copy_(x)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.engines.call import Call, checked_call
 from megatron.errors import EngineError
 
-ENGINES = ("auto", "naive", "tiled", "triton")
+ENGINES = ("auto", "naive", "tiled", "triton", "flex")
 
 # Scores beyond this are not made just because the better engines cannot run.
 DENSE_LIMIT = 16 * 2**30
@@ -52,9 +52,9 @@ def attention(
     * window: keys at this distance or more are not seen.
     * scale: 1/sqrt(D) unless given.
 
-    `engine` is one of auto, naive, tiled (CPU), triton (GPU); `auto` picks by device, dtype,
-    length and dropout. `pruning` lets an engine leave out keys whose bias has provably decayed
-    below rounding. `generator` seeds the dropout.
+    `engine` is one of auto, naive, tiled (CPU), triton and flex (GPU); `auto` picks by device,
+    dtype, length and dropout. `pruning` lets an engine leave out keys whose bias has provably
+    decayed below rounding. `generator` seeds the dropout.
     """
     call = checked_call(
         *(q, k, v, bias, weight, key_bias, first_key, sink),
@@ -73,6 +73,10 @@ def attention(
         from megatron.engines.cpu import tiled_attention
 
         return tiled_attention(call)
+    if chosen == "flex":
+        from megatron.engines.flex import flex_engine
+
+        return flex_engine(call)
     from megatron.engines.reference import naive_attention
 
     return naive_attention(call)
@@ -89,9 +93,11 @@ def choose_engine(call: Call, engine: str = "auto") -> str:
             return "triton"
         if call.q_len >= _TILED_MIN_QUERIES and why_not_tiled(call) is None:
             return "tiled"
+        if call.q_len >= _TILED_MIN_QUERIES and _falls_back_to_flex(call):
+            return "flex"
         _check_dense_fits(call)
         return "naive"
-    reasons = {"tiled": why_not_tiled, "triton": why_not_triton}
+    reasons = {"tiled": why_not_tiled, "triton": why_not_triton, "flex": why_not_flex}
     if engine in reasons and (reason := reasons[engine](call)) is not None:
         raise EngineError(f"attention engine {engine!r} cannot run this call: {reason}")
     return engine
@@ -124,6 +130,22 @@ def _check_dense_fits(call: Call) -> None:
             f"{call.k_len} keys; the engines that need no such room cannot run: "
             f"{_why_dense(call)}. attention_engine: naive does it all the same."
         )
+
+
+def why_not_flex(call: Call) -> str | None:
+    """Why FlexAttention cannot run this call, with the fix; None if it can."""
+    from megatron.engines import flex
+
+    return flex.why_not_flex(call)
+
+
+def _falls_back_to_flex(call: Call) -> bool:
+    """On GPUs that the Triton engine has no kernels for."""
+    if call.q.device.type == "cpu":
+        return False
+    from megatron.engines import flex
+
+    return flex.is_fall_back(call.q.device) and flex.why_not_flex(call) is None
 
 
 def why_not_tiled(call: Call) -> str | None:

@@ -7,6 +7,7 @@ and triton_backward.py, tile sizes in triton_tiles.py; docs/triton.md explains t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron.engines import triton_runtime
 from megatron.engines.call import OPERANDS, Call
+from megatron.engines.operators import graph_operator
 from megatron.engines.triton_launch import backward_launches, forward_launches, table_gradient
-from megatron.engines.triton_problem import ALIGNMENT, Problem, aligned, build_problem
+from megatron.engines.triton_problem import ALIGNMENT, Problem, aligned, build_problem, padded
 from megatron.engines.triton_pruning import visible_distances
 from megatron.engines.triton_runtime import cdiv, next_power_of_2, run_on
 
@@ -44,6 +46,7 @@ def can_run(call: Call) -> str | None:
     return _unsuitable_device(q.device)
 
 
+@torch.compiler.assume_constant_result
 def _unsuitable_device(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return f"it runs on NVIDIA GPUs, the tensors are on {device}; use engine 'auto'"
@@ -55,18 +58,33 @@ def _unsuitable_device(device: torch.device) -> str | None:
 
 def triton_attention(call: Call) -> Tensor:
     """The engine's attention for a call that it can run (`can_run`)."""
-    return pruned_attention(call, visible_distances(call) if call.pruning else None)
+    if torch.compiler.is_compiling():  # one node of the graph
+        return _with_whole_vectors(call, _operator)
+    return pruned_attention(call, _visible(call))
+
+
+def _visible(call: Call) -> Tensor | None:
+    return visible_distances(call) if call.pruning else None
 
 
 def pruned_attention(call: Call, visible: Tensor | None) -> Tensor:
     """Attention that need not visit keys at distance visible[h] or more; all without `visible`."""
+
+    def attend(call: Call) -> Tensor:
+        out: Tensor = _TritonAttention.apply(call, visible, *call.operands())
+        return out
+
+    return _with_whole_vectors(call, attend)
+
+
+def _with_whole_vectors(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
+    """Attention with the head dim that the kernels want: zeros change no product."""
     width = call.q.shape[-1]
     missing = padded_head_dim(width, call.q.dtype) - width
-    if missing:  # zeros change no product
-        q, k, v = (F.pad(x, (0, missing)) for x in (call.q, call.k, call.v))
-        call = replace(call, q=q, k=k, v=v)
-    out: Tensor = _TritonAttention.apply(call, visible, *call.operands())
-    return out[..., :width] if missing else out
+    if not missing:
+        return attend(call)
+    q, k, v = (F.pad(x, (0, missing)) for x in (call.q, call.k, call.v))
+    return attend(replace(call, q=q, k=k, v=v))[..., :width]
 
 
 def padded_head_dim(head_dim: int, dtype: torch.dtype) -> int:
@@ -97,16 +115,24 @@ class _TritonAttention(torch.autograd.Function):
         terms = len(OPERANDS) - 3
         problem = Problem(*saved[terms:], **ctx.settings | {"own": own, "visible": visible})
         given = Call(problem.q, problem.k, problem.v, *saved[:terms])
-        needed = zip(OPERANDS, ctx.needs_input_grad[2:], strict=True)
-        wanted = {name for name, needs in needed if needs}
-        launches, found, delta = backward_launches(problem, out, lse, aligned(grad_out), wanted)
-        run_on(out, *launches)
-        for name in found.keys() & {"bias", "weight"}:
-            factor = problem.scale if name == "weight" else 1.0
-            found[name] = table_gradient(problem, found[name], factor)
-        if "sink" in wanted:
-            found["sink"] = _sink_gradient(problem, lse, delta)
-        return None, None, *given.fitted(found)
+        made = (out, lse, grad_out)
+        return None, None, *_gradients(problem, given, made, ctx.needs_input_grad[2:])
+
+
+def _gradients(
+    problem: Problem, given: Call, made: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The needed gradients of what was given, from the output, its logsumexp and gradient."""
+    out, lse, grad = made
+    wanted = {name for name, needs in zip(OPERANDS, needed, strict=True) if needs}
+    launches, found, delta = backward_launches(problem, out, lse, aligned(grad), wanted)
+    run_on(out, *launches)
+    for name in found.keys() & {"bias", "weight"}:
+        factor = problem.scale if name == "weight" else 1.0
+        found[name] = table_gradient(problem, found[name], factor)
+    if "sink" in wanted:
+        found["sink"] = _sink_gradient(problem, lse, delta)
+    return given.fitted(found)
 
 
 def _sink_gradient(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor:
@@ -115,3 +141,26 @@ def _sink_gradient(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor:
     shape, rows = problem.sink.shape, slice(0, problem.q.shape[2])
     share = torch.exp2(problem.sink - lse.view(shape))
     return (-share * delta.view(shape))[..., rows]
+
+
+# For torch.compile
+
+
+def _operator_forward(call: Call) -> tuple[Tensor, Tensor]:
+    launches, out, lse = forward_launches(build_problem(call, _visible(call)))
+    run_on(out, *launches)
+    return out, lse
+
+
+def _operator_backward(
+    call: Call, made: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    return _gradients(build_problem(call, _visible(call)), call, made, needed)
+
+
+_operator = graph_operator(
+    "triton_attention",
+    _operator_forward,
+    _operator_backward,
+    lambda q: (q.shape[0] * q.shape[1], padded(q.shape[2])),
+)

@@ -55,6 +55,7 @@ def constant(value: float) -> Any:
     return value if tl is None else tl.constexpr(value)
 
 
+@torch.compiler.assume_constant_result
 def unavailable() -> str | None:
     """Why Triton cannot be used at all here, or None."""
     if triton is None:
@@ -127,6 +128,7 @@ def _compiler_advice() -> str:
     return "; set TRITON_CACHE_DIR to a directory that holds it, built on a node like this one"
 
 
+@torch.compiler.assume_constant_result
 def interpreted() -> bool:
     """True when kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1)."""
     return unavailable() is None and bool(triton.knobs.runtime.interpret)

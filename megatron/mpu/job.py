@@ -127,7 +127,7 @@ def _meet_on_loopback(
 ) -> None:
     """On one machine, let no socket of the job be reached from another.
 
-    Torch's own rendezvous listens on all interfaces, and whoever connects may write to its store.
+    Torch's own rendezvous listens on all interfaces, and what connects may write to its store.
     """
     if environment.master_addr not in LOOPBACK_NAMES:
         return
@@ -216,7 +216,7 @@ class Ranks:
     ) -> list[Result]:
         """`function` on this rank's share; all results in the order of `items`.
 
-        A ValueError on any rank is raised on all of them, so that nobody waits for a process that
+        A ValueError on any rank is raised on all of them, so that no rank waits for a process that
         has given up.
         """
         if self.size == 1:

@@ -61,7 +61,7 @@ class OptimizerParams(Group):
         Annotated[tuple[values.Fraction, values.Fraction], BeforeValidator(_list_to_tuple)] | None
     ) = key(None, "Decay rates of the moments; null: [0.9, 0.999], for lion [0.9, 0.99].")
     eps: values.PositiveFloat | None = key(None, "Added to Adam's denominator; null: 1e-8.")
-    momentum: values.Fraction | None = key(None, "Of sgd; null: 0, as in GPT-NeoX.", ours=True)
+    momentum: values.Fraction | None = key(None, "Of sgd; null: 0, as in GPT-NeoX.")
 
 
 class _OwnParams(OptimizerParams):

@@ -192,7 +192,7 @@ class ModelArgs(Group):
         "Attend to the query and to this many tokens before it, as GPT-NeoX; null: to all.",
         hf="attention_window",
     )
-    attention_engine: Literal["auto", "naive", "tiled", "triton"] = key(
+    attention_engine: Literal["auto", "naive", "tiled", "triton", "flex"] = key(
         "auto",
         "Attention implementation; auto takes the fastest that fits.",
         hf=None,

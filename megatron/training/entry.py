@@ -74,7 +74,7 @@ def _run(args: NeoXArgs, rank: int) -> int:
             heartbeat.stop(finished=finished)
     if code == 0 and rank == 0:
         _hint(args)
-    if dist.is_initialized():  # after an error, peers may be gone: leave without a farewell
+    if dist.is_initialized():  # not after an error: leaving the group may wait for peers
         dist.destroy_process_group()
     return code
 

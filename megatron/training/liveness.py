@@ -2,19 +2,22 @@
 
 Every rank writes a heartbeat to the job's key-value store from a thread of its own and watches the
 next rank only, so that the store has a handful of requests a second from each, however many there
-are. Whoever finds its neighbour dead (its process is gone from this host, or its heart has been
-silent for the configured timeout) writes that down for all; each rank reads it, says which rank it
-was and ends its own process. Collectives that fail because a peer is gone come to `explain`, which
-finds the rank by the same means.
+are. A rank that finds its neighbour dead (its process is gone from this host, or it has not written
+for the configured timeout) writes that down for all; each rank reads it, names the dead rank and
+ends its own process. Collectives that fail because a peer is gone come to `explain`, which
+finds the rank by the same means. A rank that waits for the store's host itself (the link is down,
+the process is stopped) is ended by a second thread, which asks the store for nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ import torch.distributed as dist
 
 EXIT_PEER_LOST = 77
 INTERVAL = 1.0  # seconds between heartbeats
-FAREWELL = "done"
+FINISHED_BEAT = "done"  # of a rank that has ended on purpose
 DEAD = "kerple/dead"  # where the first rank that finds a dead one writes which
 
 
@@ -61,20 +64,24 @@ class Heartbeat:
         self._last: tuple[int, float] | None = None  # the watched rank's count, and when
         self._count = 0
         self._lock = threading.Lock()
+        self._answered = time.monotonic()  # when the store last answered
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._guard = threading.Thread(target=self._bound_waits, name="guard", daemon=True)
 
     def start(self) -> None:
+        self._answered = time.monotonic()
+        self._guard.start()
         self.turn(silence=self.timeout)
         self._thread.start()
 
     def stop(self, *, finished: bool) -> None:
-        """Stop beating; after a good end say farewell, so that the silence alarms nobody."""
+        """Stop; when `finished`, tell peers that this rank exits on purpose, not that it died."""
         self._stop.set()
         self._thread.join(timeout=5)
         if not finished:
             return
         try:
-            self._store.set(self._key(self.rank), FAREWELL)
+            self._store.set(self._key(self.rank), FINISHED_BEAT)
         except RuntimeError:
             return  # the rank that keeps the store has left already
 
@@ -100,6 +107,18 @@ class Heartbeat:
             if dead is not None and not self._stop.is_set():
                 self._end(dead)
 
+    def _bound_waits(self) -> None:
+        """End this rank when the store has not answered for the timeout.
+
+        The store's client waits without bound for a host that neither answers nor closes, with the
+        lock of `turn` held, for which `find_dead` then waits too.
+        """
+        while not self._stop.wait(INTERVAL):
+            quiet = time.monotonic() - self._answered
+            if quiet > self.timeout + 5 * INTERVAL:
+                _say(self.rank, f"rank 0, which keeps the job's store, is silent for {quiet:.0f} s")
+                os._exit(EXIT_PEER_LOST)
+
     def _end(self, dead: str) -> None:
         # The main thread may get the same news from a failed collective, and can say more.
         time.sleep(5 * INTERVAL)
@@ -118,6 +137,7 @@ class Heartbeat:
             dead = self._look(silence)
             if dead is not None:
                 self._store.set(DEAD, dead)
+            self._answered = time.monotonic()
             return dead
 
     def _look(self, silence: float) -> str | None:
@@ -125,7 +145,7 @@ class Heartbeat:
         if rank == self.rank or not self._store.check([self._key(rank)]):
             return None
         raw = self._store.get(self._key(rank))
-        if raw == FAREWELL.encode():  # it has finished: watch the one behind it
+        if raw == FINISHED_BEAT.encode():  # it has finished: watch the one behind it
             self._watched, self._last = (rank + 1) % self.world_size, None
             return None
         try:
@@ -172,10 +192,27 @@ def start_heartbeat(timeout_minutes: float) -> Heartbeat | None:
     return heartbeat
 
 
+@contextlib.contextmanager
+def watched_peers(timeout_minutes: float) -> Iterator[None]:
+    """Inside the block a lost peer is named and ends this process with `EXIT_PEER_LOST`."""
+    heartbeat, finished = start_heartbeat(timeout_minutes), False
+    try:
+        yield
+        finished = True
+    except RuntimeError as error:
+        if not explain(heartbeat, error):
+            raise
+        sys.stdout.flush()
+        os._exit(EXIT_PEER_LOST)  # what is left of the process group would wait for the dead
+    finally:
+        if heartbeat is not None:
+            heartbeat.stop(finished=finished)
+
+
 def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
     """Whether `error` came from a lost peer; if so, it has been named.
 
-    Without a heartbeat the job had not come together yet, and nobody can say who is missing.
+    Without a heartbeat the job had not come together yet: which rank is missing is not known.
     """
     if not _is_communication_error(error):
         return False

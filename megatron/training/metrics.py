@@ -236,7 +236,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _data_identity(data: DataArgs) -> dict[str, Any]:
+def data_identity(data: DataArgs) -> dict[str, Any]:
     """Of every data file: its size, and a hash of the whole index and of samples of the tokens."""
     prefixes = [data.data_path] if data.data_path else []
     for group in (data.train_data_paths, data.valid_data_paths, data.test_data_paths):
@@ -289,7 +289,7 @@ def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) ->
     allowed = {"data_path", "train_data_paths"} & set(allow_changed)
     if not isinstance(recorded, dict) or not recorded or allowed:
         return
-    now = _data_identity(data)
+    now = data_identity(data)
     if len(now) != len(recorded):
         return  # more files or fewer than then: `check_agreement` compares their names
     pairs = zip(now.items(), recorded.values(), strict=True)
@@ -318,7 +318,7 @@ class Manifest(Hook):
             "python": platform.python_version(),
             "packages": _versions(),
             "command": sys.argv[:1],
-            "data": _data_identity(args.data),
+            "data": data_identity(args.data),
             "world_size": world_size,
             "history": _history(directory),
         }

@@ -44,6 +44,7 @@ from megatron.training.run_directory import (
     plan_start,
     run_directory,
 )
+from megatron.training.same_everywhere import check_ranks_agree
 from megatron.training.trainer import Hook, Trainer
 
 
@@ -77,6 +78,7 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
 def train(args: NeoXArgs) -> int:
     """Train as the config says; returns the process's exit code."""
     parallel = join_training(args)
+    check_ranks_agree(args)
     args, start = plan_start(args)
     if start.finished:
         return 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoints.store import CheckpointStore
+from megatron.checkpoints.store import CheckpointStore, checksum, write_checksums
 from megatron.errors import CheckpointError
 
 
@@ -215,3 +215,11 @@ def test_a_training_checkpoint_without_checksums_is_damaged_and_never_foreign(
     (store.path(10) / "layout.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"checksums\.json is missing"):
         store.verify(10)
+
+
+def test_a_file_that_another_host_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "here.pt").write_bytes(b"abc")
+    known = {"here.pt": (3, checksum(tmp_path / "here.pt")), "layer_01.pt": (5, "00000000")}
+    with pytest.raises(CheckpointError, match=r"1 files .* not here \(layer_01.pt\).*shares"):
+        write_checksums(tmp_path, known)
+    assert not (tmp_path / "checksums.json").exists()

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from kerple import attention
-from megatron.engines import cpu
-from megatron.engines.call import OPERANDS
 from tests.engines.test_call import Draw
 
 
@@ -33,13 +31,6 @@ def test_bf16_and_only_some_gradients() -> None:
     draw.arguments["k"] = draw.arguments["k"].detach()
     draw.arguments["bias"] = draw.arguments["bias"].detach()
     draw.check(lambda **arguments: attend(**arguments), 2e-2)
-
-
-def test_operators_keep_torchs_rules() -> None:
-    """Schemas, fake tensors (shapes and strides) and autograd, by torch's own checker."""
-    x = Draw(heads=4, q_len=40, k_len=50).arguments
-    tensors = [x.get(name) for name in OPERANDS]
-    torch.library.opcheck(cpu._forward_operator, (*tensors, 33, 0.25, True))
 
 
 class Block(nn.Module):

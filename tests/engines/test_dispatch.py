@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from megatron.engines import ENGINES, attention, triton_attention
+from megatron.engines import ENGINES, attention, flex, triton_attention
 from megatron.engines.call import Call, checked_call
 from megatron.engines.dispatch import choose_engine, explain_engine
 from megatron.errors import EngineError
@@ -60,7 +60,8 @@ def test_auto_does_every_job(length: int, dtype: torch.dtype) -> None:
         ("tiled", {"dropout": 0.1}, "dropout=0.1"),
         ("tiled", {"dtype": torch.float64}, "float64"),
         ("triton", {}, "runs on GPU"),
-        ("flash", {}, "auto, naive, tiled, triton"),
+        ("flash", {}, "auto, naive, tiled, triton, flex"),
+        ("flex", {"dropout": 0.1}, "dropout=0.1"),
     ],
 )
 def test_forced_engine_that_cannot_says_why_and_the_fix(
@@ -75,7 +76,7 @@ def test_forced_engine_that_cannot_says_why_and_the_fix(
 
 def test_engine_error_is_a_value_error_and_engines_are_named() -> None:
     assert issubclass(EngineError, ValueError)
-    assert ENGINES == ("auto", "naive", "tiled", "triton")
+    assert ENGINES == ("auto", "naive", "tiled", "triton", "flex")
 
 
 @pytest.fixture
@@ -95,7 +96,22 @@ def test_a_gpu_takes_triton_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(triton_attention, "can_run", lambda *_: None)
     assert choose_engine(gpu_call(4096)) == "triton"
     monkeypatch.setattr(triton_attention, "can_run", lambda *_: "no C compiler was found")
+    monkeypatch.setattr(flex, "is_fall_back", lambda _: False)  # an A100 without a compiler
     assert choose_engine(gpu_call(2048)) == "naive"
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_gpu_that_triton_has_no_kernels_for_takes_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "can_run", lambda *_: "it runs on NVIDIA GPUs")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert choose_engine(gpu_call(16_384)) == "flex"
+    assert choose_engine(gpu_call(1)) == "naive"  # dense scores of one query are small
+    assert choose_engine(gpu_call(64, torch.float64)) == "naive"
+    assert choose_engine(gpu_call(64, dropout=0.1)) == "naive"
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, engine in (((7, 5), "flex"), ((8, 0), "naive"), ((9, 0), "naive")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert choose_engine(gpu_call(64)) == engine
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -103,6 +119,7 @@ def test_falling_back_to_dense_scores_is_refused_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(triton_attention, "can_run", lambda *_: "no C compiler was found")
+    monkeypatch.setattr(flex, "is_fall_back", lambda _: False)
     with pytest.raises(EngineError, match=r"96 GB of scores .* no C compiler was found"):
         choose_engine(gpu_call(16_384))
     assert choose_engine(gpu_call(16_384), "naive") == "naive"  # asked for: it is done

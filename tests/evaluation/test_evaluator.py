@@ -20,6 +20,8 @@ from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import FIXTURES, REPOSITORY
 from tests.evaluation.helpers import write_checkpoint, write_data, write_run
+from tests.training.cases import tiny_config
+from tests.training.runs import finish, start_run
 
 
 def result(args: NeoXArgs, name: str = "extrapolation", step: int = 10) -> dict[str, Any]:
@@ -234,3 +236,12 @@ def run_processes(count: int, arguments: list[str]) -> list[subprocess.Completed
         out, error = process.communicate(timeout=120)
         finished.append(subprocess.CompletedProcess(process.args, process.returncode, out, error))
     return finished
+
+
+def test_a_dead_peer_is_named_and_ends_the_evaluation_with_77(tmp_path: Path) -> None:
+    program = str(REPOSITORY / "tests" / "evaluation" / "lost_peer.py")
+    job = start_run(tiny_config("data"), tmp_path, 2, program=[program])
+    codes, outputs = finish(job)
+    assert codes == [77, 9], outputs[0]
+    assert "error (rank 0): rank 1" in outputs[0] and "has died" in outputs[0]
+    assert "Traceback" not in outputs[0]

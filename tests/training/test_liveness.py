@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from megatron.training.liveness import DEAD, FAREWELL, Heartbeat, explain, process_is_gone
+from megatron.training.liveness import DEAD, FINISHED_BEAT, Heartbeat, explain, process_is_gone
 
 
 class CountingStore:
@@ -65,7 +65,7 @@ def test_a_silent_rank_is_named_by_its_neighbour_and_known_to_all() -> None:
 
 def test_a_finished_rank_alarms_nobody_and_the_one_behind_it_is_watched() -> None:
     store, ranks = job(4)
-    store.set("kerple/heartbeat/2", FAREWELL)
+    store.set("kerple/heartbeat/2", FINISHED_BEAT)
     assert ranks[1].turn(silence=-1.0) is None  # farewell: not silence
     found = ranks[1].turn(silence=-1.0)
     assert found is not None and "rank 3" in found
@@ -107,3 +107,32 @@ def test_gone_processes_are_told_from_living_ones() -> None:
         time.sleep(0.01)
     child.wait()
     assert process_is_gone(child.pid)
+
+
+STOPPED_STORE = """
+import time
+from megatron.training.liveness import Heartbeat
+
+class Stopped:
+    requests = 0
+    def answer(self, *_):
+        self.requests += 1
+        while self.requests > 6:
+            time.sleep(60)  # as torch's client waits for a host that neither answers nor closes
+        return False
+    set = get = check = answer
+
+heartbeat = Heartbeat(1, 2, 1.0, Stopped())
+heartbeat.start()
+print("found", heartbeat.find_dead(patience=60))  # a collective failed: this waits for the lock
+"""
+
+
+def test_a_rank_that_waits_for_the_stores_host_ends_within_the_timeout() -> None:
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_STORE], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert "rank 0, which keeps the job's store, is silent for" in done.stderr
+    assert "found" not in done.stdout and time.monotonic() - start < 50

@@ -52,7 +52,7 @@ def _cases(quick: bool) -> Iterator[Case]:
 
 def check(settings: Settings) -> list[Finding]:
     """Outputs and gradients of each engine that runs here, repeats, the softmax, the refusals."""
-    engines = ("naive", "triton") if settings.on_gpu else ("naive", "tiled")
+    engines = ("naive", "flex", "triton") if settings.on_gpu else ("naive", "tiled")
     findings = [
         guarded(PART, f"{engine} {dtype} {case}", partial(_compare, settings, engine, dtype, case))
         for engine in engines

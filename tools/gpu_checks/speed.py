@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tools.benchmarks.contenders import Contender, Inputs, flex_forward, sdpa_causal, tiled
+from tools.benchmarks.contenders import Contender, Inputs, sdpa_causal, tiled
 from tools.benchmarks.timing import interleave
 
 from .findings import Finding, Settings
@@ -72,7 +72,7 @@ def _contenders(
     if length <= 4096:
         builders["dense"] = partial(tiled, inputs, "kerple_log", engine="naive")
     if not settings.quick:
-        builders["flex"] = partial(flex_forward, inputs)
+        builders["flex"] = partial(tiled, inputs, "kerple_log", engine="flex")
     return builders
 
 
