@@ -162,6 +162,7 @@ class Evaluation:
             "iteration": self.subject.iteration,
             "config_hash": self.args.config_hash(),
             "pos_emb": model.spec.pos_emb,
+            "train_length": model.spec.seq_length,
             "parameters": model.num_parameters(),
             "checkpoint_id": weights_id(self.subject.checkpoint),
             "version": __version__,
