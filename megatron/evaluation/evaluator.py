@@ -1,4 +1,4 @@
-"""From a config to result files: every task in turn, whatever happens to the others."""
+"""From a config to result files: each task runs, even if others fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of kernels: their functions, how far they look, how they got there, what they do."""
+"""Figures of kernels: functions, effective lengths, learned parameters over training, Figure 1."""
 
 from __future__ import annotations
 

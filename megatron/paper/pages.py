@@ -1,4 +1,4 @@
-"""Write tables and the report: HTML, Markdown and LaTeX from templates, text by tabulate, CSV."""
+"""Write tables and the report: HTML, Markdown and LaTeX from templates, text, CSV."""
 
 from __future__ import annotations
 

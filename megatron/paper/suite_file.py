@@ -18,7 +18,7 @@ from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
 SUITE_DIRECTORY = Path(__file__).resolve().parent / "suites"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
-"""Nothing that leads elsewhere."""
+"""No path separators, no leading dot."""
 
 
 PERPLEXITY, POSITIONWISE = "extrapolation", "positionwise"
