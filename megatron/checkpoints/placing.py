@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 from megatron.backends.interface import gathered, whole_shape
 from megatron.checkpoints.reading import Checkpoint, read_checkpoint
-from megatron.checkpoints.sharding import (
-    EMBEDDING,
-    Sharding,
-    canonical_names,
-    with_rows,
-)
+from megatron.checkpoints.sharding import EMBEDDING, Sharding, canonical_names, with_rows
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.layer_list import FIRST_LAYER

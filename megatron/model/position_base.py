@@ -204,7 +204,6 @@ class Bounded:
     init: InitialValues
     minimum: float = 0.01  # the official code's, for every kernel parameter
     maximum: float = math.inf
-    official: str = ""  # its name in a file of the official code
 
     def clamp(self, value: Tensor) -> Tensor:
         return value.clamp(self.minimum, self.maximum)
@@ -335,12 +334,14 @@ def declare_kernel_parameter(parameter: nn.Parameter, split: int = 0, official: 
 class DistanceKernel(TableEmbedding):
     """The KERPLE framework: one formula of distance and of learned parameters per head.
 
-    Subclasses declare `learnable` and define `bias(self, d, ...)` or `weight(self, d, ...)` or
+    Subclasses declare `learnable` (and `official`, a parameter's name in a file of the official
+    code, if it is there) and define `bias(self, d, ...)` or `weight(self, d, ...)` or
     both. d is [length]; each parameter named in the signature arrives as [local heads, 1], already
     inside its bounds.
     """
 
     learnable: ClassVar[Mapping[str, Bounded]] = {}
+    official: ClassVar[Mapping[str, str]] = {}
     table_names: ClassVar[tuple[str, ...]] = ()
     _arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
@@ -362,7 +363,7 @@ class DistanceKernel(TableEmbedding):
         constraint = _one_of("kerple_constraint", options.kerple_constraint, CONSTRAINTS)
         self._constraint = CONSTRAINTS[constraint]
         for name, raw in self.initial_values().items():
-            official = self.learnable[name].official if name in self.learnable else ""
+            official = self.official.get(name, "")
             self.register_parameter(name, sharded_parameter(raw, official=official))
 
     def initial_values(self) -> dict[str, Tensor]:

@@ -5,7 +5,8 @@
 Each class is one formula with learned numbers r1, r2, ... per head, shared by all layers. Beside
 each number stand its constraint and its initial draw: `Positive(Uniform(0, 2))` starts uniform in
 [0, 2) and stays above 0; an `Exponent` stays in (0, 2]. The paper states the constraints, the
-official code the draws and the names. Numbers of equations, sections and facts are the paper's:
+official code the draws; `official` has its names. Numbers of equations, sections and facts are
+the paper's:
 
     Chi, Fan, Ramadge, Rudnicky: KERPLE: Kernelized Relative Positional Embedding for Length
     Extrapolation. NeurIPS 2022.
@@ -48,10 +49,8 @@ from .position_base import (
 class KerpleLog(DistanceKernel):
     """The logarithmic variant, the paper's best. CPD by Corollary 1(b) with p = 1."""
 
-    learnable: ClassVar = {
-        "r1": Positive(Uniform(0, 2), official="bias_p"),
-        "r2": Positive(Uniform(0, 1), official="bias_a"),
-    }
+    learnable: ClassVar = {"r1": Positive(Uniform(0, 2)), "r2": Positive(Uniform(0, 1))}
+    official: ClassVar = {"r1": "bias_p", "r2": "bias_a"}
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return -r1 * log1p(r2 * d)
@@ -61,10 +60,8 @@ class KerpleLog(DistanceKernel):
 class KerplePower(DistanceKernel):
     """The power variant: ALiBi with a learned slope and exponent. CPD by Corollary 1(a)."""
 
-    learnable: ClassVar = {
-        "r1": Positive(Uniform(0, 1), official="bias_a"),
-        "r2": Exponent(Uniform(0, 2), official="bias_p"),
-    }
+    learnable: ClassVar = {"r1": Positive(Uniform(0, 1)), "r2": Exponent(Uniform(0, 2))}
+    official: ClassVar = {"r1": "bias_a", "r2": "bias_p"}
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return -r1 * d**r2
@@ -92,11 +89,12 @@ class KerpleBiasWeight(DistanceKernel):
     """bias+wht: the power variant, and scores times a weight that is positive definite (Fact 5)."""
 
     learnable: ClassVar = {
-        "r1": Positive(Uniform(0, 1), official="bias_a"),
-        "r2": Exponent(Uniform(0, 2), official="bias_p"),
-        "r3": Positive(Uniform(0, 1), official="wei_a"),
-        "r4": Exponent(Uniform(0, 2), official="wei_p"),
+        "r1": Positive(Uniform(0, 1)),
+        "r2": Exponent(Uniform(0, 2)),
+        "r3": Positive(Uniform(0, 1)),
+        "r4": Exponent(Uniform(0, 2)),
     }
+    official: ClassVar = {"r1": "bias_a", "r2": "bias_p", "r3": "wei_a", "r4": "wei_p"}
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return -r1 * d**r2
@@ -147,10 +145,8 @@ class GaussWeight1(DistanceKernel):
 class GaussWeight2(DistanceKernel):
     """2-para-wht: the same with a learned exponent."""
 
-    learnable: ClassVar = {
-        "r1": Positive(Uniform(0, 1), official="wei_a"),
-        "r2": Exponent(Uniform(0, 2), official="wei_p"),
-    }
+    learnable: ClassVar = {"r1": Positive(Uniform(0, 1)), "r2": Exponent(Uniform(0, 2))}
+    official: ClassVar = {"r1": "wei_a", "r2": "wei_p"}
 
     def weight(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return torch.exp(-r1 * d**r2)

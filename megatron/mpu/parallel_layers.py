@@ -155,7 +155,8 @@ def per_head_parameter(value: float, heads: int, tp: TensorParallel) -> nn.Param
 
 def _draw(rows: int, columns: int, init: InitMethod, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
-        return init(torch.empty(rows, columns, dtype=torch.float32), generator)
+        whole = torch.empty(rows, columns, dtype=torch.float32)
+        return whole if whole.is_meta else init(whole, generator)
 
 
 class _SplitLinear(nn.Module):
@@ -235,7 +236,10 @@ class Projections:
         keys and values of grouped heads); each is split, so that every rank has a slice of all."""
         full = _draw(output_size, input_size, self.init, self.generators(name))
         pieces = full.split(list(parts) or [output_size])
-        weight = torch.cat([piece[self.tp.slice_of(len(piece), "output size")] for piece in pieces])
+        shares = [piece[self.tp.slice_of(len(piece), "output size")] for piece in pieces]
+        rows = sum(len(share) for share in shares)
+        # on meta, torch.cat would import a second's worth of torch
+        weight = full.new_empty(rows, input_size) if full.is_meta else torch.cat(shares)
         unit = math.gcd(*(len(piece) for piece in pieces))
         facts = ParameterFacts(split=0, parts=tuple(len(p) // unit for p in pieces), words=words)
         bias = self.bias if bias is None else bias
