@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.checkpoints.reading import Checkpoint, CheckpointFiles
 from megatron.checkpoints.safe_files import load_mapping
-from megatron.checkpoints.sharding import is_of_kernel, split_name
 from megatron.errors import CheckpointError
 from megatron.model.kernel_theory import effective_length
 from megatron.model.layer_list import FIRST_LAYER
+from megatron.model.outline import is_of_kernel, split_name
 from megatron.model.position_base import PositionOptions, TableEmbedding
 from megatron.model.position_names import build_positional_embedding
 

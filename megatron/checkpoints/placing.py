@@ -11,17 +11,11 @@ from torch import Tensor, nn
 from megatron.backends.interface import gathered, whole_shape
 from megatron.checkpoints.reading import Checkpoint, read_checkpoint
 from megatron.checkpoints.saved_config import differences, told_difference
-from megatron.checkpoints.sharding import (
-    EMBEDDING,
-    Sharding,
-    canonical_names,
-    is_of_kernel,
-    split_name,
-    with_rows,
-)
+from megatron.checkpoints.sharding import EMBEDDING, Sharding, canonical_names, with_rows
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
+from megatron.model.outline import is_of_kernel, split_name
 from megatron.model.position_base import CONSTRAINTS, DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -312,12 +312,12 @@ def saved_args(
 
 def _sharding(model: ModelArgs, shards: list[dict[str, Tensor]], *, native: bool) -> Sharding:
     """The cuts; the head's is told by its shape, for the two generations' defaults differ."""
-    sharding = Sharding.of(model, neox=not native)
     head = shards[0].get(f"{model.num_layers + 4}.final_linear.weight")
-    if head is None or len(shards) == 1:
-        return sharding
-    columns = {model.hidden_size: "column", model.hidden_size // len(shards): "row"}
-    return replace(sharding, head=columns.get(head.shape[-1], sharding.head))
+    if head is not None and len(shards) > 1:
+        columns = {model.hidden_size: "column", model.hidden_size // len(shards): "row"}
+        cut = columns.get(head.shape[-1], model.output_layer_parallelism)
+        model = model.model_copy(update={"output_layer_parallelism": cut})
+    return Sharding.of(model, neox=not native)
 
 
 def _as_wide_as_its_blocks(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:

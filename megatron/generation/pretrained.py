@@ -25,6 +25,7 @@ from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.universal import PARAMETERS
 from megatron.errors import EvaluationError, GenerationError
 from megatron.model import GPTModel
+from megatron.mpu.parallel_layers import parameter_facts
 from megatron.neox_arguments import NeoXArgs, allowed_code
 
 if TYPE_CHECKING:
@@ -109,13 +110,10 @@ def load_pretrained(
     model = PretrainedModel(checkpoint)
     if dtype is None:
         dtype = checkpoint.weights[EMBEDDING].dtype
-    kernels = [
-        (positions, {name: value.clone() for name, value in positions.state_dict().items()})
-        for positions in model.positional_embeddings()
-    ]
+    exact = [(p, p.detach().clone()) for p in model.parameters() if parameter_facts(p).fp32]
     model.to(device=device, dtype=dtype)
-    for positions, exact in kernels:  # whatever the precision, the kernel is not rounded
-        positions.float().load_state_dict(exact)
+    for parameter, values in exact:  # not rounded, whatever the precision of the others
+        parameter.data = values.to(device)
     return model.eval()
 
 
