@@ -26,6 +26,10 @@ CHECKSUMS = "checksums.json"
 """Inside every checkpoint: its files, each with its size and CRC-32."""
 
 
+TEMPORARY = re.compile(r"\.(.+)\.(\d+)\.[0-9a-f]{8}\.tmp")
+"""What `temporary_name` makes: the name that it will have, and the process that writes it."""
+
+
 def temporary_name(path: Path) -> Path:
     """A name beside ``path`` that no other process uses and no reader mistakes for ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -36,10 +40,9 @@ def remove_leftovers(path: Path, *, older_than_seconds: float = 3600.0) -> None:
 
     Another machine's processes cannot be looked up: files that were written to lately stay.
     """
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
     for entry in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        match = pattern.fullmatch(entry.name)
-        if match is None or is_running(int(match[1])):
+        match = TEMPORARY.fullmatch(entry.name)
+        if match is None or match[1] != path.name or is_running(int(match[2])):
             continue
         with contextlib.suppress(OSError):
             if time.time() - entry.stat().st_mtime > older_than_seconds:
@@ -188,7 +191,7 @@ def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if it is absent, damaged or something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -1,4 +1,4 @@
-"""Every error that a user can mend: the message names the key or file, the value and the fix.
+"""Every error that a user can fix: the message names the key or file, the value and the fix.
 
 Entry points print any `KerpleError` as one line. What is not one of these is a defect of ours and
 keeps its traceback.

@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class ForkedRank(subprocess.Popen[str]):
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self.args, self.returncode, self.stdin, self.stderr = list(arguments), None, None, None
-        self._child_created, self._input, self._communication_started = True, None, False
+        self._child_created, self._input, self._communication_started = False, None, False
         self.text_mode, self.encoding, self.errors = True, None, None
         self._waitpid_lock, self._sigint_wait_secs = threading.Lock(), 0.0
         output, output_end = os.pipe()
@@ -53,6 +52,7 @@ class ForkedRank(subprocess.Popen[str]):
         os.close(status_end)
         self.stdout = open(output, encoding="utf-8")  # noqa: PTH123, SIM115 - as Popen's
         self.pid = int(server.recv(64))
+        self._child_created = True
 
     def _internal_poll(self, _deadstate: Any = None, **_: Any) -> int | None:
         return self._wait(0, wait_always=False)
@@ -69,11 +69,15 @@ class ForkedRank(subprocess.Popen[str]):
         return self.returncode
 
 
-@lru_cache(maxsize=1)
+_servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+
+
 def _server() -> socket.socket:
-    """The connection to this process's server, started when the first rank is."""
+    """The connection to this process's server; a test that kills all children ends the server."""
+    if _servers and _servers[0][0].poll() is None:
+        return _servers[0][1]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "tests.forked_ranks", str(theirs.fileno())],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": ""},
@@ -82,6 +86,7 @@ def _server() -> socket.socket:
         pass_fds=[theirs.fileno()],
     )
     theirs.close()
+    _servers[:] = [(process, ours)]
     return ours
 
 

@@ -1,4 +1,4 @@
-"""Errors that a user can mend are known by one base; advice names what is near."""
+"""Errors that a user can fix are known by one base; advice names what is near."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from _start import start_main
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megatron.model.position_names import build_positional_embedding, position_options
 from megatron.neox_arguments import GROUPS
 from megatron.neox_arguments.catalogue import METHODS, Method
 from megatron.neox_arguments.normalize import ALIASES, UNIMPLEMENTED
@@ -117,7 +118,9 @@ def _positions_section() -> str:
 
 def _position_row(entry: Method) -> str:
     official = f"`{entry.official}`" if entry.official else ""
-    learned = "" if entry.count else str(entry.per_head)
+    module = build_positional_embedding(entry.name, position_options(heads=1, head_dim=2))
+    numbers = [parameter.numel() for parameter in module.parameters()]
+    learned = str(len(numbers)) if all(number == 1 for number in numbers) else ""
     formula = f": ${entry.formula}$" if entry.formula else ""
     return f"| `{entry.name}` | {entry.label} | {official} | {learned} | {entry.summary}{formula} |"
 

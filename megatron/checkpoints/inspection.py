@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.checkpoints.reading import Checkpoint, CheckpointFiles
 from megatron.checkpoints.safe_files import load_mapping
-from megatron.checkpoints.sharding import is_of_kernel, split_name
 from megatron.errors import CheckpointError
 from megatron.model.kernel_theory import effective_length
 from megatron.model.layer_list import FIRST_LAYER
+from megatron.model.outline import is_of_kernel, split_name
 from megatron.model.position_base import PositionOptions, TableEmbedding
 from megatron.model.position_names import build_positional_embedding
 
@@ -118,10 +118,10 @@ def compare(first: Checkpoint, second: Checkpoint) -> Iterator[dict[str, Any]]:
     for key in sorted({*ours, *theirs}):
         if ours.get(key) != theirs.get(key):
             what = f"{ours.get(key)!r} | {theirs.get(key)!r}"
-            yield {"name": key, "what": what, "size": math.inf}
+            yield {"name": key, "what": what, "size": None}
     for name in sorted({*first.weights, *second.weights}, key=split_name):
         a, b = first.weights.get(name), second.weights.get(name)
-        size = math.inf
+        size = None
         if a is None or b is None:
             what = f"only in the {'second' if a is None else 'first'}"
         elif a.shape != b.shape:
@@ -134,7 +134,16 @@ def compare(first: Checkpoint, second: Checkpoint) -> Iterator[dict[str, Any]]:
             yield {"name": name, "what": what, "size": size}
 
 
+def without_nonfinite(value: Any) -> Any:
+    """The same report with null for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference; not a number where one of two numbers is none."""
+    """The largest difference; NaN where one of two numbers is NaN."""
     same = (a == b) | (a.isnan() & b.isnan())
     return float((a - b).abs().masked_fill(same, 0.0).max()) if a.numel() else 0.0

@@ -10,21 +10,16 @@ from torch import Tensor, nn
 
 from megatron.backends.interface import gathered, whole_shape
 from megatron.checkpoints.reading import Checkpoint, read_checkpoint
-from megatron.checkpoints.sharding import (
-    EMBEDDING,
-    Sharding,
-    canonical_names,
-    is_of_kernel,
-    split_name,
-    with_rows,
-)
+from megatron.checkpoints.saved_config import differences, told_difference
+from megatron.checkpoints.sharding import EMBEDDING, Sharding, canonical_names, with_rows
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
+from megatron.model.outline import is_of_kernel, split_name
 from megatron.model.position_base import CONSTRAINTS, DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel
-from megatron.neox_arguments.model_keys import SCORE_TERMS
+from megatron.neox_arguments import of_the_checkpoint
 
 
 def load_weights(
@@ -93,13 +88,12 @@ def place_weights(
 
 
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> str:
-    theirs, differences = checkpoint.spec, []
-    for key in ("pos_emb", "num_layers", "hidden_size", "num_attention_heads", "norm",
-                "num_kv_heads", "use_qk_layernorm", *SCORE_TERMS,
-                "no_weight_tying", "kerple_share", "padded_vocab_size", "activation"):  # fmt: skip
-        if getattr(theirs, key) != getattr(spec, key):
-            differences.append(f"{key} {getattr(theirs, key)!r} there, {getattr(spec, key)!r} here")
-    hint = f" The configs differ: {'; '.join(differences)}." if differences else ""
+    found = differences(dict(checkpoint.spec), dict(spec), of_the_checkpoint)
+    told = [told_difference(key, *both) for key, both in found.items()]
+    rows = checkpoint.padded_vocab_size, spec.padded_vocab_size
+    if rows[0] != rows[1]:
+        told.append(told_difference("padded_vocab_size", *rows))
+    hint = f" The configs differ: {'; '.join(told)}." if told else ""
     return (
         f"{checkpoint.files.directory}: {len(problems)} weights do not fit the model.{hint}\n"
         + "\n".join(problems)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,12 @@ from torch import Tensor
 
 from megatron.checkpoints.deepspeed_files import read_zero3_shards
 from megatron.checkpoints.safe_files import load_mapping, read_object
-from megatron.checkpoints.saved_config import args_from, is_ours, read_saved_config
+from megatron.checkpoints.saved_config import (
+    args_from,
+    is_ours,
+    read_saved_config,
+    with_model_of,
+)
 from megatron.checkpoints.sharding import (
     EMBEDDING,
     Sharding,
@@ -29,6 +33,7 @@ from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.allowed_code import LAYER_FILE, RANK_FILE, ZERO_FILE
 from megatron.neox_arguments.model_keys import (
     GATED_ACTIVATIONS,
     ModelArgs,
@@ -38,10 +43,6 @@ from megatron.neox_arguments.model_keys import (
 # What lies in a directory: DeepSpeed's files, or Hugging Face's.
 
 TOKENIZER = "tokenizer.json"
-# At most five digits: a name must not make us look for a billion others.
-_LAYER = re.compile(r"^layer_(\d{1,5})-model_(\d{1,5})-model_states\.pt$")
-_MP_RANK = re.compile(r"^mp_rank_(\d{1,5})_model_states\.pt$")
-_ZERO = re.compile(r"zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_(optim|model)_states\.pt$")
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,10 @@ class CheckpointFiles:
     @property
     def hf_weights(self) -> list[Path]:
         """A Hugging Face folder's files of weights, in the one format that is read."""
-        safe = sorted(self.directory.glob("*.safetensors"))
-        return safe or sorted(self.directory.glob("pytorch_model*.bin"))
+        for pattern in ("*.safetensors", "pytorch_model*.bin"):
+            if found := [path for path in self.directory.glob(pattern) if path.is_file()]:
+                return sorted(found)
+        return []
 
     def to_verify(self) -> list[Path]:
         """What weights and config are read from; optimizer states need not be as they were."""
@@ -191,12 +194,13 @@ def _is_hf(directory: Path) -> bool:
 
 def _scan(directory: Path, root: Path) -> CheckpointFiles:
     files = CheckpointFiles(directory, root)
-    for entry in sorted(directory.iterdir()):
-        if match := _LAYER.match(entry.name):
+    # A FIFO or a device would keep the reader waiting for ever.
+    for entry in sorted(entry for entry in directory.iterdir() if entry.is_file()):
+        if match := LAYER_FILE.match(entry.name):
             files.layer_files[int(match[1]), int(match[2])] = entry
-        elif match := _MP_RANK.match(entry.name):
+        elif match := RANK_FILE.match(entry.name):
             files.mp_files[int(match[1])] = entry
-        elif match := _ZERO.search(entry.name):
+        elif match := ZERO_FILE.search(entry.name):
             found = files.zero_optimizer_files if match[3] == "optim" else files.zero_model_files
             found[int(match[1]), int(match[2])] = entry
     _check_complete(files)
@@ -257,13 +261,28 @@ def read_checkpoint(
     iteration: int | None = None,
     config: NeoXArgs | Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Any checkpoint: ours, official KERPLE, GPT-NeoX (both generations), or Hugging Face."""
+    """Any checkpoint: ours, official KERPLE, GPT-NeoX (both generations), or Hugging Face.
+
+    A `config` that describes another model than the one saved inside is refused.
+    """
     files = open_files(path, iteration)
     if files.is_hf:
         from megatron.checkpoints.hf.folder import read_hf_checkpoint
 
-        return read_hf_checkpoint(files)
-    args, native = _config_of(files, config)
+        checkpoint = read_hf_checkpoint(files)
+    else:
+        checkpoint = _read_neox_checkpoint(files, config)
+    if config is None:
+        return checkpoint
+    given = args_from(config, files.directory)
+    return replace(checkpoint, args=with_model_of(checkpoint.args, given, files.directory))
+
+
+def _read_neox_checkpoint(
+    files: CheckpointFiles, config: NeoXArgs | Mapping[str, Any] | None
+) -> Checkpoint:
+    """Layer files, files of ranks or whole tensors; `config` counts where none was saved."""
+    args, native = saved_args(files, config)
     shards = [canonical_shard(shard, args.model) for shard in _read_shards(files)]
     weights = merge_shards(shards, _sharding(args.model, shards, native=native))
     if EMBEDDING not in weights:
@@ -278,31 +297,27 @@ def read_checkpoint(
     return Checkpoint(weights, args, files, kind, _iteration(files))
 
 
-def _config_of(
-    files: CheckpointFiles, config: NeoXArgs | Mapping[str, Any] | None
+def saved_args(
+    files: CheckpointFiles, config: NeoXArgs | Mapping[str, Any] | None = None
 ) -> tuple[NeoXArgs, bool]:
-    """The config to use, and whether this code wrote the checkpoint.
-
-    Who wrote the files is told by what lies beside them, not by a config handed in.
-    """
+    """The config saved with the weights, and whether this code wrote it; without any, `config`."""
     try:
         saved = read_saved_config(files.directory, files.root)
     except CheckpointError:
         if config is None:
             raise
-        saved = {}
-    args = args_from(saved if config is None else config, files.directory)
-    return args, is_ours(saved)
+        return args_from(config, files.directory), False
+    return args_from(saved, files.directory), is_ours(saved)
 
 
 def _sharding(model: ModelArgs, shards: list[dict[str, Tensor]], *, native: bool) -> Sharding:
     """The cuts; the head's is told by its shape, for the two generations' defaults differ."""
-    sharding = Sharding.of(model, neox=not native)
     head = shards[0].get(f"{model.num_layers + 4}.final_linear.weight")
-    if head is None or len(shards) == 1:
-        return sharding
-    columns = {model.hidden_size: "column", model.hidden_size // len(shards): "row"}
-    return replace(sharding, head=columns.get(head.shape[-1], sharding.head))
+    if head is not None and len(shards) > 1:
+        columns = {model.hidden_size: "column", model.hidden_size // len(shards): "row"}
+        cut = columns.get(head.shape[-1], model.output_layer_parallelism)
+        model = model.model_copy(update={"output_layer_parallelism": cut})
+    return Sharding.of(model, neox=not native)
 
 
 def _as_wide_as_its_blocks(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:

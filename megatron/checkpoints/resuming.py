@@ -211,7 +211,7 @@ def _whole_states(
         if name not in there:
             raise CheckpointError(f"{directory}: holds no {name}, which this config's model has")
         states = read_states(there[name]) if optimizer else {WEIGHT: there[name].detach()}
-        if "exp_avg" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
+        if "exp_avg_sq" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
             states[STEP] = step()
         kept = sorted(states.keys() - {WEIGHT, STEP})
         # A run with momentum 0 keeps nothing, nor does one before its first step.

@@ -1,8 +1,9 @@
 """Checkpoint files are data, not programs: tensors and plain containers, and nothing that runs.
 
 Everything goes through one loader, `load_file`, with one allow-list. Before torch reads a file, its
-archive and its pickle are looked through: nothing compressed, no name outside the list, nothing
-that promises more bytes than the file has. Then `torch.load(weights_only=True)` reads it.
+archive and its pickle are looked through: nothing compressed, one reading of the archive only, no
+name outside the list, no call that makes a tensor of anything but the file's bytes
+(`pickle_check`). Then `torch.load(weights_only=True)` reads it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import pickle
 import pickletools
+import struct
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 
 from megatron.backends.deepspeed_processes import state_classes
+from megatron.checkpoints.pickle_check import RefusedPickleError, check_calls
 from megatron.checkpoints.store import ChecksummedFile, Sums
 from megatron.errors import CheckpointError
 
@@ -71,6 +74,8 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path}: is not a regular file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -84,7 +89,9 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
     """What is stored in one `.pt` file, if it is nothing but data."""
     path = Path(path)
     try:
-        names = _checked_names(path)
+        str(path).encode()  # torch takes names as UTF-8
+        data, records = _checked_archive(path)
+        names = _names_in(data)
         others = OTHER_NAMES
         if any(name.startswith("deepspeed.") for name in names) and find_spec("deepspeed"):
             others = others | _by_name(state_classes())
@@ -94,13 +101,22 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
                 f"{', '.join(unknown)[:200]}). Loading them would run code of the file. If you "
                 "trust its origin, save its tensors alone again with torch.save."
             )
+        check_calls(data, records)
         allowed: list[Any] = [(found, name) for name, found in others.items()]
         with torch.serialization.safe_globals(allowed):
             content = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such checkpoint file") from None
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"{str(path)!a}: its name cannot be read in this locale; set LC_ALL=C.UTF-8"
+        ) from error
     except CheckpointError:
         raise
+    except RefusedPickleError as error:
+        raise CheckpointError(
+            f"{path}: refused, because it is not a file of torch.save: {error}"
+        ) from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: refused, because it holds more than data. Only tensors, plain containers and "
@@ -121,21 +137,60 @@ def load_file(path: str | Path, map_location: Any = "cpu", *, mmap: bool = False
     return content
 
 
-def _checked_names(path: Path) -> set[str]:
-    """The classes and functions that the file's pickle names, after checking its archive."""
+def _checked_archive(path: Path) -> tuple[bytes, dict[str, int]]:
+    """The file's pickle as torch will read it, and the sizes of the archive's records."""
+    if not path.exists():
+        raise FileNotFoundError(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a regular file")
     size = path.stat().st_size
+    _check_one_reading(path)
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
-        total = sum(member.file_size for member in members)
-        compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
-        if compressed or total > size or len(members) > MAX_MEMBERS:
-            raise CheckpointError(
-                f"{path}: refused, because it would unpack to more than the {size} bytes it has"
-            )
-        pickles = [member for member in members if member.filename.endswith(".pkl")]
-        if any(member.file_size > MAX_PICKLE_BYTES for member in pickles):
-            raise CheckpointError(f"{path}: refused, its table of contents is too big")
-        return {name for member in pickles for name in _names_in(archive.read(member))}
+    total = sum(member.file_size for member in members)
+    compressed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    if compressed or total > size or len(members) > MAX_MEMBERS:
+        raise CheckpointError(
+            f"{path}: refused, because it would unpack to more than the {size} bytes it has"
+        )
+    # torch's reader finds names in any case: two that differ in it alone are one to it.
+    records = {member.filename.partition("/")[2]: member.file_size for member in members}
+    if len({member.filename.lower() for member in members}) < len(members):
+        raise CheckpointError(f"{path}: refused, because its archive has one name twice")
+    if (
+        max((n for name, n in records.items() if name.endswith("pkl")), default=0)
+        > MAX_PICKLE_BYTES
+    ):
+        raise CheckpointError(f"{path}: refused, its table of contents is too big")
+    return torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"), records
+
+
+def _check_one_reading(path: Path) -> None:
+    """Refuse an archive that Python's zip reader and torch's could read differently.
+
+    One takes the zip64 end record before the locator, the other the one that it points to; torch
+    reads what does not begin like an archive as a bare pickle. In a file of torch.save, the
+    directory of its members, the zip64 record, the locator and the end record follow each other up
+    to the last byte.
+    """
+    with path.open("rb") as file:
+        begin = file.read(4)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 98, 0))
+        tail = file.read()
+    end = tail[-22:]
+    if begin != b"PK\x03\x04" or end[:6] != b"PK\x05\x06\0\0" or end[-2:] != b"\0\0":
+        raise zipfile.BadZipFile("it does not begin and end like a file of torch.save")
+    length, start = struct.unpack("<II", end[12:20])
+    directory_end = size - 22
+    if tail[-42:-38] == b"PK\x06\x07":
+        (place,) = struct.unpack("<Q", tail[-34:-26])
+        directory_end = size - 98
+        if place != directory_end or tail[-98:-94] != b"PK\x06\x06":
+            raise zipfile.BadZipFile("its two ends do not agree")
+        length, start = struct.unpack("<QQ", tail[-58:-42])
+    if start + length != directory_end:
+        raise zipfile.BadZipFile("its directory does not end where its end record begins")
 
 
 def _names_in(data: bytes) -> set[str]:

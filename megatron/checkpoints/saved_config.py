@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model import ModelSpec
-from megatron.neox_arguments import GROUPS, OWNER, NeoXArgs
+from megatron.model.layer_formulas import NORM_EPSILONS
+from megatron.neox_arguments import (
+    FACTS,
+    GROUPS,
+    OWNER,
+    NeoXArgs,
+    of_the_checkpoint,
+    same_on_resume,
+)
 from megatron.neox_arguments.catalogue import canonical_method
 from megatron.neox_arguments.deepspeed_config import optimizer_family
 from megatron.neox_arguments.model_keys import (
     GATED_ACTIVATIONS,
     KEYS_OF_OURS,
+    ModelArgs,
     intermediate_size_for,
 )
 from megatron.neox_arguments.normalize import canonical_key, changes_the_model
 from megatron.neox_arguments.run_keys import TokenizerArgs
-from megatron.neox_arguments.values import facts_of
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
-# Files that disagree on these still describe one model.
-_NOT_SHAPING = {"seq_length", "seq_length_val", "attention_config", "make_vocab_size_divisible_by"}
-_MODEL_KEYS = {
-    key
-    for key, field in ModelSpec.model_fields.items()
-    if key not in _NOT_SHAPING and facts_of(field).get("changes") != "nothing"
-}
 # Our own checkpoints hold the user's YAML files and beside them what they came to.
 RESOLVED = "resolved.yml"
 
@@ -60,6 +60,8 @@ def resolved_config(directory: Path) -> dict[str, Any]:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The keys of one saved file, in today's spelling."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a regular file")
     try:
         content = parse_yaml(read_text(path), str(path))
     except ConfigError as error:
@@ -75,7 +77,7 @@ def _merge(files: list[Path]) -> dict[str, Any]:
     origin: dict[str, Path] = {}
     for path in files:
         for key, value in read_config_file(path).items():
-            if key in _MODEL_KEYS and key in merged and merged[key] != value:
+            if key in merged and merged[key] != value and _shapes(key):
                 raise CheckpointError(
                     f"{key} is {merged[key]!r:.80} in {origin[key]} and {value!r:.80} in {path}: "
                     "which one describes the model? Remove one, or give config=..."
@@ -83,6 +85,11 @@ def _merge(files: list[Path]) -> dict[str, Any]:
             merged[key] = value
             origin[key] = path
     return merged
+
+
+def _shapes(key: str) -> bool:
+    """Files that disagree on the length still describe one model."""
+    return key != "seq_length" and FACTS.get(key, {}).get("changes") == "model"
 
 
 def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
@@ -184,39 +191,14 @@ def meaning_then(saved: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-# Is this config still the run's? Compared key by key before anything is loaded.
+# One comparison of a given config with a checkpoint's own, key by key, before anything is loaded.
 #
-# A resumed run must be the run that was saved: another model, another order of the data or another
-# meaning of the optimizer is refused, with the ways out. What may differ is named in `FREE`.
+# Which keys must be equal is asked of their declarations: to resume, all that decide what a run
+# computes (`same_on_resume`); to evaluate, generate and convert, those of the model
+# (`of_the_checkpoint`).
 
-COMPARED_GROUPS = ("model", "optimization", "data", "tokenizer")  # and the seed
-FREE = frozenset(
-    {
-        # the same numbers by other means
-        "attention_engine", "attention_pruning", "use_cpu_initialization",
-        "scaled_upper_triang_masked_softmax_fusion", "scaled_masked_softmax_fusion",
-        "bias_dropout_fusion", "rope_fusion", "layernorm_fusion",
-        "checkpoint_activations", "checkpoint_num_layers", "partition_activations",
-        "synchronize_each_layer", "contiguous_checkpointing", "checkpoint_in_cpu",
-        "profile_backward", "activation_checkpointing", "num_workers", "mmap_warmup",
-        "data_impl", "data_cache_dir",
-        # belongs to the layout, which has a check and a tool of its own
-        "zero_optimization", "output_layer_parallelism", "make_vocab_size_divisible_by",
-        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "communication_data_type",
-        "prescale_gradients", "gradient_predivide_factor", "fp32_allreduce",
-        "precision", "fp16", "bf16", "data_types",
-        # compared by what they mean, see below and `resuming`
-        "train_iters", "train_batch_size", "vocab_size",
-        # only the start of a run used them
-        "init_method", "output_layer_init_method", "init_method_std",
-        # about validation, or about when to give up
-        "seq_length_val", "max_consecutive_nonfinite", "exit_on_divergence",
-        "override_lr_scheduler", "use_checkpoint_lr_scheduler",
-    }
-)  # fmt: skip
-"""Keys of the compared groups that a resumed run may set differently."""
 SCHEDULE = frozenset(
-    {"lr_decay_rule", "lr_decay_style", "lr_decay_iters", "min_lr", "warmup", "lr"}
+    {"lr_decay_rule", "lr_decay_style", "lr_decay_iters", "min_lr", "warmup", "optimizer.params.lr"}
 )
 """Free when the config says whose schedule counts, its own or the checkpoint's."""
 PATHS = frozenset(
@@ -237,13 +219,15 @@ def check_agreement(
     if not saved:
         return [f"{directory}: has no configs/{RESOLVED}; its config is not compared with this one"]
     saved |= meaning_then(saved)
-    found = differences(saved, args)
+    saved |= args_from(saved, directory).model.model_dump(exclude_none=True)
+    options = args.optimization
+    chosen = options.override_lr_scheduler or options.use_checkpoint_lr_scheduler
+    found = differences(saved, args.to_dict(), same_on_resume)
+    if chosen:
+        found = {key: both for key, both in found.items() if key not in SCHEDULE}
     if saved_batch_size and batch_size and saved_batch_size != batch_size:
         found["train_batch_size"] = (saved_batch_size, batch_size)
-    told = {
-        key: f"{key} is {_short(before)} in the checkpoint and {_short(now)} in the config"
-        for key, (before, now) in found.items()
-    }
+    told = {key: told_difference(key, *both) for key, both in found.items()}
     allowed = set(args.checkpoint.allow_changed or ())
     refused = [key for key in found if allowed.isdisjoint({key, key.partition(".")[0]})]
     if refused:
@@ -263,12 +247,42 @@ def check_agreement(
     return lines
 
 
-def differences(saved: Mapping[str, Any], args: NeoXArgs) -> dict[str, tuple[Any, Any]]:
-    """Keys that decide what the run computes and are not what they were: both values."""
-    options = args.optimization
-    chosen = options.override_lr_scheduler or options.use_checkpoint_lr_scheduler
-    free = FREE | (SCHEDULE if chosen else frozenset())
-    before, now = _compared(saved, free), _compared(args.to_dict(), free)
+def check_same_model(saved: NeoXArgs, given: NeoXArgs, directory: Path, native: bool) -> None:
+    """Refuse a given config that describes another model than the checkpoint's own.
+
+    Before another program's weights are read, what only they tell (`WEIGHTS_TELL`) is unknown.
+    """
+    found = differences(saved.to_dict(), given.to_dict(), of_the_checkpoint)
+    told = [told_difference(key, *both) for key, both in found.items()
+            if native or key not in WEIGHTS_TELL]  # fmt: skip
+    if told:
+        raise CheckpointError(
+            f"{directory}: this config describes another model: {'; '.join(told)}. Use the config "
+            "the checkpoint was trained with, or leave these keys out of --set; or give another "
+            "checkpoint (`load`)."
+        )
+
+
+WEIGHTS_TELL = ("kerple_share", "intermediate_size")
+
+
+def with_model_of(saved: NeoXArgs, given: NeoXArgs, directory: Path) -> NeoXArgs:
+    """The given config with the checkpoint's model; refused where the two contradict."""
+    check_same_model(saved, given, directory, native=True)
+    own = saved.to_dict()
+    return given.replace(**{key: own.get(key) for key in OWNER if of_the_checkpoint(key)})
+
+
+def told_difference(key: str, before: Any, now: Any) -> str:
+    """Both values of a key, for a message."""
+    return f"{key} is {_short(before)} in the checkpoint and {_short(now)} in the config"
+
+
+def differences(
+    saved: Mapping[str, Any], given: Mapping[str, Any], matters: Callable[[str], bool]
+) -> dict[str, tuple[Any, Any]]:
+    """The keys that matter and mean something else in the two configs -> both values."""
+    before, now = _compared(saved, matters), _compared(given, matters)
     return {
         key: (before.get(key), now.get(key))
         for key in before | now
@@ -276,17 +290,25 @@ def differences(saved: Mapping[str, Any], args: NeoXArgs) -> dict[str, tuple[Any
     }
 
 
-def _compared(config: Mapping[str, Any], free: frozenset[str]) -> dict[str, Any]:
-    """The values to compare, those of `optimizer: {type, params: {...}}` one by one."""
-    keys = [key for key, group in OWNER.items() if group in COMPARED_GROUPS and key not in free]
-    values = {key: config.get(key, _default(key)) for key in [*keys, "seed"]}
-    optimizer = values.pop("optimizer")
+def _compared(config: Mapping[str, Any], matters: Callable[[str], bool]) -> dict[str, Any]:
+    """The values to compare: several keys that mean one thing as one, those of
+    `optimizer: {type, params: {...}}` one by one."""
+    values = {key: config.get(key, _default(key)) for key in OWNER if matters(key)}
+    model = ModelArgs.model_construct(
+        **{key: config.get(key, _default(key)) for key in ModelArgs.model_fields}
+    )
+    values.update(intermediate_size=model.ffn_size, activation=model.activation_name)
+    for key in ("mlp_multiple_of", "bias_gelu_fusion"):
+        values.pop(key, None)
+    for norm, key in NORM_EPSILONS.items():
+        if norm != model.norm:
+            values.pop(key, None)
+    optimizer = values.pop("optimizer", None)
     if isinstance(optimizer, dict):
         kind, params = str(optimizer.get("type", "")), optimizer.get("params")
         values["optimizer.type"] = optimizer_family(kind)
         for name, value in params.items() if isinstance(params, dict) else ():
-            if name not in free:
-                values[f"optimizer.params.{name}"] = value
+            values[f"optimizer.params.{name}"] = value
     return values
 
 

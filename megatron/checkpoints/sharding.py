@@ -1,10 +1,6 @@
 """Names of weights, every generation's spelling to one and back, and how ranks split each.
 
-The canonical name is `<layer index>.<name inside the layer>`, as in our own model:
-
-    0.word_embeddings.weight          1.embedding.r1           (kernel shared by all layers)
-    2.attention.query_key_value.bias  2.positions.r1           (kernel of one layer)
-    L+3.norm.weight                   L+4.final_linear.weight
+Canonical names, and the facts of parameters that both need, are those of `model/outline.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import CheckpointError
-from megatron.model.layer_formulas import GATED
 from megatron.model.layer_list import FIRST_LAYER
+from megatron.model.outline import ModelOutline, outline_of, split_name
 from megatron.model.position_names import canonical_name
 from megatron.model.positional_embeddings import alibi_slopes
 from megatron.neox_arguments.catalogue import method
@@ -32,31 +28,7 @@ _BUFFERS = (
     "rotary_pos_emb.",
     "position_embeddings.inv_freq",  # of sinusoidal positions; learned ones have a weight
 )
-# GPT-NeoX 2.0 and the official KERPLE code -> GPT-NeoX of 2024 and later
-_NEWER = {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linear2."}
-# and back, with one name of its earlier LLaMA blocks
-_OLDER = {newer: older for older, newer in _NEWER.items()} | {"mlp.w2.": "mlp.dense_4h_to_h."}
-_RPE = "attention.rpe."
 EMBEDDING = "0.word_embeddings.weight"
-
-
-def split_name(name: str) -> tuple[int, str]:
-    """`12.mlp.dense_h_to_4h.bias` -> 12 and the rest."""
-    index, _, rest = name.partition(".")
-    return int(index), rest
-
-
-def is_of_kernel(name: str) -> bool:
-    """Whether a weight belongs to a positional embedding with tables, shared or of one layer."""
-    return split_name(name)[1].startswith(("embedding.", "positions."))
-
-
-def renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """A name whose prefix is one of these, with the other one; any other name as it is."""
-    for prefix, other in prefixes.items():
-        if name.startswith(prefix):
-            return other + name[len(prefix) :]
-    return name
 
 
 def strip_prefix(name: str, source: Path) -> str:
@@ -75,19 +47,9 @@ def canonical_names(module: nn.Module) -> dict[nn.Parameter, str]:
     return {p: strip_prefix(name, Path("model")) for name, p in module.named_parameters()}
 
 
-def official_kernel_names(pos_emb: str) -> dict[str, str]:
-    """The official code's name of each kernel parameter -> ours (they swap letters)."""
-    known = method(pos_emb)
-    if known is None:
-        return {}
-    if known.name == "rpe":
-        return {"weight": "weight"}
-    return {theirs: ours for ours, theirs in known.official_parameters.items()}
-
-
 def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, Tensor]:
     """One model-parallel rank's weights under canonical names, buffers left out."""
-    kernel = official_kernel_names(model.pos_emb)
+    ours = _our_names(outline_of(model))
     tied_head = None if model.no_weight_tying else f"{model.num_layers + 4}.word_embeddings.weight"
     result: dict[str, Tensor] = {}
     for name, tensor in shard.items():
@@ -97,10 +59,10 @@ def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, 
         if f"{index}.{rest}" == tied_head:
             result.setdefault(EMBEDDING, tensor)
             continue
-        if rest.startswith(_RPE) and rest[len(_RPE) :] in kernel:
-            rest = f"positions.{kernel[rest[len(_RPE) :]]}"
-            tensor = tensor if rest.endswith(".weight") else tensor.reshape(-1)
-        result[f"{index}.{renamed(rest, _OLDER)}"] = tensor
+        own = ours.get(rest, rest)
+        if rest.startswith("attention.rpe.") and tensor.dim() == 3:  # [heads, 1, 1]
+            tensor = tensor.reshape(-1)
+        result[f"{index}.{own}"] = tensor
     # The earlier LLaMA blocks again: w3 is the value, w1 the gate.
     for name in [name for name in result if name.endswith(".mlp.w1.weight")]:
         block = name.removesuffix("w1.weight")
@@ -109,6 +71,18 @@ def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, 
             raise CheckpointError(f"{name} is there, but {block}w3.weight is missing")
         result[f"{block}dense_h_to_4h.weight"] = torch.cat((value, result.pop(name)))
     return result
+
+
+def _our_names(outline: ModelOutline) -> dict[str, str]:
+    """What a layer's file of GPT-NeoX or the official KERPLE code has -> our name in the layer.
+
+    The official code has the names of GPT-NeoX 2.0 for all but the kernel, and they are ours.
+    """
+    layer = outline.facts_in_layer(FIRST_LAYER)
+    kernel = {f"positions.{name}": facts for name, facts in outline.kernel.items()}
+    names = {facts.neox: name for name, facts in (layer | kernel).items() if facts.neox}
+    # one name of GPT-NeoX's earlier LLaMA blocks
+    return {**names, "mlp.w2.weight": "mlp.dense_4h_to_h.weight"}
 
 
 def share_positions(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -136,19 +110,17 @@ def neox_shard(
 
     KERPLE's kernels exist in the official code only, which has the names of GPT-NeoX 2.0.
     """
-    kernel = {ours: theirs for theirs, ours in official_kernel_names(model.pos_emb).items()}
-    known = method(model.pos_emb)
+    outline, known = outline_of(model), method(model.pos_emb)
     is_official = known is not None and known.official is not None
     per_layer: dict[str, Tensor] = {}
     result: dict[str, Tensor] = {}
     for name, tensor in shard.items():
         index, rest = split_name(name)
+        theirs = outline.facts(name).neox or rest
         if index == 1:
-            parameter = rest.removeprefix("embedding.")
-            stored = tensor if parameter == "weight" else tensor.reshape(-1, 1, 1)
-            per_layer[f"{_RPE}{kernel[parameter]}"] = stored
+            per_layer[theirs] = tensor if tensor.dim() == 2 else tensor.reshape(-1, 1, 1)
         else:
-            result[f"{index}.{rest if is_official else renamed(rest, _NEWER)}"] = tensor
+            result[f"{index}.{rest if is_official else theirs}"] = tensor
     if canonical_name(model.pos_emb) == "alibi":
         slopes = torch.tensor(alibi_slopes(model.num_attention_heads)).chunk(mp)[rank]
         per_layer["attention.alibi_embed.slopes"] = slopes
@@ -160,82 +132,38 @@ def neox_shard(
 
 
 # Model-parallel shards to whole tensors and back, by canonical name.
-#
-# split along rows     word_embeddings, query_key_value, dense_h_to_4h, kernel parameters, and what
-#                      else a head has: forget_gate, sinks, softmax_scale
-# split along columns  attention.dense, dense_4h_to_h, T5's table
-# either               final_linear (output_layer_parallelism)
-# whole on every rank  norms, learned positions, biases after a row-parallel product
-
-_ROWS = (
-    "word_embeddings.",
-    "attention.query_key_value.",
-    "attention.forget_gate.",
-    "attention.sinks",
-    "attention.softmax_scale",
-    "mlp.dense_h_to_4h.",
-)
-_COLUMNS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
-_SUMMED = ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
-_WORDS = ("word_embeddings.weight", "final_linear.weight")
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one model's weights are cut.
+    """How one model's weights are cut, by the facts of its parameters.
 
     `sums_parallel_biases`: GPT-NeoX adds the biases of both branches of a parallel residual on
     every rank, before the sum over ranks, so that the bias in effect is the sum of the copies.
     """
 
-    gated: bool = False
-    queries_per_key: int = 1
-    head: str = "column"
-    t5: bool = False
+    outline: ModelOutline
     sums_parallel_biases: bool = False
 
     @classmethod
     def of(cls, model: ModelArgs, *, neox: bool) -> Sharding:
         """The cuts of a model; `neox` for files of GPT-NeoX or the official KERPLE code."""
-        return cls(
-            gated=model.activation in GATED,
-            queries_per_key=model.num_attention_heads // model.kv_heads,
-            head=model.output_layer_parallelism,
-            t5=canonical_name(model.pos_emb) == "rpe",
-            sums_parallel_biases=neox and model.gpt_j_residual,
-        )
+        return cls(outline_of(model), sums_parallel_biases=neox and model.gpt_j_residual)
 
     def dim(self, name: str) -> int | None:
         """The dimension along which a weight is cut; None: whole on every rank."""
-        _, rest = split_name(name)
-        if rest.startswith(_ROWS):
-            return 0
-        if rest in _COLUMNS:
-            return 1
-        if rest.startswith("final_linear."):
-            return 0 if self.head == "column" else 1
-        if is_of_kernel(name):
-            return 1 if self.t5 else 0
-        return None
+        return self.outline.facts(name).split
 
     def parts(self, name: str, shape: Sequence[int]) -> list[int]:
         """The sizes of stacked parts that are cut each on its own; none if nothing is cut."""
-        dim = self.dim(name)
-        if dim is None:
-            return []
-        shares = [1]
-        if self.gated and ".mlp.dense_h_to_4h." in name:
-            shares = [1, 1]
-        elif self.queries_per_key > 1 and ".attention.query_key_value." in name:
-            shares = [self.queries_per_key, 1, 1]
-        return [share * shape[dim] // sum(shares) for share in shares]
+        return self.outline.facts(name).part_sizes(shape)
 
     def has_vocabulary_rows(self, name: str) -> bool:
         """Whether rows are words, the last ones padding that depends on the model-parallel size."""
-        return split_name(name)[1] in _WORDS
+        return self.outline.facts(name).words
 
     def is_summed(self, name: str) -> bool:
-        return self.sums_parallel_biases and split_name(name)[1] in _SUMMED
+        return self.sums_parallel_biases and self.outline.facts(name).after_sum
 
     def split(self, name: str, whole: Tensor, rank: int, size: int) -> Tensor:
         """This rank's share of a whole tensor."""

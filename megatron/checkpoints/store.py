@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
-from megatron.atomic_files import CHECKSUMS, read_json, sync_directory, write_text
+from megatron.atomic_files import CHECKSUMS, TEMPORARY, read_json, sync_directory, write_text
 from megatron.errors import CheckpointError
 
 TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
@@ -124,9 +124,16 @@ class CheckpointStore:
         """Remove what a killed run left half-written or half-deleted."""
         shutil.rmtree(self.staging, ignore_errors=True)
         for leftover in self.directory.glob(".deleted_global_step*"):
+            match = TAG.fullmatch(leftover.name.removeprefix(".deleted_"))
+            if match and not self.path(int(match[1])).exists() and _is_whole(leftover):
+                leftover.rename(
+                    self.path(int(match[1]))
+                )  # killed before its successor had the name
+                sync_directory(self.directory)
             shutil.rmtree(leftover, ignore_errors=True)
-        for leftover in self.directory.glob(".*.tmp*"):
-            leftover.unlink(missing_ok=True)
+        for leftover in self.directory.glob(".*.tmp"):
+            if TEMPORARY.fullmatch(leftover.name):
+                leftover.unlink(missing_ok=True)
 
     def _set_aside(self, step: int) -> Path:
         """Rename before deleting: a deletion cut short leaves nothing like a checkpoint."""
@@ -163,6 +170,10 @@ class CheckpointStore:
         if is_training_checkpoint(root) and not (root / CHECKSUMS).is_file():
             return [f"{CHECKSUMS} is missing, so that nothing in it can be proven"]
         return problems_of(root, needed)
+
+
+def _is_whole(directory: Path) -> bool:
+    return (directory / CHECKSUMS).is_file() and not problems_of(directory)
 
 
 # checksums.json: what was written into a checkpoint, and whether it still lies there.

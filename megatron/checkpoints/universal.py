@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from megatron.backends.deepspeed_processes import uneven_parts, version
 from megatron.backends.interface import STEP, WEIGHT, States, whole_shape
 from megatron.checkpoints.safe_files import load_file, load_mapping, read_object
-from megatron.checkpoints.sharding import Sharding, split_name, strip_prefix
+from megatron.checkpoints.sharding import Sharding, strip_prefix
 from megatron.errors import CheckpointError
+from megatron.model.outline import split_name
 
 PARAMETERS = "zero"
 OPTIMIZER = "optimizer_state.pt"

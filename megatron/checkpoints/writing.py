@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,10 @@ from megatron.checkpoints.placing import with_constraint
 from megatron.checkpoints.reading import Checkpoint
 from megatron.checkpoints.safe_files import synced_save
 from megatron.checkpoints.saved_config import RESOLVED
-from megatron.checkpoints.sharding import (
-    Sharding,
-    is_of_kernel,
-    neox_shard,
-    split_name,
-    split_weights,
-)
+from megatron.checkpoints.sharding import Sharding, neox_shard, split_weights
 from megatron.checkpoints.store import Sums, write_checksums
 from megatron.errors import CheckpointError, ConfigError
+from megatron.model.outline import is_of_kernel, outline_of, split_name
 from megatron.neox_arguments import OWNER
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import KEYS_OF_OURS, SCORE_TERMS
@@ -30,14 +24,14 @@ from megatron.neox_arguments.model_keys import KEYS_OF_OURS, SCORE_TERMS
 Shards = list[dict[str, Tensor]]
 
 
-def cast_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Weights in another precision; a head's few numbers stay fp32."""
+def cast_weights(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Weights in another precision, but for those that are kept in fp32."""
     if dtype is None:
-        return dict(weights)
-    per_head = ("attention.sinks", "attention.softmax_scale")
+        return dict(checkpoint.weights)
+    outline = outline_of(checkpoint.args.model)
     return {
-        name: tensor.float() if is_of_kernel(name) or name.endswith(per_head) else tensor.to(dtype)
-        for name, tensor in weights.items()
+        name: tensor.float() if outline.facts(name).fp32 else tensor.to(dtype)
+        for name, tensor in checkpoint.weights.items()
     }
 
 
@@ -58,7 +52,7 @@ def write_native(
     except ConfigError as error:
         raise CheckpointError(f"--mp {mp} --pp {pp} does not suit this model: {error}") from error
     sharding = Sharding.of(args.model, neox=False)
-    shards = split_weights(cast_weights(checkpoint.weights, dtype), sharding, mp)
+    shards = split_weights(cast_weights(checkpoint, dtype), sharding, mp)
     return _write(root, shards, checkpoint.iteration, RESOLVED, args.to_yaml(), by_layer=pp >= 1)
 
 
@@ -74,7 +68,7 @@ def write_neox(
     spec = checkpoint.spec
     config = neox_config(checkpoint, mp=mp, pp=pp)
     # The official code clamps its kernel's values, which is our `ste`.
-    weights = with_constraint(cast_weights(checkpoint.weights, dtype), spec, "ste")
+    weights = with_constraint(cast_weights(checkpoint, dtype), spec, "ste")
     shards = [
         neox_shard(shard, spec, rank, mp)
         for rank, shard in enumerate(split_weights(weights, Sharding.of(spec, neox=True), mp))
@@ -157,7 +151,7 @@ def neox_config(checkpoint: Checkpoint, *, mp: int, pp: int) -> dict[str, Any]:
     """The YAML to keep beside the weights: keys that they know, and an error for what they lack."""
     spec = checkpoint.spec
     known = method(spec.pos_emb)
-    lacking = [key for key in (*SCORE_TERMS, "rope_scaling") if getattr(spec, key)]
+    lacking = [key for key in SCORE_TERMS if getattr(spec, key)]
     if known is None or not (known.in_neox or known.official):
         lacking.append(f"pos_emb: {spec.pos_emb}")
     elif known.official:  # older than these keys of GPT-NeoX

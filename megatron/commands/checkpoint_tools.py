@@ -113,7 +113,12 @@ def inspect_checkpoint(arguments: Sequence[str] | None = None) -> int:
     if args.longest < 0:
         parser.error(f"--longest {args.longest}: must not be negative")
     content = _report(args)
-    print(json.dumps(content, indent=2) if args.json else _as_text(content, args.longest))
+    if args.json:
+        from megatron.checkpoints.inspection import without_nonfinite
+
+        print(json.dumps(without_nonfinite(content), indent=2, allow_nan=False))
+    else:
+        print(_as_text(content, args.longest))
     return 0
 
 

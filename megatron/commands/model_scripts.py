@@ -6,6 +6,7 @@ process and import torch only after their arguments are checked.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
@@ -21,7 +22,6 @@ from megatron.neox_arguments.command_line import (
     load_config,
     parse_command_line,
 )
-from megatron.neox_arguments.dry_run import dry_run_report
 from megatron.terminal import command_parser, exit_on_ctrl_c, exit_on_signal, shown_command
 
 DEEPY = """Merge YAML configs, check them, and start SCRIPT on every process through DeepSpeed's
@@ -61,6 +61,8 @@ def deepy(argv: Sequence[str] | None = None) -> int:
 
 def _explain(script: list[str], args: NeoXArgs) -> str:
     """The dry run, also on a machine that cannot run the job."""
+    from megatron.commands.dry_run import dry_run_report
+
     smallest = args.parallel.processes_per_replica
     try:
         plan = plan_launch(script, args)
@@ -73,10 +75,21 @@ def _explain(script: list[str], args: NeoXArgs) -> str:
     return "\n".join([dry_run_report(plan.args, plan.world_size, plan.command()), *warnings])
 
 
+def _parsed(script: str, argv: Sequence[str] | None) -> tuple[NeoXArgs, argparse.Namespace]:
+    """Config and options; with `--dry-run` they are printed and the process ends."""
+    args, options = parse_command_line(script, argv)
+    if options.dry_run:
+        from megatron.commands.dry_run import dry_run_report
+
+        print(dry_run_report(args))
+        raise SystemExit(0)
+    return args, options
+
+
 def train(argv: Sequence[str] | None = None) -> int:
     """train.py's exit code; docs/reliability.md lists them."""
     exit_on_signal()
-    args, _ = parse_command_line("train.py", argv)
+    args, _ = _parsed("train.py", argv)
     set_deepspeed_accelerator()
     from megatron.training.entry import run_and_report
 
@@ -85,7 +98,7 @@ def train(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     """evaluate.py's exit code: 0 when every task gave a result."""
-    args, options = parse_command_line("evaluate.py", argv)
+    args, options = _parsed("evaluate.py", argv)
     with exit_on_ctrl_c():
         set_deepspeed_accelerator()
         from megatron.evaluation.evaluator import run_evaluation
@@ -95,7 +108,7 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
 def generate(argv: Sequence[str] | None = None) -> int:
     """generate.py's exit code."""
-    args, options = parse_command_line("generate.py", argv)
+    args, options = _parsed("generate.py", argv)
     with exit_on_ctrl_c():
         set_deepspeed_accelerator()
         from megatron.generation.text import run_generation

@@ -17,7 +17,7 @@ from megatron.data.streams import TextFile, open_members
 
 CHUNK_BYTES = 1 << 18
 PIECE_BYTES = 8 << 20  # a document longer than this is tokenized in pieces
-MAX_LINE_BYTES = 256 << 20
+MAX_LINE_BYTES = 16 << 20  # a tokenizer takes about 16 bytes of memory for each of these
 Parts = Iterator[tuple[bytes, bool]]
 """Documents or pieces of them, and whether the document ends here."""
 

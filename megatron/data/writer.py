@@ -8,6 +8,7 @@ import shutil
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -128,8 +129,20 @@ class IndexedDatasetWriter:
     def _put(self, data: Any) -> None:
         if self._handle is None:
             raise DataError(f"{self.prefix}: the writer is closed")
-        self._handle.write(data)
+        with self._naming_the_file():
+            self._handle.write(data)
         self._crc = zlib.crc32(data, self._crc)
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """An error of a write says neither which file it was nor what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(
+                f"{bin_path(self.prefix)}: cannot be written ({error.strerror}). Make room, or "
+                "choose another folder."
+            ) from error
 
     def _check_range(self, values: npt.NDArray[Any]) -> None:
         if self.dtype.kind == "f" or not len(values):
@@ -149,8 +162,13 @@ class IndexedDatasetWriter:
         if not self._sizes:
             self.abort()
             raise DataError(f"{self.prefix}: no documents were added, nothing is written")
-        self._handle.flush()
-        os.fsync(self._handle.fileno())
+        try:
+            with self._naming_the_file():
+                self._handle.flush()
+                os.fsync(self._handle.fileno())
+        except DataError:
+            self.abort()
+            raise
         self._handle.close()
         self._handle = None
         index = self._index()
@@ -191,7 +209,8 @@ class IndexedDatasetWriter:
     def abort(self) -> None:
         """Drop everything; the previous dataset under this name, if any, stays as it was."""
         if self._handle is not None:
-            self._handle.close()
+            with suppress(OSError):  # on a full disk, what is still buffered cannot be written
+                self._handle.close()
             self._handle = None
         self._temporary.unlink(missing_ok=True)
 

@@ -146,7 +146,13 @@ def is_private(directory: Path) -> bool:
     """Whether nobody else could have put a program there for us to load, nor lead us elsewhere."""
     about = directory.lstat()
     ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
-    return ours and not about.st_mode & 0o022
+    above = [folder.stat() for folder in directory.resolve().parents]
+    renamed_by_others = any(
+        folder.st_uid not in (0, os.getuid())
+        or (folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX)
+        for folder in above
+    )
+    return ours and not about.st_mode & 0o022 and not renamed_by_others
 
 
 def _compile(compiler: str, target: Path) -> None:

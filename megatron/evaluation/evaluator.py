@@ -1,4 +1,4 @@
-"""From a config to result files: every task in turn, whatever happens to the others."""
+"""From a config to result files: each task runs, even if others fail."""
 
 from __future__ import annotations
 
@@ -160,8 +160,9 @@ class Evaluation:
             **requested(task, self.options, self.args.model.model_dump(mode="json")),
             "checkpoint": str(self.subject.checkpoint),
             "iteration": self.subject.iteration,
-            "config_hash": self.args.config_hash(),
+            "config_hash": self.subject.config_hash,
             "pos_emb": model.spec.pos_emb,
+            "train_length": model.spec.seq_length,
             "parameters": model.num_parameters(),
             "checkpoint_id": weights_id(self.subject.checkpoint),
             "version": __version__,

@@ -149,13 +149,13 @@ class KerpleNeoXLM(TemplateLM):
         """The pair with its context cut at the left so that the input fits."""
         if not continuation:
             raise EvaluationError("an empty continuation cannot be scored")
-        room = self.max_length + 1 - len(continuation)
-        if room < 1:
+        allowed = self.max_length + 1 - len(continuation)
+        if allowed < 1:
             raise EvaluationError(
                 f"a continuation of {len(continuation)} tokens does not fit into a context of "
                 f"{self.max_length}; raise eval_context_length (max_length)"
             )
-        return context[-room:] or [self.prefix_token_id], continuation
+        return context[-allowed:] or [self.prefix_token_id], continuation
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts up to a stop string, an end of document, or the most tokens allowed."""
@@ -172,14 +172,14 @@ class KerpleNeoXLM(TemplateLM):
         """Answers to requests that all have the same generation options."""
         options: Any = normalize_gen_kwargs(requests[0][1], DEFAULT_NEW_TOKENS)
         new_tokens, sampled = options["max_gen_toks"], options["do_sample"]
-        room = self.max_length - new_tokens
-        if room < 1:
+        allowed = self.max_length - new_tokens
+        if allowed < 1:
             raise EvaluationError(
-                f"max_gen_toks = {new_tokens} leaves no room for a prompt in a context of "
+                f"max_gen_toks = {new_tokens} leaves no tokens for a prompt in a context of "
                 f"{self.max_length}; raise eval_context_length (max_length)"
             )
         prompts = [text for text, _ in requests]
-        ids = [(self.tok_encode(text) or [self.eot_token_id])[-room:] for text in prompts]
+        ids = [(self.tok_encode(text) or [self.eot_token_id])[-allowed:] for text in prompts]
         generator = TextGenerator(
             self.model,
             self.model_tokenizer,

@@ -139,7 +139,7 @@ def _plain(found: Any) -> dict[str, Any]:
     return {"tasks": tasks}
 
 
-# The other way round: our model in the lm_eval command.
+# Our model in the lm_eval command.
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""From a model to numbers: losses, scores of given tokens, their summary, and the bar meanwhile."""
+"""From a model to numbers: losses, scores of given tokens, their summary, a progress bar."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def score_continuations(
     return score_tokens(model, texts, places)
 
 
-# One bar over everything that is evaluated, with the time that is left for all of it.
+# One progress bar for all tasks, with the time left.
 
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 SECONDS_BETWEEN_LINES = 5.0
@@ -143,7 +143,7 @@ def total_work(hidden_size: int, parts: Iterable[tuple[int, int]]) -> float:
 
 
 class TotalBar:
-    """A bar on a terminal; elsewhere a line now and then. `total` 0 shows nothing."""
+    """A progress bar on a terminal; elsewhere a line at intervals. `total` 0 shows nothing."""
 
     def __init__(self, hidden_size: int, total: float, *, show: bool) -> None:
         self.hidden_size, self.total, self.done = hidden_size, total, 0.0

@@ -127,7 +127,7 @@ def _data_parameters(options: EvaluationOptions) -> dict[str, Any]:
 
 
 def _file_state(prefix: str) -> list[int]:
-    """Size and time of a token file: the same name may hold other tokens tomorrow."""
+    """Size and time of a token file: the same name may hold other tokens later."""
     states = []
     for suffix in (".bin", ".idx"):
         path = Path(prefix + suffix)

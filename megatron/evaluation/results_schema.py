@@ -194,7 +194,7 @@ class ResultStore:
         return plain.with_suffix(f".{fingerprint(settings)[:8]}.json")
 
     def finished(self, name: str, key: str) -> Content | None:
-        """An earlier result for the very same question."""
+        """An earlier result under the same key."""
         kept = read_json(self._cached(name, key)) if self._ranks.is_main else None
         return self._ranks.broadcast(kept)
 

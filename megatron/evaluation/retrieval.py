@@ -1,4 +1,4 @@
-"""Finding again what was read: passkey retrieval in English, and recall in made-up text.
+"""Retrieval: passkey retrieval in English, and recall in made-up text.
 
 A passkey is a number hidden in filler text, to be repeated at the end. Prompts are made
 here, from a seed, with the model's own tokenizer, so nothing is downloaded::
@@ -54,15 +54,15 @@ def make_prompt(
     whole = tokenizer.tokenize(f"{QUESTION} {key}")
     answer = whole[len(question) :] if whole[: len(question)] == question else []
     answer = answer or tokenizer.tokenize(f" {key}")
-    room = length - len(start) - len(hint) - len(question) - len(answer)
-    if room < 0:
+    filler_tokens = length - len(start) - len(hint) - len(question) - len(answer)
+    if filler_tokens < 0:
         raise EvaluationError(
-            f"passkey at {length}: the prompt without filler is {length - room} tokens long; "
+            f"passkey at {length}: the prompt without filler has {length - filler_tokens} tokens; "
             "use longer passkey_lengths"
         )
     unit = tokenizer.tokenize(f" {NOISE}")
-    filler = (unit * (room // len(unit) + 1))[:room]
-    place = round(depth * room)
+    filler = (unit * (filler_tokens // len(unit) + 1))[:filler_tokens]
+    place = round(depth * filler_tokens)
     return start + filler[:place] + hint + filler[place:] + question, answer
 
 

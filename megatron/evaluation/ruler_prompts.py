@@ -222,10 +222,10 @@ def _maker(
     def make(size: int) -> tuple[RulerPrompt, int]:
         made = task.question(size, Random(seed), depth, full)
         answer = sum(tokens(f" {each}") for each in made.answers)
-        room = task.new_tokens if full else 2 * answer + 8
+        for_answer = task.new_tokens if full else 2 * answer + 8
         text = shot + made.text
-        prompt = replace(made, text=text, new_tokens=room, shots=int(bool(shot)), full=full)
-        return prompt, tokens(text) + room
+        prompt = replace(made, text=text, new_tokens=for_answer, shots=int(bool(shot)), full=full)
+        return prompt, tokens(text) + for_answer
 
     return make
 

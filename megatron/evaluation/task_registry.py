@@ -70,5 +70,5 @@ def imported_task(reference: str) -> EvaluationTask:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
-    """Names like this one."""
+    """Up to three similar names."""
     return difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)

@@ -62,9 +62,9 @@ class EvaluationOptions(EvaluationArgs):
 
     @property
     def splits(self) -> list[Split]:
-        """Both splits, unless do_valid or do_test says no."""
+        """Both splits, unless do_valid or do_test is false."""
         wanted: dict[Split, bool | None] = {"valid": self.do_valid, "test": self.do_test}
-        return [split for split, said in wanted.items() if said is not False]
+        return [split for split, flag in wanted.items() if flag is not False]
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class EvaluationTask(ABC):
 
     @abstractmethod
     def table(self, results: dict[str, Any]) -> str:
-        """The result for people."""
+        """The result as text for the terminal."""
 
     def cells(self, results: dict[str, Any]) -> Mapping[Place, Any]:
         """The numbers of a result file, for tables and figures over runs."""

@@ -19,12 +19,13 @@ from megatron.checkpoints import (
     place_weights,
     read_checkpoint,
 )
-from megatron.checkpoints.saved_config import args_from, read_saved_config, tokenizer_of
+from megatron.checkpoints.reading import saved_args
+from megatron.checkpoints.saved_config import as_it_began, check_same_model, tokenizer_of
 from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.universal import PARAMETERS
 from megatron.errors import EvaluationError, GenerationError
 from megatron.model import GPTModel
-from megatron.model.position_names import canonical_name
+from megatron.mpu.parallel_layers import parameter_facts
 from megatron.neox_arguments import NeoXArgs, allowed_code
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def load_pretrained(
 
     `path` is a run's directory (with `latest`), one `global_stepN` in it, or a Hugging Face folder.
     Read without any flag: our checkpoints, the official KERPLE ones, GPT-NeoX's of both
-    generations, any pipe- or model-parallel size. `iteration` picks a step; `config` replaces
-    the one saved inside. `dtype=None` keeps the precision of the embedding's weights.
+    generations, any pipe- or model-parallel size. `iteration` picks a step; `config` is for
+    checkpoints without one inside: it must describe the same model. `dtype=None` keeps the
+    precision of the embedding's weights.
     A checkpoint with a kernel of your own loads if its module is imported already, or with
     `allow_kernel="package.module:Class"`: what a checkpoint names is never imported by itself.
     """
@@ -108,13 +110,10 @@ def load_pretrained(
     model = PretrainedModel(checkpoint)
     if dtype is None:
         dtype = checkpoint.weights[EMBEDDING].dtype
-    kernels = [
-        (positions, {name: value.clone() for name, value in positions.state_dict().items()})
-        for positions in model.positional_embeddings()
-    ]
+    exact = [(p, p.detach().clone()) for p in model.parameters() if parameter_facts(p).fp32]
     model.to(device=device, dtype=dtype)
-    for positions, exact in kernels:  # whatever the precision, the kernel is not rounded
-        positions.float().load_state_dict(exact)
+    for parameter, values in exact:  # not rounded, whatever the precision of the others
+        parameter.data = values.to(device)
     return model.eval()
 
 
@@ -138,12 +137,20 @@ class Subject:
         self.checkpoint = self._files.directory
         self.iteration = self._files.step_in_name or 0
         self.identity = _identity(self._files)
+        self._given = as_it_began(args, self.checkpoint)
+        if not self._files.is_hf:
+            saved, native = saved_args(self._files, args)
+            check_same_model(saved, self._given, self.checkpoint, native)
 
     @cached_property
-    def model(self) -> GPTModel:
-        model = _load(self._args, self._files, self.place, self._device)
-        _check_same_model(self._args, model)
-        return model.eval()
+    def model(self) -> PretrainedModel:
+        return _load(self._given, self.place, self._device)
+
+    @property
+    def config_hash(self) -> str:
+        """Of the config saved with the weights."""
+        saved = self.model.config if self._files.is_hf else saved_args(self._files, self._args)[0]
+        return saved.config_hash()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -163,18 +170,13 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
         )
 
 
-def _load(args: NeoXArgs, files: CheckpointFiles, place: str, device: str) -> GPTModel:
-    """The checkpoint under its own config, but for what may change after training."""
-    config = None
-    if not files.is_hf:
-        saved = args_from(read_saved_config(files.directory, files.root), files.directory)
-        given = args.to_dict()
-        config = saved.replace(**{key: given[key] for key in _FREE_KEYS if key in given})
+def _load(args: NeoXArgs, place: str, device: str) -> PretrainedModel:
+    """The checkpoint's model, with what `args` may change after training."""
     dtype = torch.float32
     if not device.startswith("cpu"):
         dtype = _DTYPES.get(args.optimization.precision or "fp32", torch.float32)
     return load_pretrained(
-        place, device=device, dtype=dtype, iteration=args.checkpoint.iteration, config=config
+        place, device=device, dtype=dtype, iteration=args.checkpoint.iteration, config=args
     )
 
 
@@ -196,20 +198,4 @@ def _identity(files: CheckpointFiles) -> str:
     )
 
 
-_FREE_KEYS = ("attention_engine", "attention_pruning", "rope_scaling", "kerple_legacy_bf16")
-"""Model keys that an evaluation may set differently from the training."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "pos_emb")
-
-
-def _check_same_model(args: NeoXArgs, model: GPTModel) -> None:
-    """The config given and the checkpoint's own must describe the same model."""
-    for key in _SHAPE:
-        asked, found = getattr(args.model, key), getattr(model.spec, key)
-        if key == "pos_emb":
-            asked, found = canonical_name(asked), canonical_name(found)
-        if asked != found:
-            raise EvaluationError(
-                f"{key} = {asked} in the config, but the checkpoint has {found}; use the config "
-                "the checkpoint was trained with, or another `load`"
-            )

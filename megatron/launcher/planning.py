@@ -67,7 +67,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
         text = line.split("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)(\s.*)?", text)
+        match = re.fullmatch(r"(\S+)\s+slots=(\d{1,6})(\s.*)?", text)
         if match is None or int(match.group(2)) < 1:
             raise ConfigError(
                 f"hostfile {path}, line {number}: {line!r:.80}; expected `name slots=8`."

@@ -5,6 +5,8 @@ Shape suffixes: B batch, L length, H heads (of this rank), D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -34,9 +36,13 @@ def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Genera
 class SelfAttention(nn.Module):
     """Projections around the one attention function.
 
-    `softmax_scale` is where the scalable softmax starts. `documents_apart`: a token sees its own
-    document only; `positions_restart`: rotary positions begin anew with each document.
+    `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `documents_apart`: a
+    token sees its own document only; `positions_restart`: rotary positions begin anew with each
+    document.
     """
+
+    sinks: nn.Parameter | None
+    softmax_scale: nn.Parameter | None
 
     def __init__(
         self,
@@ -48,8 +54,7 @@ class SelfAttention(nn.Module):
         rotary: RotaryEmbedding | None,
         qk_norm: nn.Module | None,
         forget_gate: bool,
-        sinks: bool,
-        softmax_scale: float | None,
+        per_head: Mapping[str, float | None],
         documents_apart: bool,
         positions_restart: bool,
         dropout: float,
@@ -83,11 +88,19 @@ class SelfAttention(nn.Module):
             self.forget_gate = linear.column(
                 "attention.forget_gate", hidden_size, num_heads, bias=True, input_is_shared=True
             )
-        self.sinks = per_head_parameter(0.0, num_heads, tp) if sinks else None
-        self.softmax_scale: nn.Parameter | None = None
-        if softmax_scale is not None:
-            self.softmax_scale = per_head_parameter(softmax_scale, num_heads, tp)
+        for name, start in per_head.items():
+            number = None if start is None else per_head_parameter(start, num_heads, tp)
+            self.register_parameter(name, number)
         self.dense = linear.row("attention.dense", hidden_size, hidden_size)
+
+    def own_flops(self, length: int) -> float:
+        """Of q k^T and of its product with v, for one token among `length`, without projections.
+
+        A causal query sees half of the sequence on average, or of its window until that is full.
+        """
+        reach = min(length, self.window or length)
+        keys = reach - reach**2 / (2 * length)
+        return 4.0 * keys * self.dense.weight.shape[1]
 
     def forward(
         self,

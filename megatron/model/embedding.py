@@ -1,23 +1,16 @@
-"""The model's two ends at the vocabulary: tokens to vectors; vectors to logits and losses."""
+"""The model's two ends at the vocabulary: tokens to vectors, vectors to logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from megatron.backends.interface import whole_shape
 from megatron.model.rotary_and_input_positions import InputEmbedding
-from megatron.mpu.collectives import (
-    SERIAL,
-    TensorParallel,
-    copy_to_group,
-    gather_from_group,
-    vocab_parallel_cross_entropy,
-)
+from megatron.mpu.collectives import SERIAL, copy_to_group, gather_from_group
 from megatron.mpu.parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -27,9 +20,17 @@ from megatron.mpu.parallel_layers import (
 State = Tensor | tuple[Tensor, ...]
 """What travels between layers, see transformer.py."""
 
+# A layer's `hf_names`: how its parameters' names begin, and what a Hugging Face file has instead.
+# {number} counts transformer layers from 0, {head} is what a type of model calls its head.
+
 
 class Embedding(nn.Module):
     """Token embeddings, plus positions for the embeddings that change the input."""
+
+    hf_names: ClassVar = {
+        "word_embeddings.": "gpt_neox.embed_in.",
+        "position_embeddings.": "gpt_neox.embed_positions.",
+    }
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ def places_in_documents(starts_BL: Tensor | None) -> Tensor | None:
 class FinalNorm(nn.Module):
     """The norm before the head, under GPT-NeoX's name."""
 
+    hf_names: ClassVar = {"norm.": "gpt_neox.final_layer_norm."}
+
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
@@ -86,6 +89,8 @@ class UntiedHead(nn.Module):
     As the last layer of a pipeline it passes the hidden states on (`in_loss`): the loss applies
     it to some tokens at a time.
     """
+
+    hf_names: ClassVar = {"final_linear.weight": "{head}"}
 
     def __init__(
         self, final_linear: ColumnParallelLinear | RowParallelLinear, *, in_loss: bool = False
@@ -118,6 +123,10 @@ class TiedHead(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(x)
 
+    def own_flops(self, length: int) -> float:
+        """Of one token's product with the embedding's matrix, which only this layer multiplies."""
+        return 2.0 * whole_shape(self.embedding.word_embeddings.weight).numel()
+
     def logits(self, x: Tensor) -> Tensor:
         words = self.embedding.word_embeddings
         return F.linear(copy_to_group(x, words.tp), words.weight)
@@ -127,46 +136,3 @@ Head = TiedHead | UntiedHead
 
 full_logits = gather_from_group
 """All ranks' parts of the vocabulary, from logits and their head's `vocab_tp`."""
-
-
-# The loss of hidden states, without ever holding the logits of all tokens.
-#
-# At 16,384 tokens and 50,304 words the logits are 3.3 GB in fp32, and their gradient as much again.
-# So the head is applied to some tokens at a time; with gradients each piece is computed again in
-# the backward pass. Small heads are applied at once, which is quicker.
-
-DEFAULT_LOSS_CHUNK = 1024
-AT_ONCE = 2**26
-"""Logits that training may hold at once: 256 MB in fp32."""
-
-Logits = Callable[[Tensor], Tensor]
-
-
-def loss_chunk(tokens: int, vocabulary: int) -> int | None:
-    """How many tokens training takes at a time; None for all at once."""
-    return None if tokens * vocabulary <= AT_ONCE else DEFAULT_LOSS_CHUNK
-
-
-def head_losses(
-    logits_of: Logits, hidden: Tensor, labels: Tensor, vocab_tp: TensorParallel, chunk: int | None
-) -> Tensor:
-    """The loss of each label, fp32; hidden is [*labels.shape, hidden size]."""
-
-    def piece(h: Tensor, y: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits_of(h), y, vocab_tp)
-
-    flat, targets = hidden.flatten(0, -2), labels.flatten()
-    if chunk is None or flat.shape[0] <= chunk:
-        return piece(flat, targets).view_as(labels)
-    pieces = zip(flat.split(chunk), targets.split(chunk), strict=True)
-    if torch.is_grad_enabled():
-        losses = [cast(Tensor, checkpoint(piece, h, y, use_reentrant=False)) for h, y in pieces]
-    else:
-        losses = [piece(h, y) for h, y in pieces]
-    return torch.cat(losses).view_as(labels)
-
-
-def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """The mean loss of the tokens that count."""
-    mask = mask.to(losses.dtype)
-    return (losses * mask).sum() / mask.sum().clamp(min=1.0)

@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.attention import Cache, LayerCache
-from megatron.model.embedding import (
-    DEFAULT_LOSS_CHUNK,
-    Embedding,
-    Head,
-    TiedHead,
-    full_logits,
-    head_losses,
-    loss_chunk,
-)
+from megatron.model.embedding import Embedding, Head, TiedHead, full_logits
 from megatron.model.layer_list import Function, Layer, LayerFactory, ModelSpec
+from megatron.model.loss import DEFAULT_LOSS_CHUNK, head_losses, loss_chunk
 from megatron.model.position_base import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu.collectives import SERIAL, TensorParallel
@@ -94,7 +87,7 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """The loss of each label, fp32 [B, L].
 
-        Logits exist for `chunk` tokens at a time only (see embedding.py); None takes all at once.
+        Logits exist for `chunk` tokens at a time only (see loss.py); None takes all at once.
         """
         hidden = self.hidden_states(inputs)
         return head_losses(self.head, hidden, labels_BL, self.head.vocab_tp, chunk)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -147,3 +149,32 @@ def softmax_scale_start(length: int, window: int | None = None) -> float:
     reach = min(length, window or length)
     logs = math.lgamma(reach + 1) + (length - reach) * math.log(reach)
     return length / logs if logs > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class PerHeadNumber:
+    """A number that every head of every layer learns about its scores; it is kept in fp32.
+
+    `key` is the model key that asks for it, `start` its first value by the model's keys.
+    """
+
+    key: str
+    start: Callable[[Any], float]
+
+
+PER_HEAD = {
+    "sinks": PerHeadNumber("attention_sinks", lambda config: 0.0),
+    "softmax_scale": PerHeadNumber(
+        "scalable_softmax",
+        lambda config: softmax_scale_start(config.seq_length, config.attention_window),
+    ),
+}
+"""The parameter's name in a layer's attention -> what it is, for our model and for an export."""
+
+
+def per_head_starts(config: Any) -> dict[str, float | None]:
+    """The first value of each number of `PER_HEAD`; None for those that the keys do not ask for."""
+    return {
+        name: number.start(config) if getattr(config, number.key) else None
+        for name, number in PER_HEAD.items()
+    }

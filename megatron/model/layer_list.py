@@ -12,7 +12,7 @@ L+4        head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
-from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, softmax_scale_start
+from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, per_head_starts
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
 from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary_and_input_positions import InputEmbedding, RotaryEmbedding
@@ -35,6 +35,7 @@ from megatron.mpu.parallel_layers import (
     InitMethod,
     Projections,
     VocabParallelEmbedding,
+    declare,
     init_method,
     seeded_generator,
 )
@@ -102,6 +103,14 @@ class Layer:
     is_tied_head: bool = False
     """The head that uses the embedding's weights: `make` builds the embedding once more, where the
     first layer is on another stage."""
+    pattern: Hashable = None
+    """Layers of one kind and one pattern have the same parameters."""
+
+    @property
+    def hf_names(self) -> Mapping[str, str]:
+        """How the names of its own parameters begin, here and in a Hugging Face file."""
+        kind: Any = self.kind
+        return {} if self.is_tied_head else kind.hf_names
 
 
 Function = Callable[[State], State | Tensor]
@@ -117,22 +126,25 @@ class LayerFactory:
 
     def layers(self) -> list[Layer | Function]:
         """The list: layers, and plain functions between them."""
-        embedding = Layer(Embedding, self.embedding)
-        head = Layer(UntiedHead, self.untied_head)
-        if not self.spec.no_weight_tying:
-            head = Layer(Embedding, self.embedding, is_tied_head=True)
-        stack = [
-            Layer(TransformerLayer, partial(self.transformer_layer, number))
-            for number in range(self.spec.num_layers)
-        ]
-        return [
-            embedding,
-            Layer(PositionTables, self.position_tables) if self.has_shared_tables else keep,
-            *stack,
-            drop_tables,
-            Layer(FinalNorm, lambda: FinalNorm(self._norm())),
-            head,
-        ]
+        return [self.layer(index) for index in range(self.spec.num_layers + 5)]
+
+    def layer(self, index: int) -> Layer | Function:
+        """What is at one place of the list."""
+        number = index - FIRST_LAYER
+        if index == 0:
+            return Layer(Embedding, self.embedding)
+        if index == 1:
+            shared = self.has_shared_tables
+            return Layer(PositionTables, self.position_tables) if shared else keep
+        if number < self.spec.num_layers:
+            return Layer(TransformerLayer, partial(self.transformer_layer, number))
+        if number == self.spec.num_layers:
+            return drop_tables
+        if number == self.spec.num_layers + 1:
+            return Layer(FinalNorm, lambda: FinalNorm(self._norm()))
+        if self.spec.no_weight_tying:
+            return Layer(UntiedHead, self.untied_head)
+        return Layer(Embedding, self.embedding, is_tied_head=True)
 
     @property
     def position_class(self) -> type[PositionalEmbedding]:
@@ -152,7 +164,7 @@ class LayerFactory:
             generator=seeded_generator(spec.seed, 0, "word_embeddings"),
             tp=self.tp,
         )
-        positions = self._positions(InputEmbedding)
+        positions = self.positions(InputEmbedding)
         if positions is not None and spec.reset_position_ids:
             _check_restarts(positions, spec.pos_emb)
         return Embedding(
@@ -163,7 +175,7 @@ class LayerFactory:
         )
 
     def position_tables(self) -> PositionTables:
-        tables = self._positions(TableEmbedding)
+        tables = self.positions(TableEmbedding)
         assert tables is not None
         return PositionTables(tables, pipelined=self.pipelined)
 
@@ -186,20 +198,21 @@ class LayerFactory:
             mlp_norm=None if shares_norm else self._norm(),
             mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
             table_names=cls.table_names if shared and issubclass(cls, TableEmbedding) else (),
-            own_tables=None if shared else self._positions(TableEmbedding, layer=number),
+            own_tables=None if shared else self.positions(TableEmbedding, layer=number),
             hidden_dropout=spec.hidden_dropout,
             parallel_residual=spec.gpt_j_residual,
         )
 
     def untied_head(self) -> UntiedHead:
-        spec, init = self.spec, self._init(self.spec.init_method)
+        spec, init, later = self.spec, self._init(self.spec.init_method), self.pipelined
         make = Projections(init, init, partial(seeded_generator, spec.seed), False, self.tp)
         what = ("final_linear", spec.hidden_size, spec.padded_vocab_size)
         by_row = spec.output_layer_parallelism == "row"
-        linear = make.row(*what, input_is_split=False) if by_row else make.column(*what)
-        return UntiedHead(linear, in_loss=self.pipelined)
+        if by_row:
+            return UntiedHead(make.row(*what, input_is_split=False, words=True), in_loss=later)
+        return UntiedHead(make.column(*what, words=True), in_loss=later)
 
-    def _positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
+    def positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
         """The positional embedding if it is of this kind; each `layer` has a draw of its own."""
         if not issubclass(self.position_class, kind):
             return None
@@ -225,19 +238,15 @@ class LayerFactory:
 
     def _attention(self, linear: Projections) -> SelfAttention:
         spec = self.spec
-        softmax_scale = None
-        if spec.scalable_softmax:
-            softmax_scale = softmax_scale_start(spec.seq_length, spec.attention_window)
         return SelfAttention(
             spec.hidden_size,
             spec.num_attention_heads,
             spec.kv_heads,
             linear=linear,
-            rotary=self._positions(RotaryEmbedding),
+            rotary=self.positions(RotaryEmbedding),
             qk_norm=self._qk_norm(),
             forget_gate=spec.forget_gate,
-            sinks=spec.attention_sinks,
-            softmax_scale=softmax_scale,
+            per_head=per_head_starts(spec),
             documents_apart=spec.reset_attention_mask,
             positions_restart=spec.reset_position_ids,
             dropout=spec.attention_dropout,
@@ -252,7 +261,10 @@ class LayerFactory:
         if not spec.use_qk_layernorm:
             return None
         shape = (spec.num_attention_heads, spec.head_dim)
-        return nn.LayerNorm(shape, eps=spec.layernorm_epsilon, bias=spec.use_bias_in_norms)
+        norm = nn.LayerNorm(shape, eps=spec.layernorm_epsilon, bias=spec.use_bias_in_norms)
+        for parameter in norm.parameters():  # of two dimensions, and still no matrix
+            declare(parameter, decay=False)
+        return norm
 
 
 def _check_restarts(embedding: InputEmbedding, pos_emb: str) -> None:

@@ -136,6 +136,12 @@ class TableEmbedding(PositionalEmbedding):
     def forward(self, length: int) -> Tables:
         raise NotImplementedError
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """A plain nn.Parameter is taken for the kernel's, with the heads along dimension 0."""
+        if param is not None and not hasattr(param, "facts"):
+            declare_kernel_parameter(param)
+        super().register_parameter(name, param)
+
     def distances(self, length: int) -> Tensor:
         """0, 1, ..., length-1 in fp32."""
         if length < 1:
@@ -301,13 +307,25 @@ def log1p(x: Tensor) -> Tensor:
     return torch.log1p(x) if x.dtype != torch.bfloat16 else torch.log(1 + x)
 
 
-def sharded_parameter(values: Tensor) -> nn.Parameter:
-    """A kernel's parameter, which `weight_decay` leaves alone; it holds this rank's heads."""
+def sharded_parameter(values: Tensor, *, split: int = 0, official: str = "") -> nn.Parameter:
+    """A kernel's parameter, which `weight_decay` leaves alone; it holds this rank's heads.
+
+    `split` is the dimension of the heads, `official` its name in a file of GPT-NeoX or of the
+    official KERPLE code.
+    """
     # Exported models are built on the meta device before their weights are read.
     parameter = nn.Parameter(values.contiguous().to(torch.get_default_device()))
+    declare_kernel_parameter(parameter, split, official)
+    return parameter
+
+
+def declare_kernel_parameter(parameter: nn.Parameter, split: int = 0, official: str = "") -> None:
+    """State its facts, which are described at ParameterFacts in mpu/parallel_layers.py."""
+    neox = f"attention.rpe.{official}" if official else None
+    facts = {"split": split, "fp32": True, "decay": False, "rate": "kernel", "neox": neox}
+    parameter.facts = facts  # type: ignore[attr-defined]
     for flag in ("is_kernel_parameter", "model_parallel", "tensor_model_parallel"):
         setattr(parameter, flag, True)
-    return parameter
 
 
 # A formula and its learned numbers as a module.
@@ -316,12 +334,14 @@ def sharded_parameter(values: Tensor) -> nn.Parameter:
 class DistanceKernel(TableEmbedding):
     """The KERPLE framework: one formula of distance and of learned parameters per head.
 
-    Subclasses declare `learnable` and define `bias(self, d, ...)` or `weight(self, d, ...)` or
+    Subclasses declare `learnable` (and `official`, a parameter's name in a file of the official
+    code, if it is there) and define `bias(self, d, ...)` or `weight(self, d, ...)` or
     both. d is [length]; each parameter named in the signature arrives as [local heads, 1], already
     inside its bounds.
     """
 
     learnable: ClassVar[Mapping[str, Bounded]] = {}
+    official: ClassVar[Mapping[str, str]] = {}
     table_names: ClassVar[tuple[str, ...]] = ()
     _arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
@@ -343,7 +363,8 @@ class DistanceKernel(TableEmbedding):
         constraint = _one_of("kerple_constraint", options.kerple_constraint, CONSTRAINTS)
         self._constraint = CONSTRAINTS[constraint]
         for name, raw in self.initial_values().items():
-            self.register_parameter(name, sharded_parameter(raw))
+            official = self.official.get(name, "")
+            self.register_parameter(name, sharded_parameter(raw, official=official))
 
     def initial_values(self) -> dict[str, Tensor]:
         values = {}

@@ -5,7 +5,8 @@
 Each class is one formula with learned numbers r1, r2, ... per head, shared by all layers. Beside
 each number stand its constraint and its initial draw: `Positive(Uniform(0, 2))` starts uniform in
 [0, 2) and stays above 0; an `Exponent` stays in (0, 2]. The paper states the constraints, the
-official code the draws. Numbers of equations, sections and facts are those of the paper:
+official code the draws; `official` has its names. Numbers of equations, sections and facts are
+the paper's:
 
     Chi, Fan, Ramadge, Rudnicky: KERPLE: Kernelized Relative Positional Embedding for Length
     Extrapolation. NeurIPS 2022.
@@ -49,6 +50,7 @@ class KerpleLog(DistanceKernel):
     """The logarithmic variant, the paper's best. CPD by Corollary 1(b) with p = 1."""
 
     learnable: ClassVar = {"r1": Positive(Uniform(0, 2)), "r2": Positive(Uniform(0, 1))}
+    official: ClassVar = {"r1": "bias_p", "r2": "bias_a"}
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return -r1 * log1p(r2 * d)
@@ -59,6 +61,7 @@ class KerplePower(DistanceKernel):
     """The power variant: ALiBi with a learned slope and exponent. CPD by Corollary 1(a)."""
 
     learnable: ClassVar = {"r1": Positive(Uniform(0, 1)), "r2": Exponent(Uniform(0, 2))}
+    official: ClassVar = {"r1": "bias_a", "r2": "bias_p"}
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return -r1 * d**r2
@@ -91,6 +94,7 @@ class KerpleBiasWeight(DistanceKernel):
         "r3": Positive(Uniform(0, 1)),
         "r4": Exponent(Uniform(0, 2)),
     }
+    official: ClassVar = {"r1": "bias_a", "r2": "bias_p", "r3": "wei_a", "r4": "wei_p"}
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return -r1 * d**r2
@@ -142,6 +146,7 @@ class GaussWeight2(DistanceKernel):
     """2-para-wht: the same with a learned exponent."""
 
     learnable: ClassVar = {"r1": Positive(Uniform(0, 1)), "r2": Exponent(Uniform(0, 2))}
+    official: ClassVar = {"r1": "wei_a", "r2": "wei_p"}
 
     def weight(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return torch.exp(-r1 * d**r2)
@@ -224,7 +229,8 @@ class T5Bias(TableEmbedding):
                 "there must be at least 2 buckets and rpe_max_distance above half their number."
             )
         self.scale = math.sqrt(options.head_dim)
-        self.weight = sharded_parameter(self.initial_values()["weight"])
+        values = self.initial_values()["weight"]
+        self.weight = sharded_parameter(values, split=1, official="weight")
 
     def initial_values(self) -> dict[str, Tensor]:
         heads = self.options.num_heads

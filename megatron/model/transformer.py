@@ -8,6 +8,8 @@ integers among them, say where the document of each token begins, if documents a
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -45,6 +47,8 @@ def drop_tables(state: State) -> Tensor:
 class PositionTables(nn.Module):
     """The owner of the kernel: computes the tables once for all layers."""
 
+    hf_names: ClassVar = {"embedding.": "gpt_neox.positions."}
+
     def __init__(self, embedding: TableEmbedding, *, pipelined: bool = False) -> None:
         super().__init__()
         self.embedding = embedding
@@ -71,6 +75,8 @@ def _sendable(table: Tensor | None) -> Tensor | None:
 
 class TransformerLayer(nn.Module):
     """Pre-norm attention and MLP, one after the other or (`parallel_residual`) side by side."""
+
+    hf_names: ClassVar = {"": "gpt_neox.layers.{number}."}
 
     def __init__(
         self,
@@ -135,9 +141,11 @@ class MLP(nn.Module):
         self.activation = activation_named(activation)
         parts = [intermediate_size] * (2 if activation in GATED else 1)
         self.dense_h_to_4h = linear.column(
-            "mlp.dense_h_to_4h", hidden_size, sum(parts), parts=parts
+            "mlp.dense_h_to_4h", hidden_size, sum(parts), parts=parts, neox="mlp.linear1"
         )
-        self.dense_4h_to_h = linear.row("mlp.dense_4h_to_h", intermediate_size, hidden_size)
+        self.dense_4h_to_h = linear.row(
+            "mlp.dense_4h_to_h", intermediate_size, hidden_size, neox="mlp.linear2"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))

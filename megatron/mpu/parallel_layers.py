@@ -12,12 +12,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.backends.interface import whole_shape
 from megatron.mpu.collectives import (
     SERIAL,
     TensorParallel,
@@ -62,6 +64,54 @@ def init_method(name: str, *, std: float, num_layers: int, hidden_size: int) -> 
     return methods[name]
 
 
+# The facts of a parameter.
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What others need to know of a parameter, declared once, where the parameter is made.
+
+    Sharding, resharding, casts, optimizer groups and conversions read it (`parameter_facts`), from
+    the model or, where there is none, from its layers on device meta (`model/outline.py`).
+    """
+
+    split: int | None = None
+    """The dimension that tensor-parallel ranks share; None: each rank holds the whole."""
+    parts: tuple[int, ...] = (1,)
+    """Relative sizes of the parts stacked along that dimension, each of which is split."""
+    fp32: bool = False
+    """Kept in fp32 by exports and `load_pretrained`, whatever the precision of the others."""
+    decay: bool | None = None
+    """Whether weight_decay applies; None: to matrices, not to vectors."""
+    rate: str = "model"
+    """Learning-rate group: `kernel` has kerple_lr_scale and kerple_weight_decay."""
+    words: bool = False
+    """Whether rows are words; the last may be padding, which depends on the number of ranks."""
+    after_sum: bool = False
+    """A bias added once, after the sum over ranks. GPT-NeoX adds some on every rank instead."""
+    neox: str | None = None
+    """The name in a layer's file of GPT-NeoX or the official KERPLE code, where not ours."""
+
+    def part_sizes(self, shape: Sequence[int]) -> list[int]:
+        """The sizes of the stacked parts in a tensor of this shape; none if nothing is split."""
+        if self.split is None:
+            return []
+        return [part * shape[self.split] // sum(self.parts) for part in self.parts]
+
+    def is_decayed(self, shape: Sequence[int]) -> bool:
+        return len(shape) >= 2 if self.decay is None else self.decay
+
+
+def parameter_facts(parameter: Tensor) -> ParameterFacts:
+    """What was declared of a parameter; the defaults if nothing was."""
+    return ParameterFacts(**getattr(parameter, "facts", {}))
+
+
+def declare(parameter: nn.Parameter, **facts: Any) -> None:
+    """State facts of a parameter that another library's module has made."""
+    parameter.facts = vars(ParameterFacts(**facts))  # type: ignore[attr-defined]
+
+
 # Linear layers and an embedding, split over the tensor-parallel ranks.
 
 
@@ -83,11 +133,13 @@ def after_drawing(action: Callable[[nn.Parameter], None]) -> Iterator[None]:
         _after_drawing.reset(token)
 
 
-def _parameter(data: Tensor, *, split: bool) -> nn.Parameter:
-    """A parameter marked for DeepSpeed's gradient norms: split ones are summed over the ranks."""
+def _parameter(data: Tensor, facts: ParameterFacts, tp: TensorParallel) -> nn.Parameter:
+    """A parameter with its facts, marked for gradient norms: slices are summed over the ranks."""
     parameter = nn.Parameter(data)
-    parameter.model_parallel = split  # type: ignore[attr-defined]
-    parameter.tensor_model_parallel = split  # type: ignore[attr-defined]
+    is_slice = facts.split is not None and tp.size > 1
+    marks = {"facts": vars(facts), "model_parallel": is_slice, "tensor_model_parallel": is_slice}
+    for name, value in marks.items():
+        setattr(parameter, name, value)
     action = _after_drawing.get()
     if action is not None:
         action(parameter)
@@ -97,25 +149,38 @@ def _parameter(data: Tensor, *, split: bool) -> nn.Parameter:
 def per_head_parameter(value: float, heads: int, tp: TensorParallel) -> nn.Parameter:
     """One number per head, those of this rank; all start at `value`."""
     share = tp.slice_of(heads, "num_attention_heads")
-    return _parameter(torch.full((share.stop - share.start,), value), split=tp.size > 1)
+    values = torch.full((share.stop - share.start,), value)
+    return _parameter(values, ParameterFacts(split=0, fp32=True), tp)
 
 
 def _draw(rows: int, columns: int, init: InitMethod, generator: torch.Generator) -> Tensor:
     with torch.no_grad():
-        return init(torch.empty(rows, columns, dtype=torch.float32), generator)
+        whole = torch.empty(rows, columns, dtype=torch.float32)
+        return whole if whole.is_meta else init(whole, generator)
 
 
 class _SplitLinear(nn.Module):
-    """What linear layers hold: this rank's slice of the weight, and a bias that starts at 0."""
+    """What linear layers hold: this rank's slice of the weight, and a bias that starts at 0.
 
-    def __init__(self, weight: Tensor, *, bias: bool, split_bias: bool, tp: TensorParallel) -> None:
+    `facts` are the weight's. `neox` is what GPT-NeoX calls the layer, where that is not our name.
+    """
+
+    def __init__(
+        self, weight: Tensor, *, bias: bool, tp: TensorParallel, facts: ParameterFacts, neox: str
+    ) -> None:
         super().__init__()
         self.tp = tp
-        split = tp.size > 1
-        self.weight = _parameter(weight, split=split)
+        names = {part: f"{neox}.{part}" if neox else None for part in ("weight", "bias")}
+        self.weight = _parameter(weight, replace(facts, neox=names["weight"]), tp)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _parameter(torch.zeros(len(weight)), split=split and split_bias)
+            by_row = facts.split == 1  # whole on every rank
+            own = ParameterFacts(after_sum=True) if by_row else replace(facts, words=False)
+            self.bias = _parameter(torch.zeros(len(weight)), replace(own, neox=names["bias"]), tp)
+
+    def own_flops(self, length: int) -> float:
+        """Multiplications and additions of one token's forward pass."""
+        return 2.0 * whole_shape(self.weight).numel()
 
 
 class ColumnParallelLinear(_SplitLinear):
@@ -124,11 +189,7 @@ class ColumnParallelLinear(_SplitLinear):
     `input_is_shared`: `copy_to_group` was called on the input, for several layers at once.
     """
 
-    def __init__(
-        self, weight: Tensor, *, bias: bool, tp: TensorParallel, input_is_shared: bool = False
-    ) -> None:
-        super().__init__(weight, bias=bias, split_bias=True, tp=tp)
-        self.input_is_shared = input_is_shared
+    input_is_shared = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.input_is_shared else copy_to_group(x, self.tp)
@@ -138,11 +199,7 @@ class ColumnParallelLinear(_SplitLinear):
 class RowParallelLinear(_SplitLinear):
     """y = x A^T + b with the inputs split over the ranks; the bias is added once, after the sum."""
 
-    def __init__(
-        self, weight: Tensor, *, bias: bool, tp: TensorParallel, input_is_split: bool = True
-    ) -> None:
-        super().__init__(weight, bias=bias, split_bias=False, tp=tp)
-        self.input_is_split = input_is_split
+    input_is_split = True
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_split:
@@ -172,21 +229,40 @@ class Projections:
         bias: bool | None = None,
         parts: Sequence[int] = (),
         input_is_shared: bool = False,
+        words: bool = False,
+        neox: str = "",
     ) -> ColumnParallelLinear:
         """`parts` are the sizes of parts stacked in the output (two for gated activations; queries,
         keys and values of grouped heads); each is split, so that every rank has a slice of all."""
         full = _draw(output_size, input_size, self.init, self.generators(name))
         pieces = full.split(list(parts) or [output_size])
-        weight = torch.cat([piece[self.tp.slice_of(len(piece), "output size")] for piece in pieces])
+        shares = [piece[self.tp.slice_of(len(piece), "output size")] for piece in pieces]
+        rows = sum(len(share) for share in shares)
+        # on meta, torch.cat would import a second's worth of torch
+        weight = full.new_empty(rows, input_size) if full.is_meta else torch.cat(shares)
+        unit = math.gcd(*(len(piece) for piece in pieces))
+        facts = ParameterFacts(split=0, parts=tuple(len(p) // unit for p in pieces), words=words)
         bias = self.bias if bias is None else bias
-        return ColumnParallelLinear(weight, bias=bias, tp=self.tp, input_is_shared=input_is_shared)
+        linear = ColumnParallelLinear(weight, bias=bias, tp=self.tp, facts=facts, neox=neox)
+        linear.input_is_shared = input_is_shared
+        return linear
 
     def row(
-        self, name: str, input_size: int, output_size: int, *, input_is_split: bool = True
+        self,
+        name: str,
+        input_size: int,
+        output_size: int,
+        *,
+        input_is_split: bool = True,
+        words: bool = False,
+        neox: str = "",
     ) -> RowParallelLinear:
         full = _draw(output_size, input_size, self.output_init, self.generators(name))
         weight = full[:, self.tp.slice_of(input_size, "input size")].clone()
-        return RowParallelLinear(weight, bias=self.bias, tp=self.tp, input_is_split=input_is_split)
+        facts = ParameterFacts(split=1, words=words)
+        linear = RowParallelLinear(weight, bias=self.bias, tp=self.tp, facts=facts, neox=neox)
+        linear.input_is_split = input_is_split
+        return linear
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -206,7 +282,7 @@ class VocabParallelEmbedding(nn.Module):
         share = tp.slice_of(num_embeddings, "padded vocabulary size")
         self.first_id, self.last_id = share.start, share.stop
         full = _draw(num_embeddings, embedding_size, init, generator)
-        self.weight = _parameter(full[share].clone(), split=tp.size > 1)
+        self.weight = _parameter(full[share].clone(), ParameterFacts(split=0, words=True), tp)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.tp.size == 1:

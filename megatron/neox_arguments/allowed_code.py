@@ -10,6 +10,7 @@ Folders are packages to Python: a checkpoint below the working directory could b
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,9 +20,14 @@ from typing import Any
 from megatron.atomic_files import CHECKSUMS, read_json
 from megatron.errors import ConfigError, KerpleError
 
+# Names of a checkpoint's files, by which `checkpoints.reading` finds weights and this module tells
+# that a folder is a checkpoint. At most five digits: a name must not stand for a billion others.
+LAYER_FILE = re.compile(r"^layer_(\d{1,5})-model_(\d{1,5})-model_states\.pt$")
+RANK_FILE = re.compile(r"^mp_rank_(\d{1,5})_model_states\.pt$")
+ZERO_FILE = re.compile(r"zero_pp_rank_(\d{1,5})_mp_rank_(\d{1,5})_(optim|model)_states\.pt$")
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 # Beside these names, a folder is a run, a checkpoint or a Hugging Face model.
-_MARKS = (CHECKSUMS, "metrics.jsonl", "resolved.yml")
+_MARKS = frozenset({CHECKSUMS, "metrics.jsonl", "resolved.yml", "latest", "universal.json"})
 _allowed: set[str] = set()
 
 
@@ -118,18 +124,50 @@ def _tasks_in(values: Mapping[str, Any]) -> list[str]:
 
 
 def is_inside_checkpoint(path: str | Path) -> bool:
-    """Whether a file lies in a run's, a checkpoint's or a Hugging Face model's folder."""
+    """Whether a file lies in a run's, a checkpoint's or a Hugging Face model's folder.
+
+    Or beside one that holds weights: a renamed `global_stepN` with the config next to it.
+    """
     given = Path(path).absolute()
-    folders = {*given.parents, *given.resolve().parents}
-    return any(_is_checkpoint_folder(folder) for folder in folders)
+    for place in (given, given.resolve()):
+        above = place.parent.parent if place.parent.name == "configs" else place.parent
+        if any(_is_checkpoint_folder(folder) for folder in place.parents):
+            return True
+        if any(_holds_weights(folder) for folder in _folders_in(above)):
+            return True
+    return False
 
 
 def _is_checkpoint_folder(folder: Path) -> bool:
     try:
-        if folder.name.startswith("global_step") or any((folder / m).is_file() for m in _MARKS):
-            return True
-        return any(folder.glob("global_step*")) or "model_type" in (
-            read_json(folder / "config.json") or {}
-        )
+        names = os.listdir(folder)  # noqa: PTH208
     except OSError:
         return True  # a folder that cannot be looked into is not known to be the user's
+    return (
+        folder.name.startswith("global_step")
+        or not _MARKS.isdisjoint(names)
+        or any(name.startswith("global_step") or is_weight_file(name) for name in names)
+        or "model_type" in (read_json(folder / "config.json") or {})
+    )
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether the loader would read weights or optimizer states from a file of this name."""
+    patterns = (LAYER_FILE, RANK_FILE, ZERO_FILE)
+    return any(pattern.search(name) for pattern in patterns) or (
+        name.endswith(".safetensors") or (name.startswith("pytorch_model") and name[-4:] == ".bin")
+    )
+
+
+def _holds_weights(folder: Path) -> bool:
+    try:
+        return any(is_weight_file(name) for name in os.listdir(folder))  # noqa: PTH208
+    except OSError:
+        return False
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        return [entry for entry in folder.iterdir() if entry.is_dir()]
+    except OSError:
+        return []

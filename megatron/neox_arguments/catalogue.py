@@ -9,14 +9,9 @@ registered, or be `module:ClassName`: a kernel of your own needs no line.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from megatron.errors import ConfigError, UnknownPositionalEmbeddingError
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.model_keys import ModelArgs
 
 
 @dataclass(frozen=True)
@@ -30,70 +25,41 @@ class Method:
     summary: str
     formula: str = ""
     """LaTeX, in the distance d and the learned r_1, r_2, ...; empty where there is no table."""
-    per_head: int = 0
-    """Learned numbers per head."""
-    count: Callable[[ModelArgs], int] | None = None
-    """All learned numbers of a model, where they are not a fixed number per head."""
     official: str | None = None
     """The value of `pos_emb` in the official KERPLE code; an alias here."""
-    official_parameters: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a parameter -> its name in the official code's checkpoints."""
     in_neox: bool = False
     """Whether GPT-NeoX has it under the same name."""
-
-    def parameters(self, model: ModelArgs) -> int:
-        """Learned numbers of the positions of a whole model."""
-        if self.count is not None:
-            return self.count(model)
-        return self.per_head * model.num_attention_heads * _owners(model)
-
-
-def _owners(model: ModelArgs) -> int:
-    return model.num_layers if model.kerple_share == "per_layer" else 1
-
-
-def _learned_rows(model: ModelArgs) -> int:
-    return model.position_rows * model.hidden_size
-
-
-def _t5_buckets(model: ModelArgs) -> int:
-    return model.rpe_num_buckets * model.num_attention_heads * _owners(model)
 
 
 METHODS: dict[str, Method] = {
     entry.name: entry
     for entry in (
         Method("kerple_log", "KERPLE-log", "the logarithmic variant, the paper's best",
-               r"-r_1\,\log(1+r_2 d)", per_head=2, official="kerple_log",
-               official_parameters={"r1": "bias_p", "r2": "bias_a"}),
+               r"-r_1\,\log(1+r_2 d)", official="kerple_log"),
         Method("kerple_power", "KERPLE-power", "the power variant",
-               r"-r_1\,d^{\,r_2}", per_head=2, official="kerple_power_ap_",
-               official_parameters={"r1": "bias_a", "r2": "bias_p"}),
+               r"-r_1\,d^{\,r_2}", official="kerple_power_ap_"),
         Method("kerple_log3", "KERPLE 3-para-log", "the log variant with an exponent inside",
-               r"-r_1\,\log(1+r_2 d^{\,r_3})", per_head=3),
+               r"-r_1\,\log(1+r_2 d^{\,r_3})"),
         Method("kerple_bias_wht", "KERPLE bias+wht", "the power variant with a weight on scores",
-               r"-r_1 d^{\,r_2},\quad \exp(-r_3 d^{\,r_4})", per_head=4,
-               official="kerple_power_ap_ap",
-               official_parameters={"r1": "bias_a", "r2": "bias_p", "r3": "wei_a", "r4": "wei_p"}),
+               r"-r_1 d^{\,r_2},\quad \exp(-r_3 d^{\,r_4})",
+               official="kerple_power_ap_ap"),
         Method("gauss_bias2", "2-para-bias", "a Gaussian bump as a bias",
-               r"r_1\exp(-r_2 d^2)", per_head=2),
+               r"r_1\exp(-r_2 d^2)"),
         Method("gauss_bias3", "3-para-bias", "the same with a learned exponent",
-               r"r_1\exp(-r_2 d^{\,r_3})", per_head=3),
+               r"r_1\exp(-r_2 d^{\,r_3})"),
         Method("gauss_wht1", "1-para-wht", "a Gaussian as a weight on scores",
-               r"\exp(-r_1 d^2)", per_head=1),
+               r"\exp(-r_1 d^2)"),
         Method("gauss_wht2", "2-para-wht", "the same with a learned exponent",
-               r"\exp(-r_1 d^{\,r_2})", per_head=2, official="kerple_power__ap",
-               official_parameters={"r1": "wei_a", "r2": "wei_p"}),
+               r"\exp(-r_1 d^{\,r_2})", official="kerple_power__ap"),
         Method("alibi", "ALiBi", "linear bias with fixed slopes",
                r"-\mathrm{slope}_h\,d", in_neox=True),
         Method("alibi_learned", "ALiBi (learned)", "linear bias with slopes that are trained",
-               r"-r_1\,d", per_head=1),
+               r"-r_1\,d"),
         Method("kerple_power_original", "ALiBi (floored)",
                "ALiBi inside the official code's power kernel",
                r"-\max(0.01,\,\mathrm{slope}_h)\,d", official="kerple_power_original"),
         Method("rpe", "T5 bias", "a learned value per distance bucket",
-               r"b_{\mathrm{bucket}(d)}\sqrt{\mathrm{head\_dim}}", count=_t5_buckets,
-               in_neox=True),
+               r"b_{\mathrm{bucket}(d)}\sqrt{\mathrm{head\_dim}}", in_neox=True),
         Method("sandwich", "Sandwich", "inner products of sinusoids as a bias",
                r"\frac{H}{8h}\left(\sum_{i=1}^{64}\cos\frac{d}{10000^{2i/128}}-64\right)"),
         Method("rotary", "Rotary", "queries and keys rotated by position",
@@ -101,7 +67,7 @@ METHODS: dict[str, Method] = {
         Method("sinusoidal", "Sinusoidal", "fixed sines and cosines added to the input",
                in_neox=True),
         Method("learned", "Learned", "a vector per position, none beyond training length",
-               count=_learned_rows, in_neox=True),
+               in_neox=True),
         Method("none", "NoPE", "no positional embedding", in_neox=True),
     )
 }  # fmt: skip

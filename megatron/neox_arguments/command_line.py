@@ -178,9 +178,4 @@ def parse_command_line(
             args = load_config(options)
     except KerpleError as error:
         raise SystemExit(print_error(error)) from None
-    if options.dry_run:
-        from megatron.neox_arguments.dry_run import dry_run_report
-
-        print(dry_run_report(args))
-        raise SystemExit(0)
     return args, options

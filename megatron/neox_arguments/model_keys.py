@@ -198,6 +198,7 @@ class ModelArgs(Group):
         hf=None,
         ours=True,
         changes="execution",
+        evaluate="free",
     )
     attention_pruning: bool = key(
         True,
@@ -205,6 +206,7 @@ class ModelArgs(Group):
         hf=None,
         ours=True,
         changes="execution",
+        evaluate="free",
     )
     activation: Activation = key("gelu", "Activation of the MLP.", hf="hidden_act")
     gpt_j_residual: bool = key(
@@ -368,8 +370,12 @@ def hugging_face_keys() -> tuple[HFKey, ...]:
     )
 
 
-SCORE_TERMS = ("forget_gate", "attention_sinks", "scalable_softmax")
-"""Model keys that give a layer's heads more to learn about their scores."""
-
 KEYS_OF_OURS: frozenset[str] = frozenset(declared("ours", ModelArgs))
 """Model keys that neither GPT-NeoX nor the official KERPLE code knows."""
+
+SCORE_TERMS = tuple(
+    entry.key
+    for entry in hugging_face_keys()
+    if entry.key in KEYS_OF_OURS and not entry.key.startswith("kerple_")
+)
+"""Those of them that change what any method computes: further terms of the scores."""

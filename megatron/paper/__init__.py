@@ -1,1 +1,1 @@
-"""The paper again: suites of runs, locally or on Slurm; statistics, tables, figures, a report."""
+"""Reproduce the paper: suites of runs, locally or on Slurm; statistics, tables, figures, report."""

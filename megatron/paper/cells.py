@@ -20,7 +20,7 @@ MISSING = "—"
 ALPHA = 0.05
 """Significance level of the paper."""
 FEWEST_SEEDS = 3
-"""From which on a difference of ours counts."""
+"""Fewest common seeds with which a difference can count as settled."""
 
 _SCIENTIFIC_FROM = 1e7
 _FIXED_DECIMALS = {Rounding.TWO_DECIMALS: 2, Rounding.THREE_DECIMALS: 3}
@@ -76,7 +76,7 @@ class PairedTest:
 
     @property
     def settled(self) -> bool:
-        """Whether the difference counts; with two seeds a small p is easily luck."""
+        """Whether the difference counts; with two seeds a small p is often chance."""
         return self.seeds >= FEWEST_SEEDS and self.p_value is not None and self.p_value < ALPHA
 
 

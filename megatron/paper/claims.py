@@ -188,7 +188,7 @@ def _against_window(name: str, *, below: bool) -> _Check:
 
 
 _Claim = tuple[str, tuple[str, ...], _Check]
-"""What is said, the methods without which a suite says nothing about it, and its check."""
+"""Text of the claim, the methods that a suite needs for it, and its check."""
 
 
 def _claims() -> tuple[_Claim, ...]:

@@ -245,7 +245,7 @@ def _write_report(suite: Suite, out: Path | None) -> None:
 
 
 def _legend(table: Table, color: bool) -> str:
-    """What the marks in this very table mean."""
+    """What the marks in this table mean."""
     cells = [entry.cell for entry in table.entries]
     marks = []
     mark = "bold" if color else "*"
@@ -357,7 +357,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "worker": (_worker, ""),
     "released": (_released, "figures and perplexities of the official release's checkpoints"),
 }
-"""What does it, and what it says of itself; Slurm's jobs call the worker, nobody else."""
+"""Command -> its function and its help text; only Slurm jobs call `worker`."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Carry one run through its steps, in child processes that can be stopped without loss."""
+"""Run the steps of one run in child processes, which can be stopped without loss."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _curves(results: ResultSet, split: str, data: str, methods: Sequence[str]) -
         cells = {length: summarize(seeds.values()) for length, seeds in by_length.items()}
         if finite := {n: cell for n, cell in cells.items() if math.isfinite(cell.mean or 0.0)}:
             found[name] = finite
-    # Seeds have texts of their own: a mean over fewer is not quite comparable, and says so.
+    # Seeds have texts of their own: a mean over fewer is not quite comparable and is labelled.
     seeds = {name: cells[max(cells)].seeds for name, cells in found.items()}
     most = max(seeds.values(), default=0)
     curves = []

@@ -1,4 +1,4 @@
-"""Figures of kernels: their functions, how far they look, how they got there, what they do."""
+"""Figures of kernels: functions, effective lengths, learned parameters over training, Figure 1."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def _kernels_with_bias(results: ResultSet) -> dict[str, type[TableEmbedding]]:
 
 def first_kernel(results: ResultSet, data: str, name: str) -> Mapping[str, list[float]] | None:
     """Of the first seed whose kernel can be drawn; a fixed one (ALiBi's) needs no parameters."""
-    known = method(name)
-    is_fixed = known is not None and known.per_head == 0 and known.count is None
+    options = position_options(heads=1, head_dim=2)
+    is_fixed = method(name) and not build_positional_embedding(name, options).initial_values()
     for run in results.of(data, name):
         if run.kernel or (is_fixed and run.last_step):
             return run.kernel

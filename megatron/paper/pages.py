@@ -1,4 +1,4 @@
-"""Write tables and the report: HTML, Markdown and LaTeX from templates, text by tabulate, CSV."""
+"""Write tables and the report: HTML, Markdown and LaTeX from templates, text, CSV."""
 
 from __future__ import annotations
 
@@ -107,9 +107,11 @@ def to_markdown(table: Table) -> str:
     for block in table.blocks:
         if block.title:
             parts.append(f"#### {block.title}")
-        rows = [[row.label, *map(_markdown_cell, row.entries)] for row in block.rows]
+        rows = [
+            [_markdown_text(row.label), *map(_markdown_cell, row.entries)] for row in block.rows
+        ]
         align = ["left", *["right"] * len(block.columns)]
-        parts.append(text_table(_heads(block), rows, align, "pipe"))
+        parts.append(text_table([*map(_markdown_text, _heads(block))], rows, align, "pipe"))
     return "\n\n".join(parts) + "\n"
 
 
@@ -128,6 +130,11 @@ def fill_tables(page: str, tables: Mapping[str, str]) -> str:
         return f"{place[1]}\n{text}\n{place[3]}"
 
     return _TABLE_PLACE.sub(filled, page)
+
+
+def _markdown_text(text: str) -> str:
+    """A suite's own words, which are no markup and end no cell."""
+    return text.replace("<", "&lt;").replace("|", "\\|")
 
 
 def _markdown_cell(entry: Entry) -> str:
@@ -167,12 +174,19 @@ def to_csv(table: Table) -> str:
                 cell, paper = entry.cell, entry.published
                 line: list[object] = [table.key, block.title, column.group, column.label, row.label]
                 line += [cell.mean, cell.std, cell.seeds, int(cell.bold), int(cell.dagger)]
+                line = [_csv_text(item) for item in line]
                 line += [cell.p_value, cell.note or ("" if cell.present else "missing")]
                 if paper is None or paper.mean is None:
                     writer.writerow([*line, None, None, None])
                 else:
                     writer.writerow([*line, paper.mean, paper.std, int(paper.dagger)])
     return out.getvalue()
+
+
+def _csv_text(item: object) -> object:
+    """A spreadsheet takes a text that begins like this for a formula."""
+    formula = isinstance(item, str) and item.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{item}" if formula else item
 
 
 def write_tables(tables: Iterable[Table], directory: Path) -> None:
@@ -222,6 +236,8 @@ def _latex_cell(entry: Entry) -> str:
 
 
 _LATEX = {"%": r"\%", "&": r"\&", "_": r"\_", "#": r"\#", "±": r"$\pm$", "†": r"$^\dagger$"}
+_LATEX |= {"\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "^": r"\^{}"}
+_LATEX |= {"~": r"\textasciitilde{}"}
 _LATEX |= {"×": r"$\times$", "—": "---", "–": "--", "−": "$-$", "α": r"$\alpha$"}
 
 

@@ -13,14 +13,23 @@ from pathlib import Path
 
 from megatron.data.corpora import SOURCES
 from megatron.evaluation.text_tables import text_table
+from megatron.model import ModelSpec
+from megatron.model.outline import outline_of
+from megatron.model.sizes import count_parameters, estimate_memory, outline_of_config
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.dry_run import count_parameters, estimate_memory
 from megatron.paper.cells import published_seconds_per_step
 from megatron.paper.suite import Run, Suite
 
 _PAPER_BATCH_TOKENS = 32 * 512
-_PAPER_MULTIPLIED, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH = 123_689_472, 12, 768, 512
-"""Its 162,322,944 parameters without the embedding, which is looked up and not multiplied."""
+_PAPER_LENGTH = 512
+_PAPER_MODEL = ModelSpec(
+    num_layers=12,
+    hidden_size=768,
+    num_attention_heads=12,
+    seq_length=_PAPER_LENGTH,
+    no_weight_tying=True,
+    padded_vocab_size=50304,
+)
 _BYTES_PER_TOKEN_OF_TEXT = 4.0  # English with GPT-2's tokens; a rough figure for disk space
 _TOKENIZING_MB_PER_CORE_SECOND = 1.95
 """docs/benchmarks.md: 3.90 MB/s of text with GPT-2's tokens on two cores."""
@@ -73,11 +82,8 @@ def estimate_cost(run: Run) -> Cost:
     else:
         train_rate = evaluate_rate = _paper_rate(run.method)
 
-    def forward_flops(length: int) -> float:
-        shape = (args.model.num_layers, args.model.hidden_size)
-        # The embedding is looked up and not multiplied.
-        return _flops_per_token(parameters - counted.embedding, *shape, length)
-
+    outline, _ = outline_of_config(args)
+    forward_flops = outline.flops_per_token
     train = 3 * tokens * forward_flops(run.train_length) / train_rate
     by_length = _evaluation_tokens(run, args.evaluation.eval_num_sequences)
     evaluate = {n: own * forward_flops(n) / evaluate_rate for n, own in by_length.items()}
@@ -108,16 +114,11 @@ def _own_vocabulary(run: Run) -> dict[str, int]:
     return {"vocab_size": source.vocabulary} if source and beside and source.vocabulary else {}
 
 
-def _flops_per_token(multiplied: int, layers: int, hidden: int, length: int) -> float:
-    """Of a forward pass: 2 per parameter, and attention over half the sequence on average."""
-    return 2.0 * multiplied + 2.0 * layers * hidden * length
-
-
 def _paper_rate(method: str) -> float:
     """FLOP/s of the paper's training on an A100."""
     known = published_seconds_per_step()
     seconds = known.get(method, known["kerple_log"])
-    forward = _flops_per_token(_PAPER_MULTIPLIED, _PAPER_LAYERS, _PAPER_HIDDEN, _PAPER_LENGTH)
+    forward = outline_of(_PAPER_MODEL).flops_per_token(_PAPER_LENGTH)
     return 3 * _PAPER_BATCH_TOKENS * forward / seconds
 
 

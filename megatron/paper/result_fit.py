@@ -1,4 +1,4 @@
-"""Does a result file answer the suite's question? What does not is named, never mixed in.
+"""Which result files have the suite's settings; the others are named and left out of tables.
 
 A file counts if it was made with the suite's settings from the run's last checkpoint; otherwise it
 is outdated (of another checkpoint or other data) or foreign (made with other settings).
@@ -66,7 +66,7 @@ class StepCheck:
 
 @dataclass(frozen=True)
 class Question:
-    """What a step asks: its task, and what evaluate.py would record with the run's config."""
+    """What a step needs: its task, and what evaluate.py would record with the run's config."""
 
     task: EvaluationTask
     expected: Content

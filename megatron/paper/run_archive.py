@@ -32,7 +32,7 @@ from megatron.paper.suite import Run, Suite
 SUFFIX = ".tar.gz"
 _FILES = ("config.yml", "run.json", "metrics.jsonl")
 _MOST_BYTES = 2 << 30
-"""Of an archive's content: a small file of a stranger's may unpack to a full disk."""
+"""Of an archive's content: a small hostile file may unpack to a full disk."""
 
 
 def pack_runs(suite: Suite, target: Path) -> list[str]:
@@ -83,14 +83,14 @@ def unpacked(archive: Path) -> Iterator[Path]:
 
 
 def _extract(packed: tarfile.TarFile, folder: Path) -> None:
-    """Plain files below the folder only: an archive is data, whoever made it."""
+    """Regular files below the folder only: an archive may be hostile."""
     left = _MOST_BYTES
     for entry in packed:
         name = PurePosixPath(entry.name)
         if entry.isdir():
             continue
         if not entry.isreg() or name.is_absolute() or ".." in name.parts:
-            raise tarfile.TarError(f"{entry.name!r:.80} is not a plain file of a run")
+            raise tarfile.TarError(f"{entry.name!r:.80} is not a regular file of a run")
         left -= entry.size
         if left < 0:
             raise tarfile.TarError(f"its content exceeds {_MOST_BYTES >> 30} GiB")

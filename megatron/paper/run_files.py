@@ -122,7 +122,7 @@ def move_aside(run: Run) -> Path | None:
 
 
 def read_state(directory: Path) -> RunState:
-    """What happened last; a damaged file is as good as none."""
+    """What happened last; a damaged file counts as missing."""
     content = read_json(directory / "state.json") or {}
     process, code = content.get("process"), content.get("exit_code")
     return RunState(

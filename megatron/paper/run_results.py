@@ -1,4 +1,4 @@
-"""What runs left behind: results of the suite's settings, metrics, learned kernels; over seeds.
+"""Read the results of runs: those of the suite's settings, metrics, learned kernels; over seeds.
 
 Everything is optional: a run that has not started, or that stopped half-way, contributes what it
 has; what cannot be read or used is named, not skipped silently.
@@ -53,7 +53,7 @@ class RunResults:
         return self.cells.get((task, window, variant), {})
 
 
-# What a run has to show.
+# One run.
 
 
 def read_run(run: Run) -> RunResults:

@@ -84,7 +84,7 @@ def progress_of(run: Run) -> RunProgress:
 
 
 def _alive(process: int | None, host: str) -> bool:
-    """Only a process on this machine can be checked; others are believed."""
+    """Only a process on this machine can be checked; others count as running."""
     return process is None or host != socket.gethostname() or is_running(process)
 
 

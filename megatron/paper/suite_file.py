@@ -12,12 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from megatron.errors import ReproduceError
 from megatron.evaluation.results_schema import first_problem
-from megatron.neox_arguments import allowed_code
+from megatron.neox_arguments import OWNER, allowed_code
+from megatron.neox_arguments.normalize import canonical_key
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
 SUITE_DIRECTORY = Path(__file__).resolve().parent / "suites"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
-"""Nothing that leads elsewhere."""
+"""No path separators, no leading dot."""
 
 
 PERPLEXITY, POSITIONWISE = "extrapolation", "positionwise"
@@ -230,6 +231,7 @@ def read_suite_file(name: str) -> SuiteFile:
     _check_tasks(path, suite)
     _check_file_names(path, suite)
     _check_extends(path, suite)
+    _check_data_only(path, suite)
     return suite
 
 
@@ -307,3 +309,39 @@ def _check_extends(path: Path, suite: SuiteFile) -> None:
             if parent in seen:
                 raise ReproduceError(f"{path}: model {name} extends itself ({' -> '.join(seen)})")
             seen.append(parent)
+
+
+_NOT_IN_SUITES = frozenset(
+    {"eval_include_path", "eval_tasks", "save", "load", "log_dir", "tensorboard_dir",
+     "data_cache_dir", "eval_results_prefix", "sample_input_file", "sample_output_file",
+     "wandb_host", "deepspeed_extra_args"}
+)  # fmt: skip
+"""Beside the launcher's keys: programs, and places to read from or write to."""
+_PREPARE_FLAGS = frozenset(
+    {"--input", "--jsonl-key", "--split-text", "--ftfy", "--strict", "--workers"}
+)
+
+
+def _check_data_only(path: Path, suite: SuiteFile) -> None:
+    """A suite is data, whoever wrote it: it names no hosts, programs or places elsewhere."""
+    variants = [item for section in suite.sections.values() for item in section.variants.values()]
+    configs = [model.config for model in suite.models.values()]
+    configs += [data.config for data in suite.data.values()]
+    configs += [variant.config for variant in variants]
+    for config in [*configs, *suite.method_config.values()]:
+        for key in map(canonical_key, config):
+            if OWNER.get(key) == "launcher" or key in _NOT_IN_SUITES:
+                raise ReproduceError(
+                    f"{path}: {key} = {config.get(key)!r:.80}: a suite may not choose hosts, "
+                    f"programs or places; give --set {key}=... or a cluster file"
+                )
+    for name, data in suite.data.items():
+        for word in data.prepare:
+            flag, _, value = word.partition("=") if word.startswith("-") else ("", "", word)
+            place = Path(value)
+            if place.is_absolute() or ".." in place.parts or (flag and flag not in _PREPARE_FLAGS):
+                raise ReproduceError(
+                    f"{path}: data {name}: prepare: {word!r:.80} is not for a suite: it may give "
+                    f"{', '.join(sorted(_PREPARE_FLAGS))} with paths below the working directory; "
+                    "prepare other data with prepare_data.py before"
+                )

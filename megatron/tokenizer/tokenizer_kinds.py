@@ -32,6 +32,20 @@ def _reading(what_it_is_not: str, advice: str) -> Iterator[None]:
         raise TokenizerError(f"vocab_file {what_it_is_not} ({error}). {advice}") from error
 
 
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """A panic of the library's Rust code is not an Exception, and cannot be pickled by a worker."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(
+            f"the tokenizer failed on a text ({str(error).splitlines()[0]:.120}); its file holds a "
+            "pattern that takes too many steps. Use another vocab_file."
+        ) from None
+
+
 class _LibraryTokenizer(Tokenizer):
     """Shared by everything the library runs; subclasses build it from ``source``."""
 
@@ -40,10 +54,16 @@ class _LibraryTokenizer(Tokenizer):
 
     def __init__(self, library: tokenizers.Tokenizer, source: Path, fingerprint: str) -> None:
         self._library = library
-        self.vocab_size = library.get_vocab_size()
+        ids = library.get_vocab().values()
+        self.vocab_size = max(ids, default=-1) + 1  # not their number: a file may leave ids out
+        if self.vocab_size > 16 * len(ids) + 1024:
+            raise TokenizerError(
+                f"vocab_file {source}: its largest id is {self.vocab_size - 1}, but it has only "
+                f"{len(ids)} tokens; is it damaged?"
+            )
         self.fingerprint = fingerprint
-        ids = [library.token_to_id(token) for token in self.eod_candidates]
-        found = [eod for eod in ids if eod is not None]
+        ends = [library.token_to_id(token) for token in self.eod_candidates]
+        found = [eod for eod in ends if eod is not None]
         if not found:
             raise TokenizerError(
                 f"vocab_file {source}: none of {', '.join(self.eod_candidates)} is in its "
@@ -52,11 +72,13 @@ class _LibraryTokenizer(Tokenizer):
         self.eod = found[0]
 
     def tokenize(self, text: str) -> list[int]:
-        return list(self._library.encode(_valid(text), add_special_tokens=self.special).ids)
+        with _encoding():
+            return list(self._library.encode(_valid(text), add_special_tokens=self.special).ids)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         valid = [_valid(text) for text in texts]
-        encodings = self._library.encode_batch_fast(valid, add_special_tokens=self.special)
+        with _encoding():
+            encodings = self._library.encode_batch_fast(valid, add_special_tokens=self.special)
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, token_ids: Sequence[int]) -> str:

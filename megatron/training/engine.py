@@ -17,16 +17,9 @@ from megatron.checkpoints.safe_files import TrainingFiles
 from megatron.checkpoints.sharding import Sharding
 from megatron.checkpoints.universal import note_cuts
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.embedding import (
-    Embedding,
-    Head,
-    TiedHead,
-    UntiedHead,
-    head_losses,
-    loss_chunk,
-    masked_mean,
-)
+from megatron.model.embedding import Embedding, Head, TiedHead, UntiedHead
 from megatron.model.layer_list import Layer, LayerFactory
+from megatron.model.loss import head_losses, loss_chunk, masked_mean
 from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.job import current_device
 from megatron.mpu.parallel_layers import after_drawing

@@ -1,4 +1,4 @@
-"""The outermost layer of train.py: errors that a user can mend come without a traceback."""
+"""The outermost layer of train.py: errors that a user can fix come without a traceback."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import ConfigError, KerpleError, NonFiniteError
 from megatron.launcher.environment import environment_for
 from megatron.machine import memory_bytes
+from megatron.model.sizes import memory_shortage
 from megatron.mpu.job import join_job
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.allowed_code import allow_flags
-from megatron.neox_arguments.dry_run import memory_shortage
 from megatron.terminal import (
     EXIT_USER_ERROR,
     describe_error,

@@ -283,15 +283,26 @@ def finished_at(directory: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) -> None:
-    """Refuse to go on with other data than the run in `directory` recorded, wherever it lies."""
-    recorded = (read_json(directory / MANIFEST) or {}).get("data")
-    allowed = {"data_path", "train_data_paths"} & set(allow_changed)
-    if not isinstance(recorded, dict) or not recorded or allowed:
-        return
+def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) -> list[str]:
+    """Refuse to go on with other data than the run in `directory` recorded, wherever it lies.
+
+    Returns what to print: without a manifest, the data cannot be compared.
+    """
+    if {"data_path", "train_data_paths"} & set(allow_changed):
+        return []
+    path = directory / MANIFEST
+    manifest = read_json(path) if path.exists() else {}
+    if manifest is not None and "data" not in manifest:
+        return [f"warning: {path} names no data: whether this data is the run's is not checked"]
+    recorded = (manifest or {}).get("data")
+    if not isinstance(recorded, dict):
+        raise CheckpointError(
+            f"{path}: is damaged, so that the data cannot be compared with the run's. Put a copy "
+            "of it back; or add allow_changed: [data_path] to go on with the data as it is now."
+        )
     now = data_identity(data)
-    if len(now) != len(recorded):
-        return  # more files or fewer than then: `check_agreement` compares their names
+    if len(now) != len(recorded):  # `check_agreement` compares their names
+        return [f"warning: {path} names {len(recorded)} data files, the config {len(now)}"]
     pairs = zip(now.items(), recorded.values(), strict=True)
     changed = [prefix for (prefix, identity), before in pairs if identity != before]
     if changed:
@@ -300,6 +311,7 @@ def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) ->
             "size or hash than in manifest.json). Use the same files; or start a new run with "
             "another `save`; or add allow_changed: [data_path]."
         )
+    return []
 
 
 class Manifest(Hook):

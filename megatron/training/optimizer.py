@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.backends.interface import Span, TrainingEngine, whole_shape
+from megatron.mpu.parallel_layers import parameter_facts
 
 
 def parameter_groups(
@@ -24,11 +25,9 @@ def parameter_groups(
     """
     decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay, "name": "decayed"}
     plain: dict[str, Any] = {"params": [], "weight_decay": 0.0, "name": "plain"}
-    for name, parameter in named_parameters:
-        kernel = getattr(parameter, "is_kernel_parameter", False)
-        norm = ".qk_layernorm." in name  # of two dimensions: heads and their width
-        is_matrix = len(whole_shape(parameter)) >= 2 and not kernel and not norm
-        (decayed if is_matrix else plain)["params"].append(parameter)
+    for _, parameter in named_parameters:
+        is_decayed = parameter_facts(parameter).is_decayed(whole_shape(parameter))
+        (decayed if is_decayed else plain)["params"].append(parameter)
     return [group for group in (decayed, plain) if group["params"]]
 
 
@@ -194,5 +193,5 @@ def _kernel_spans(held: list[Span]) -> list[tuple[int, int]]:
     return [
         (start, stop)
         for parameter, start, stop, _ in held
-        if getattr(parameter, "is_kernel_parameter", False) and stop > start
+        if parameter_facts(parameter).rate == "kernel" and stop > start
     ]

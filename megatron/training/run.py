@@ -15,6 +15,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.data.datasets import check_tokenizers
 from megatron.engines.dispatch import explain_engine
 from megatron.model import ModelSpec
+from megatron.model.outline import outline_of
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
@@ -166,7 +167,7 @@ def build_hooks(
         name_first_bad_layer(trainer.engine.module)
     hooks += [
         ShowProgress(min(log_interval, args.logging.steps_per_print)),
-        RecordMetrics(sinks, log_interval, flops_per_token(spec, args.model.seq_length)),
+        RecordMetrics(sinks, log_interval, 3 * outline_of(spec).flops_per_token(spec.seq_length)),
         RecordKernels(sinks, log_interval),
         validate,
     ]
@@ -182,14 +183,6 @@ def build_hooks(
         if trainer.is_main:
             hooks.append(Manifest(directory, args, _count(trainer), dist.get_world_size()))
     return [*hooks, sinks]
-
-
-def flops_per_token(spec: ModelSpec, length: int) -> float:
-    """Forward and backward of one token: 6 per weight, and attention over half the length."""
-    per_layer = 4 * spec.hidden_size**2 + 2 * spec.hidden_size * spec.ffn_size
-    head = spec.hidden_size * spec.padded_vocab_size
-    attention = spec.num_layers * spec.hidden_size * length
-    return 6.0 * (spec.num_layers * per_layer + head + attention)
 
 
 def _count(trainer: Trainer) -> int:

@@ -12,9 +12,10 @@ from torch import nn
 
 from megatron.backends.optimizers import Lion, build_optimizer, measured_state_bytes
 from megatron.errors import ConfigError
+from megatron.model.sizes import estimate_memory, optimizer_bytes
+from megatron.mpu.parallel_layers import declare
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.deepspeed_config import OPTIMIZERS, OptimizerBlock
-from megatron.neox_arguments.dry_run import estimate_memory, optimizer_bytes
 from megatron.training.optimizer import parameter_groups
 from tests.training.cases import ON_TWO, layout, run_cases, tiny_config, write_data
 from tests.training.runs import finish, losses, run, run_config, start_run
@@ -30,7 +31,7 @@ def named_parameters(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"weight": (7, 5), "bias": (7,), "r1": (4,), "2.attention.qk_layernorm.weight": (2, 3)}
     found = {k: nn.Parameter(torch.randn(s, generator=generator)) for k, s in shapes.items()}
-    found["r1"].is_kernel_parameter = True  # type: ignore[attr-defined]
+    declare(found["2.attention.qk_layernorm.weight"], decay=False)
     return list(found.items())
 
 

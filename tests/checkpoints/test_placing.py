@@ -73,6 +73,6 @@ def test_another_positional_embedding_is_named(tmp_path: Path) -> None:
     saved_model(tmp_path, pos_emb="kerple_log")
     with pytest.raises(CheckpointError) as caught:
         load_weights(random_model(small_args(pos_emb="rpe")), tmp_path)
-    assert "pos_emb 'kerple_log' there, 'rpe' here" in str(caught.value)
+    assert "pos_emb is 'kerple_log' in the checkpoint and 'rpe' in the config" in str(caught.value)
     assert "1.embedding.weight (32, 4): missing in the checkpoint" in str(caught.value)
     assert "1.embedding.r2 (4,): not in the model" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -218,3 +219,21 @@ def test_the_padded_vocabulary_comes_from_the_weights() -> None:
     checkpoint = read_checkpoint(LOG)
     assert checkpoint.padded_vocab_size == 128
     assert small_args().tokenizer.tokenizer_type == "CharLevelTokenizer"  # 512 ids by itself
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "configs/resolved.yml"])
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_fifo_or_a_device_in_a_checkpoint_does_not_hang(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    saved_model(tmp_path)
+    step = tmp_path / "global_step5"
+    (step / "checksums.json").unlink()
+    (step / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(step / name)
+    else:
+        (step / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError):
+        kerple.load_pretrained(tmp_path)

@@ -11,9 +11,11 @@ import yaml
 
 import kerple
 from megatron.checkpoints.run_state import LAYOUT
+from megatron.checkpoints.saved_config import as_it_began
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.optimizer import Schedule
-from tests.training.cases import write_data
+from tests.training.cases import tiny_config, write_data
 from tests.training.runs import losses, run, run_config
 
 STEPS, FIRST = 6, 2
@@ -85,3 +87,19 @@ def read_shape(save: Path) -> tuple[int, int | None]:
     """What an evaluation of the run would build."""
     spec = kerple.load_pretrained(save).spec
     return spec.ffn_size, spec.attention_window
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 0.8), ({"momentum": 0.5}, 0.5)])
+def test_an_earlier_sgd_run_keeps_its_momentum(
+    tmp_path: Path, given: dict[str, float], expected: float
+) -> None:
+    """It was betas[0]; as in GPT-NeoX it is now 0 unless `momentum` says more."""
+    block = {"type": "sgd", "params": {"lr": 0.1, "betas": [0.8, 0.9], "eps": 1e-8}}
+    now = {"type": "sgd", "params": {"lr": 0.1, "betas": [0.8, 0.9], **given}}
+    args = NeoXArgs.from_dict(tiny_config("data", optimizer=now))
+    assert args.optimization.optimizer.params.momentum == given.get("momentum", 0.0)
+    (tmp_path / "configs").mkdir()
+    saved = {**args.to_dict(), "optimizer": block}
+    (tmp_path / "configs" / "resolved.yml").write_text(yaml.safe_dump(saved))
+    began = as_it_began(args, tmp_path)
+    assert began.optimization.optimizer.params.momentum == expected

@@ -217,6 +217,49 @@ def test_a_training_checkpoint_without_checksums_is_damaged_and_never_foreign(
         store.verify(10)
 
 
+def test_a_kill_between_two_renames_loses_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 5 is written again: the old copy has been set aside, the new one has no name yet."""
+    store = CheckpointStore(tmp_path)
+    save(store, 5)
+    before = (store.path(5) / "mp_rank_00_model_states.pt").read_bytes()
+    real = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.parent == store.staging:
+            raise Crash
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(Crash):
+        save(store, 5)
+    monkeypatch.setattr(Path, "rename", real)
+    assert not store.path(5).exists()
+    store.clean()
+    assert store.newest() == 5 and store.verify(5)
+    assert (store.path(5) / "mp_rank_00_model_states.pt").read_bytes() == before
+
+
+def test_what_was_deleted_in_part_is_deleted(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 5)
+    save(store, 6)
+    half = tmp_path / ".deleted_global_step5"
+    store.path(5).rename(half)
+    (half / "mp_rank_00_model_states.pt").unlink()
+    store.clean()
+    assert store.steps() == [6] and not half.exists()
+
+
+def test_cleaning_leaves_a_users_own_hidden_files(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for name in (".notes.tmp", ".x.tmp1", ".latest.77.0123abcd.tmp"):
+        (tmp_path / name).touch()
+    store.clean()
+    assert {path.name for path in tmp_path.iterdir()} == {".notes.tmp", ".x.tmp1"}
+
+
 def test_a_file_that_another_host_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
     (tmp_path / "here.pt").write_bytes(b"abc")
     known = {"here.pt": (3, checksum(tmp_path / "here.pt")), "layer_01.pt": (5, "00000000")}

@@ -21,7 +21,12 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.store import write_checksums
 from megatron.commands import run
 from megatron.errors import CheckpointError
-from tests.checkpoints.small_models import assert_equal_weights, logits_of, saved_model
+from tests.checkpoints.small_models import (
+    assert_equal_weights,
+    logits_of,
+    saved_model,
+    small_args,
+)
 from tests.conftest import FIXTURES, REPOSITORY
 
 convert = partial(run, "convert_checkpoint")
@@ -199,6 +204,12 @@ def test_comparison_finds_what_changed(tmp_path: Path, capsys: pytest.CaptureFix
     (difference,) = json.loads(capsys.readouterr().out)["differences"]
     assert difference["name"] == "2.attention.dense.bias"
     assert difference["size"] == pytest.approx(0.25)
+    state["module"]["sequential.2.attention.dense.bias"][3] = float("inf")
+    torch.save(state, path)
+    write_checksums(path.parent)
+    for given in ([str(tmp_path / "a"), str(tmp_path / "b")], [str(tmp_path / "b")]):
+        assert inspect([*given, "--json"]) == 0
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # JSON has no Infinity
     assert inspect([str(tmp_path / "a"), str(tmp_path / "a")]) == 0
     assert capsys.readouterr().out.rstrip().endswith("none")
 
@@ -247,3 +258,22 @@ def test_stdout_holds_the_json_and_nothing_else() -> None:
     assert done.returncode == 0
     assert all(line.startswith("warning: ") for line in done.stderr.splitlines())  # ours
     assert json.loads(done.stdout)["checkpoint"]["pos_emb"] == "kerple_log"
+
+
+def test_a_config_of_another_model_converts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_model(tmp_path / "a", pos_emb="kerple_log")
+    config = tmp_path / "other.yml"
+    config.write_text(small_args(pos_emb="kerple_log", activation="relu").to_yaml())
+    words = [str(tmp_path / "a"), str(tmp_path / "b"), "--to", "hf", "--config", str(config)]
+    assert convert(words) == 2
+    told = "activation is 'gelu' in the checkpoint and 'relu' in the config"
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+    config.write_text(small_args(pos_emb="kerple_log", attention_pruning=False).to_yaml())
+    assert convert(words) == 0
+    with pytest.raises(CheckpointError, match="gpt_j_residual is False in the checkpoint and True"):
+        kerple.load_pretrained(
+            tmp_path / "b", config=small_args(pos_emb="kerple_log", gpt_j_residual=True)
+        )

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from megatron.data import IndexedDataset
 from megatron.data import chunks as chunks_module
+from megatron.data.chunks import read_chunks, texts_of_line
 from megatron.data.preprocess import PreprocessOptions, preprocess
 from megatron.tokenizer import build_tokenizer
 from tests.data.samples import documents, ended, jsonl, run
@@ -72,3 +74,15 @@ def test_an_endless_line_is_skipped_in_bounded_memory(
     assert documents(tmp_path / "out_text_document") == ended(["one", "two"])
     (problem,) = outcome.problems
     assert outcome.broken_lines == 1 and problem.endswith("a.jsonl:2: line longer than 1 MB")
+
+
+def test_a_bomb_of_one_line_is_left_out_in_little_memory(tmp_path: Path) -> None:
+    """Kilobytes of zstd that unpack to one line of 64 MB."""
+    file = tmp_path / "bomb.jsonl.zst"
+    line = b'{"text": "' + b"a" * (64 << 20) + b'"}\n{"text": "b"}\n'
+    file.write_bytes(zstandard.compress(line))
+    assert file.stat().st_size < 16_384
+    lines = [part for chunk in read_chunks([file]) for part in chunk.parts]
+    assert lines == [b"", b'{"text": "b"}\n']
+    with pytest.raises(ValueError, match="line longer than 16 MB"):
+        texts_of_line(lines[0], ["text"])

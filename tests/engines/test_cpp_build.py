@@ -164,3 +164,18 @@ def test_a_shared_cache_directory_is_not_trusted(
     own.rmdir()
     own.symlink_to(private)  # or leads us to ours, and elsewhere before we load from it
     assert not compiled._cache_directory().is_relative_to(tmp_path)
+
+
+def test_a_folder_below_another_users_is_not_private(tmp_path: Path) -> None:
+    """Whoever owns the folder above can put another one in its place."""
+    mine = tmp_path / "theirs" / "mine"
+    mine.mkdir(parents=True, mode=0o700)
+    assert compiled.is_private(mine)
+    mine.parent.chmod(0o777)
+    assert not compiled.is_private(mine)
+    mine.parent.chmod(0o1777)  # as /tmp: only its owner renames a folder
+    assert compiled.is_private(mine)
+    mine.parent.chmod(0o755)
+    if os.getuid() == 0:
+        os.chown(mine.parent, 12345, 12345)
+        assert not compiled.is_private(mine)

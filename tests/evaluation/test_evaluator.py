@@ -153,14 +153,6 @@ def test_iteration_selects_the_checkpoint(tmp_path: Path) -> None:
     assert newest["results"] != chosen["results"]
 
 
-def test_another_models_config_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    args, _ = write_run(tmp_path, eval_lengths=[8])
-    assert run_evaluation(args.replace(pos_emb="alibi")) == 1
-    assert "pos_emb = alibi in the config, but the checkpoint has" in capsys.readouterr().err
-
-
 def test_a_tokenizer_larger_than_the_model_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +228,41 @@ def run_processes(count: int, arguments: list[str]) -> list[subprocess.Completed
         out, error = process.communicate(timeout=120)
         finished.append(subprocess.CompletedProcess(process.args, process.returncode, out, error))
     return finished
+
+
+CONTRADICTIONS: dict[str, Any] = {
+    "norm": ("rmsnorm", "layernorm"),
+    "activation": ("relu", "gelu"),
+    "seq_length": (8, 16),
+    "gpt_j_residual": (True, False),
+    "sliding_window_width": (4, "not set"),
+    "kerple_bias_scale": ("pre", "post"),
+    "num_layers": (3, 2),
+    "pos_emb": ("alibi", "kerple_log"),
+}
+
+
+@pytest.mark.parametrize("key", CONTRADICTIONS)
+def test_a_config_of_another_model_is_refused_with_both_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[8])
+    given, found = CONTRADICTIONS[key]
+    assert run_evaluation(args.replace(**{key: given})) == 2
+    error = capsys.readouterr().err
+    assert f"{key} is {found!r}".replace("'not set'", "not set") in error, error
+    assert f"{given!r} in the config" in error and "global_step10" in error
+    assert not (tmp_path / "run" / "results").exists()
+
+
+def test_a_result_records_the_checkpoint_not_the_config_given(tmp_path: Path) -> None:
+    args, _ = write_run(tmp_path, eval_lengths=[8])
+    (tmp_path / "run/global_step10/configs/resolved.yml").write_text(args.to_yaml())
+    other = args.replace(hidden_dropout=0.5, eval_num_sequences=3, attention_engine="tiled")
+    assert run_evaluation(other) == 0
+    found = result(args)
+    assert found["config_hash"] == args.config_hash() != other.config_hash()
+    assert (found["train_length"], found["pos_emb"]) == (16, "kerple_log")
 
 
 def test_a_dead_peer_is_named_and_ends_the_evaluation_with_77(tmp_path: Path) -> None:

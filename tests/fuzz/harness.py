@@ -78,7 +78,10 @@ def _one_case(name: str, target: Target, case: int, seed: int, right: object) ->
     generator = random.Random(f"{seed}:{name}:{case}")
     path = generator.choice(target.files)
     text = target.text or path.suffix in (".json", ".yml", ".jsonl")
-    path.write_bytes(mutated(target.honest[path], generator, text=text))
+    if target.spoil is not None:
+        target.spoil(path, generator)
+    else:
+        path.write_bytes(mutated(target.honest[path], generator, text=text))
     forged = target.mend is not None and generator.random() < 0.8
     if target.mend is not None and forged:
         target.mend(path)
@@ -105,6 +108,8 @@ def _one_case(name: str, target: Target, case: int, seed: int, right: object) ->
 
 
 def _put_back(target: Target, path: Path) -> None:
+    if path.is_symlink() or not path.is_file():
+        path.unlink(missing_ok=True)
     path.write_bytes(target.honest[path])
     if target.mend is not None:
         target.mend(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ class Target:
     """Makes checksums right again after a file was spoilt, as a forger would."""
     must_be_honest: bool = False
     """Whether a file that is accepted must give the honest content, unless its sums were mended."""
+    spoil: Callable[[Path, random.Random], None] | None = None
+    """Makes the spoilt file, where changing bytes of the honest one would not."""
     honest: dict[Path, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -48,6 +48,7 @@ from megatron.tokenizer.vocabularies import MERGES, VOCABULARY, train_byte_pairs
 from megatron.training.metrics import JsonLines
 from tests.conftest import REPOSITORY
 from tests.fuzz import checkpoint_targets as checkpoints
+from tests.fuzz.crafted_targets import CRAFTED
 from tests.fuzz.target import Target
 from tests.paper.synthetic import write_run
 
@@ -320,6 +321,7 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "metrics": metrics,
     "tokenizer": tokenizer_files,
     "jsonl and zst": text_input,
+    **CRAFTED,
 }
 
 

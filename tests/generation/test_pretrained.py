@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import kerple
+from megatron.checkpoints import read_checkpoint
+from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import logits_of, saved_model, tokens
 from tests.conftest import FIXTURES, REPOSITORY
@@ -82,6 +84,20 @@ def test_bf16_keeps_kernel_parameters_exact(tmp_path: Path) -> None:
     expected = model.positional_tables(1000).bias
     assert torch.equal(loaded.positional_tables(1000).bias, expected)
     assert logits_of(loaded, tokens()).isfinite().all()
+
+
+def test_bf16_keeps_every_parameter_that_an_export_keeps_in_fp32(tmp_path: Path) -> None:
+    terms = {"attention_sinks": True, "scalable_softmax": True, "kerple_share": "per_layer"}
+    model = saved_model(tmp_path, pos_emb="kerple_log", **terms)
+    loaded = kerple.load_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {name for name, p in loaded.named_parameters() if p.dtype == torch.float32}
+    assert {name.rpartition(".")[2] for name in kept} == {"r1", "r2", "sinks", "softmax_scale"}
+    for name in kept:
+        assert torch.equal(loaded.get_parameter(name), model.get_parameter(name)), name
+    exported = cast_weights(read_checkpoint(tmp_path), torch.bfloat16)
+    assert {n for n, t in exported.items() if t.dtype == torch.float32} == {
+        name.removeprefix("sequential.") for name in kept
+    }
 
 
 def test_without_its_tokenizer_a_model_still_loads(tmp_path: Path) -> None:

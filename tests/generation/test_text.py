@@ -74,6 +74,9 @@ def test_generation_errors_are_printed_not_raised(
     args, _ = write_run(tmp_path, text_gen_type="input-file", sample_input_file="/nowhere/x.txt")
     assert run_generation(args) == 2
     assert "sample_input_file /nowhere/x.txt" in capsys.readouterr().err
+    assert run_generation(args.replace(norm="rmsnorm", text_gen_type="unconditional")) == 2
+    told = "norm is 'layernorm' in the checkpoint and 'rmsnorm' in the config"
+    assert told in capsys.readouterr().err
 
 
 def test_texts_are_shown_as_they_are_sampled() -> None:

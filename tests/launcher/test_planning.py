@@ -96,7 +96,10 @@ def test_cpu_shares_cores_and_keeps_a_chosen_port(monkeypatch: pytest.MonkeyPatc
     assert plan.environment == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "4"}
 
 
-@pytest.mark.parametrize("text", ["", "n1\n", "n1 slots=x", "n1 slots=0", "n1 slots=1\nn1 slots=1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "n1\n", "n1 slots=x", "n1 slots=0", "n1 slots=" + "9" * 5000, "n1 slots=1\nn1 slots=1"],
+)
 def test_broken_hostfiles(tmp_path: Path, text: str) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)

@@ -9,7 +9,7 @@ import torch
 
 from megatron.model.position_base import Tables
 from megatron.model.positional_embeddings import alibi_slopes, t5_buckets
-from megatron.neox_arguments.catalogue import METHODS
+from megatron.mpu.parallel_layers import parameter_facts
 from tests.model.position_helpers import (
     KERNELS,
     LEARNED_TABLES,
@@ -171,8 +171,9 @@ class TestInitialisation:
             assert values.std().item() == pytest.approx(high / math.sqrt(12), rel=0.05)
 
     def test_official_checkpoint_names_mind_the_swap(self) -> None:
-        assert METHODS["kerple_log"].official_parameters == {"r1": "bias_p", "r2": "bias_a"}
-        assert METHODS["kerple_power"].official_parameters == {"r1": "bias_a", "r2": "bias_p"}
+        for name, letters in {"kerple_log": "pa", "kerple_power": "ap"}.items():
+            facts = [parameter_facts(parameter) for parameter in kernel(name).parameters()]
+            assert [own.neox for own in facts] == [f"attention.rpe.bias_{x}" for x in letters]
 
     def test_t5_starts_with_xavier(self) -> None:
         weight = build("rpe", heads=256, rpe_num_buckets=64).weight
@@ -214,6 +215,8 @@ class TestInitialisation:
         for parameter in embedding.parameters():
             assert parameter.shape == (6,) and parameter.dtype == torch.float32
             assert parameter.is_kernel_parameter
+            facts = parameter_facts(parameter)
+            assert (facts.split, facts.fp32, facts.decay, facts.rate) == (0, True, False, "kernel")
             assert parameter.model_parallel and parameter.tensor_model_parallel
 
     @pytest.mark.parametrize("name", TABLES)

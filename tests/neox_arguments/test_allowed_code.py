@@ -42,6 +42,43 @@ def test_a_file_beside_a_runs_files_may_have_come_with_it(tmp_path: Path, mark: 
     assert is_inside_checkpoint(config)
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        "layer_00-model_00-model_states.pt",
+        "mp_rank_00_model_states.pt",
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "model-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+        "latest",
+        "universal.json",
+    ],
+)
+@pytest.mark.parametrize("config", ["configs/model.yml", "model.yml"])
+def test_what_the_loader_takes_for_a_checkpoint_is_one(
+    tmp_path: Path, weights: str, config: str
+) -> None:
+    """Whatever the folder is called."""
+    file = tmp_path / "download" / config
+    file.parent.mkdir(parents=True)
+    file.write_text(f"pos_emb: {MINE}")
+    (tmp_path / "download" / weights).touch()
+    with pytest.raises(ConfigError, match="--allow-kernel"):
+        without_code(file, {"pos_emb": MINE})
+
+
+@pytest.mark.parametrize("config", ["configs/model.yml", "model.yml"])
+def test_a_config_beside_a_folder_of_weights_may_have_come_with_it(
+    tmp_path: Path, config: str
+) -> None:
+    file, folder = tmp_path / "download" / config, tmp_path / "download" / "renamed"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    assert not is_inside_checkpoint(file)
+    (folder / "mp_rank_00_model_states.pt").touch()
+    assert is_inside_checkpoint(file)
+
+
 def test_a_link_into_a_checkpoint_is_inside_it(tmp_path: Path) -> None:
     inside = tmp_path / "global_step7" / "model.yml"
     inside.parent.mkdir()

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,19 @@ def test_the_page_fits_and_can_be_read(page: Path, width: int, dark: bool, tmp_p
     )
     assert (background < ink) is dark
     assert abs(background - ink) > 400, "too little contrast"
+
+
+HOSTILE = "=cmd|' /C calc'!A0 \\input{/etc/passwd} $x$ <script>|</script>"
+
+
+def test_a_suites_words_are_text_in_every_format() -> None:
+    shown = table()
+    block = shown.blocks[0]
+    rows = (replace(block.rows[0], label=HOSTILE), *block.rows[1:])
+    shown = replace(shown, blocks=(replace(block, rows=rows), *shown.blocks[1:]))
+    latex = to_latex(shown)
+    assert r"\input" not in latex and r"\textbackslash{}input\{" in latex and r"\$x\$" in latex
+    markdown = to_markdown(shown)
+    assert "<script>" not in markdown and r"&lt;script>\|&lt;/script>" in markdown
+    cells = [row["row"] for row in csv.DictReader(io.StringIO(to_csv(shown)))]
+    assert f"'{HOSTILE}" in cells and HOSTILE not in cells

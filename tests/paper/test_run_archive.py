@@ -86,7 +86,7 @@ def test_an_archive_of_a_stranger_writes_nothing_outside(tmp_path: Path, name: s
         else:
             entry.size = 2
         archive.addfile(entry, io.BytesIO(b"{}"))
-    with pytest.raises(ReproduceError, match="not a plain file"), unpacked(path):
+    with pytest.raises(ReproduceError, match="not a regular file"), unpacked(path):
         pass
     path.write_bytes(b"no archive")
     with pytest.raises(ReproduceError, match="not an archive of runs"), unpacked(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron.errors import ReproduceError
-from megatron.evaluation.task_registry import find_task
+from megatron.evaluation.task_registry import find_task, own_tasks
 from megatron.evaluation.tasks import (
     Context,
     EvaluationOptions,
@@ -128,3 +129,13 @@ def test_a_suite_may_not_import_a_class_by_itself(
     path.write_text(path.read_text().replace(f"'{NAME}'", "extrapolating"))
     with pytest.raises(ReproduceError, match=r"'extrapolating' is unknown .have extrapolation"):
         load_suite(str(path))
+
+
+def test_the_package_knows_no_task_by_name() -> None:
+    """Only the format of a suite file names two: the default of `tasks`, and `positionwise`."""
+    named = set()
+    for path in SUITE_DIRECTORY.parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in own_tasks():
+                named.add((path.name, node.value))
+    assert named == {("suite_file.py", "extrapolation"), ("suite_file.py", "positionwise")}

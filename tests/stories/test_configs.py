@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.model.sizes import count_parameters
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
-from megatron.neox_arguments.dry_run import count_parameters
 from megatron.neox_arguments.yaml_files import read_layer
 from tests.conftest import REPOSITORY
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.data.loader import document_starts, get_labels_and_mask
 from megatron.errors import PositionalEmbeddingError
 from megatron.model import GPTModel
-from megatron.model.embedding import head_losses
 from megatron.model.layer_list import Layer, LayerFactory
+from megatron.model.loss import head_losses
 from megatron.model.position_base import register
 from megatron.model.rotary_and_input_positions import InputEmbedding
 from tests.model import small_spec

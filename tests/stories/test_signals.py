@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +101,19 @@ def test_deepy_passes_the_signal_on_and_the_code_back(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
+    children = [psutil.Process(job.pid)]
     try:
         wait_for(tmp_path / "run" / "metrics.jsonl", [job])
         while not losses(tmp_path / "run"):  # a busy machine takes its time for the first step
             assert job.poll() is None
             time.sleep(0.05)
+        children = psutil.Process(job.pid).children(recursive=True)
         job.send_signal(signal.SIGTERM)
         codes, outputs = finish([job])
     finally:
-        for child in psutil.Process().children(recursive=True):
-            child.kill()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
     assert codes == [EXIT_REQUEUE], outputs[0]
     _check_saved(tmp_path / "run", "SIGTERM")
 

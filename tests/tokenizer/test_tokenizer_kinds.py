@@ -134,3 +134,42 @@ def test_a_vocabulary_without_an_end_token_is_refused(tmp_path: Path) -> None:
 def test_unknown_types_suggest_the_nearest() -> None:
     with pytest.raises(TokenizerError, match="Did you mean GPT2BPETokenizer"):
         build_tokenizer("GPT2BPETokeniser")
+
+
+def _library(tmp_path: Path, vocabulary: dict[str, int], pattern: str = "x") -> Path:
+    """A tokenizer.json of whole words, with a pattern of its own."""
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+    }
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_ids_with_gaps_count_up_to_the_largest(tmp_path: Path) -> None:
+    file = _library(tmp_path, {"[UNK]": 0, "<|endoftext|>": 5, "a": 900})
+    tokenizer = build_tokenizer("HFTokenizer", vocab_file=str(file))
+    assert tokenizer.vocab_size == 901 and tokenizer.tokenize("a") == [900]
+    _library(tmp_path, {"[UNK]": 0, "<|endoftext|>": 5, "a": 2**31})
+    with pytest.raises(TokenizerError, match="largest id is 2147483648, but it has only 3"):
+        build_tokenizer("HFTokenizer", vocab_file=str(file))
+
+
+def test_a_panic_of_the_library_is_an_error_of_ours(tmp_path: Path) -> None:
+    file = _library(tmp_path, {"[UNK]": 0, "<|endoftext|>": 1}, pattern="(a+)+$")
+    tokenizer = build_tokenizer("HFTokenizer", vocab_file=str(file))
+    text = "a" * 10_000 + "b"
+    for encode in (
+        lambda: tokenizer.tokenize(text),
+        lambda: tokenizer.tokenize_batch([text, text]),
+    ):
+        with pytest.raises(TokenizerError, match="the tokenizer failed on a text"):
+            encode()

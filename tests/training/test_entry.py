@@ -1,4 +1,4 @@
-"""train.py's outermost layer: what a user can mend is one line, said before the first step."""
+"""train.py's outermost layer: what a user can fix is one line, said before the first step."""
 
 from __future__ import annotations
 

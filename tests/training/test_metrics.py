@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.training.metrics import JsonLines, _sha256, flatten
+from megatron.errors import CheckpointError
+from megatron.neox_arguments.run_keys import DataArgs
+from megatron.training.metrics import JsonLines, _sha256, check_data, data_identity, flatten
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config
 
@@ -163,3 +165,21 @@ def test_changed_data_changes_the_hash(tmp_path: Path) -> None:
 def test_nested_values_are_named() -> None:
     values = {"loss": 1, "kernel": {"r1": [2.0, 3.0]}, "text": "x", "none": None}
     assert flatten(values) == {"loss": 1.0, "kernel/r1/0": 2.0, "kernel/r1/1": 3.0}
+
+
+def test_without_its_manifest_a_runs_data_is_not_taken_on_trust(tmp_path: Path) -> None:
+    prefix = write_data(tmp_path)
+    data = DataArgs(data_path=str(prefix))
+    assert "names no data" in check_data(tmp_path, data, ())[0]  # a reshard has none
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(json.dumps({"data": data_identity(data)}))
+    assert check_data(tmp_path, data, ()) == []
+    tokens = Path(f"{prefix}.bin")
+    tokens.write_bytes(tokens.read_bytes()[::-1])
+    with pytest.raises(CheckpointError, match="was trained on other data"):
+        check_data(tmp_path, data, ())
+    for damaged in (manifest.read_text()[:-9], "[]", '{"data": 3}', ""):
+        manifest.write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"manifest.json: is damaged.*allow_changed"):
+            check_data(tmp_path, data, ())
+        assert check_data(tmp_path, data, ["data_path"]) == []

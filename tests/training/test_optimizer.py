@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron.backends.optimizer_states import plain_groups
 from megatron.backends.optimizers import build_optimizer
+from megatron.mpu.parallel_layers import declare
 from megatron.training.optimizer import (
     RULES,
     Schedule,
@@ -188,7 +189,7 @@ def test_a_kernel_takes_the_steps_of_adamw_with_its_own_rate_and_decay() -> None
     def parameters() -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(0)
         found = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((7, 5), (4,))]
-        found[1].is_kernel_parameter = True  # type: ignore[attr-defined]
+        declare(found[1], decay=False, rate="kernel")
         return found
 
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}

@@ -40,7 +40,8 @@ from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState, gather_from_group, initialize_parallel
 from megatron.mpu.job import join_training, set_seeds
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, allow_kernel
+from megatron.neox_arguments.allowed_code import classes_in
 from megatron.training.batches import build_streams
 from megatron.training.engine import build_engine, build_module
 from megatron.training.progress_hooks import kernel_modules
@@ -49,6 +50,7 @@ from megatron.training.trainer import agree
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    allow_kernel(classes_in(case["config"]))
     args = NeoXArgs.from_dict(case["config"])
     plain = chosen_backend(args.runtime.training_backend) == TORCH
     parallel = initialize_parallel(args.parallel, serial=plain)

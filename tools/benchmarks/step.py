@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.embedding import DEFAULT_LOSS_CHUNK
+from megatron.model.loss import DEFAULT_LOSS_CHUNK
 
 from .peak_memory import measure
 from .timing import Target, interleave, render_table

@@ -32,6 +32,7 @@ from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.store import write_checksums
 from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError, KerpleError
+from megatron.model import ModelSpec
 from megatron.model.position_names import canonical_name, positional_embedding_class
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
@@ -67,8 +68,7 @@ def write_hf(
     if problem:
         warnings.warn(f"the export has no tokenizer: {problem}", stacklevel=2)
     ours = isinstance(config, KerpleNeoXConfig)
-    weights = cast_weights(checkpoint.weights, dtype)
-    weights = to_hf_names(weights, spec.num_layers, config.model_type)
+    weights = to_hf_names(cast_weights(checkpoint, dtype), spec, config.model_type)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     _write_config(config, folder, weights["gpt_neox.embed_in.weight"].dtype)
     for path in folder.glob("*.safetensors"):  # written for their owner's eyes only
@@ -138,9 +138,7 @@ def read_hf_checkpoint(files: CheckpointFiles) -> Checkpoint:
     folder = files.directory
     config, args = _read_config(folder)
     args = args.replace(**tokenizer_settings(folder))
-    weights = from_hf_names(
-        _read_weights(files), args.model.num_layers, tied=not args.model.no_weight_tying
-    )
+    weights = from_hf_names(_read_weights(files), ModelSpec.from_args(args, 1))
     if EMBEDDING not in weights:
         raise CheckpointError(f"{folder}: holds no gpt_neox.embed_in.weight")
     iteration = getattr(config, "iteration", 0)

@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.checkpoints.sharding import renamed
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
-from megatron.model.layer_list import FIRST_LAYER
+from megatron.model.layer_list import FIRST_LAYER, Layer, LayerFactory
 from megatron.model.position_names import canonical_name
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
@@ -145,48 +144,51 @@ def _from_gpt_neox(config: Any, source: Path) -> dict[str, Any]:
     }
 
 
-# Names of weights in Hugging Face files: GPT-NeoX's there, with `positions` for the kernel.
+# Names of weights in Hugging Face files: each layer states those of its own (`hf_names`).
 
 _BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 HEADS = {"kerple_neox": "lm_head.weight", "gpt_neox": "embed_out.weight"}
 """What a model of either type calls its head."""
 
 
-def _prefixes(num_layers: int, head: str) -> dict[str, str]:
+def _prefixes(spec: ModelSpec, head: str) -> dict[str, str]:
     """Ours and theirs."""
     return {
-        "0.word_embeddings.": "gpt_neox.embed_in.",
-        "0.position_embeddings.": "gpt_neox.embed_positions.",
-        "1.embedding.": "gpt_neox.positions.",
-        **{f"{FIRST_LAYER + n}.": f"gpt_neox.layers.{n}." for n in range(num_layers)},
-        f"{num_layers + 3}.norm.": "gpt_neox.final_layer_norm.",
-        f"{num_layers + 4}.final_linear.weight": head,
+        f"{index}.{ours}": theirs.format(number=index - FIRST_LAYER, head=head)
+        for index, layer in enumerate(LayerFactory(spec).layers())
+        if isinstance(layer, Layer)
+        for ours, theirs in layer.hf_names.items()
     }
 
 
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """A name whose prefix is one of these, with the other one; any other name as it is."""
+    for prefix, other in prefixes.items():
+        if name.startswith(prefix):
+            return other + name[len(prefix) :]
+    return name
+
+
 def to_hf_names(
-    weights: Mapping[str, Tensor], num_layers: int, model_type: str
+    weights: Mapping[str, Tensor], spec: ModelSpec, model_type: str
 ) -> dict[str, Tensor]:
     """Canonical names to Hugging Face's."""
-    prefixes = _prefixes(num_layers, HEADS[model_type])
-    return {renamed(name, prefixes): tensor for name, tensor in weights.items()}
+    prefixes = _prefixes(spec, HEADS[model_type])
+    return {_renamed(name, prefixes): tensor for name, tensor in weights.items()}
 
 
-def from_hf_names(
-    weights: Mapping[str, Tensor], num_layers: int, *, tied: bool
-) -> dict[str, Tensor]:
+def from_hf_names(weights: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
     """Hugging Face's names to canonical ones; buffers and a tied head are left out.
 
     A name that is not known is kept under an index of no layer, to be listed among the misfits.
     """
     prefixes = {
-        theirs: ours
-        for head in HEADS.values()
-        for ours, theirs in _prefixes(num_layers, head).items()
+        theirs: ours for head in HEADS.values() for ours, theirs in _prefixes(spec, head).items()
     }
-    prefixes[""] = f"{num_layers + 5}."
+    prefixes[""] = f"{spec.num_layers + 5}."
+    tied = not spec.no_weight_tying
     return {
-        renamed(name, prefixes): tensor
+        _renamed(name, prefixes): tensor
         for name, tensor in weights.items()
         if not _BUFFERS.search(name) and not (tied and name in HEADS.values())
     }

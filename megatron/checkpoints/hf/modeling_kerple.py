@@ -21,14 +21,15 @@ from transformers.utils import can_return_tuple
 
 from megatron.model.layer_formulas import (
     GATED,
+    PER_HEAD,
     RMSNorm,
     ScaleNorm,
     activation_named,
     build_norm,
     gate_sums,
     log_gates,
+    per_head_starts,
     sharpened,
-    softmax_scale_start,
 )
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
 from megatron.model.positional_embeddings import TableEmbedding
@@ -69,6 +70,9 @@ def make_tables(config: KerpleNeoXConfig, layer: int | None = None) -> TableEmbe
 
 
 class Attention(nn.Module):
+    sinks: nn.Parameter | None
+    softmax_scale: nn.Parameter | None
+
     def __init__(self, config: KerpleNeoXConfig, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
@@ -82,14 +86,9 @@ class Attention(nn.Module):
             shape = (heads, config.head_dim)
             self.qk_layernorm = nn.LayerNorm(shape, eps=config.norm_eps, bias=config.norm_bias)
         self.forget_gate = nn.Linear(size, heads) if config.forget_gate else None
-        self.sinks = nn.Parameter(torch.zeros(heads)) if config.attention_sinks else None
-        self.softmax_scale: nn.Parameter | None = None
-        if config.scalable_softmax:
-            self.softmax_scale = nn.Parameter(torch.full((heads,), self.scale_start))
-
-    @property
-    def scale_start(self) -> float:
-        return softmax_scale_start(self.config.train_length, self.config.attention_window)
+        for name, start in per_head_starts(config).items():
+            number = None if start is None else nn.Parameter(torch.full((heads,), start))
+            self.register_parameter(name, number)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, [B, H, Q, D]; the last two may have fewer heads."""
@@ -193,7 +192,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embed_in"
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["positions", "sinks", "softmax_scale"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["positions", *PER_HEAD]  # noqa: RUF012
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -205,9 +204,8 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
         elif isinstance(module, TableEmbedding):
             _start(module, module.initial_values())
         elif isinstance(module, Attention):
-            starts = {"sinks": 0.0, "softmax_scale": module.scale_start}
-            present = {n: v for n, v in starts.items() if getattr(module, n) is not None}
-            _start(module, {name: torch.tensor(value) for name, value in present.items()})
+            starts = per_head_starts(module.config).items()
+            _start(module, {name: torch.tensor(v) for name, v in starts if v is not None})
 
 
 def _start(module: nn.Module, values: dict[str, Tensor]) -> None:

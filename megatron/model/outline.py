@@ -1,0 +1,142 @@
+"""A config's model without its numbers: its layers on device meta, with names, facts and counts.
+
+The canonical name of a parameter is `<layer index>.<name inside the layer>`, as in our own model:
+
+    0.word_embeddings.weight          1.embedding.r1           (kernel shared by all layers)
+    2.attention.query_key_value.bias  2.positions.r1           (kernel of one layer)
+    L+3.norm.weight                   L+4.final_linear.weight
+
+A parameter's facts are declared where it is made (`ParameterFacts`); a module that multiplies
+matrices counts its flops itself (`own_flops`). Here they are only collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from megatron.errors import ConfigError
+from megatron.model.embedding import Embedding, TiedHead
+from megatron.model.layer_list import Layer, LayerFactory, ModelSpec, Position
+from megatron.model.position_base import TableEmbedding
+from megatron.model.position_names import positional_embedding_class
+from megatron.mpu.parallel_layers import ParameterFacts, parameter_facts
+from megatron.neox_arguments.model_keys import ModelArgs
+
+
+def split_name(name: str) -> tuple[int, str]:
+    """`12.mlp.dense_h_to_4h.bias` -> 12 and the rest."""
+    index, _, rest = name.partition(".")
+    return int(index), rest
+
+
+def is_of_kernel(name: str) -> bool:
+    """Whether a weight belongs to a positional embedding with tables, shared or of one layer."""
+    return split_name(name)[1].startswith(("embedding.", "positions."))
+
+
+Facts = dict[str, ParameterFacts]
+"""By name inside a layer."""
+
+
+class _MetaFactory(LayerFactory):
+    def positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
+        try:
+            return super().positions(kind, layer)
+        except RuntimeError:  # a class of the user's own that needs numbers while it is made
+            with torch.device("cpu"):
+                return super().positions(kind, layer)
+
+
+class ModelOutline:
+    """The layers of a whole model on device meta; of those with one pattern, one is built."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._factory = _MetaFactory(spec)
+        self._built: dict[Any, nn.Module] = {}
+
+    def layer(self, index: int) -> nn.Module | None:
+        """The layer at this index; None for a plain function, and outside the list."""
+        layer = self._factory.layer(index) if 0 <= index < self._length else None
+        if not isinstance(layer, Layer):
+            return None
+        key = (layer.kind, layer.is_tied_head, layer.pattern)
+        if key not in self._built:
+            tied = layer.is_tied_head
+            made = TiedHead(cast(Embedding, self.layer(0))) if tied else self._on_meta(layer.make)
+            self._built[key] = made
+        return self._built[key]
+
+    @property
+    def _length(self) -> int:
+        return self.spec.num_layers + 5
+
+    def layers(self) -> Iterator[nn.Module]:
+        """All layers in order; one that is built once may come several times."""
+        found = (self.layer(index) for index in range(self._length))
+        return (layer for layer in found if layer is not None)
+
+    @cached_property
+    def kernel(self) -> Facts:
+        """The facts of the kernel's parameters by their names in it; empty without tables."""
+        module = self._on_meta(lambda: self._factory.positions(TableEmbedding) or nn.Module())
+        return _facts_in(module)
+
+    def facts_in_layer(self, index: int) -> Facts:
+        """The facts of one layer's parameters."""
+        module = self.layer(index)
+        return {} if module is None else _facts_in(module)
+
+    def facts(self, name: str) -> ParameterFacts:
+        """The facts of a canonical name; the defaults if the model has no such parameter.
+
+        A kernel's parameter is known at index 1 and in every layer: files differ in that.
+        """
+        index, rest = split_name(name)
+        found = self.facts_in_layer(index).get(rest)
+        if found is None and is_of_kernel(name):
+            found = self.kernel.get(rest.partition(".")[2])
+        return found or ParameterFacts()
+
+    def flops_per_token(self, length: int) -> float:
+        """Of the forward pass of one token in a sequence; the backward pass has twice as many."""
+        modules: Iterator[Any] = (part for layer in self.layers() for part in layer.modules())
+        return sum(part.own_flops(length) for part in modules if hasattr(part, "own_flops"))
+
+    def _on_meta(self, make: Callable[[], nn.Module]) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                return make()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"hidden_size = {self.spec.hidden_size} with vocab_size padded to "
+                f"{self.spec.padded_vocab_size}: no such model can be built ({reason})"
+            ) from error
+
+
+def _facts_in(module: nn.Module) -> Facts:
+    return {name: parameter_facts(parameter) for name, parameter in module.named_parameters()}
+
+
+_OUTLINES: dict[Any, ModelOutline] = {}
+
+
+def outline_of(model: ModelArgs) -> ModelOutline:
+    """The outline of a config's model, kept for the next who asks.
+
+    Without a vocabulary (no ModelSpec), its counts are not those of the model; its facts are.
+    """
+    values = {**dict(model), "seed": 0}
+    spec = ModelSpec(**{"padded_vocab_size": 1, **values})
+    key = (positional_embedding_class(spec.pos_emb), repr(spec))
+    if key not in _OUTLINES:
+        if len(_OUTLINES) >= 64:
+            _OUTLINES.clear()
+        _OUTLINES[key] = ModelOutline(spec)
+    return _OUTLINES[key]
