@@ -153,7 +153,8 @@ def shared_memory(device: torch.device, arch: int) -> int:
     """Bytes that a program may take on this GPU; where there is none, on the GPUs of `arch`."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return SHARED_MEMORY[arch]
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def aligned(x: Tensor) -> Tensor:
