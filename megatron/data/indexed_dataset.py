@@ -210,11 +210,13 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    reading = {} if tokenizer.end_of_text is None else {"end_of_text": tokenizer.end_of_text}
     return {
         "type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "fingerprint": tokenizer.fingerprint,
+        **reading,
     }
 
 
@@ -231,12 +233,18 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Refuse data made with another tokenizer, when the manifest says so."""
+    """Refuse data made with another tokenizer, when the manifest says so.
+
+    The manifest also says which id ends its documents: another rule made files before ours changed.
+    """
     manifest = read_manifest(prefix)
     if manifest is None:
         return
     made, have = manifest.get("tokenizer", {}), describe_tokenizer(tokenizer)
-    if not isinstance(made, dict) or made.get("fingerprint") == have["fingerprint"]:
+    if not isinstance(made, dict):
+        return
+    if made.get("fingerprint") == have["fingerprint"]:
+        tokenizer.eod = int(made.get("eod", tokenizer.eod))
         return
     raise DataError(
         f"{prefix}: prepared with {made.get('type')} (vocabulary {made.get('vocab_size')}, "

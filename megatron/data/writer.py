@@ -81,12 +81,20 @@ class IndexedDatasetWriter:
         if values.ndim != 1:
             raise DataError(f"a sequence must have one dimension, not shape {values.shape}")
         self._check_range(values)
-        self.add_packed(values.astype(self.dtype).tobytes(), [len(values)])
+        self.add_packed(values.astype(self.dtype).tobytes(), [len(values)], keep_empty=True)
 
     def add_packed(
-        self, data: bytes | memoryview, sizes: Sequence[int], *, ends_document: bool = True
+        self,
+        data: bytes | memoryview,
+        sizes: Sequence[int],
+        *,
+        ends_document: bool = True,
+        keep_empty: bool = False,
     ) -> None:
-        """Documents already packed in this file's dtype; the last may go on in the next call."""
+        """Documents already packed in this file's dtype; the last may go on in the next call.
+
+        A document without tokens has no sequence, as in GPT-NeoX, unless `keep_empty`.
+        """
         if sum(sizes) * self.dtype.itemsize != len(data):
             raise DataError(f"{self.prefix}: {len(data)} bytes do not hold {sum(sizes)} tokens")
         lengths = list(sizes)
@@ -98,9 +106,10 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: a document of {max(lengths)} tokens; the limit is 2^31-1"
             )
         self._put(data)
-        first = len(self._sizes) + 1
-        self._sizes.extend(lengths)
-        self._boundaries.extend(range(first, first + len(lengths)))
+        for length in lengths:
+            if length or keep_empty:
+                self._sizes.append(length)
+            self._boundaries.append(len(self._sizes))
 
     def extend(self, other: IndexedDataset) -> None:
         """Append another dataset of the same dtype, keeping its documents."""

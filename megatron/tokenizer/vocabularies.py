@@ -13,9 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from megatron.atomic_files import atomic_writer
 from megatron.errors import DataError, TokenizerError
-from megatron.tokenizer.base import END_OF_TEXT
+from megatron.tokenizer.base import END_OF_TEXT, PADDING
 
-PADDING = "<|padding|>"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 TRAINABLE = ("GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer")
 
