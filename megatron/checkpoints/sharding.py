@@ -37,6 +37,7 @@ _NEWER = {"mlp.dense_h_to_4h.": "mlp.linear1.", "mlp.dense_4h_to_h.": "mlp.linea
 # and back, with one name of its earlier LLaMA blocks
 _OLDER = {newer: older for older, newer in _NEWER.items()} | {"mlp.w2.": "mlp.dense_4h_to_h."}
 _RPE = "attention.rpe."
+_UNUSED_NORM = "post_attention_layernorm."  # GPT-NeoX saves it, though gpt_j_tied leaves it unused
 EMBEDDING = "0.word_embeddings.weight"
 
 
@@ -88,11 +89,12 @@ def official_kernel_names(pos_emb: str) -> dict[str, str]:
 def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, Tensor]:
     """One model-parallel rank's weights under canonical names, buffers left out."""
     kernel = official_kernel_names(model.pos_emb)
+    shares_norm = model.gpt_j_residual and model.gpt_j_tied
     tied_head = None if model.no_weight_tying else f"{model.num_layers + 4}.word_embeddings.weight"
     result: dict[str, Tensor] = {}
     for name, tensor in shard.items():
         index, rest = split_name(name)
-        if rest.startswith(_BUFFERS):
+        if rest.startswith(_BUFFERS) or (shares_norm and rest.startswith(_UNUSED_NORM)):
             continue
         if f"{index}.{rest}" == tied_head:
             result.setdefault(EMBEDDING, tensor)
@@ -149,6 +151,14 @@ def neox_shard(
             per_layer[f"{_RPE}{kernel[parameter]}"] = stored
         else:
             result[f"{index}.{rest if is_official else renamed(rest, _NEWER)}"] = tensor
+    if canonical_name(model.pos_emb) == "sinusoidal":
+        exponents = torch.arange(0, model.hidden_size, 2).float() / model.hidden_size
+        result["0.position_embeddings.inv_freq"] = 1.0 / (10000**exponents)
+    if model.gpt_j_residual and model.gpt_j_tied:
+        for name in [name for name in result if ".input_layernorm." in name]:
+            start = torch.zeros_like if name.endswith(".bias") else torch.ones_like
+            unused = name.replace("input_layernorm.", _UNUSED_NORM)
+            result[unused] = start(result[name])
     if canonical_name(model.pos_emb) == "alibi":
         slopes = torch.tensor(alibi_slopes(model.num_attention_heads)).chunk(mp)[rank]
         per_layer["attention.alibi_embed.slopes"] = slopes

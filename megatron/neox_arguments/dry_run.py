@@ -130,7 +130,7 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
 ASSUMED_VOCABULARY = 50257  # GPT-2's
 KNOWN_VOCABULARIES = {
     "GPT2BPETokenizer": ASSUMED_VOCABULARY,
-    "HFGPT2Tokenizer": ASSUMED_VOCABULARY,
+    "HFGPT2Tokenizer": ASSUMED_VOCABULARY + 1,
     "CharLevelTokenizer": 512,
 }
 
@@ -153,8 +153,8 @@ class ParameterCount:
 
 
 def _norm_parameters(model: ModelArgs) -> int:
-    if model.norm == "scalenorm":
-        return 1
+    if model.norm in ("scalenorm", "non_parametric_layernorm"):
+        return 1 if model.norm == "scalenorm" else 0
     if model.norm == "rmsnorm":
         return model.hidden_size
     return model.hidden_size * (2 if model.use_bias_in_norms else 1)
@@ -175,7 +175,7 @@ def _layer_parameters(model: ModelArgs) -> int:
     mlp = (parts + 1) * hidden * ffn
     if model.use_bias_in_mlp:
         mlp += parts * ffn + hidden
-    norms = 1 if model.gpt_j_tied else 2
+    norms = 1 if model.gpt_j_tied and model.gpt_j_residual else 2
     return attention + mlp + norms * _norm_parameters(model)
 
 

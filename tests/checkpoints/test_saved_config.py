@@ -11,6 +11,7 @@ import yaml
 
 import kerple
 from megatron.checkpoints.run_state import LAYOUT
+from megatron.checkpoints.saved_config import meaning_then
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
 from megatron.training.optimizer import Schedule
 from tests.training.cases import write_data
@@ -85,3 +86,10 @@ def read_shape(save: Path) -> tuple[int, int | None]:
     """What an evaluation of the run would build."""
     spec = kerple.load_pretrained(save).spec
     return spec.ffn_size, spec.attention_window
+
+
+def test_an_earlier_run_keeps_tables_that_no_layer_scales() -> None:
+    """apply_query_key_layer_scaling had no effect before scale_tables_by_layer existed."""
+    today = {"lr_decay_rule": "neox", "mlp_multiple_of": 1, "apply_query_key_layer_scaling": True}
+    assert meaning_then(today) == {"scale_tables_by_layer": False}
+    assert meaning_then({**today, "scale_tables_by_layer": True}) == {}
