@@ -214,6 +214,28 @@ class IndexedDatasetWriter:
             self.abort()
 
 
+class MMapIndexedDatasetBuilder(IndexedDatasetWriter):
+    """GPT-NeoX's names: items of a document, then its end; `finalize` writes the index."""
+
+    def add_item(self, tokens: Any) -> None:
+        values = np.asarray(tokens)
+        self._check_range(values)
+        self._put(values.astype(self.dtype).tobytes())
+        self._sizes.append(len(values))
+
+    def end_document(self) -> None:
+        self._boundaries.append(len(self._sizes))
+
+    def merge_file_(self, another_file: str | Path) -> None:
+        self.extend(IndexedDataset(another_file))
+
+    def finalize(self, index_file: str | Path) -> None:
+        """The index lies beside the tokens: `index_file` must be that path."""
+        if prefix_of(index_file) != self.prefix:
+            raise DataError(f"{index_file}: the index of {self.prefix}.bin must lie beside it")
+        self.close()
+
+
 def merge_datasets(inputs: Sequence[str | Path], output: str | Path) -> IndexedDataset:
     """Concatenate datasets in the given order into a new one, made with one tokenizer."""
     if not inputs:

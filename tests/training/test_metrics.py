@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.metrics import JsonLines, _sha256, flatten
+from megatron.training.metrics import JsonLines, _sha256, flatten, for_loggers
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config
 
@@ -78,7 +78,7 @@ def test_tensorboard_has_the_same_numbers(restarted: tuple[Path, dict[str, Any]]
     directory, _ = restarted
     events = EventAccumulator(str(directory / "tensorboard"))
     events.Reload()
-    found = {event.step: event.value for event in events.Scalars("loss")}
+    found = {event.step: event.value for event in events.Scalars("train/lm_loss")}
     assert found == pytest.approx(losses(directory / "run"))
     assert len(events.Scalars("kernel/r1/3")) == 6
 
@@ -163,3 +163,14 @@ def test_changed_data_changes_the_hash(tmp_path: Path) -> None:
 def test_nested_values_are_named() -> None:
     values = {"loss": 1, "kernel": {"r1": [2.0, 3.0]}, "text": "x", "none": None}
     assert flatten(values) == {"loss": 1.0, "kernel/r1/0": 2.0, "kernel/r1/1": 3.0}
+
+
+def test_loggers_get_gpt_neoxs_names() -> None:
+    values = {"loss": 1.0, "lr": 0.1, "valid_loss": 2.0, "valid_ppl": 7.4, "mfu": 0.4}
+    assert for_loggers(values) == {
+        "train/lm_loss": 1.0,
+        "train/learning_rate": 0.1,
+        "validation/lm_loss": 2.0,
+        "validation/lm_loss_ppl": 7.4,
+        "mfu": 0.4,
+    }
