@@ -37,6 +37,7 @@ from megatron.training.progress_hooks import (
     ProjectKernels,
     RecordKernels,
     RecordMetrics,
+    RecordParameterNorms,
     ShowProgress,
 )
 from megatron.training.run_directory import (
@@ -170,6 +171,8 @@ def build_hooks(
         RecordKernels(sinks, log_interval),
         validate,
     ]
+    if args.logging.log_param_norm:
+        hooks.append(RecordParameterNorms(sinks, log_interval))
     if args.runtime.exit_interval:
         hooks.append(StopAtInterval(args.runtime.exit_interval))
     directory = run_directory(args.checkpoint)
