@@ -40,7 +40,7 @@ CONTENT_HASH_LIMIT = 64 << 20  # inputs up to this size are compared by content,
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """The user's wishes, the same for every corpus of one call."""
+    """The options of one call, the same for every corpus."""
 
     directory: Path
     tokenizer_type: str | None = None
@@ -99,7 +99,7 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
 def _needs_no_source(
     made: dict[str, Any], source: Source, request: PrepareRequest, tokenizer: Tokenizer
 ) -> bool:
-    """Whether what is there answers the request, with its source at hand or long deleted.
+    """Whether the existing token files answer the request, even if their source was deleted.
 
     Tokens that the user made from own files stay the corpus of that name; so do those of a download
     that is gone again. A path given with --input that no longer exists is known by its name.
@@ -175,8 +175,8 @@ def _tokenizer(source: Source, request: PrepareRequest) -> Tokenizer:
     """``-t`` if given; else GPT-2's if there is a vocabulary, or bytes for the small corpora."""
     kind, vocab, merges = request.tokenizer_type, request.vocab_file, request.merge_file
     if kind is None:
-        bytes_will_do = source.small and vocab is None
-        kind = "CharLevelTokenizer" if bytes_will_do else "GPT2BPETokenizer"
+        use_bytes = source.small and vocab is None
+        kind = "CharLevelTokenizer" if use_bytes else "GPT2BPETokenizer"
     if kind == "GPT2BPETokenizer" and vocab is None and (found := gpt2_folder(request.directory)):
         vocab, merges = found, None
     return build_tokenizer(kind, vocab_file=vocab, merge_file=merges)

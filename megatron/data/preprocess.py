@@ -90,7 +90,7 @@ class Encoded(Tally):
 
 
 class Encoder:
-    """Turns chunks into tokens; one lives in every worker process."""
+    """Turns chunks into tokens; each worker process has one."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: PreprocessOptions, dtype: np.dtype[Any]

@@ -169,7 +169,7 @@ class IndexedDatasetWriter:
                 handle.write(index)
                 handle.flush()
                 os.fsync(handle.fileno())  # a full disk shows before anything is replaced
-                # An older index, or older checksums, must never meet the new tokens.
+                # An older index or older checksums must not stand beside the new tokens.
                 idx_path(self.prefix).unlink(missing_ok=True)
                 manifest_path(self.prefix).unlink(missing_ok=True)
                 publish(self._temporary, bin_path(self.prefix))

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the resolved config, and what it amounts to by arithmetic alone."""
+"""What `--dry-run` prints: the resolved config, and counts computed without building the model."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def canonical_key(key: str) -> str:
 
 
 def unknown_key(key: str, known: list[str], source: str) -> str:
-    """What to say of a key that nobody knows, with the nearest one that exists."""
+    """The error message for an unknown key, with the nearest known one."""
     hint = did_you_mean(key, [*known, *ALIASES], "docs/neox_arguments.md lists every key.")
     return f"{source}: unknown key {key!r:.80}. {hint}"
 

@@ -98,7 +98,7 @@ def _check_grouped_heads(model: ModelArgs, mp: int) -> None:
 def _wider(model: ModelArgs, mp: int) -> int:
     """The next intermediate_size whose width tensor parallelism divides."""
     width = -(-model.ffn_size // mp) * mp
-    if model.mlp_multiple_of > 1:  # then a wish is rounded, so that only this can be promised
+    if model.mlp_multiple_of > 1:  # the size is rounded up to a multiple of it
         width = -(-width // (mp * model.mlp_multiple_of)) * mp * model.mlp_multiple_of
     return intermediate_size_for(width, model.activation)
 
@@ -286,7 +286,7 @@ def _check_launcher(launcher: LauncherArgs) -> None:
         raise ConfigError("num_nodes = 0: use -1 for all hosts of the hostfile, or 1 or more.")
 
 
-# pydantic's findings in the words of a config file.
+# pydantic's errors as messages about config keys.
 
 
 def describe_validation_error(error: ValidationError, group: type[BaseModel]) -> list[str]:

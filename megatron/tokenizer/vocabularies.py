@@ -47,7 +47,7 @@ def train_byte_pairs(
 
 
 def _check_pattern(pattern: str) -> None:
-    """Refuse a pattern that is none, or that can match nothing at all and so would not advance."""
+    """Refuse an invalid pattern, and one that matches the empty text, which never advances."""
     shown = f"--pattern {pattern!r:.80}"
     try:
         if regex.fullmatch(pattern, ""):
