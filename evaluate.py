@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Evaluate a checkpoint: python deepy.py evaluate.py CONF... --eval_tasks TASK..."""
 
 from __future__ import annotations

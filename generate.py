@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Generate text from a checkpoint: python deepy.py generate.py CONF... [-i PROMPTS] [-o SAMPLES]"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Train a model: `python deepy.py train.py CONF.yml ...`, `srun python train.py ...` or alone."""
 
 from __future__ import annotations

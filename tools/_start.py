@@ -28,6 +28,11 @@ _package.__path__ = [str(Path(__file__).parent)]
 sys.modules.setdefault("tools", _package)
 
 
+def answer(reason: str, command: str) -> NoReturn:
+    """For a tool of GPT-NeoX's that is not here by that name: why, and what to run."""
+    sys.exit(f"error: {Path(sys.argv[0]).name}: {reason}. Use: python {command}")
+
+
 def start_main(main: Main) -> NoReturn:
     """`start` for a tool that is not a command of the package."""
     sys.exit(run_command(main))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +283,7 @@ def _read_neox_checkpoint(
 ) -> Checkpoint:
     """Layer files, files of ranks or whole tensors; `config` counts where none was saved."""
     args, native = saved_args(files, config)
-    shards = [canonical_shard(shard, args.model) for shard in _read_shards(files)]
+    shards = [canonical_shard(shard, args.model) for shard in read_shards(files)]
     weights = merge_shards(shards, _sharding(args.model, shards, native=native))
     if EMBEDDING not in weights:
         raise CheckpointError(f"{files.directory}: holds no word_embeddings.weight at layer 0")
@@ -292,7 +292,8 @@ def _read_neox_checkpoint(
         share = "per_layer" if any(".positions." in name for name in weights) else "all"
         args = args if args.model.kerple_share == share else args.replace(kerple_share=share)
     if not native:
-        args = _as_wide_as_its_blocks(weights, args)
+        _check_attention_is_used(args.model, files.directory)
+        args = _with_its_norm_biases(weights, _as_wide_as_its_blocks(weights, args))
     kind = "native" if native else "kerple" if "kerple" in args.model.pos_emb else "neox"
     return Checkpoint(weights, args, files, kind, _iteration(files))
 
@@ -330,7 +331,26 @@ def _as_wide_as_its_blocks(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXAr
     return args.replace(intermediate_size=size, mlp_multiple_of=1)
 
 
-def _read_shards(files: CheckpointFiles) -> list[dict[str, Tensor]]:
+def _with_its_norm_biases(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:
+    """GPT-NeoX never reads use_bias_in_norms: the weights tell whether a layernorm has a bias."""
+    has_bias = f"{FIRST_LAYER}.input_layernorm.bias" in weights
+    if args.model.norm != "layernorm" or has_bias == args.model.use_bias_in_norms:
+        return args
+    return args.replace(use_bias_in_norms=has_bias)
+
+
+def _check_attention_is_used(model: ModelArgs, directory: Path) -> None:
+    """Refuse a GPT-NeoX checkpoint whose layers leave out attention, which ours do not."""
+    if model.gpt_j_residual and not model.use_bias_in_mlp and model.activation in GATED_ACTIVATIONS:
+        raise CheckpointError(
+            f"{directory}: gpt_j_residual: true with use_bias_in_mlp: false and activation: "
+            f"{model.activation}. GPT-NeoX drops the output of attention in such a model, so that "
+            "its weights mean another one there than here. Train it anew here, or with "
+            "use_bias_in_mlp: true there."
+        )
+
+
+def read_shards(files: CheckpointFiles) -> list[dict[str, Tensor]]:
     """Each model-parallel rank's tensors, named `<index>.<name>`."""
     if files.is_universal:
         return [read_weights(files.directory)]

@@ -24,6 +24,7 @@ from megatron.backends.interface import (
     TrainingEngine,
     whole_shape,
 )
+from megatron.checkpoints.neox_run import is_neox_run, read_neox_progress, read_neox_states
 from megatron.checkpoints.reading import read_checkpoint
 from megatron.checkpoints.run_state import check_layout, continue_streams
 from megatron.checkpoints.saved_config import resolved_config
@@ -94,7 +95,7 @@ def _load(
     fresh = args.checkpoint.finetune
     optimizer = not (args.checkpoint.no_load_optim or fresh)
     schedule = not fresh
-    universal = is_universal(directory)
+    universal = is_universal(directory) or is_neox_run(directory)
     if optimizer:
         _check_optimizer(directory, args.optimization.optimizer)
     if not universal:
@@ -163,10 +164,12 @@ def _load_whole(
 ) -> dict[str, Any]:
     """Set this rank's weights and optimizer from whole tensors; returns where training stood.
 
-    `directory` is a universal checkpoint or, without its optimizer, one of ZeRO 3: DeepSpeed takes
-    those weights from the newest checkpoint, whichever was asked for, and executes what it reads.
+    `directory` is a universal checkpoint, GPT-NeoX's or, without its optimizer, one of ZeRO 3:
+    DeepSpeed takes those weights from the newest checkpoint, whichever was asked for, and executes
+    what it reads.
     """
-    progress = read_progress(directory)
+    of_neox = is_neox_run(directory)
+    progress = read_neox_progress(directory, args) if of_neox else read_progress(directory)
     sharding = Sharding.of(args.model, neox=False)
     rows = None  # a vocabulary's under this layout; where the words are not known, all are kept
     if "vocab_size" in progress:
@@ -174,8 +177,11 @@ def _load_whole(
         words = int(progress["vocab_size"])
         rows = padded_vocab_size(words, divisor, parallel.model_parallel_size)
     states: dict[nn.Parameter, States] = {}
+    neox = read_neox_states(directory, args) if of_neox else None
     block = args.optimization.optimizer
-    for parameter, name, whole in _whole_states(engine, directory, block, optimizer=optimizer):
+    for parameter, name, whole in _whole_states(
+        engine, directory, block, neox, optimizer=optimizer
+    ):
         shape = whole_shape(parameter)
         share = {key: _share(name, v, shape, sharding, tp, rows) for key, v in whole.items()}
         if share[WEIGHT].shape != shape:
@@ -196,11 +202,18 @@ def _load_whole(
 
 
 def _whole_states(
-    engine: TrainingEngine, directory: Path, block: OptimizerBlock, *, optimizer: bool
+    engine: TrainingEngine,
+    directory: Path,
+    block: OptimizerBlock,
+    neox: dict[str, States] | None,
+    *,
+    optimizer: bool,
 ) -> Iterator[tuple[nn.Parameter, str, States]]:
     """This rank's parameters, their names, and what the checkpoint holds for them."""
     there: Any
-    if optimizer:
+    if neox is not None:
+        there = neox
+    elif optimizer:
         there = parameter_folders(directory)
     elif is_universal(directory):
         there = read_weights(directory)
@@ -210,7 +223,10 @@ def _whole_states(
     for parameter, name in canonical_names(engine.module).items():
         if name not in there:
             raise CheckpointError(f"{directory}: holds no {name}, which this config's model has")
-        states = read_states(there[name]) if optimizer else {WEIGHT: there[name].detach()}
+        if neox is not None:
+            states = neox[name] if optimizer else {WEIGHT: neox[name][WEIGHT]}
+        else:
+            states = read_states(there[name]) if optimizer else {WEIGHT: there[name].detach()}
         if "exp_avg_sq" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
             states[STEP] = step()
         kept = sorted(states.keys() - {WEIGHT, STEP})

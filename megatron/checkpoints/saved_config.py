@@ -178,6 +178,8 @@ def meaning_then(saved: Mapping[str, Any]) -> dict[str, Any]:
         case {"type": "sgd", "params": dict(params)} if "momentum" not in params:
             momentum = (params.get("betas") or [0.9])[0]
             changes["optimizer"] = {"type": "sgd", "params": {**params, "momentum": momentum}}
+    if saved.get("apply_query_key_layer_scaling") and "scale_tables_by_layer" not in saved:
+        changes["scale_tables_by_layer"] = False
     if "mlp_multiple_of" in saved:  # GPT-NeoX's rules for the rest came with it
         return changes
     activation = saved.get("activation")
@@ -198,7 +200,10 @@ def meaning_then(saved: Mapping[str, Any]) -> dict[str, Any]:
 # (`of_the_checkpoint`).
 
 SCHEDULE = frozenset(
-    {"lr_decay_rule", "lr_decay_style", "lr_decay_iters", "min_lr", "warmup", "optimizer.params.lr"}
+    {
+        *("lr_decay_rule", "lr_decay_style", "lr_decay_iters", "lr_decay_fraction"),
+        *("min_lr", "warmup", "optimizer.params.lr"),
+    }
 )
 """Free when the config says whose schedule counts, its own or the checkpoint's."""
 PATHS = frozenset(

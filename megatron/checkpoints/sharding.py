@@ -28,6 +28,7 @@ _BUFFERS = (
     "rotary_pos_emb.",
     "position_embeddings.inv_freq",  # of sinusoidal positions; learned ones have a weight
 )
+_UNUSED_NORM = "post_attention_layernorm."  # GPT-NeoX saves it, though gpt_j_tied leaves it unused
 EMBEDDING = "0.word_embeddings.weight"
 
 
@@ -50,11 +51,12 @@ def canonical_names(module: nn.Module) -> dict[nn.Parameter, str]:
 def canonical_shard(shard: Mapping[str, Tensor], model: ModelArgs) -> dict[str, Tensor]:
     """One model-parallel rank's weights under canonical names, buffers left out."""
     ours = _our_names(outline_of(model))
+    shares_norm = model.gpt_j_residual and model.gpt_j_tied
     tied_head = None if model.no_weight_tying else f"{model.num_layers + 4}.word_embeddings.weight"
     result: dict[str, Tensor] = {}
     for name, tensor in shard.items():
         index, rest = split_name(name)
-        if rest.startswith(_BUFFERS):
+        if rest.startswith(_BUFFERS) or (shares_norm and rest.startswith(_UNUSED_NORM)):
             continue
         if f"{index}.{rest}" == tied_head:
             result.setdefault(EMBEDDING, tensor)
@@ -121,6 +123,14 @@ def neox_shard(
             per_layer[theirs] = tensor if tensor.dim() == 2 else tensor.reshape(-1, 1, 1)
         else:
             result[f"{index}.{rest if is_official else theirs}"] = tensor
+    if canonical_name(model.pos_emb) == "sinusoidal":
+        exponents = torch.arange(0, model.hidden_size, 2).float() / model.hidden_size
+        result["0.position_embeddings.inv_freq"] = 1.0 / (10000**exponents)
+    if model.gpt_j_residual and model.gpt_j_tied:
+        for name in [name for name in result if ".input_layernorm." in name]:
+            start = torch.zeros_like if name.endswith(".bias") else torch.ones_like
+            unused = name.replace("input_layernorm.", _UNUSED_NORM)
+            result[unused] = start(result[name])
     if canonical_name(model.pos_emb) == "alibi":
         slopes = torch.tensor(alibi_slopes(model.num_attention_heads)).chunk(mp)[rank]
         per_layer["attention.alibi_embed.slopes"] = slopes

@@ -250,9 +250,21 @@ def neox_to_hf(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--precision", choices=("auto", *DTYPES), default="auto", help="auto keeps the checkpoint's"
     )
-    parser.add_argument("--architecture", choices=["neox"], help="the folder says what it needs")
+    parser.add_argument(
+        "--architecture",
+        choices=["neox", "llama", "mistral"],
+        default="neox",
+        help="the folder says what it needs: GPTNeoXForCausalLM, or a kerple_neox model",
+    )
+    parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="accepted, unused")
     parser.add_argument("--no_save_tokenizer", action="store_true", help="accepted, unused")
     options = parser.parse_args(argv)
+    if options.architecture != "neox":
+        print(
+            f"--architecture {options.architecture}: the export is a kerple_neox model (load it "
+            "with trust_remote_code=True), which computes the same; it has no class of that name",
+            file=sys.stderr,
+        )
     words = [options.input_dir, options.output_dir, "--to", "hf"]
     if options.precision != "auto":
         words += ["--dtype", options.precision]

@@ -27,13 +27,14 @@ class Chunk:
     """Neighbouring JSON lines of one file, or texts.
 
     An empty line stands for one that is too long. Without ``ends_document`` the last text goes on
-    in the next chunk.
+    in the next chunk; without ``starts_document`` the first text began in the one before.
     """
 
     file: str
     is_json: bool = False
     first_line: int = 1
     parts: list[bytes] = field(default_factory=list)
+    starts_document: bool = True
     ends_document: bool = True
     consumed: int = 0  # bytes of the input files read so far, for the progress bar
 
@@ -52,7 +53,7 @@ def read_chunks(files: Iterable[Path], splitter: str = "file") -> Iterator[Chunk
 def _grouped(members: Iterator[TextFile], split: Callable[[BinaryIO], Parts]) -> Iterator[Chunk]:
     """Small neighbours share a chunk, so that an archive of tiny files is not slow."""
     chunk: Chunk | None = None
-    size = 0
+    size, ended = 0, True
     for member in members:
         if member.is_json:
             if chunk:
@@ -62,10 +63,10 @@ def _grouped(members: Iterator[TextFile], split: Callable[[BinaryIO], Parts]) ->
             continue
         for part, ends in split(member.stream):
             if chunk is None:
-                chunk, size = Chunk(member.name), 0
+                chunk, size = Chunk(member.name, starts_document=ended), 0
             chunk.parts.append(part)
             chunk.ends_document = ends
-            size += len(part)
+            size, ended = size + len(part), ends
             if size >= CHUNK_BYTES or not ends:
                 yield chunk
                 chunk = None

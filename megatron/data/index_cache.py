@@ -122,7 +122,7 @@ def write_entry(path: Path, key: Mapping[str, Any], arrays: Arrays) -> None:
 
 
 def _header(key: Mapping[str, Any], arrays: Arrays) -> bytes:
-    """Offsets depend on the header's length: grow the reserved room until everything fits."""
+    """Offsets depend on the header's length: grow the reserved space until everything fits."""
     entries = [
         {
             "name": name,
@@ -132,17 +132,17 @@ def _header(key: Mapping[str, Any], arrays: Arrays) -> bytes:
         }
         for name, array in arrays.items()
     ]
-    room = 512
+    space = 512
     while True:
-        position = PREAMBLE.size + room
+        position = PREAMBLE.size + space
         for entry, array in zip(entries, arrays.values(), strict=True):
             entry["offset"] = _aligned(position)
             position = _aligned(position) + array.nbytes
         content = {"key": dict(key), "arrays": entries, "size": position}
         text = json.dumps(content, sort_keys=True).encode()
-        if len(text) <= room:
-            return text.ljust(room)
-        room *= 2
+        if len(text) <= space:
+            return text.ljust(space)
+        space *= 2
 
 
 def _aligned(position: int) -> int:
@@ -199,7 +199,7 @@ def _read_header(path: Path, size: int) -> _Header:
     try:
         return _Header.model_validate(json.loads(text), strict=True)
     except (ValueError, RecursionError) as error:
-        raise _InvalidEntryError("its header is none of ours") from error
+        raise _InvalidEntryError("its header is not one of this program") from error
 
 
 @contextmanager

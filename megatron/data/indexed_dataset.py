@@ -164,6 +164,39 @@ class IndexedDataset:
         return IndexedDataset, (self.prefix,)
 
 
+# GPT-NeoX's names, for scripts that were written for it.
+
+
+class MMapIndexedDataset(IndexedDataset):
+    """GPT-NeoX's reader: part of a sequence is asked for by `offset` and `length`."""
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+        return super().get(idx, offset, None if length is None else offset + length)
+
+    @staticmethod
+    def exists(path: str | Path) -> bool:
+        return bin_path(path).is_file() and idx_path(path).is_file()
+
+
+def make_dataset(path: str | Path, impl: str = "mmap", skip_warmup: bool = True) -> IndexedDataset:
+    """GPT-NeoX's function: the dataset at a path without .bin and .idx."""
+    _check_implementation(impl)
+    return MMapIndexedDataset(path, warmup=not skip_warmup)
+
+
+def make_builder(out_file: str | Path, impl: str = "mmap", vocab_size: int | None = None) -> Any:
+    """GPT-NeoX's function: a writer with add_item, end_document, merge_file_ and finalize."""
+    from megatron.data.writer import MMapIndexedDatasetBuilder, best_dtype
+
+    _check_implementation(impl)
+    return MMapIndexedDatasetBuilder(out_file, best_dtype(vocab_size))
+
+
+def _check_implementation(impl: str) -> None:
+    if impl not in ("mmap", "infer"):
+        raise DataError(f"dataset impl {impl!r:.80}: only mmap files are read and written")
+
+
 def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as handle:
@@ -210,11 +243,13 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    reading = {} if tokenizer.end_of_text is None else {"end_of_text": tokenizer.end_of_text}
     return {
         "type": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "fingerprint": tokenizer.fingerprint,
+        **reading,
     }
 
 
@@ -231,12 +266,18 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Refuse data made with another tokenizer, when the manifest says so."""
+    """Refuse data made with another tokenizer, when the manifest says so.
+
+    The manifest also says which id ends its documents: another rule made files before ours changed.
+    """
     manifest = read_manifest(prefix)
     if manifest is None:
         return
     made, have = manifest.get("tokenizer", {}), describe_tokenizer(tokenizer)
-    if not isinstance(made, dict) or made.get("fingerprint") == have["fingerprint"]:
+    if not isinstance(made, dict):
+        return
+    if made.get("fingerprint") == have["fingerprint"]:
+        tokenizer.eod = int(made.get("eod", tokenizer.eod))
         return
     raise DataError(
         f"{prefix}: prepared with {made.get('type')} (vocabulary {made.get('vocab_size')}, "

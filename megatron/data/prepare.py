@@ -40,7 +40,7 @@ CONTENT_HASH_LIMIT = 64 << 20  # inputs up to this size are compared by content,
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """The user's wishes, the same for every corpus of one call."""
+    """The options of one call, the same for every corpus."""
 
     directory: Path
     tokenizer_type: str | None = None
@@ -71,9 +71,12 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
     if source.vocabulary:
         request = _with_own_vocabulary(source.vocabulary, request, folder, files)
         tokenizer = _tokenizer(source, request)
-    fingerprint = _fingerprint(files, tokenizer, options)
-    if made and made.get("inputs_fingerprint") == fingerprint:
-        return prefix, None
+    fingerprint = inputs_fingerprint(files, describe_tokenizer(tokenizer), options)
+    if made and _is_made_with(made, tokenizer):
+        facts = {**describe_tokenizer(tokenizer), **made["tokenizer"]}
+        older = {fact: facts[fact] for fact in facts if fact in made["tokenizer"]}
+        if made.get("inputs_fingerprint") == inputs_fingerprint(files, older, options):
+            return prefix, None
     described: dict[str, Any] = {
         "name": name,
         "inputs_fingerprint": fingerprint,
@@ -96,12 +99,12 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
 def _needs_no_source(
     made: dict[str, Any], source: Source, request: PrepareRequest, tokenizer: Tokenizer
 ) -> bool:
-    """Whether what is there answers the request, with its source at hand or long deleted.
+    """Whether the existing token files answer the request, even if their source was deleted.
 
     Tokens that the user made from own files stay the corpus of that name; so do those of a download
     that is gone again. A path given with --input that no longer exists is known by its name.
     """
-    if made.get("tokenizer") != describe_tokenizer(tokenizer):
+    if not _is_made_with(made, tokenizer):
         return False
     origin = made.get("source")
     if not isinstance(origin, dict):
@@ -117,6 +120,14 @@ def _needs_no_source(
     return bool(source.files) and not any((downloads / file.name).exists() for file in source.files)
 
 
+def _is_made_with(made: dict[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether the type and the vocabulary are these. How they read ``<|endoftext|>`` and end a
+    document may be an older rule, which the manifest states and the tokens keep."""
+    have, theirs = describe_tokenizer(tokenizer), made.get("tokenizer")
+    same = ("type", "fingerprint")
+    return isinstance(theirs, dict) and all(theirs.get(fact) == have[fact] for fact in same)
+
+
 def _inputs(
     source: Source, folder: Path, request: PrepareRequest, made: dict[str, Any] | None
 ) -> list[Path] | None:
@@ -128,7 +139,7 @@ def _inputs(
     except DownloadError as error:
         if made and source.vocabulary and (folder / VOCABULARY).is_file():
             own = _with_own_vocabulary(source.vocabulary, request, folder, files=())
-            if made.get("tokenizer") == describe_tokenizer(_tokenizer(source, own)):
+            if _is_made_with(made, _tokenizer(source, own)):
                 return None
         if made:
             kind = (made.get("tokenizer") or {}).get("type")
@@ -164,8 +175,8 @@ def _tokenizer(source: Source, request: PrepareRequest) -> Tokenizer:
     """``-t`` if given; else GPT-2's if there is a vocabulary, or bytes for the small corpora."""
     kind, vocab, merges = request.tokenizer_type, request.vocab_file, request.merge_file
     if kind is None:
-        bytes_will_do = source.small and vocab is None
-        kind = "CharLevelTokenizer" if bytes_will_do else "GPT2BPETokenizer"
+        use_bytes = source.small and vocab is None
+        kind = "CharLevelTokenizer" if use_bytes else "GPT2BPETokenizer"
     if kind == "GPT2BPETokenizer" and vocab is None and (found := gpt2_folder(request.directory)):
         vocab, merges = found, None
     return build_tokenizer(kind, vocab_file=vocab, merge_file=merges)
@@ -190,11 +201,13 @@ def _with_own_vocabulary(
     return replace(request, vocab_file=vocab, merge_file=merges)
 
 
-def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, options: PreprocessOptions) -> str:
+def inputs_fingerprint(
+    files: Sequence[Path], tokenizer: dict[str, Any], options: PreprocessOptions
+) -> str:
     """Equal exactly when a new run would give the same output (large inputs: by their times)."""
     by_content = sum(path.stat().st_size for path in files) <= CONTENT_HASH_LIMIT
     digest = hashlib.blake2b(digest_size=16)
-    settings = [describe_tokenizer(tokenizer), options.append_eod, options.ftfy, options.splitter]
+    settings = [tokenizer, options.append_eod, options.ftfy, options.splitter]
     settings += [list(pair) for pair in options.where]
     digest.update(json.dumps([*settings, list(options.keys), by_content]).encode())
     for path in files:

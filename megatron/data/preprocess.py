@@ -90,7 +90,7 @@ class Encoded(Tally):
 
 
 class Encoder:
-    """Turns chunks into tokens; one lives in every worker process."""
+    """Turns chunks into tokens; each worker process has one."""
 
     def __init__(
         self, tokenizer: Tokenizer, options: PreprocessOptions, dtype: np.dtype[Any]
@@ -113,11 +113,16 @@ class Encoder:
                 texts = [self._fix(text) for text in texts]
             ids = self._tokenizer.tokenize_batch(texts)
             if self._options.append_eod:
-                for tokens in ids if chunk.ends_document else ids[:-1]:
-                    tokens.append(self._tokenizer.eod)
+                self._end_documents(ids, chunk)
             result.sizes.append([len(tokens) for tokens in ids])
             result.data.append(b"".join(np.array(tokens, self._dtype).tobytes() for tokens in ids))
         return result
+
+    def _end_documents(self, ids: list[list[int]], chunk: Chunk) -> None:
+        """As in GPT-NeoX, a text without any token (spaces, to SentencePiece) gets no end."""
+        for number, tokens in enumerate(ids if chunk.ends_document else ids[:-1]):
+            if tokens or (number == 0 and not chunk.starts_document):
+                tokens.append(self._tokenizer.eod)
 
     def _read_texts(self, chunk: Chunk, result: Encoded) -> list[list[str]]:
         texts = [part.decode("utf-8", "replace") for part in chunk.parts if part]

@@ -71,8 +71,8 @@ def mqar(length: int, random: Random, asked: int = 1) -> RecallText:
 def _slots(length: int, width: int, count: int, random: Random) -> list[int]:
     """Starts of `count` stretches of `width` that do not overlap, drawn evenly."""
     # Chosen in a text in which each takes one place only; those before it move it on.
-    room = length - count * (width - 1)
-    chosen = sorted(random.sample(range(room), count))
+    free = length - count * (width - 1)
+    chosen = sorted(random.sample(range(free), count))
     return [slot + shift * (width - 1) for shift, slot in enumerate(chosen)]
 
 

@@ -82,12 +82,20 @@ class IndexedDatasetWriter:
         if values.ndim != 1:
             raise DataError(f"a sequence must have one dimension, not shape {values.shape}")
         self._check_range(values)
-        self.add_packed(values.astype(self.dtype).tobytes(), [len(values)])
+        self.add_packed(values.astype(self.dtype).tobytes(), [len(values)], keep_empty=True)
 
     def add_packed(
-        self, data: bytes | memoryview, sizes: Sequence[int], *, ends_document: bool = True
+        self,
+        data: bytes | memoryview,
+        sizes: Sequence[int],
+        *,
+        ends_document: bool = True,
+        keep_empty: bool = False,
     ) -> None:
-        """Documents already packed in this file's dtype; the last may go on in the next call."""
+        """Documents already packed in this file's dtype; the last may go on in the next call.
+
+        A document without tokens has no sequence, as in GPT-NeoX, unless `keep_empty`.
+        """
         if sum(sizes) * self.dtype.itemsize != len(data):
             raise DataError(f"{self.prefix}: {len(data)} bytes do not hold {sum(sizes)} tokens")
         lengths = list(sizes)
@@ -99,9 +107,10 @@ class IndexedDatasetWriter:
                 f"{self.prefix}: a document of {max(lengths)} tokens; the limit is 2^31-1"
             )
         self._put(data)
-        first = len(self._sizes) + 1
-        self._sizes.extend(lengths)
-        self._boundaries.extend(range(first, first + len(lengths)))
+        for length in lengths:
+            if length or keep_empty:
+                self._sizes.append(length)
+            self._boundaries.append(len(self._sizes))
 
     def extend(self, other: IndexedDataset) -> None:
         """Append another dataset of the same dtype, keeping its documents."""
@@ -178,7 +187,7 @@ class IndexedDatasetWriter:
                 handle.write(index)
                 handle.flush()
                 os.fsync(handle.fileno())  # a full disk shows before anything is replaced
-                # An older index, or older checksums, must never meet the new tokens.
+                # An older index or older checksums must not stand beside the new tokens.
                 idx_path(self.prefix).unlink(missing_ok=True)
                 manifest_path(self.prefix).unlink(missing_ok=True)
                 publish(self._temporary, bin_path(self.prefix))
@@ -222,6 +231,28 @@ class IndexedDatasetWriter:
             self.close()
         else:
             self.abort()
+
+
+class MMapIndexedDatasetBuilder(IndexedDatasetWriter):
+    """GPT-NeoX's names: items of a document, then its end; `finalize` writes the index."""
+
+    def add_item(self, tokens: Any) -> None:
+        values = np.asarray(tokens)
+        self._check_range(values)
+        self._put(values.astype(self.dtype).tobytes())
+        self._sizes.append(len(values))
+
+    def end_document(self) -> None:
+        self._boundaries.append(len(self._sizes))
+
+    def merge_file_(self, another_file: str | Path) -> None:
+        self.extend(IndexedDataset(another_file))
+
+    def finalize(self, index_file: str | Path) -> None:
+        """The index lies beside the tokens: `index_file` must be that path."""
+        if prefix_of(index_file) != self.prefix:
+            raise DataError(f"{index_file}: the index of {self.prefix}.bin must lie beside it")
+        self.close()
 
 
 def merge_datasets(inputs: Sequence[str | Path], output: str | Path) -> IndexedDataset:

@@ -179,6 +179,10 @@ class SelfAttention(nn.Module):
             parts = qkv.split([self.queries_per_key * size, size, size], dim=-1)
             q_BLHD, k_BLHD, v_BLHD = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         if self.qk_layernorm is not None:
+            if self.queries_per_key > 1:  # the norm has a weight for each query head
+                k_BLHD, v_BLHD = (
+                    part.repeat_interleave(self.queries_per_key, dim=2) for part in (k_BLHD, v_BLHD)
+                )
             q_BLHD, k_BLHD = self.qk_layernorm(q_BLHD), self.qk_layernorm(k_BLHD)
         return q_BLHD.transpose(1, 2), k_BLHD.transpose(1, 2), v_BLHD.transpose(1, 2)
 

@@ -34,7 +34,13 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
     "mish": F.mish,
 }
-GATED: dict[str, Activation] = {"geglu": F.gelu, "swiglu": F.silu, "reglu": F.relu}
+GATED: dict[str, Activation] = {
+    "geglu": F.gelu,
+    "swiglu": F.silu,
+    "reglu": F.relu,
+    "glu": torch.sigmoid,
+    "bilinear": lambda gate: gate,
+}
 
 
 def activation_named(name: str) -> Activation:
@@ -55,7 +61,7 @@ def _gated(activation: Activation, y: Tensor) -> Tensor:
 class ScaleNorm(nn.Module):
     """x / |x|, times one learned number."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, eps: float) -> None:
         super().__init__()
         self.g = nn.Parameter(torch.ones(1))
         self.eps = eps
@@ -65,33 +71,36 @@ class ScaleNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x), times a learned scale; the mean square is taken in fp32."""
+    """x / rms(x) over the last dimension, times a learned scale; computed in fp32."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int | tuple[int, ...], eps: float) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.scale.shape, self.scale.float(), self.eps)
-        return normed.to(x.dtype)
+        scale = self.scale.float()
+        if scale.dim() == 1:
+            return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+        return (F.rms_norm(x.float(), scale.shape[-1:], eps=self.eps) * scale).to(x.dtype)
 
 
 NORM_EPSILONS = {
     "layernorm": "layernorm_epsilon",
     "rmsnorm": "rms_norm_epsilon",
     "scalenorm": "scalenorm_epsilon",
+    "non_parametric_layernorm": "layernorm_epsilon",
 }
 """The config key that holds each norm's epsilon."""
 
 
-def build_norm(name: str, size: int, eps: float, bias: bool) -> nn.Module:
-    """The norm called `name`."""
+def build_norm(name: str, size: int | tuple[int, ...], eps: float, bias: bool) -> nn.Module:
+    """The norm called `name`; of queries and keys, `size` is (heads, head_dim)."""
     if name == "rmsnorm":
         return RMSNorm(size, eps)
     if name == "scalenorm":
-        return ScaleNorm(size, eps)
-    return nn.LayerNorm(size, eps=eps, bias=bias)
+        return ScaleNorm(eps)
+    return nn.LayerNorm(size, eps=eps, elementwise_affine=name == "layernorm", bias=bias)
 
 
 # Scores.

@@ -28,7 +28,11 @@ from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, per_head_starts
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
 from megatron.model.position_names import positional_embedding_class
-from megatron.model.rotary_and_input_positions import InputEmbedding, RotaryEmbedding
+from megatron.model.rotary_and_input_positions import (
+    InputEmbedding,
+    LearnedEmbedding,
+    RotaryEmbedding,
+)
 from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import (
@@ -165,6 +169,10 @@ class LayerFactory:
             tp=self.tp,
         )
         positions = self.positions(InputEmbedding)
+        if isinstance(positions, LearnedEmbedding) and spec.init_method != "normal":
+            with torch.no_grad():
+                generator = seeded_generator(spec.seed, 0, "position_embeddings")
+                self._init(spec.init_method)(positions.weight, generator)
         if positions is not None and spec.reset_position_ids:
             _check_restarts(positions, spec.pos_emb)
         return Embedding(
@@ -199,6 +207,7 @@ class LayerFactory:
             mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
             table_names=cls.table_names if shared and issubclass(cls, TableEmbedding) else (),
             own_tables=None if shared else self.positions(TableEmbedding, layer=number),
+            table_factor=spec.table_factor(number),
             hidden_dropout=spec.hidden_dropout,
             parallel_residual=spec.gpt_j_residual,
         )
@@ -256,12 +265,13 @@ class LayerFactory:
         )
 
     def _qk_norm(self) -> nn.Module | None:
-        """GPT-NeoX's: one norm for queries and keys, over all heads of a token together."""
+        """GPT-NeoX's: one norm for queries and keys."""
         spec = self.spec
         if not spec.use_qk_layernorm:
             return None
         shape = (spec.num_attention_heads, spec.head_dim)
-        norm = nn.LayerNorm(shape, eps=spec.layernorm_epsilon, bias=spec.use_bias_in_norms)
+        eps = getattr(spec, NORM_EPSILONS[spec.norm])
+        norm = build_norm(spec.norm, shape, eps, spec.use_bias_in_norms)
         for parameter in norm.parameters():  # of two dimensions, and still no matrix
             declare(parameter, decay=False)
         return norm

@@ -23,7 +23,7 @@ from megatron.neox_arguments.run_keys import TokenizerArgs
 ASSUMED_VOCABULARY = 50257  # GPT-2's
 KNOWN_VOCABULARIES = {
     "GPT2BPETokenizer": ASSUMED_VOCABULARY,
-    "HFGPT2Tokenizer": ASSUMED_VOCABULARY,
+    "HFGPT2Tokenizer": ASSUMED_VOCABULARY + 1,
     "CharLevelTokenizer": 512,
 }
 

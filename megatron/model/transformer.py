@@ -87,6 +87,7 @@ class TransformerLayer(nn.Module):
         mlp: MLP,
         table_names: tuple[str, ...] = (),
         own_tables: TableEmbedding | None = None,
+        table_factor: int = 1,
         hidden_dropout: float = 0.0,
         parallel_residual: bool = False,
     ) -> None:
@@ -95,7 +96,7 @@ class TransformerLayer(nn.Module):
         self.attention = attention
         self.post_attention_layernorm = mlp_norm  # None: both branches share the input norm
         self.mlp = mlp
-        self.positions = own_tables
+        self.positions, self.table_factor = own_tables, table_factor
         self.table_names = table_names
         self.hidden_dropout = hidden_dropout
         self.parallel_residual = parallel_residual
@@ -106,10 +107,12 @@ class TransformerLayer(nn.Module):
         return (hidden, *state[1:]) if isinstance(state, tuple) else hidden
 
     def _tables(self, hidden: Tensor, tables: Tables, cache: LayerCache | None) -> Tables:
-        if self.positions is None:
+        if self.positions is not None:
+            seen = cache.length if cache is not None else 0
+            tables = self.positions(seen + hidden.shape[1])
+        if self.table_factor == 1 or tables.bias is None:
             return tables
-        seen = cache.length if cache is not None else 0
-        return self.positions(seen + hidden.shape[1])
+        return Tables(self.table_factor * tables.bias, tables.weight)
 
     def _residual(
         self, x: Tensor, tables: Tables, cache: LayerCache | None, starts: Tensor | None

@@ -54,8 +54,8 @@ def init_method(name: str, *, std: float, num_layers: int, hidden_size: int) -> 
     methods: dict[str, InitMethod] = {
         "normal": _normal(std),
         "scaled_normal": _normal(std * depth_scale),
-        "orthogonal": _orthogonal(1.0),
-        "scaled_orthogonal": _orthogonal(depth_scale),
+        "orthogonal": _orthogonal(math.sqrt(2.0)),  # the gain of the official KERPLE fork
+        "scaled_orthogonal": _orthogonal(math.sqrt(2.0 / num_layers)),
         "xavier_uniform": lambda t, g: nn.init.xavier_uniform_(t, generator=g),
         "xavier_normal": lambda t, g: nn.init.xavier_normal_(t, generator=g),
         "wang_init": _normal(2.0 / num_layers / math.sqrt(hidden_size)),

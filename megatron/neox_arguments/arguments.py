@@ -66,6 +66,12 @@ class NeoXArgs(Group):
         return args
 
     @classmethod
+    def from_ymls(cls, paths: Sequence[str | Path], overwrite_values: Any = None) -> NeoXArgs:
+        """GPT-NeoX's name: files, and values that take the place of theirs."""
+        args = cls.from_files([Path(path) for path in paths])
+        return args.replace(**overwrite_values) if overwrite_values else args
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NeoXArgs:
         """From one flat mapping, in any spelling a YAML file may use."""
         source = "config"
@@ -94,6 +100,12 @@ class NeoXArgs(Group):
         args = cls.model_validate(built)
         validation.check(args)
         return args
+
+    def __getattr__(self, name: str) -> Any:
+        """`args.hidden_size`: a key of any group, as GPT-NeoX's flat arguments (read only)."""
+        if name in OWNER:
+            return getattr(getattr(self, OWNER[name]), name)
+        return super().__getattr__(name)  # type: ignore[misc]
 
     def __eq__(self, other: object) -> bool:
         """The same values; which files they came from does not matter."""

@@ -28,7 +28,17 @@ from megatron.neox_arguments.values import (
 )
 
 Activation = Literal[
-    "gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "swiglu", "reglu"
+    "gelu",
+    "geglu",
+    "relu",
+    "softsign",
+    "swish",
+    "mish",
+    "silu",
+    "swiglu",
+    "reglu",
+    "glu",
+    "bilinear",
 ]
 InitMethod = Literal[
     "normal",
@@ -40,7 +50,7 @@ InitMethod = Literal[
     "wang_init",
     "small_init",
 ]
-GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu")
+GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 
 
 class RopeScaling(Group):
@@ -73,9 +83,9 @@ class ModelArgs(Group):
     )
     use_qk_layernorm: bool = key(
         False,
-        "Layernorm of queries and keys before they meet, over all heads of a token at "
-        "once and with one weight for both, as GPT-NeoX. Needs norm: layernorm, "
-        "model_parallel_size 1 and no num_kv_heads.",
+        "Norm of queries and keys before their product, with one weight for both, as GPT-NeoX: "
+        "layernorm over all heads of a token at once, rmsnorm and scalenorm over each head. With "
+        "num_kv_heads, keys are repeated for each query head before. Needs model_parallel_size 1.",
     )
     forget_gate: bool = key(
         False,
@@ -99,8 +109,8 @@ class ModelArgs(Group):
     intermediate_size: PositiveInt | None = key(
         None,
         "Width of the MLP; null means 4 x hidden_size. A gated activation (swiglu, "
-        "geglu, reglu) is a third as wide, as in GPT-NeoX: two thirds of this are the outputs of "
-        "the first projection, and half of them gate the others.",
+        "geglu, reglu, glu, bilinear) is a third as wide, as in GPT-NeoX: two thirds of this are "
+        "the outputs of the first projection, and half of them gate the others.",
         hf_default=3072,
     )
     mlp_multiple_of: PositiveInt = key(
@@ -127,7 +137,9 @@ class ModelArgs(Group):
         "is limited by it: every other pos_emb may be evaluated at any length.",
         hf_default=512,
     )
-    norm: Literal["layernorm", "rmsnorm", "scalenorm"] = key("layernorm", "Normalisation layer.")
+    norm: Literal["layernorm", "rmsnorm", "scalenorm", "non_parametric_layernorm"] = key(
+        "layernorm", "Normalisation layer; non_parametric_layernorm has no weights."
+    )
     layernorm_epsilon: PositiveFloat = key(1.0e-5, "Epsilon of layernorm.", hf=None)
     rms_norm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of rmsnorm.", hf=None)
     scalenorm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of scalenorm.", hf=None)
@@ -215,7 +227,9 @@ class ModelArgs(Group):
         hf="use_parallel_residual",
     )
     gpt_j_tied: bool = key(
-        False, "With gpt_j_residual: one norm feeds both branches.", hf="share_parallel_norm"
+        False,
+        "With gpt_j_residual: one norm feeds both branches; without, no effect (as GPT-NeoX).",
+        hf="share_parallel_norm",
     )
     no_weight_tying: bool = key(False, "The head has its own matrix, not the embedding's.", hf=None)
     output_layer_parallelism: Literal["column", "row"] = key(
@@ -253,7 +267,18 @@ class ModelArgs(Group):
     )
     attention_dropout: Fraction = key(0.0, "Dropout of attention weights.", changes="training")
     hidden_dropout: Fraction = key(0.0, "Dropout of both residual branches.", changes="training")
-    apply_query_key_layer_scaling: bool = accepted("it only guards fp16 softmax, and ours is fp32.")
+    apply_query_key_layer_scaling: bool = key(
+        False,
+        "The bias of layer l (alibi, rpe, kerple) is max(1, l) times its table, counted from 0, as "
+        "in GPT-NeoX. q.k stays as it is: the division there guards fp16, and ours is fp32.",
+    )
+    scale_tables_by_layer: bool = key(
+        True,
+        "Let apply_query_key_layer_scaling scale tables. false: the key has no effect, as here "
+        "before.",
+        hf=None,
+        ours=True,
+    )
     attention_softmax_in_fp32: bool = accepted("our softmax is always fp32 inside.")
     use_cpu_initialization: bool = accepted("initial weights never depend on the device.")
     scaled_upper_triang_masked_softmax_fusion: bool = key(
@@ -300,6 +325,19 @@ class ModelArgs(Group):
             return self.attention_engine
         kinds = [kind for entry in self.attention_config or [] for kind in entry[0]]
         return "auto" if "flash" in kinds else "naive"
+
+    def table_factor(self, layer: int) -> int:
+        """What layer `layer`, counted from 0, multiplies its bias over distance with.
+
+        GPT-NeoX divides q.k by this number and multiplies the scores with it after the bias was
+        added, except in its flash attention.
+        """
+        if not (self.apply_query_key_layer_scaling and self.scale_tables_by_layer):
+            return 1
+        kinds: list[str] = []
+        for names, repeat in self.attention_config or ():
+            kinds += names * (self.num_layers if repeat == "all" else repeat)
+        return 1 if kinds and kinds[layer] == "flash" else max(1, layer)
 
     @property
     def head_dim(self) -> int:

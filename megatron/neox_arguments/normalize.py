@@ -91,7 +91,7 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "sequence and context parallelism": _keys(
         "sequence_parallel", context_parallel_size=(0, 1), requires_attention_mask=(True,)
     ),
-    "training by epochs": _keys("train_epochs lr_decay_fraction"),
+    "training by epochs": _keys("train_epochs"),
     "bitsandbytes optimizers": _keys("use_bnb_optimizer"),
     "Comet": _keys(
         "use_comet comet_workspace comet_project comet_experiment_name comet_tags comet_others "
@@ -227,7 +227,7 @@ def canonical_key(key: str) -> str:
 
 
 def unknown_key(key: str, known: list[str], source: str) -> str:
-    """What to say of a key that nobody knows, with the nearest one that exists."""
+    """The error message for an unknown key, with the nearest known one."""
     hint = did_you_mean(key, [*known, *ALIASES], "docs/neox_arguments.md lists every key.")
     return f"{source}: unknown key {key!r:.80}. {hint}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,6 +44,9 @@ class OptimizationArgs(Group):
     )
     lr_decay_iters: values.PositiveInt | None = key(
         None, "Step where the decay ends; null: train_iters."
+    )
+    lr_decay_fraction: values.Fraction | None = key(
+        None, "Share of train_iters after which the decay ends, where lr_decay_iters is not set."
     )
     min_lr: values.NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.")
     warmup: values.Fraction = key(
@@ -175,8 +179,11 @@ class OptimizationArgs(Group):
 
     @property
     def decay_iters(self) -> int:
-        """lr_decay_iters with its default filled in."""
-        return self.lr_decay_iters or self.train_iters or 1
+        """lr_decay_iters, or what lr_decay_fraction makes of train_iters."""
+        steps = self.train_iters or 1
+        if self.lr_decay_fraction is not None:
+            steps = max(1, math.floor(steps * self.lr_decay_fraction))
+        return self.lr_decay_iters or steps
 
 
 # Batch arithmetic: train_batch_size = micro-batch x accumulation x data-parallel size.

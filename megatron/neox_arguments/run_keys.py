@@ -316,7 +316,7 @@ class LoggingArgs(Group):
     wandb_init_all_ranks: bool = key(False, "A wandb run per rank.", refused="rank 0 logs for all")
     log_grad_norm: bool = accepted("the norm of the whole gradient is always logged.")
     log_param_norm: bool = key(
-        False, "Log the norm of each parameter.", refused="per-parameter norms are not logged"
+        False, "Log the norm of each parameter, `parameter_norms/NAME`, every log_interval steps."
     )
     log_optimizer_states: bool = key(
         False,

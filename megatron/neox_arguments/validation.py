@@ -88,29 +88,17 @@ def _check_grouped_heads(model: ModelArgs, mp: int) -> None:
             f"model_parallel_size = {mp} does not divide num_kv_heads = {groups}. "
             f"Use model_parallel_size {_divisors_near(groups, mp)} or more num_kv_heads."
         )
-    if not model.use_qk_layernorm:
-        return
-    if model.norm != "layernorm":
-        raise ConfigError(
-            f"use_qk_layernorm = true with norm = {model.norm}: it is there for norm: layernorm "
-            "only. Change norm or remove use_qk_layernorm."
-        )
-    if mp > 1:
+    if model.use_qk_layernorm and mp > 1:
         raise ConfigError(
             f"use_qk_layernorm = true with model_parallel_size = {mp}: it takes the mean over all "
             "heads, and ranks hold some of them. Use model_parallel_size 1."
-        )
-    if groups is not None:
-        raise ConfigError(
-            f"use_qk_layernorm = true with num_kv_heads = {groups}: its one weight for queries and "
-            "keys needs as many heads of both. Remove one of the two keys."
         )
 
 
 def _wider(model: ModelArgs, mp: int) -> int:
     """The next intermediate_size whose width tensor parallelism divides."""
     width = -(-model.ffn_size // mp) * mp
-    if model.mlp_multiple_of > 1:  # then a wish is rounded, so that only this can be promised
+    if model.mlp_multiple_of > 1:  # the size is rounded up to a multiple of it
         width = -(-width // (mp * model.mlp_multiple_of)) * mp * model.mlp_multiple_of
     return intermediate_size_for(width, model.activation)
 
@@ -142,8 +130,6 @@ def _check_positions(model: ModelArgs) -> None:
         raise ConfigError(
             f"rope_scaling is set but pos_emb = {model.pos_emb}. Remove it or use pos_emb rotary."
         )
-    if model.gpt_j_tied and not model.gpt_j_residual:
-        raise ConfigError("gpt_j_tied = true needs gpt_j_residual: true.")
 
 
 def other_attention(model: ModelArgs) -> list[str]:
@@ -300,7 +286,7 @@ def _check_launcher(launcher: LauncherArgs) -> None:
         raise ConfigError("num_nodes = 0: use -1 for all hosts of the hostfile, or 1 or more.")
 
 
-# pydantic's findings in the words of a config file.
+# pydantic's errors as messages about config keys.
 
 
 def describe_validation_error(error: ValidationError, group: type[BaseModel]) -> list[str]:

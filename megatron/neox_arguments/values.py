@@ -1,7 +1,7 @@
 """Value types of config fields: strict, except where YAML gives no choice.
 
 YAML reads `5e4` as a float and `[1, 2]` as a list; a whole float is accepted where an integer is
-asked for. A quoted "12" or a `true` is not: it is more often a slip than a wish.
+asked for. A quoted "12" or a `true` is refused: it is usually a mistake.
 """
 
 from __future__ import annotations

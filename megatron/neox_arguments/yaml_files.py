@@ -262,7 +262,7 @@ def _deep_merge(below: Any, above: Any) -> Any:
 
 
 def _refuse_two_precisions(assigned: Sequence[Layer]) -> None:
-    """Of two files the later may win; two assignments of one command are a slip."""
+    """Of two files the later may win; two --set of one key are an error."""
     chosen = {name: layer for layer in assigned for name in enabled_blocks(layer.values)}
     if len(chosen) > 1:
         raise ConfigError(

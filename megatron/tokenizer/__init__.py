@@ -22,8 +22,9 @@ def build_tokenizer(
     vocab_file: str | Path | None = None,
     merge_file: str | Path | None = None,
 ) -> Tokenizer:
-    """The tokenizer NeoX calls ``tokenizer_type``, from its vocabulary files."""
-    if tokenizer_type not in TOKENIZERS:
+    """The tokenizer NeoX calls ``tokenizer_type``, in any case, from its vocabulary files."""
+    known = {name.lower(): kind for name, kind in TOKENIZERS.items()}
+    if str(tokenizer_type).lower() not in known:
         near = difflib.get_close_matches(str(tokenizer_type), TOKENIZERS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise TokenizerError(
@@ -31,7 +32,7 @@ def build_tokenizer(
             f"There are {', '.join(sorted(TOKENIZERS))}."
         )
     files = TokenizerFiles(_path(vocab_file), _path(merge_file))
-    return TOKENIZERS[tokenizer_type](files)
+    return known[tokenizer_type.lower()](files)
 
 
 def _path(value: str | Path | None) -> Path | None:

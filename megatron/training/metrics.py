@@ -115,6 +115,25 @@ def flatten(values: Values) -> dict[str, float]:
     return flat
 
 
+NEOX_NAMES = {
+    "loss": "train/lm_loss",
+    "lr": "train/learning_rate",
+    "loss_scale": "train/loss_scale",
+    "tokens_per_second": "runtime/tokens_per_sec",
+    "step_seconds": "runtime/iteration_time",
+    "valid_loss": "validation/lm_loss",
+    "valid_ppl": "validation/lm_loss_ppl",
+    "test_loss": "test/lm_loss",
+    "test_ppl": "test/lm_loss_ppl",
+}
+"""Our name in metrics.jsonl -> GPT-NeoX's in TensorBoard and wandb; the others keep theirs."""
+
+
+def for_loggers(values: Values) -> dict[str, float]:
+    """Numbers under the names that GPT-NeoX's dashboards expect."""
+    return {NEOX_NAMES.get(name, name): value for name, value in flatten(values).items()}
+
+
 class TensorBoard:
     """Event files for TensorBoard."""
 
@@ -125,7 +144,7 @@ class TensorBoard:
         self._writer = SummaryWriter(directory, purge_step=start_step + 1 if repeats else None)
 
     def write(self, step: int, values: Values) -> None:
-        for name, value in flatten(values).items():
+        for name, value in for_loggers(values).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -151,7 +170,7 @@ class WeightsAndBiases:
         )
 
     def write(self, step: int, values: Values) -> None:
-        self._run.log(flatten(values), step=step)
+        self._run.log(for_loggers(values), step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -14,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from megatron.backends.interface import gathered
+from megatron.checkpoints.sharding import canonical_names
 from megatron.model.kernel_theory import PAPER_MAX_DISTANCE, effective_length
 from megatron.model.position_base import TableEmbedding
 from megatron.mpu.collectives import gather_from_group
@@ -215,6 +216,29 @@ class RecordKernels(Hook):
                 everyone = gather_from_group(bias.T, trainer.parallel.tp).T
                 line[f"effective_length{suffix}"] = effective_length(everyone)
             self.sinks.write(trainer.step, line)
+
+
+class RecordParameterNorms(Hook):
+    """`log_param_norm`: the norm of each parameter, over all ranks that hold a part of it."""
+
+    def __init__(self, sinks: Sinks, interval: int) -> None:
+        self.sinks, self.interval = sinks, interval
+
+    @torch.no_grad()
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        if report.step % self.interval:
+            return
+        tp, own = trainer.parallel.tp, {}
+        for parameter, name in canonical_names(trainer.engine.module).items():
+            with gathered([parameter]):
+                square = parameter.float().square().sum()
+            if tp.size > 1 and getattr(parameter, "model_parallel", False):
+                dist.all_reduce(square, group=tp.group)
+            own[name] = float(square.sqrt())
+        stages: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(stages, own)
+        norms = {name: norm for stage in stages for name, norm in stage.items()}
+        self.sinks.write(report.step, {"parameter_norms": norms})
 
 
 class ProjectKernels(Hook):

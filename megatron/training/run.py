@@ -38,6 +38,7 @@ from megatron.training.progress_hooks import (
     ProjectKernels,
     RecordKernels,
     RecordMetrics,
+    RecordParameterNorms,
     ShowProgress,
 )
 from megatron.training.run_directory import (
@@ -171,6 +172,8 @@ def build_hooks(
         RecordKernels(sinks, log_interval),
         validate,
     ]
+    if args.logging.log_param_norm:
+        hooks.append(RecordParameterNorms(sinks, log_interval))
     if args.runtime.exit_interval:
         hooks.append(StopAtInterval(args.runtime.exit_interval))
     directory = run_directory(args.checkpoint)
@@ -207,7 +210,14 @@ def _say_what_begins(args: NeoXArgs, trainer: Trainer) -> None:
         f"ZeRO {engine.zero_stage}; attention: {attention}; "
         + (f"resuming after step {trainer.step}" if trainer.step else "starting")
     )
-    if build_schedule(args.optimization).rises_again(trainer.train_iters):
+    schedule = build_schedule(args.optimization)
+    if schedule(0) > schedule.peak:
+        trainer.say(
+            f"warning: warmup = {args.optimization.warmup} of {schedule.decay_steps} steps is less "
+            f"than one step, and by GPT-NeoX's formula the first rate is {schedule(0):.3g}, above "
+            f"lr = {schedule.peak:.3g}. Use warmup 0, or at least {1 / schedule.decay_steps:.3g}."
+        )
+    if schedule.rises_again(trainer.train_iters):
         trainer.say(
             "warning: train_iters is beyond lr_decay_iters, and with lr_decay_rule neox a cosine "
             "rises again after it, as in GPT-NeoX"

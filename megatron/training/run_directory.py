@@ -16,9 +16,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoints.reading import find_files
+from megatron.checkpoints.neox_run import is_neox_run
+from megatron.checkpoints.reading import CheckpointFiles, find_files
 from megatron.checkpoints.run_state import saved_batch_size
-from megatron.checkpoints.saved_config import as_it_began, check_agreement, resolved_config
+from megatron.checkpoints.saved_config import (
+    as_it_began,
+    check_agreement,
+    is_ours,
+    resolved_config,
+)
 from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
@@ -144,8 +150,23 @@ def _begin_from(load: Path, args: NeoXArgs) -> Start:
         found = store.path(step)
         if is_training_checkpoint(found) or is_universal(found):
             return Start(load, step)
-    find_files(load, args.checkpoint.iteration)  # says what is wrong with it, if anything is
+    files = find_files(load, args.checkpoint.iteration)  # says what is wrong with it, if anything
+    if step is not None and not args.checkpoint.finetune and is_neox_run(files.directory):
+        line = f"{files.directory}: GPT-NeoX's run goes on after step {step}, with its optimizer"
+        return Start(load, step, lines=[line])
+    _check_foreign_start(files, args)
     return Start(foreign=load)
+
+
+def _check_foreign_start(files: CheckpointFiles, args: NeoXArgs) -> None:
+    """Refuse to continue another program's run: without its optimizer it would be a new one."""
+    of_a_run = not files.is_hf and not is_ours(resolved_config(files.directory))
+    if args.steps_to_train and of_a_run and files.step_in_name and not args.checkpoint.finetune:
+        raise CheckpointError(
+            f"load = {files.root}: step {files.step_in_name} of another program's run (GPT-NeoX or "
+            "the official KERPLE code) without optimizer files that can be read, so that it cannot "
+            "go on. Set finetune: true to begin a new run with its weights."
+        )
 
 
 def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:

@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "none": {"pos_emb": "none", "activation": "swiglu", "mlp_multiple_of": 4},
     "grouped": {"pos_emb": "rotary", "num_kv_heads": 2},
+    "glu": {"pos_emb": "alibi", "activation": "glu", "norm": "non_parametric_layernorm"},
 }
 
 

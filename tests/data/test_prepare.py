@@ -11,6 +11,9 @@ import pytest
 from megatron.commands import run as command_run
 from megatron.data import IndexedDataset, corpora
 from megatron.data.corpora import SOURCES, Source
+from megatron.data.prepare import inputs_fingerprint
+from megatron.data.preprocess import PreprocessOptions
+from megatron.data.streams import list_files
 from megatron.errors import DownloadError
 from megatron.tokenizer import build_tokenizer
 from tests.data.samples import GPT2, corpus, prepare, text_of
@@ -141,3 +144,23 @@ def test_without_a_network_only_the_same_tokens_are_up_to_date(
     assert "own: up to date" in capsys.readouterr().out
     assert command_run("prepare_data", [*arguments, "-t", "CharLevelTokenizer"]) == 2
     assert "holds tokens of GPT2BPETokenizer" in capsys.readouterr().err
+
+
+def test_tokens_of_the_older_reading_are_kept(tmp_path: Path) -> None:
+    """Before, `<|endoftext|>` inside a text was ordinary text; those tokens stay as they are."""
+    source = corpus(tmp_path)
+    vocabulary = ["--vocab-file", GPT2 / "encoder.json", "--merge-file", GPT2 / "vocab.bpe"]
+    assert prepare(tmp_path, "novels", "--input", source, *vocabulary) == 0
+    manifest = tmp_path / "data" / "novels" / "novels_text_document.json"
+    made = json.loads(manifest.read_text())
+    assert made["tokenizer"].pop("end_of_text") == "token"
+    files = [source] if source.is_file() else list_files([source])[0]
+    options = PreprocessOptions(splitter=made["splitter"])
+    order = ("type", "vocab_size", "eod", "fingerprint")  # as the older code described it
+    older = {fact: made["tokenizer"][fact] for fact in order}
+    made["inputs_fingerprint"] = inputs_fingerprint(files, older, options)
+    manifest.write_text(json.dumps(made))
+    assert prepare(tmp_path, "novels", "--input", source, *vocabulary) == 0
+    assert "end_of_text" not in json.loads(manifest.read_text())["tokenizer"]
+    assert prepare(tmp_path, "novels", "--input", source, "--force", *vocabulary) == 0
+    assert json.loads(manifest.read_text())["tokenizer"]["end_of_text"] == "token"

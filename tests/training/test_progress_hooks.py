@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.checkpoints.reading import read_checkpoint
 from megatron.training.metrics import Sinks
 from megatron.training.progress_hooks import RecordMetrics, peak_flops
 from megatron.training.trainer import StepReport
+from tests.training.cases import write_data
+from tests.training.runs import run, run_config
 
 
 class _Recorder:
@@ -43,3 +48,17 @@ def test_peaks_by_device_name() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA L40S") == 362e12
     assert peak_flops("Some new device") is None
+
+
+def test_the_norm_of_each_parameter(tmp_path: Path) -> None:
+    """Those of the weights that are saved then, whatever ranks hold them."""
+    save = tmp_path / "run"
+    config = run_config(write_data(tmp_path), save, train_iters=2, log_interval=2)
+    layout = {"log_param_norm": True, "model_parallel_size": 2, "precision": "fp32"}
+    run({**config, **layout}, tmp_path, processes=2)
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").open()]
+    (norms,) = [line["parameter_norms"] for line in lines if "parameter_norms" in line]
+    weights = read_checkpoint(save).weights
+    assert norms.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert norms[name] == pytest.approx(float(tensor.float().norm()), rel=1e-5), name

@@ -83,10 +83,23 @@ def hf_config(
         "hidden_act": act,
         "attention_window": spec.attention_window,
         "norm_eps": getattr(spec, NORM_EPSILONS[spec.norm]),
+        "apply_query_key_layer_scaling": _scales_tables(spec),
         "rotary_scaling": scaling.model_dump(exclude_none=True) if scaling else None,
         "iteration": iteration,
     }
     return KerpleNeoXConfig(**values)
+
+
+def _scales_tables(spec: ModelSpec) -> bool:
+    """Whether layers scale their bias, which an export says of all of them at once."""
+    factors = [spec.table_factor(layer) for layer in range(spec.num_layers)]
+    scaled = factors == [max(1, layer) for layer in range(spec.num_layers)]
+    if not scaled and max(factors) > 1:
+        raise CheckpointError(
+            "attention_config with `flash` in some layers and apply_query_key_layer_scaling: an "
+            "export scales the bias of all layers or of none. Convert to native or neox."
+        )
+    return scaled and max(factors) > 1
 
 
 def args_from_hf(config: PretrainedConfig, source: Path) -> NeoXArgs:

@@ -56,8 +56,9 @@ from .scores_kerple import (
 )
 
 
-def make_norm(config: KerpleNeoXConfig) -> nn.Module:
-    return build_norm(config.norm, config.hidden_size, config.norm_eps, config.norm_bias)
+def make_norm(config: KerpleNeoXConfig, shape: tuple[int, ...] | None = None) -> nn.Module:
+    size = config.hidden_size if shape is None else shape
+    return build_norm(config.norm, size, config.norm_eps, config.norm_bias)
 
 
 def make_tables(config: KerpleNeoXConfig, layer: int | None = None) -> TableEmbedding | None:
@@ -83,8 +84,7 @@ class Attention(nn.Module):
         self.dense = nn.Linear(size, size, bias=bias)
         self.qk_layernorm: nn.Module | None = None
         if config.use_qk_layernorm:
-            shape = (heads, config.head_dim)
-            self.qk_layernorm = nn.LayerNorm(shape, eps=config.norm_eps, bias=config.norm_bias)
+            self.qk_layernorm = make_norm(config, (heads, config.head_dim))
         self.forget_gate = nn.Linear(size, heads) if config.forget_gate else None
         for name, start in per_head_starts(config).items():
             number = None if start is None else nn.Parameter(torch.full((heads,), start))
@@ -100,6 +100,8 @@ class Attention(nn.Module):
             parts = qkv.split([self.groups * size, size, size], dim=-1)
             q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
         if self.qk_layernorm is not None:
+            if self.groups > 1:  # the norm has a weight for each query head
+                k, v = (part.repeat_interleave(self.groups, dim=2) for part in (k, v))
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -127,7 +129,7 @@ class Attention(nn.Module):
         if past_key_values is not None:
             k, v, gates = self.cached(k, v, gates, past_key_values, scores.q_index)
         sums = None if gates is None else gate_sums(gates)
-        if self.groups > 1:
+        if k.shape[1] < q.shape[1]:
             k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
         eager = output_attentions or self.config._attn_implementation == "eager"
         dropout = self.config.attention_dropout if self.training else 0.0
@@ -164,13 +166,17 @@ class Layer(GradientCheckpointingLayer):
         self.mlp = MLP(config)
         self.positions = make_tables(config, layer_idx)
         self.parallel, self.dropout = config.use_parallel_residual, config.hidden_dropout
+        scaled = config.apply_query_key_layer_scaling  # layer l's bias is l times the table
+        self.table_factor = max(1, layer_idx) if scaled else 1
 
     def forward(
         self, x: Tensor, bias: Tensor | None, weight: Tensor | None, cos: Tensor | None,
         sin: Tensor | None, scores: Scores, past_key_values: Any, output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        if self.positions is not None:
-            scores = scores.with_tables(self.positions(scores.keys))
+        if self.positions is not None or self.table_factor > 1:
+            own = scores.tables if self.positions is None else self.positions(scores.keys)
+            scaled = None if own[0] is None else self.table_factor * own[0]
+            scores = scores.with_tables((scaled, own[1]))
             bias, weight = scores.dense() if fits_at_once(x, scores) else (None, None)
         normed = self.input_layernorm(x)
         attended, probabilities = self.attention(

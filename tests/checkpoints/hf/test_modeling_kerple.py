@@ -45,6 +45,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scalable_softmax": {"pos_emb": "alibi", "scalable_softmax": True, "sliding_window_width": 9},
     "score_terms": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 2, **SCORE_TERMS},
     "qk_norm": {"pos_emb": "rotary", "use_qk_layernorm": True},
+    "qk_rmsnorm_grouped": {
+        "pos_emb": "rotary",
+        "use_qk_layernorm": True,
+        "norm": "rmsnorm",
+        "num_kv_heads": 2,
+    },
+    "bilinear": {"pos_emb": "none", "norm": "non_parametric_layernorm", "activation": "bilinear"},
+    "scaled_tables": {"pos_emb": "rpe", "num_layers": 4, "apply_query_key_layer_scaling": True},
+    "scaled_tables_per_layer": {
+        "pos_emb": "kerple_log",
+        "kerple_share": "per_layer",
+        "num_layers": 4,
+        "apply_query_key_layer_scaling": True,
+    },
     "linear": {"pos_emb": "rotary", "rope_scaling": {"type": "linear", "factor": 4.0}},
     "ntk": {"pos_emb": "rotary", "rope_scaling": {"type": "ntk", "factor": 4.0}},
     "yarn": {
