@@ -94,8 +94,8 @@ class CompiledBackend:
         rows = {"q": job.set_new_rows("grad_q", parts * batch, heads, q_len)}
         rows |= {x: job.set_new_rows(f"grad_{x}", batch, kv_heads, call.k_len) for x in "kv"}
         lengths = {"key_bias": call.k_len, "sink": q_len}
-        needs_sink = call.sink is not None and call.key_bias is not None and "row_scale" in wanted
-        asked = wanted | {"sink"} if needs_sink else wanted
+        has_origin = call.sink is not None and "row_scale" in wanted
+        asked = wanted | {"sink"} if has_origin else wanted
         terms = {x: job.set_gradient(x, batch, n) for x, n in lengths.items() if x in asked}
         table = (parts * batch, job.problem.table_row, _MARGIN)
         tables = {x: job.set_gradient(x, *table) for x in ("bias", "weight") if x in wanted}
@@ -106,9 +106,9 @@ class CompiledBackend:
         visible = slice(_MARGIN, _MARGIN + call.k_len)
         by_distance = {name: x.sum(0)[:, visible].flip(-1) for name, x in tables.items()}
         terms |= job.row_gradients(call, by_row)
-        if needs_sink:  # the engine left the origin of the key biases out of the scores
-            origin = key_origin(call.key_bias, q_len)
-            terms["row_scale"] -= origin * terms["sink"]
+        if has_origin and call.key_bias is not None:
+            # the engine left the origin of the key biases out of the scores
+            terms["row_scale"] -= key_origin(call.key_bias, q_len) * terms["sink"]
         return {name: x[..., :dim] for name, x in rows.items()} | terms | by_distance
 
 

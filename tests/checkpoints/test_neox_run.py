@@ -15,11 +15,11 @@ from megatron.checkpoints.neox_run import is_neox_run, read_neox_progress, read_
 from megatron.checkpoints.sharding import canonical_shard, share_positions, strip_prefix
 from megatron.errors import CheckpointError
 from megatron.neox_arguments import NeoXArgs
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.training.cases import write_data
 from tests.training.runs import finish, run, start_run
 
-RUNS = sorted((FIXTURES / "neox_runs").iterdir())
+RUNS = sorted(unpacked("neox_runs").iterdir())
 
 
 def config_of(recorded: Path) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def test_another_schedule_is_refused() -> None:
 
 def test_without_its_optimizer_files_it_is_refused(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(FIXTURES / "neox_runs" / "zero1", copy)
+    shutil.copytree(unpacked("neox_runs") / "zero1", copy)
     for file in (copy / "global_step3").glob("*optim_states.pt"):
         file.unlink()
     config = {**config_of(copy), "data_path": write_data(tmp_path), "vocab_size": 64}

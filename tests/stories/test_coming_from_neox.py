@@ -24,6 +24,7 @@ from megatron.neox_arguments.normalize import (
 )
 from megatron.neox_arguments.yaml_files import parse_yaml
 from tests.conftest import FIXTURES, REPOSITORY
+from tests.fixture_archives import unpacked
 from tests.neox_arguments.samples import TINY
 from tests.stories.test_neox_configs import FILES, REFUSED
 
@@ -86,7 +87,7 @@ def test_no_key_without_effect_is_missing_in_the_table() -> None:
 
 
 def test_the_number_of_keys_and_models_is_stated() -> None:
-    recorded = list((FIXTURES / "neox_random").iterdir())
+    recorded = list(unpacked("neox_random").iterdir())
     assert f"each of GPT-NeoX's {len(NEOX_KEYS)} keys" in PAGE
     assert f"compares {len(recorded)} models" in PAGE
 

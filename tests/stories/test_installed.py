@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-SOURCES = ("megatron", "requirements", "pyproject.toml", "setup.py", "README.md")
+SOURCES = ("kerple", "megatron", "requirements", "pyproject.toml", "setup.py", "README.md")
 
 
 @pytest.mark.slow

@@ -22,17 +22,18 @@ import torch
 import yaml
 
 import kerple
-from megatron.checkpoints.sharding import canonical_shard, is_of_kernel, share_positions
+from megatron.checkpoints.sharding import canonical_shard, share_positions
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
+from megatron.model.outline import is_of_kernel
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.optimizer import parameter_groups
 from tests.checkpoints.small_models import logits_of
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.stories.neox_worker import STEP, VOCABULARY, drawn, random_tokens
 
-MODELS = sorted((FIXTURES / "neox_models").iterdir())
-RECORDED = sorted((FIXTURES / "neox_random").iterdir())
+MODELS = sorted(unpacked("neox_models").iterdir())
+RECORDED = sorted(unpacked("neox_random").iterdir())
 OF_ONE_RANK = [path for path in RECORDED if (path / "model.yml").is_file()]
 EVERY = 3
 """Recordings hold the logits of every third position."""

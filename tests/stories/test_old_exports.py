@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kerple import load_pretrained
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 
-OLD = FIXTURES / "run_655be44"
+OLD = unpacked("run_655be44")
 
 
 @pytest.mark.parametrize("form", ["run", "hf"])

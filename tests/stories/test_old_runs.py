@@ -12,10 +12,10 @@ import yaml
 
 from kerple import load_pretrained
 from megatron.commands import run as run_command
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.training.runs import losses, run
 
-OLD = FIXTURES / "run_655be44"
+OLD = unpacked("run_655be44")
 
 
 def test_an_old_run_is_read_and_goes_on_as_it_would_have_then(
