@@ -1,8 +1,8 @@
 """transformers' Inkling and Inkling2 models on our attention engine.
 
-Inkling adds to each score a bias that depends on the query: a product of a few features per query and
-per distance. transformers computes it for every pair of tokens, [batch, heads, length, length]. Here the
-two factors go to `kerple.attention`, which needs O(length) memory:
+Inkling adds to each score a bias that depends on the query: a product of a few features per query
+and per distance. transformers computes it for every pair of tokens, [batch, heads, length, length].
+Here the two factors go to `kerple.attention`, which needs O(length) memory:
 
     model = InklingForCausalLM.from_pretrained(...)
     use_inkling_engine(model)

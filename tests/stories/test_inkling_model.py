@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kerple.integrations.inkling import BiasFactors, use_inkling_engine
+from kerple import attention
+from kerple.integrations.inkling import use_inkling_engine
 from megatron.errors import EngineError
 
 inkling = pytest.importorskip("transformers.models.inkling")
@@ -29,23 +30,36 @@ SIZES: dict[str, Any] = {
     "d_rel": 6,
     "rel_extent": 40,
     "log_scaling_n_floor": 32,
-    "intermediate_size": 96,
     "layer_types": ["hybrid_sliding"] * 3 + ["hybrid"],
-    "mlp_layer_types": ["dense"] * 4,
-    "logits_mup_width_multiplier": 1.0,
     "pad_token_id": 0,
     "attn_implementation": "eager",
 }
+DENSE = {
+    "intermediate_size": 96,
+    "mlp_layer_types": ["dense"] * 4,
+    "logits_mup_width_multiplier": 1.0,
+}
+EXPERTS = {
+    "unpadded_vocab_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_layers_per_attn_res_block": 2,
+    "eos_token_id": None,
+}
 
 
-@pytest.fixture(scope="module")
-def models() -> tuple[nn.Module, nn.Module]:
+@pytest.fixture(scope="module", params=["inkling", "inkling2"])
+def models(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     """The same weights with transformers' attention and with ours."""
     torch.manual_seed(0)
-    theirs = inkling.InklingForCausalLM(inkling.InklingTextConfig(**SIZES)).eval()
+    if request.param == "inkling":
+        theirs = inkling.InklingForCausalLM(inkling.InklingTextConfig(**SIZES, **DENSE))
+    else:
+        theirs = inkling2.Inkling2ForCausalLM(inkling2.Inkling2TextConfig(**SIZES, **EXPERTS))
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.2)
-    return theirs, use_inkling_engine(copy.deepcopy(theirs))
+    return theirs.eval(), use_inkling_engine(copy.deepcopy(theirs.eval()))
 
 
 def tokens(length: int = 100) -> Tensor:
@@ -80,13 +94,18 @@ def test_padding_and_generation_with_a_cache(models: tuple[nn.Module, nn.Module]
     assert torch.equal(found[0], found[1])
 
 
-def test_the_bias_is_never_made_dense(
+def test_every_layer_hands_over_its_factors(
     models: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(BiasFactors, "to", lambda self, *_: seen.append(self) or self)
+
+    def recorded(*operands: Tensor, **others: Any) -> Tensor:
+        seen.append((others["query_features"].shape[-1], others["distance_features"].shape[-1]))
+        return attention(*operands, **others)
+
+    monkeypatch.setattr("kerple.integrations.inkling.attention", recorded)
     models[1](tokens(), use_cache=False)
-    assert [tuple(x.distance_features.shape) for x in seen] == [(1, 6, 40)]  # the global layer
+    assert seen == [(6, 24)] * 3 + [(6, 40)]
 
 
 def test_other_models_are_refused() -> None:
