@@ -1,6 +1,6 @@
 """DeepSpeed around a job: its runner, its process groups, and what it calls things in files.
 
-DeepSpeed takes seconds to import, so each function imports what it needs.
+DeepSpeed and torch take seconds to import, so each function imports what it needs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
-
-import torch
 
 RUNNER = "deepspeed.launcher.runner"
 
@@ -44,6 +42,7 @@ def run_runner(arguments: Sequence[str]) -> None:
 def join_group(backend: str, timeout: timedelta, *, on_cpu: bool) -> None:
     """Join the process group that the environment names; DeepSpeed uses one that is there."""
     import deepspeed
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     if on_cpu:

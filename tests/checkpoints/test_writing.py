@@ -47,7 +47,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "none": {"pos_emb": "none", "activation": "swiglu", "mlp_multiple_of": 4},
     "grouped": {"pos_emb": "rotary", "num_kv_heads": 2},
-    "glu": {"pos_emb": "alibi", "activation": "glu", "norm": "non_parametric_layernorm"},
+    "glu": {
+        "pos_emb": "alibi",
+        "activation": "glu",
+        "mlp_multiple_of": 4,
+        "norm": "non_parametric_layernorm",
+    },
 }
 
 
