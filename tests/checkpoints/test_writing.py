@@ -16,7 +16,7 @@ from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.store import ChecksummedFile
 from megatron.checkpoints.writing import write_native, write_neox
 from megatron.errors import CheckpointError
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from tests.checkpoints.small_models import (
     assert_equal_weights,
     at_rest,
