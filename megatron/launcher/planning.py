@@ -28,6 +28,8 @@ from megatron.terminal import PACKAGE
 
 DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
 HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?")
+# Below critical, DeepSpeed prints the whole command, config and all.
+QUIET = ["--log_level", "critical"]
 LAUNCHABLE = ("train", "evaluate", "eval", "generate")
 
 
@@ -161,8 +163,7 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
     filtered = bool(launcher.include or launcher.exclude or other_accelerator)
     if processes == 1 and not filtered:
         return LaunchPlan(script, args, 1, None, extra)
-    # Below critical, DeepSpeed prints the whole command, config and all, when a process fails.
-    arguments = ["--no_local_rank", "--log_level", "critical"]
+    arguments = ["--no_local_rank", *QUIET]
     arguments += _options(
         master_addr=LOOPBACK,
         master_port=launcher.chosen_port or free_port(),
@@ -206,7 +207,7 @@ def _plan_multi_node(
     if direct and launcher.master_addr is None:
         # These launchers pass no address on; the ranks read it from the config.
         args = args.replace(master_addr=names[0])
-    arguments = _options(
+    arguments = QUIET + _options(
         launcher=launcher.launcher,
         master_port=launcher.master_port,
         master_addr=args.launcher.master_addr,
