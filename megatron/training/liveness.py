@@ -247,7 +247,7 @@ def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         place = rank_place(os.environ.get("RANK", "0"))
         print(
-            f"error ({place}): the job's processes did not all come together "
+            f"error ({place}): the job's processes did not all come together"
             f" ({reason.rstrip('.')}). See what the others said, and start the job again; "
             f"distributed_timeout_minutes is how long they wait for each other.{_interface()}",
             file=sys.stderr,
