@@ -77,9 +77,9 @@ test-slurm: $(VENV)/.dev slurm-packages
 	@$(BIN)/python -m pytest -m slurm -q tests/stories
 
 slurm-packages:
-	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || { \
 	  [ "$$(id -u)" = 0 ] || { echo "error: make test-slurm needs root, to install and start Slurm."; exit 1; }; \
-	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; }
 
 TRITON ?= 3.7.1 3.9.0
 test-ptx: $(VENV)/.dev

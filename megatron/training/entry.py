@@ -30,7 +30,7 @@ from megatron.terminal import (
     shown_command,
 )
 from megatron.training.control_hooks import EXIT_DIVERGED
-from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
+from megatron.training.liveness import EXIT_PEER_LOST, bounded_join, explain, start_heartbeat
 from megatron.training.run import train
 
 
@@ -49,9 +49,11 @@ def _run(args: NeoXArgs, rank: int) -> int:
     try:
         if args.checkpoint.save and rank == 0:
             check_folder_writable(Path(args.checkpoint.save), "save =")
-        join_job(args)
-        check_memory(args)
-        heartbeat = start_heartbeat(args.runtime.distributed_timeout_minutes)
+        minutes = args.runtime.distributed_timeout_minutes
+        with bounded_join(minutes):
+            join_job(args)
+            check_memory(args)
+            heartbeat = start_heartbeat(minutes)
         code = train(args)
         finished = True
     except NonFiniteError as error:

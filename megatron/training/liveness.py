@@ -216,6 +216,27 @@ def start_heartbeat(timeout_minutes: float) -> Heartbeat | None:
 
 
 @contextlib.contextmanager
+def bounded_join(timeout_minutes: float) -> Iterator[None]:
+    """End this process if the block, which joins the other ranks, takes more than two timeouts.
+
+    One to find all ranks in the store, one to connect to each. By itself gloo waits longer for a
+    peer that has given up.
+    """
+
+    def give_up() -> None:
+        explain(None, dist.DistNetworkError("not connected after two timeouts"))
+        os._exit(EXIT_PEER_LOST)
+
+    timer = threading.Timer(2 * timeout_minutes * 60 + 5 * INTERVAL, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def watched_peers(timeout_minutes: float) -> Iterator[None]:
     """Inside the block a lost peer is named and ends this process with `EXIT_PEER_LOST`."""
     heartbeat, finished = start_heartbeat(timeout_minutes), False

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +53,7 @@ def written(data: str, tmp_path: Path, **changes: Any) -> str:
     """The config's file; without dropout, whose streams depend on the layout."""
     keys = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "train_iters": 8}
     config = {**run_config(data, tmp_path / "run", **keys), **changes}
+    config.setdefault("distributed_timeout_minutes", 0.5)
     file = tmp_path / "config.yml"
     file.write_text(yaml.safe_dump(config))
     return str(file)
@@ -88,7 +91,7 @@ def test_names_that_mean_loopback(hosts: Hosts, data: str, tmp_path: Path) -> No
     assert list(losses(tmp_path / "run")) == list(range(1, 9))
 
 
-@pytest.mark.parametrize("fault", ["link", "stop rank 0", "stop rank 1"])
+@pytest.mark.parametrize("fault", ["link", "stop rank 0"])
 def test_a_lost_host_ends_the_others_within_the_timeout(
     hosts: Hosts, data: str, tmp_path: Path, fault: str
 ) -> None:
@@ -121,9 +124,39 @@ def test_a_lost_host_ends_the_others_within_the_timeout(
     assert seconds < TIMEOUT_SECONDS + 20
 
 
+@pytest.fixture(scope="module")
+def ssh(hosts: Hosts) -> Hosts:
+    if not Path("/usr/sbin/sshd").exists():
+        pytest.skip("not installed: openssh-server")
+    hosts.start_sshd()
+    return hosts
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="not installed: pdsh")
+def test_pdsh_starts_both_hosts_and_prints_no_config(ssh: Hosts, data: str, tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
+    file = written(data, tmp_path, hostfile=str(tmp_path / "hostfile"))
+    done = ssh.run(CONTROLLER, sys.executable, "deepy.py", "train.py", file)
+    assert done.returncode == 0, done.stdout
+    assert list(losses(tmp_path / "run")) == list(range(1, 9))
+    assert max(map(len, done.stdout.splitlines())) < 500, done.stdout
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="not installed: mpirun")
+def test_mpirun_needs_the_address_of_rank_0(ssh: Hosts, data: str, tmp_path: Path) -> None:
+    mpirun = ["mpirun", "--allow-run-as-root", "-np", "2", "--host", "n1,n2"]
+    mpirun += ["-x", "PYTHONPATH", "-x", "DS_ACCELERATOR", "-x", "OMP_NUM_THREADS", *TRAIN]
+    file = written(data, tmp_path)
+    without = ssh.run(CONTROLLER, *mpirun, file)
+    assert without.returncode == 2 and "master_addr is not set" in without.stdout, without.stdout
+    done = ssh.run(CONTROLLER, *mpirun, file, "--set", "master_addr=n1")
+    assert done.returncode == 0, done.stdout
+    assert list(losses(tmp_path / "run")) == list(range(1, 9))
+
+
 def test_a_killed_node_requeues_the_job(hosts: Hosts, data: str, tmp_path: Path) -> None:
     """Last of all: the node does not come back."""
-    file = written(data, tmp_path, train_iters=400, keep_last_n_checkpoints=2)
+    file = written(data, tmp_path, train_iters=400, checkpoint_factor=50)
     script = tmp_path / "job.sh"
     command = " ".join(["srun", "--kill-on-bad-exit=0", "--wait=60", *TRAIN, file])
     script.write_text(f"#!/bin/bash\n{command}\n")

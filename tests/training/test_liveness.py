@@ -146,3 +146,21 @@ def test_an_error_of_one_rank_is_the_code_of_all() -> None:
     found = ranks[0].turn(silence=60.0)
     assert found is not None and "rank 1 on" in found and "ended with code 2" in found
     assert ranks[0].code == 2
+
+
+NEVER_JOINED = """
+import os, time
+from megatron.training import liveness
+os.environ.update(RANK="1", WORLD_SIZE="2")
+liveness.INTERVAL = 0.1
+with liveness.bounded_join(0.01):
+    time.sleep(60)  # as gloo connects to a peer that has given up
+"""
+
+
+def test_joining_ends_after_two_timeouts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER_JOINED], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert "error (rank 1): the job's processes did not all come together" in done.stderr
