@@ -5,7 +5,7 @@
 #   make test-quick  the tests of the files that differ from main; without any, a two-minute selection
 #   make test-full   the tests, with the slow ones
 #   make test-slow   the slow ones alone; TESTS="tests/stories" for a part
-#   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
+#   make test-slurm  a real Slurm on this machine, on one host and on several (root only), torn down afterwards
 #   make test-ptx    execute every compiled Triton kernel in the emulator; MUTATE=1: broken ones
 #   make fuzz        spoil N=10000 files of every kind: only our own errors may come of it
 #   make soak        KILLS=100 random kills over layouts, each resumed to the same bits

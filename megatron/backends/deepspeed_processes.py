@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ def run_runner(arguments: Sequence[str]) -> None:
             return command, kill, environment
 
     runner.PDSHRunner = Pdsh
+    # Over pdsh it would take SIGINT and SIGTERM from us, and end the ranks before they have saved.
+    runner.signal = SimpleNamespace(SIGINT=None, SIGTERM=None, signal=lambda *_: None)
     runner.main(list(arguments))
 
 

@@ -19,11 +19,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from megatron.atomic_files import read_json, write_text
+from megatron.atomic_files import OWNER, read_json, write_text
 from megatron.errors import CheckpointError
 
 LOCK = ".lock"
-OWNER = ".lock.owner"
 WAIT_SECONDS = 120  # for another host's lock; an NFS 4 lease is 90
 REFRESH_SECONDS = 5.0
 WATCH_SECONDS = 20.0  # four refreshes; another host's clock is not trusted

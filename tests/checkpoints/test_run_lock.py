@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.atomic_files import read_json, write_text
+from megatron.atomic_files import OWNER, read_json, write_text
 from megatron.checkpoints import run_lock
-from megatron.checkpoints.run_lock import OWNER, hold
+from megatron.checkpoints.run_lock import hold
 from megatron.errors import CheckpointError
 
 

@@ -133,13 +133,32 @@ def ssh(hosts: Hosts) -> Hosts:
 
 
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="not installed: pdsh")
-def test_pdsh_starts_both_hosts_and_prints_no_config(ssh: Hosts, data: str, tmp_path: Path) -> None:
+def test_pdsh_passes_a_signal_on_and_prints_no_config(
+    ssh: Hosts, data: str, tmp_path: Path
+) -> None:
     (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
-    file = written(data, tmp_path, hostfile=str(tmp_path / "hostfile"))
-    done = ssh.run(CONTROLLER, sys.executable, "deepy.py", "train.py", file)
-    assert done.returncode == 0, done.stdout
-    assert list(losses(tmp_path / "run")) == list(range(1, 9))
-    assert max(map(len, done.stdout.splitlines())) < 500, done.stdout
+    endless = {"train_iters": 100_000, "checkpoint_factor": 100_000, "no_ssh_check": True}
+    keys = {"hostfile": str(tmp_path / "hostfile"), "master_addr": "n1", **endless}
+    command = [sys.executable, "deepy.py", "train.py", written(data, tmp_path, **keys)]
+    job = subprocess.Popen(
+        [*ssh.hosts[CONTROLLER].enter, *command],
+        env=ssh.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and len(losses(tmp_path / "run")) > 5, metrics, 60)
+        os.kill(child_of(job), signal.SIGINT)
+        output = job.communicate(timeout=40)[0]
+    finally:
+        job.kill()
+    assert job.returncode == 130, output
+    assert max(map(len, output.splitlines())) < 500, output
+    assert (
+        tmp_path / "run" / "latest"
+    ).read_text() == f"global_step{max(losses(tmp_path / 'run'))}"
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="not installed: mpirun")
