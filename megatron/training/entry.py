@@ -87,7 +87,9 @@ def _run(args: NeoXArgs, rank: int) -> int:
 
 def _hint(args: NeoXArgs) -> None:
     """The likely next command."""
-    if not args.checkpoint.save or not args.optimization.train_iters:
+    if not args.checkpoint.save or not (
+        args.optimization.train_iters or args.optimization.train_epochs
+    ):
         return
     newest = CheckpointStore(Path(args.checkpoint.save)).newest()
     if newest is not None:
