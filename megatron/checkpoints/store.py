@@ -1,4 +1,4 @@
-"""Where checkpoints live: complete or invisible.
+"""Checkpoint directories: a checkpoint is complete or invisible.
 
 save/.incomplete/global_step20/...    written and synced here by all ranks,
 save/global_step20/                   renamed when complete, with checksums.json inside,
@@ -176,9 +176,9 @@ def _is_whole(directory: Path) -> bool:
     return (directory / CHECKSUMS).is_file() and not problems_of(directory)
 
 
-# checksums.json: what was written into a checkpoint, and whether it still lies there.
+# checksums.json: the files of a checkpoint, with their sizes and CRC-32.
 #
-# CRC-32 guards against damage, not against forgery: what a file may do is `safe_files`' business.
+# CRC-32 detects damage, not forgery: `safe_files` decides what a file may contain.
 # Every rank computes its files' checksums while it writes them.
 
 MAX_BYTES = 1 << 26
@@ -304,7 +304,7 @@ def is_training_checkpoint(directory: Path) -> bool:
     return any(file.is_file() for pattern in _OURS for file in directory.glob(pattern))
 
 
-# One training per directory: a lock that dies with its process.
+# One training per directory: a file lock, released when its process ends.
 
 LOCK = ".lock"
 OWNER = ".lock.owner"
@@ -312,7 +312,7 @@ WAIT_SECONDS = 120  # an NFS 4 lease is 90
 _held: dict[Path, FileLock] = {}
 
 
-def hold(directory: Path) -> None:
+def lock_directory(directory: Path) -> None:
     """Take `directory` for this process until it ends; an error if another has it.
 
     The kernel releases the lock of a process that is gone, killed or not. Where the file system
@@ -342,7 +342,7 @@ def hold(directory: Path) -> None:
 
 
 def _acquire(lock: FileLock, directory: Path) -> None:
-    """At once, unless another machine has it: a server may keep a dead client's lock a while."""
+    """At once, unless another host holds it: an NFS server keeps a dead client's lock a while."""
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -22,7 +22,7 @@ from megatron.evaluation.losses import score_continuations
 from megatron.evaluation.tasks import DEFAULT_BATCH_TOKENS
 from megatron.generation import Sampling
 from megatron.generation.pretrained import check_vocabulary, load_pretrained
-from megatron.generation.text import TextGenerator, in_similar_batches
+from megatron.generation.text import TextGenerator, in_batches_by_length
 from megatron.mpu.job import Ranks, pick_device
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class KerpleNeoXLM(TemplateLM):
         self.max_length = int(max_length or self.model.spec.seq_length)
         rows = str(batch_size or max_batch_size or "auto")
         self._in_batches = partial(
-            in_similar_batches,
+            in_batches_by_length,
             ranks=ranks or Ranks.current(),
             batch_tokens=int(batch_tokens),
             # A row has at least one token: as many rows as tokens are no limit.
