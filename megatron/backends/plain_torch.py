@@ -14,17 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from megatron.backends.interface import (
-    COUNTERS,
-    Files,
-    LearningRates,
-    MicroBatch,
-    Parts,
-    Span,
-    States,
-)
+from megatron.backends.interface import COUNTERS, MicroBatch, Parts, Span, States
 from megatron.backends.optimizer_states import plain_groups, read, write
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -39,9 +30,7 @@ class TorchEngine:
     def __init__(self, parts: Parts, device: torch.device) -> None:
         self._parts = parts
         self.module: nn.Module = parts.module.to(device)
-        self.optimizer: Optimizer = parts.optimizer
-        self.scheduler: LearningRates = parts.scheduler
-        self.files: Files = parts.files
+        self.optimizer, self.scheduler, self.files = parts.optimizer, parts.scheduler, parts.files
         self.device = device
         self.grad_norm: float | None = None
         self.step_skipped = False

@@ -29,7 +29,6 @@ from megatron.evaluation.tasks import (
     Place,
     Split,
     SplitView,
-    View,
     WindowedTask,
     task,
 )
@@ -159,7 +158,7 @@ def table_by_length(results: dict[str, Any], *columns: str) -> str:
 class Extrapolation(TaskByLength):
     """Loss and perplexity at each length, on sequences that do not overlap."""
 
-    views: ClassVar[tuple[View, ...]] = (
+    views = (
         SplitView(
             "perplexity",
             "Perplexity against length ({split})",

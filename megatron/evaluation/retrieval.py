@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import product
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from megatron.data.recall_text import RECALL_KINDS, RecallText
 from megatron.errors import EvaluationError
@@ -27,9 +26,9 @@ from megatron.evaluation.ruler_prompts import NOISE
 from megatron.evaluation.tasks import (
     Context,
     EvaluationOptions,
+    GridTask,
     GroupView,
     Place,
-    View,
     WindowedTask,
     task,
 )
@@ -149,7 +148,7 @@ class RecallEntry(OpenModel):
 
 
 @task("recall")
-class Recall(WindowedTask):
+class Recall(GridTask):
     """Does a model find again what it read, further back than it was trained on?
 
     For models trained on the corpus `recall` (`prepare_data.py recall`): new documents of each
@@ -157,7 +156,8 @@ class Recall(WindowedTask):
     back they were first seen.
     """
 
-    views: ClassVar[tuple[View, ...]] = (
+    kinds = tuple(RECALL_KINDS)
+    views = (
         GroupView(
             "recall",
             "Recall against length",
@@ -183,17 +183,24 @@ class Recall(WindowedTask):
         grid = [RecallEntry.model_validate(entry) for entry in results.get("grid", [])]
         return {(entry.kind, entry.length): entry.accuracy for entry in grid}
 
-    def wanted(self, options: EvaluationOptions, splits: Sequence[str]) -> list[Place]:
-        return list(product(RECALL_KINDS, options.eval_lengths))
-
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
         texts = len(RECALL_KINDS) * options.recall_samples
         return [(texts * length, length) for length in options.eval_lengths]
 
-    def measure(self, context: Context) -> dict[str, Any]:
-        lengths = context.options.eval_lengths
-        grid = context.cells.grid(partial(_recalled, context), kind=[*RECALL_KINDS], length=lengths)
-        return {"grid": list(grid)}
+    def entry(self, context: Context, kind: str, length: int) -> dict[str, Any]:
+        options = context.options
+        made = [
+            RECALL_KINDS[kind](length, Random(f"{options.data_seed}/{kind}/{length}/{number}"))
+            for number in range(options.recall_samples)
+        ]
+        tokens = [_tokens(context, item) for item in made]
+
+        def hits(numbers: Sequence[int]) -> list[list[bool]]:
+            texts, places = [tokens[i] for i in numbers], [made[i].places for i in numbers]
+            return [score.greedy.tolist() for score in score_tokens(context.model, texts, places)]
+
+        found = context.in_batches(hits, range(len(made)), length, f"recall {kind} {length}")
+        return {"kind": kind, "length": length, **_summary(made, found)}
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [
@@ -207,22 +214,6 @@ class Recall(WindowedTask):
             for own in results["grid"]
         ]
         return text_table(["kind", "length", "accuracy", "all right", "symbols"], rows)
-
-
-def _recalled(context: Context, kind: str, length: int) -> dict[str, Any]:
-    options = context.options
-    made = [
-        RECALL_KINDS[kind](length, Random(f"{options.data_seed}/{kind}/{length}/{number}"))
-        for number in range(options.recall_samples)
-    ]
-    tokens = [_tokens(context, item) for item in made]
-
-    def hits(numbers: Sequence[int]) -> list[list[bool]]:
-        texts, places = [tokens[i] for i in numbers], [made[i].places for i in numbers]
-        return [score.greedy.tolist() for score in score_tokens(context.model, texts, places)]
-
-    found = context.in_batches(hits, range(len(made)), length, f"recall {kind} {length}")
-    return {"kind": kind, "length": length, **_summary(made, found)}
 
 
 def _tokens(context: Context, made: RecallText) -> list[int]:
