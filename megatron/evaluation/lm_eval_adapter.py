@@ -55,7 +55,7 @@ class KerpleNeoXLM(TemplateLM):
     ) -> None:
         """`max_length` is the context in tokens, the training length by default.
 
-        It may be any length the positional embedding can do. `batch_size` (rows) is a limit beside
+        Any length that the positional embedding supports. `batch_size` (rows) is a limit beside
         `batch_tokens`; "auto" and 1, lm-eval's default, leave the choice to `batch_tokens`.
         """
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loss by position in long sequences: does a model use, or suffer from, what lies far behind?"""
+"""Loss by position in long sequences: does a long context help or hurt the model?"""
 
 from __future__ import annotations
 

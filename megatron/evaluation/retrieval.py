@@ -6,9 +6,9 @@ here, from a seed, with the model's own tokenizer, so nothing is downloaded::
     The grass is green. ... The pass key is 53170. Remember it. ... The sky is blue.
     What is the pass key? The pass key is [53170]
 
-`depth` says where the key lies: 0 at the start of the filler, 1 right before the question.
-A prompt counts when all digits are the most likely continuation, which is what greedy decoding
-would produce; one forward pass tells.
+`depth` is the key's position: 0 at the start of the filler, 1 right before the question. A prompt
+counts when all digits are the most likely continuation, as in greedy decoding; one forward pass
+shows it.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class RecallEntry(OpenModel):
 
 @task("recall")
 class Recall(GridTask):
-    """Does a model find again what it read, further back than it was trained on?
+    """Recall of earlier symbols, at distances beyond the training length.
 
     For models trained on the corpus `recall` (`prepare_data.py recall`): new documents of each
     length, and the share of recalled symbols that are the most likely ones, overall and by how far

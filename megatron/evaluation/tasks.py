@@ -1,4 +1,4 @@
-"""What an evaluation task is and what it may use."""
+"""The interface of evaluation tasks, their options, their context and their views."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def load_pretrained(
 # The checkpoint that evaluation and generation use, its tokenizer and its identity.
 
 
-class Subject:
+class SelectedCheckpoint:
     """The checkpoint that `load` (or `save`) and `iteration` select.
 
     The model is loaded at the first use of `model`.

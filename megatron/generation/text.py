@@ -20,7 +20,7 @@ from tqdm import tqdm
 from megatron.atomic_files import atomic_writer, check_writable
 from megatron.errors import GenerationError, KerpleError
 from megatron.generation.decoding import Completion, Sampling, complete
-from megatron.generation.pretrained import Subject
+from megatron.generation.pretrained import SelectedCheckpoint
 from megatron.mpu.job import Ranks, join_evaluation
 from megatron.terminal import EXIT_USER_ERROR, print_error
 
@@ -270,10 +270,10 @@ def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
     try:
         if ranks.is_main and options.text_gen_type != "interactive":
             check_writable(Path(options.sample_output_file), "sample_output_file (-o)")
-        subject = Subject(args, device)
+        selected = SelectedCheckpoint(args, device)
         generator = TextGenerator(
-            model=subject.model,
-            tokenizer=subject.tokenizer,
+            model=selected.model,
+            tokenizer=selected.tokenizer,
             sampling=Sampling(options.temperature, options.top_k, options.top_p),
             max_new_tokens=options.maximum_tokens,
             stop_strings=tuple(options.stop_strings or ()),

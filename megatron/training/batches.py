@@ -138,10 +138,11 @@ def _micro_batches(
 ) -> Iterator[MicroBatch]:
     """Text is copied to the device asynchronously from pinned memory, then split there."""
     masks_ends = data.eod_mask_loss or data.reset_attention_mask
+    gives_starts = data.tells_documents_apart
     for batch in loader:
         text = batch["text"].to(device, non_blocking=True)
         tokens, labels, mask = get_labels_and_mask(text, eod, masks_ends)
-        if data.tells_documents_apart:
+        if gives_starts:
             yield (tokens, document_starts(tokens, eod)), (labels, mask)
         else:
             yield tokens, (labels, mask)
