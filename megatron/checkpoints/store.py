@@ -304,7 +304,7 @@ def is_training_checkpoint(directory: Path) -> bool:
     return any(file.is_file() for pattern in _OURS for file in directory.glob(pattern))
 
 
-# One training per directory: a file lock, released when its process ends.
+# One training per directory: a lock that dies with its process.
 
 LOCK = ".lock"
 OWNER = ".lock.owner"
@@ -312,7 +312,7 @@ WAIT_SECONDS = 120  # an NFS 4 lease is 90
 _held: dict[Path, FileLock] = {}
 
 
-def lock_directory(directory: Path) -> None:
+def hold(directory: Path) -> None:
     """Take `directory` for this process until it ends; an error if another has it.
 
     The kernel releases the lock of a process that is gone, killed or not. Where the file system
@@ -342,7 +342,7 @@ def lock_directory(directory: Path) -> None:
 
 
 def _acquire(lock: FileLock, directory: Path) -> None:
-    """At once, unless another host holds it: an NFS server keeps a dead client's lock a while."""
+    """At once, unless another machine has it: a server may keep a dead client's lock a while."""
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -45,7 +45,7 @@ NO_SPLIT = "nothing to measure: do_valid and do_test are both false; leave one o
 
 
 def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
-    """Evaluate; the exit code is 0 if every task gave a result."""
+    """Evaluate as the config says; the exit code is 0 if every task gave a result."""
     ranks, device = join_evaluation(args, local_rank)
     with watched_peers(args.runtime.distributed_timeout_minutes):
         return _evaluate(args, ranks, device)

@@ -67,7 +67,7 @@ class NeoXArgs(Group):
 
     @classmethod
     def from_ymls(cls, paths: Sequence[str | Path], overwrite_values: Any = None) -> NeoXArgs:
-        """GPT-NeoX's name: files, and values that override theirs."""
+        """GPT-NeoX's name: files, and values that take the place of theirs."""
         args = cls.from_files([Path(path) for path in paths])
         return args.replace(**overwrite_values) if overwrite_values else args
 

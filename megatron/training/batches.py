@@ -34,7 +34,7 @@ def build_streams(
     vocab_size: int,
     start: Resumed,
 ) -> tuple[Stream, Stream, Stream]:
-    """Training data after the consumed samples; validation and test at the matching position."""
+    """Training data after the samples consumed; validation and test from where they would be."""
 
     def stream(dataset: Any, consumed: int, *, wrap: bool) -> Stream:
         if dataset is None or len(dataset) == 0:

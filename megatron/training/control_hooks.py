@@ -59,7 +59,7 @@ class StopOnSignal(Hook):
 
 
 class StopWhenDiverged(Hook):
-    """Stops after too many consecutive steps with a NaN or infinite loss or gradient."""
+    """Gives up after too many steps in a row whose loss or gradient was not finite."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

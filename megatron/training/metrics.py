@@ -303,9 +303,9 @@ def finished_at(directory: Path) -> int | None:
 
 
 def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) -> list[str]:
-    """Refuse to resume with data whose content differs from what the run's manifest recorded.
+    """Refuse to go on with other data than the run in `directory` recorded, wherever it lies.
 
-    Returns warnings: without a manifest, the data cannot be compared.
+    Returns what to print: without a manifest, the data cannot be compared.
     """
     if {"data_path", "train_data_paths"} & set(allow_changed):
         return []

@@ -25,7 +25,7 @@ from megatron.checkpoints.saved_config import (
     is_ours,
     resolved_config,
 )
-from megatron.checkpoints.store import CheckpointStore, is_training_checkpoint, lock_directory
+from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
 from megatron.neox_arguments import NeoXArgs
@@ -97,7 +97,7 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
     load = save if wanted == "auto" else Path(wanted) if wanted else None
     lines: list[str] = []
     if save is not None:
-        lock_directory(save)
+        hold(save)
         if trains and args.checkpoint.overwrite:
             lines += _move_aside(save, args, world_size)
         CheckpointStore(save).clean()
