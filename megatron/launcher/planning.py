@@ -291,7 +291,7 @@ def run_script(arguments: Sequence[str]) -> int:
 
 
 def run_job(arguments: Sequence[str]) -> int:
-    """DeepSpeed's runner in this process; signals are forwarded to the ranks."""
+    """DeepSpeed's runner in this process; the ranks get our signals and we wait for them."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         _signal_ranks(number)
