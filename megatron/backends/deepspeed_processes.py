@@ -1,4 +1,4 @@
-"""DeepSpeed around a job: its runner, its process groups, and what it calls things in files.
+"""DeepSpeed outside the engine: its runner, its process groups, its config keys and classes.
 
 DeepSpeed and torch take seconds to import, so each function imports what it needs.
 """
@@ -19,11 +19,11 @@ from typing import Any
 RUNNER = "deepspeed.launcher.runner"
 
 
-# Starting processes.
+# The runner.
 
 
 def selected_slots(slots: Mapping[str, int], include: str, exclude: str) -> int:
-    """How many slots of the hosts `include` and `exclude` leave; ValueError says what is wrong."""
+    """How many slots of the hosts `include` and `exclude` leave; ValueError if they are wrong."""
     from deepspeed.launcher.runner import parse_inclusion_exclusion
 
     active = parse_inclusion_exclusion(dict(slots), include, exclude)
@@ -49,11 +49,11 @@ def run_runner(arguments: Sequence[str]) -> None:
     runner.main(list(arguments))
 
 
-# Joining them.
+# Process groups.
 
 
 def join_group(backend: str, timeout: timedelta, *, on_cpu: bool) -> None:
-    """Join the process group that the environment names; DeepSpeed uses one that is there."""
+    """Join the process group that the environment names; DeepSpeed reuses an existing one."""
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -86,11 +86,11 @@ def build_grid(*, pipe: int, model: int, data: int) -> Any:
         return PipelineParallelGrid(topology=topology)
 
 
-# What it knows and writes.
+# Config keys, classes and versions.
 
 
 def zero_keys() -> list[str]:
-    """Every key of `zero_optimization` that the installed DeepSpeed knows."""
+    """Every key of `zero_optimization` that the installed DeepSpeed accepts."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields: Any = DeepSpeedZeroConfig.model_fields
@@ -98,7 +98,7 @@ def zero_keys() -> list[str]:
 
 
 def state_classes() -> list[Any]:
-    """Plain classes whose objects lie in DeepSpeed's training states: loss scalers, options."""
+    """Plain classes that DeepSpeed pickles in its training states: loss scalers, options."""
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

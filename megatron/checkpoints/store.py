@@ -1,4 +1,4 @@
-"""Where checkpoints live: complete or invisible.
+"""Checkpoint directories: a checkpoint is complete or invisible.
 
 save/.incomplete/global_step20/...    written and synced here by all ranks,
 save/global_step20/                   renamed when complete, with checksums.json inside,
@@ -171,9 +171,9 @@ def _is_whole(directory: Path) -> bool:
     return (directory / CHECKSUMS).is_file() and not problems_of(directory)
 
 
-# checksums.json: what was written into a checkpoint, and whether it still lies there.
+# checksums.json: the files of a checkpoint, with their sizes and CRC-32.
 #
-# CRC-32 guards against damage, not against forgery: what a file may do is `safe_files`' business.
+# CRC-32 detects damage, not forgery: `safe_files` decides what a file may contain.
 # Every rank computes its files' checksums while it writes them.
 
 MAX_BYTES = 1 << 26

@@ -34,7 +34,7 @@ def sample_counts(
 
 
 def check_tokenizers(data: DataArgs, tokenizer: Tokenizer) -> None:
-    """Refuse any of the config's datasets that says it was made with another tokenizer."""
+    """Refuse a dataset whose manifest records another tokenizer."""
     paths = [path for name in SPLIT_NAMES for path in _paths(data, name)]
     for path in [data.data_path] if data.data_path else paths:
         check_tokenizer(path, tokenizer)
@@ -44,7 +44,7 @@ _LOOKED_AT = 100
 
 
 def check_documents_end(dataset: AnyDataset, eod: int) -> None:
-    """Refuse data whose documents do not end with the token that tells them apart."""
+    """Refuse data whose documents do not end with the end-of-document token."""
     for part in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
         tokens = part.tokens
         documents = [i for i in range(min(_LOOKED_AT, len(tokens))) if tokens.sizes[i] > 0]
@@ -212,7 +212,7 @@ class BlendedDataset:
                 return "it names samples that are not there"
             return None
 
-        # Found one sample after another, about a microsecond each: worth keeping.
+        # Computed sample by sample, about a microsecond each: cached.
         arrays = cached_arrays(
             {"format": 1, "weights": shares, "samples": num_samples},
             lambda: blending_order(shares, num_samples),

@@ -1,8 +1,8 @@
-"""Which rank is this process? Asked of the environment, never of the user.
+"""The rank of this process, read from environment variables.
 
 torchrun, DeepSpeed's launcher and most others set RANK and WORLD_SIZE. Under plain `srun` only
-Slurm's own variables exist. A batch script's shell also sees SLURM_NTASKS, but it is one process:
-waiting there for the other tasks would hang, so Slurm is trusted inside a numbered job step only.
+Slurm's own variables exist. A batch script's shell also has SLURM_NTASKS, but it is one process:
+waiting there for the other tasks would hang, so Slurm's variables count in numbered steps only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VARIABLES: dict[Source, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class DistributedEnvironment:
-    """This process's place in the job."""
+    """This process's rank, the number of ranks, and the address to meet at."""
 
     rank: int
     local_rank: int
@@ -51,7 +51,7 @@ def environment_for(
 ) -> DistributedEnvironment:
     """Rank and address of this process, exported to `environ` (os.environ by default).
 
-    Variables win over the config's address and port, and over a `local_rank` that was an argument.
+    Variables override the config's address and port, and a `local_rank` argument.
     """
     target = os.environ if environ is None else environ
     addr = target.get("MASTER_ADDR") or launcher.master_addr
@@ -71,7 +71,7 @@ def environment_for(
 def _discover(
     environ: Mapping[str, str], local_rank: int | None, addr: str | None, port: int | None
 ) -> DistributedEnvironment:
-    # Before Slurm's: inside its jobs mpirun starts daemons with srun, whose ranks those would be.
+    # MPI before Slurm: mpirun starts its daemons with srun, and Slurm's ranks are the daemons'.
     for source, (rank, local, size) in _VARIABLES.items():
         if rank not in environ or size not in environ:
             continue
@@ -95,7 +95,7 @@ def _discover(
             master_port=port or slurm_port(environ),
             source="slurm",
         )
-    # Nobody else needs to know this port.
+    # One process: no other process needs this port.
     return DistributedEnvironment(0, 0, 1, addr or LOOPBACK, port or free_port(), "single")
 
 
@@ -130,7 +130,7 @@ def rank_place(rank: int | str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody holds.
+    """A free port.
 
     Not the default one even if it is free: two runs that start together would both choose it.
     """

@@ -1,7 +1,7 @@
-"""Starting a script on every process: this machine's, a hostfile's, or Slurm's.
+"""Launch plans: which script starts on which hosts, in how many processes.
 
-One process on one machine is the script itself. Everything else is handed to DeepSpeed's runner as
-a list of arguments; the config travels inside one of them, so no shell ever reads it.
+One process on one machine runs the script itself. Everything else goes to DeepSpeed's runner as a
+list of arguments; the config is encoded in one of them, so no shell interprets it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAUNCHABLE = ("train", "evaluate", "eval", "generate")
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What will be started where."""
+    """The script, hosts and environment to start."""
 
     script: list[str]
     args: NeoXArgs
@@ -60,7 +60,7 @@ class LaunchPlan:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Host -> slots; ConfigError with the line that is wrong."""
+    """Host -> slots; ConfigError with the number of a wrong line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -112,7 +112,7 @@ def plan_launch(
     """Decide how many processes start where."""
     variables = dict(os.environ if environ is None else environ)
     launcher = args.launcher
-    # GPT-NeoX's own files name a hostfile that nobody has, and mean this machine.
+    # GPT-NeoX's own configs name a hostfile that does not exist, and mean this machine.
     hostfile = Path(launcher.hostfile or DEEPSPEED_DEFAULT_HOSTFILE)
     if launcher.launcher == "slurm" and not (launcher.hostfile and hostfile.exists()):
         return _plan_multi_node(script, args, _slurm_hosts(launcher, variables), None)
@@ -178,7 +178,7 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
 
 
 def _cpu_environment(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Share the cores: torch would give every process all of them."""
+    """Divide the cores among the processes: by default torch uses all cores in each."""
     extra = {"DS_ACCELERATOR": "cpu"}
     if "OMP_NUM_THREADS" not in environ:
         extra["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // processes, 1))
@@ -245,7 +245,7 @@ def _filtered_slots(slots: dict[str, int], launcher: LauncherArgs) -> int:
 def _launcher_arguments(
     launcher: LauncherArgs, allocation: Mapping[str, int] | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Arguments for pdsh, mpirun or srun, and what could not be said to them."""
+    """Arguments for pdsh, mpirun or srun, and warnings about keys they have no option for."""
     try:
         words = shlex.split(launcher.launcher_args or "")
     except ValueError as error:
@@ -286,13 +286,13 @@ def run(plan: LaunchPlan) -> int:
         return run_job([*plan.runner_arguments, "--hostfile", file.name, *script])
 
 
-# Running it: signals are passed on and exit codes kept.
+# Running a plan: signals are forwarded and exit codes kept.
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_script(arguments: Sequence[str]) -> int:
-    """Become the script: signals and the exit code are its own."""
+    """Replace this process by the script: signals and the exit code are its own."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-u", *arguments])  # noqa: S606
@@ -322,8 +322,8 @@ def run_job(arguments: Sequence[str], signal_job: Callable[[int], None] | None =
 def _signal_ranks(number: int) -> None:
     """Pass a signal to the processes of the job.
 
-    Not to DeepSpeed's launcher between us and them: on SIGTERM it gives each rank 30 seconds and
-    then kills it, and its exit code hides theirs. It ends by itself when they have ended.
+    Not to DeepSpeed's launcher, their parent: on SIGTERM it kills each rank after 30 seconds, and
+    its exit code hides theirs. It exits when they have.
     """
     import psutil
 

@@ -288,7 +288,7 @@ class LauncherArgs(Group):
 
     @property
     def chosen_port(self) -> int | None:
-        """master_port, if somebody chose it: saved configs hold the default one, too."""
+        """master_port if it is not the default, which saved configs hold too."""
         default = type(self).model_fields["master_port"].default
         return None if self.master_port == default else self.master_port
 

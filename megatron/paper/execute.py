@@ -1,4 +1,4 @@
-"""Run the steps of one run in child processes, which can be stopped without loss."""
+"""Run the steps of one run in child processes, which can be interrupted and resumed."""
 
 from __future__ import annotations
 

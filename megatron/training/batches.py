@@ -130,7 +130,7 @@ def _build(
 
 
 def _check_enough(train: Any, length: int) -> None:
-    """A corpus of less than one sequence would fill it by repeating itself."""
+    """Refuse a corpus shorter than one sequence, which would repeat within a sample."""
     tokens = tokens_of(train)
     if tokens is not None and tokens <= length:
         raise DataError(
@@ -140,7 +140,7 @@ def _check_enough(train: Any, length: int) -> None:
 
 
 def _amount(train: Any, tokens_seen: int) -> str:
-    """How much text there is, and how often training goes over it."""
+    """The number of tokens and of epochs."""
     tokens = tokens_of(train)
     if tokens is None:
         return f"data: {tokens_seen:,} tokens to train on"
@@ -150,7 +150,7 @@ def _amount(train: Any, tokens_seen: int) -> str:
 
 
 def tokens_of(dataset: Any) -> int | None:
-    """Different tokens behind a dataset; None where it does not say."""
+    """Distinct tokens of a dataset; None if it does not record them."""
     parts = getattr(dataset, "datasets", [dataset])
     counts = [getattr(part, "tokens_per_epoch", None) for part in parts]
     known = [count for count in counts if count is not None]
@@ -172,12 +172,13 @@ def _sample_counts(args: NeoXArgs, plan: BatchPlan, start: Resumed) -> tuple[int
 def _micro_batches(
     loader: Iterable[dict[str, torch.Tensor]], device: torch.device, eod: int, data: DataArgs
 ) -> Iterator[MicroBatch]:
-    """The whole text goes to the device from pinned memory, while it works; it is cut there."""
+    """Text is copied to the device asynchronously from pinned memory, then split there."""
     masks_ends = data.eod_mask_loss or data.reset_attention_mask
+    gives_starts = data.tells_documents_apart
     for batch in loader:
         text = batch["text"].to(device, non_blocking=True)
         tokens, labels, mask = get_labels_and_mask(text, eod, masks_ends)
-        if data.tells_documents_apart:
+        if gives_starts:
             yield (tokens, document_starts(tokens, eod)), (labels, mask)
         else:
             yield tokens, (labels, mask)

@@ -1,12 +1,12 @@
-"""A dead rank is noticed, named and ends the job.
+"""Heartbeats: a dead rank is detected, named, and ends the job.
 
 Every rank writes a heartbeat to the job's key-value store from a thread of its own and watches the
 next rank only, so that the store has a handful of requests a second from each, however many there
-are. A rank that finds its neighbour dead (its process is gone from this host, or it has not written
-for the configured timeout) writes that down for all; each rank reads it, names the dead rank and
-ends its own process. Collectives that fail because a peer is gone come to `explain`, which
-finds the rank by the same means. A rank that waits for the store's host itself (the link is down,
-the process is stopped) is ended by a second thread, which asks the store for nothing.
+are. A rank that finds the next one dead (its process is gone from this host, or it has not written
+for the configured timeout) writes that to the store; each rank reads it, names the dead rank and
+exits. When a collective fails because a peer is gone, `explain` finds the rank in the same way. A
+rank that waits for the store's host itself (the link is down, the process is stopped) is ended by a
+second thread, which makes no request to the store.
 """
 
 from __future__ import annotations

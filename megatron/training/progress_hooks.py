@@ -1,4 +1,4 @@
-"""What a person sees while training, what is recorded, and what is done to kernels after a step."""
+"""Hooks for metrics, progress output, and kernels: their values and their `project` constraint."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RecordMetrics(Hook):
         self.sinks.write(reports[-1].step, values)
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
-        """Model FLOPs of all ranks, and their share of what the devices could do, if known."""
+        """Model FLOP/s of all ranks, and the MFU if the devices' peak is known."""
         flops = tokens_per_second * self.flops_per_token
         values = {"model_tflops": flops / 1e12}
         peak = peak_flops()
@@ -74,7 +74,7 @@ class RecordMetrics(Hook):
         return values
 
     def _note_spike(self, trainer: Trainer, report: StepReport) -> None:
-        """A loss far above its recent mean is worth a line."""
+        """Print a loss far above its recent mean."""
         if len(self._recent) == self.SPIKE_WINDOW:
             recent = torch.tensor(list(self._recent))
             mean, deviation = float(recent.mean()), float(recent.std())
@@ -102,7 +102,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: str | None = None) -> float | None:
-    """What the device could do at most; None for devices that are not in the table (CPUs)."""
+    """Peak FLOP/s of the device; None for devices that are not in the table (CPUs)."""
     if device is None:
         if not torch.cuda.is_available():
             return None
