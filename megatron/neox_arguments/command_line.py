@@ -7,6 +7,7 @@ import base64
 import binascii
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,11 @@ _SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """CONF files, --override, --set and the shortcuts for single keys."""
     parser.add_argument(
-        "conf_files", nargs="*", metavar="CONF", help="YAML files; `.yml` may be left out"
+        "conf_files",
+        nargs="*",
+        metavar="CONF",
+        help="YAML files; `.yml` may be left out. To evaluate and to generate, a run's or a "
+        "checkpoint's folder is enough: its saved config is used",
     )
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="directory of the CONF files")
     winning = "YAML files that win over the files before"
@@ -102,19 +107,60 @@ def add_suffix(name: str, directory: str | None = None) -> Path:
     return path if path.suffix in (".yml", ".yaml", ".json") else Path(f"{path}.yml")
 
 
-def load_config(options: argparse.Namespace) -> NeoXArgs:
-    """The config that a parsed command line describes."""
+def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], list[str]]:
+    """The saved config of a run's or a checkpoint's folder, and the values that select its weights.
+
+    Ours has configs/resolved.yml, GPT-NeoX's the files of its command line.
+    """
+    is_step = re.compile(r"global_step\d{1,18}").fullmatch
+    root, tag = folder, f"global_step{iteration}" if iteration is not None else None
+    if is_step(folder.absolute().name):
+        root, tag = folder.absolute().parent, folder.absolute().name
+    elif tag is None and (folder / "latest").is_file():
+        tag = (folder / "latest").read_text("utf-8", "replace")[:80].strip()
+    elif tag is None:
+        steps = [entry.name for entry in folder.iterdir() if is_step(entry.name)]
+        tag = max(steps, key=lambda name: int(name[11:]), default=None)
+    step = tag[11:] if tag and is_step(tag) else None
+    for place in ([root / f"global_step{step}"] if step else []) + [root]:
+        configs = place / "configs"
+        resolved = configs / "resolved.yml"
+        if files := [resolved] if resolved.is_file() else sorted(configs.glob("*.y*ml")):
+            return files, [f"load={json.dumps(str(root))}", f"iteration={step or 'null'}"]
+    raise ConfigError(
+        f"{folder}: a folder without a saved config (configs/*.yml in it or in its global_stepN); "
+        "give the YAML files, and the folder with --set load=..."
+    )
+
+
+def load_config(options: argparse.Namespace, script: str = "") -> NeoXArgs:
+    """The config that a parsed command line describes; `script` is what will run with it."""
     if not options.conf_files and not options.override:
         raise ConfigError("no config file given, e.g. configs/small_bf16.yml.")
+    files: list[Path] = []
     sets = list(options.sets)
     if HOSTFILE_VARIABLE in os.environ:
         sets.insert(0, f"hostfile={json.dumps(os.environ[HOSTFILE_VARIABLE])}")
+    for name in options.conf_files:
+        file = add_suffix(name, options.conf_dir)
+        folder = Path(options.conf_dir or "", name)
+        if file.exists() or not folder.is_dir():
+            files.append(file)
+            continue
+        found, chosen = _saved_configs(folder, options.iteration)
+        if Path(script).stem == "train":
+            raise ConfigError(
+                f"{folder}: a folder is enough for evaluate.py and generate.py; train.py takes "
+                f"YAML files, for instance {found[0]}."
+            )
+        files += found
+        sets = [*chosen, *sets]
     for key in CONFIG_FLAGS:
         value = getattr(options, key)
         if value is not None:
             sets.append(f"{key}={json.dumps(value)}")
     return NeoXArgs.from_files(
-        [add_suffix(name, options.conf_dir) for name in options.conf_files],
+        files,
         overrides=[add_suffix(name, options.conf_dir) for name in options.override],
         sets=sets,
     )
@@ -175,7 +221,7 @@ def parse_command_line(
         if options.megatron_config is not None:
             args = decode_config(options.megatron_config)
         else:
-            args = load_config(options)
+            args = load_config(options, script_name)
     except KerpleError as error:
         raise SystemExit(print_error(error)) from None
     return args, options
