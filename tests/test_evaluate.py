@@ -64,7 +64,8 @@ def test_a_folder_is_enough(
     assert run("evaluate", [given, "--eval_lengths", "8"]) == 0
     (file,) = run_folder.glob("results/*.json")
     measured = json.loads(file.read_text("utf-8"))
-    assert measured["iteration"] == 10 and "16" not in measured["results"]["valid"]
+    assert measured["iteration"] == 10
+    assert [entry["length"] for entry in measured["results"]["valid"]] == [8]
     (hint,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("next: "))
     words = hint.split()
     assert run("generate", [words[-1], "--set", "maximum_tokens=3", "-o", "out.jsonl"]) == 0
@@ -88,6 +89,23 @@ def test_folders_that_are_not_enough(
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert fragment in line
+
+
+def test_tasks_are_listed_without_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("evaluate", ["--eval_tasks", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert "extrapolation     Loss and perplexity at each length" in listed and "ruler" in listed
+
+
+def test_a_typo_in_a_task_is_told_without_lm_eval(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object) -> list[str]:
+        raise AssertionError("lm-eval would be imported")
+
+    monkeypatch.setattr("megatron.evaluation.task_registry.lm_eval_task_names", slow)
+    assert run("evaluate", [*command, "--eval_tasks", "passkye"]) == 1
+    assert "error: passkye: unknown task; nearest: passkey" in capsys.readouterr().err
 
 
 def test_a_task_of_ones_own(

@@ -51,7 +51,9 @@ def check_kernel(argv: Sequence[str] | None = None) -> int:
         raise KerpleError("name a method, a module:Class, or give --power P")
     if options.points < SMALLEST:
         raise KerpleError(f"--points {options.points}: at least {SMALLEST}")
-    good = all([_report_training(name, options) for name in options.names])
+    good = True
+    for name in options.names:
+        good &= _report_training(name, options)
     for title, kind, table in _to_check(options):
         if not bool(table.isfinite().all()):
             raise KerpleError(f"{title}: not finite on {options.points} points; use fewer --points")

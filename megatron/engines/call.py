@@ -23,6 +23,7 @@ OPERANDS = (
     *("query_features", "distance_features", "row_scale"),
 )
 MAX_FEATURES = 64
+MANY_HEADS = 128  # more than these, and fewer keys: lengths and heads are probably swapped
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,13 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
     _check_terms(call)
     _check_features(call)
     _check_row_scale(call)
+    if call.k_len < call.q.shape[1] > MANY_HEADS:
+        warnings.warn(
+            f"attention: {call.q.shape[1]} heads and {call.k_len} keys. q, k, v are "
+            "[batch, heads, length, head_dim]; from [batch, length, heads, head_dim] give "
+            "q.transpose(1, 2) and so on",
+            stacklevel=3,
+        )
     if not torch.compiler.is_compiling():
         check_values(call)
     if call.window is not None and (isinstance(call.window, float) or call.window < 1):
@@ -153,9 +161,6 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
         raise EngineError(f"scale={scale}: must be a finite number")
     hides_nothing = call.window is not None and call.window >= call.k_len
     return replace(call, scale=scale, window=None if hides_nothing else call.window)
-
-
-MANY_HEADS = 128
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -188,13 +193,6 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if not q.device == k.device == v.device:
         raise EngineError(f"q, k, v must be on one device; got {q.device}, {k.device}, {v.device}")
-    if k.shape[2] < q.shape[1] > MANY_HEADS:
-        warnings.warn(
-            f"attention: {q.shape[1]} heads and {k.shape[2]} keys ({shapes}). q, k, v are "
-            "[batch, heads, length, head_dim]; from [batch, length, heads, head_dim] give "
-            "q.transpose(1, 2) and so on",
-            stacklevel=4,
-        )
 
 
 def _check_terms(call: Call) -> None:
