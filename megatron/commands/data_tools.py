@@ -33,7 +33,7 @@ DEFAULT_CORPUS = "enwik8"  # GPT-NeoX's
 
 def _prepare_parser() -> argparse.ArgumentParser:
     table = "\n".join(
-        f"  {s.name:<14}{s.description}; licence: {s.licence}" for s in SOURCES.values()
+        f"  {s.name:<16} {s.description}; licence: {s.licence}" for s in SOURCES.values()
     )
     parser = command_parser(
         "prepare_data.py",

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.errors import ConfigError, KerpleError
 from megatron.neox_arguments.allowed_code import allow_kernel, classes_in
 from megatron.neox_arguments.arguments import GROUPS, OWNER, NeoXArgs
-from megatron.terminal import print_error
+from megatron.terminal import Parser, print_error
 
 HOSTFILE_VARIABLE = "DLTS_HOSTFILE"
 """Names a hostfile for all configs, as in GPT-NeoX and on some clusters."""
@@ -48,8 +48,11 @@ CONFIG_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 _SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONF files, --override, --set and the shortcuts for single keys."""
+def add_config_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = ()) -> None:
+    """CONF files, --override, --set and the shortcuts for single keys.
+
+    Shortcuts of the `hidden` groups of keys work, and are left out of --help.
+    """
     parser.add_argument(
         "conf_files",
         nargs="*",
@@ -65,7 +68,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
     for key, (flags, options) in CONFIG_FLAGS.items():
         spelled = [each for flag in flags.split() for each in (flag, flag.replace("_", "-"))]
-        meaning = GROUPS[OWNER[key]].model_fields[key].description
+        described = GROUPS[OWNER[key]].model_fields[key].description
+        meaning = argparse.SUPPRESS if OWNER[key] in hidden else described
         parser.add_argument(*dict.fromkeys(spelled), dest=key, help=meaning, **options)
 
 
@@ -194,15 +198,24 @@ def decode_config(payload: str) -> NeoXArgs:
     return NeoXArgs.from_dict(config).with_sources(texts)
 
 
+_SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "train.py": ("Train a model", ("evaluation", "generation")),
+    "evaluate.py": ("Measure a run's or a checkpoint's model", ("generation", "logging")),
+    "generate.py": ("Write text with a run's or a checkpoint's model", ("evaluation", "logging")),
+}
+"""Script -> what it does, and the groups of keys that its --help leaves out."""
+
+
 def build_script_parser(script_name: str) -> argparse.ArgumentParser:
     """Parser of train.py, evaluate.py and generate.py."""
-    parser = argparse.ArgumentParser(
+    does, hidden = _SCRIPTS.get(script_name, (script_name, ()))
+    parser = Parser(
         prog=script_name,
         allow_abbrev=False,
-        description=f"{script_name} in this process (or in each of srun's or torchrun's). "
+        description=f"{does} in this process (or in each of srun's or torchrun's). "
         f"`python deepy.py {script_name} ...` starts several.",
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, hidden)
     parser.add_argument("--megatron_config", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser

@@ -225,24 +225,27 @@ def _command_line(options: argparse.Namespace) -> str:
     return shlex.join(["python", "tools/reproduce.py", *options.words])
 
 
-def _write_report(suite: Suite, out: Path | None, options: argparse.Namespace) -> None:
+def _write_report(suite: Suite, out: Path | None, options: argparse.Namespace) -> bool:
+    """Whether there was anything to report."""
     from megatron.paper.pages import to_text
     from megatron.paper.report import make_report
 
     files = make_report(suite, out, _command_line(options))
     color = sys.stdout.isatty()
     on_the_page_only = ("_test", "cpd")
-    empty = []
+    empty, shown = [], 0
     for table in files.tables:
         if table.key.endswith(on_the_page_only):
             continue
         if any(entry.cell.present for entry in table.entries):
             print(f"\n{to_text(table, color=color)}{_legend(table, color)}")
+            shown += 1
         else:
             empty.append(table.key)
     if empty:
         print(f"\nno results of the suite's settings: {', '.join(empty)} (see `status`)")
     print(f"\nReport: {files.html}")
+    return shown > 0 or not empty
 
 
 def _legend(table: Table, color: bool) -> str:
@@ -316,8 +319,7 @@ def _released(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
-    _write_report(_suite(options), out, options)
-    return 0
+    return 0 if _write_report(_suite(options), out, options) else 1
 
 
 def _pack(options: argparse.Namespace) -> int:
