@@ -1,4 +1,4 @@
-"""What prepare_data.py does for each corpus: fetch, check whether there is work, tokenize."""
+"""prepare_data.py: fetch a corpus, check whether its tokens are up to date, tokenize."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _is_made_with(made: dict[str, Any], tokenizer: Tokenizer) -> bool:
 def _inputs(
     source: Source, folder: Path, request: PrepareRequest, made: dict[str, Any] | None
 ) -> list[Path] | None:
-    """Local files to read; None if the source is out of reach, and what it once gave is here."""
+    """Local files to read; None if the source is unavailable and its tokens are here already."""
     if request.inputs:
         return list(request.inputs)
     if source.name not in SOURCES:
@@ -238,7 +238,7 @@ def print_problems(outcome: Outcome) -> None:
         print(f"  ... {outcome.broken_lines} broken lines in all", file=sys.stderr)
 
 
-# A prepared corpus in numbers: documents, tokens, lengths, and how many tokens a word costs.
+# Statistics of a prepared corpus: documents, tokens, lengths, tokens per word.
 
 SAMPLE_MEGABYTES = 1.0  # counting words is slower than some tokenizers
 
@@ -255,7 +255,7 @@ def sample_counts_of_text(files: Sequence[Path], key: str) -> dict[str, int]:
 
 
 def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
-    """What the user gets: where it is, and the corpus in numbers."""
+    """The path of the prepared corpus and its statistics."""
     state = "up to date" if outcome is None else "ready"
     if outcome and outcome.broken_lines:
         state += f", {outcome.broken_lines} broken lines"

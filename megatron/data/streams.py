@@ -1,4 +1,4 @@
-"""Opening text wherever it lies: plain or compressed files, and the members of archives."""
+"""Opening text: plain or compressed files, and the members of archives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""One attention call, from the check of its arguments to the engine that runs it.
+"""One attention call: its tensors and options, and the checks that every engine relies on.
 
-Shapes: B batch, H heads (of q), L length (q: Lq, k and v: Lk), D head dim. Every engine takes the
-same `Call` and may rely on what is checked here.
+Shapes: B batch, H heads (of q), L length (q: Lq, k and v: Lk), D head dim.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Call:
         return tuple(getattr(self, name) for name in OPERANDS)
 
     def in_fp32(self, besides: Sequence[str] = ()) -> Call:
-        """The same call with tensors outside of autograd, in fp32 but for some."""
+        """The same call with detached tensors, in fp32 except those named in `besides`."""
         changed: dict[str, Any] = {}
         for name, x in zip(OPERANDS, self.operands(), strict=True):
             if x is not None:
@@ -81,18 +80,18 @@ class Call:
                 changed[name] = x.detach() if stays else x.detach().float()
         return replace(self, **changed)
 
-    def fitted(self, gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-        """Gradients of operands in their order, dtypes and shapes.
+    def match_operands(self, gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+        """Gradients in the operands' order, dtypes and shapes.
 
-        They may be as wide as an engine makes them: tables over the distances 0 .. Lk-1, key_bias
+        An engine computes them without broadcasting: tables over the distances 0 .. Lk-1, key_bias
         [B, H, Lk], sink [B, H, Lq].
         """
         operands = zip(OPERANDS, self.operands(), strict=True)
-        return [fitted(gradients.get(name), x) for name, x in operands]
+        return [match_operand(gradients.get(name), x) for name, x in operands]
 
 
-def fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
-    """The gradient in the operand's dtype and shape: that may be longer (a table), or broadcast."""
+def match_operand(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
+    """The gradient in the operand's dtype and shape: padded to a longer table, or summed."""
     if grad is None or operand is None:
         return None
     if operand.dim() == 1:  # a sink per head, from [B, H, Lq]
@@ -102,10 +101,10 @@ def fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
     return grad.sum_to_size(operand.shape).to(operand.dtype)
 
 
-def rows_apart(
+def empty_blhd(
     shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
-    """New memory for [B, H, L, D] as [B, L, H, D]: merging the heads afterwards is then a view."""
+    """An empty [B, H, L, D] tensor in memory order B, L, H, D, so that merging heads is a view."""
     batch, heads, length, dim = shape
     return torch.empty(batch, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
@@ -113,9 +112,9 @@ def rows_apart(
 def key_origin(key_bias: Tensor, q_len: int) -> Tensor:
     """What to subtract from a query's key biases before they are added, [.., Lq].
 
-    A softmax does not see it, but rounding does: cumulative gates reach 10^4, where fp32 has three
-    digits left. It is the bias of the query's own key; of the one before if that is -inf (padding),
-    and so on; 0 where there is none.
+    A softmax is invariant to it, rounding is not: cumulative gates reach 10^4, where fp32 has three
+    decimals left. It is the bias of the query's own key, or of the nearest earlier key whose bias
+    is finite (padding has -inf), or 0 if there is none.
     """
     position = torch.arange(key_bias.shape[-1], device=key_bias.device)
     latest = torch.where(key_bias.isfinite(), position, -1).cummax(-1).values[..., -q_len:]
@@ -284,14 +283,14 @@ def _check_row_scale(call: Call) -> None:
 
 
 def check_values(call: Call) -> None:
-    """Look at the numbers of first_key and row_scale: only on CPU, where that does not wait."""
+    """Check the values of first_key and row_scale; on CPU only, where that needs no device sync."""
     first, scale = call.first_key, call.row_scale
     if call.q.device.type != "cpu":
         return
     if scale is not None and not bool((scale > 0).all()):
         raise EngineError(
             f"row_scale must be positive; its least value is {float(scale.detach().min()):g}: a"
-            " score times 0 or less would show hidden keys"
+            " score times 0 or less would unmask hidden keys"
         )
     if first is None:
         return

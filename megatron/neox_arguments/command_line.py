@@ -194,7 +194,7 @@ def decode_config(payload: str) -> NeoXArgs:
             "--megatron_config is not a config made by deepy.py; pass YAML files instead."
         ) from e
     if isinstance(config, dict):
-        allow_kernel(classes_in(config))  # deepy.py has asked where the name came from
+        allow_kernel(classes_in(config))  # deepy.py has checked where the name came from
     return NeoXArgs.from_dict(config).with_sources(texts)
 
 

@@ -1,4 +1,4 @@
-"""YAML files are data, never programs; several of them become one config."""
+"""Safe YAML: reading, writing, and merging several files into one config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BYTES = 1_000_000
 
 
 class _ConfigLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, stricter about duplicates and aliases, and fluent in `1e-4`."""
+    """PyYAML's safe loader, which also refuses duplicates and aliases and reads `1e-4`."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

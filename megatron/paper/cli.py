@@ -70,7 +70,7 @@ def _common_arguments() -> argparse.ArgumentParser:
         "--runs",
         default="runs",
         metavar="DIR",
-        help="where runs live (runs); for report and status also a file that `pack` wrote",
+        help="directory of runs (runs); for report and status also a file that `pack` wrote",
     )
     common.add_argument("--data", default="data", metavar="DIR", help="where data lives (data)")
     add_allow_kernel_argument(common)
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.paper.run_archive import unpacked
 
     with unpacked(Path(options.runs)) as folder:
-        # A report belongs beside the archive, not into the folder that goes away.
+        # The report goes beside the archive, not into the temporary folder.
         if options.command == "report":
             options.out = options.out or str(Path(options.runs).parent / "report")
         options.runs = str(folder)

@@ -1,4 +1,4 @@
-"""Figures of kernels: functions, effective lengths, learned parameters over training, Figure 1."""
+"""Figures of kernels: bias by distance, effective lengths, learned parameters, Figure 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines always, TensorBoard and wandb when asked; its manifest."""
+"""Metrics of a run: JSON lines always, TensorBoard and wandb if configured; its manifest."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class JsonLines:
     """metrics.jsonl: append-only while running; a resumed run first drops the lines it repeats."""
 
     def __init__(self, path: Path, start_step: int, *, finished: bool = False) -> None:
-        """`finished`: no steps are left to take, the run will only evaluate once more."""
+        """`finished`: no steps are left, the run only evaluates."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._keep(path, start_step, finished)
-            # Unbuffered: a line that found no space must not be tried again later, in the middle.
+            # Unbuffered: after a full disk, a buffered line would be written in the wrong place.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise OutputError(
@@ -58,7 +58,7 @@ class JsonLines:
         try:
             line = json.dumps(_strict({"step": step, **values}), allow_nan=False)
             self._file.write(f"{line}\n".encode())
-        except OSError as error:  # a full disk: the next checkpoint decides, not a line of numbers
+        except OSError as error:  # a full disk: the next checkpoint fails, not a line of metrics
             if not self._complained:
                 print(f"warning: {self._file.name} cannot be written: {error}", flush=True)
             self._complained = True
@@ -80,7 +80,7 @@ class JsonLines:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for both."""
+    """NaN and infinity as null, since JSON has neither."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -89,7 +89,7 @@ def _strict(value: Any) -> Any:
 
 
 def _is_repeated(line: bytes, step: int, finished: bool) -> bool:
-    """Whether a run that goes on after `step` writes this line again; so are lines cut short."""
+    """Whether a run resumed after `step` writes this line again; true for truncated lines."""
     try:
         values = json.loads(line)
         own = int(values["step"])
@@ -208,7 +208,7 @@ def build_sinks(
 ) -> Sinks:
     """The sinks that the config asks for, on the rank that logs."""
     sinks: list[Sink] = []
-    # Measured alone, maybe at another length, a loss is none of the numbers of a run that is there.
+    # An evaluation alone, maybe at another length, must not be added to an existing run's metrics.
     alone = last_step == 0 and directory is not None and CheckpointStore(directory).steps()
     if not main or alone:
         return Sinks(sinks)
@@ -229,7 +229,7 @@ def build_sinks(
     return Sinks(sinks)
 
 
-# manifest.json: what this run is, and when it ran.
+# manifest.json: config, code version, data and start times of a run.
 
 MANIFEST = "manifest.json"
 FINISHED = "finished"
@@ -300,7 +300,7 @@ def _history(directory: Path) -> list[dict[str, Any]]:
 
 
 def finished_at(directory: Path) -> int | None:
-    """The step at which the run there said that it had finished; None: it has not."""
+    """The step recorded as the run's last; None if it has not finished."""
     history = _history(directory)
     if not history or history[-1].get("reason") != FINISHED:
         return None
