@@ -71,6 +71,13 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
     if source.vocabulary:
         request = _with_own_vocabulary(source.vocabulary, request, folder, files)
         tokenizer = _tokenizer(source, request)
+    if made and not _is_made_with(made, tokenizer):
+        kind = (made.get("tokenizer") or {}).get("type")
+        log.warning(
+            "warning: %s: the tokens of %s are replaced by those of %s; a run that was trained on "
+            "them will not resume. To keep both, give another NAME.",
+            *(prefix, kind, tokenizer.name),
+        )
     fingerprint = inputs_fingerprint(files, describe_tokenizer(tokenizer), options)
     if made and _is_made_with(made, tokenizer):
         facts = {**describe_tokenizer(tokenizer), **made["tokenizer"]}
@@ -134,6 +141,12 @@ def _inputs(
     """Local files to read; None if the source is unavailable and its tokens are here already."""
     if request.inputs:
         return list(request.inputs)
+    if source.name not in SOURCES:
+        kind = ((made or {}).get("tokenizer") or {}).get("type")
+        raise DataError(
+            f"{folder}: holds tokens of {kind}, made from files of yours; to make others, give "
+            f"the files: --input PATH {source.name}"
+        )
     try:
         return fetch(source, folder / "downloads", progress=request.options.progress)
     except DownloadError as error:
@@ -155,7 +168,8 @@ def _source(name: str, request: PrepareRequest) -> Source:
         raise DataError(f'"{name}" cannot be the name of a corpus')
     if name in SOURCES:
         return SOURCES[name]
-    if request.inputs:
+    prefix = output_prefixes(request.directory / name / name, request.options.keys)[0]
+    if request.inputs or read_manifest(prefix):
         return Source(name, "the user's own corpus", "not stated", small=True)
     raise DataError(
         f'corpus "{name}" is unknown; there are {", ".join(SOURCES)}. '

@@ -6,6 +6,7 @@ Shapes: B batch, H heads (of q), L length (q: Lq, k and v: Lk), D head dim.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ OPERANDS = (
     *("query_features", "distance_features", "row_scale"),
 )
 MAX_FEATURES = 64
+MANY_HEADS = 128  # more than these, and fewer keys: lengths and heads are probably swapped
 
 
 @dataclass(frozen=True)
@@ -138,10 +140,19 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
     _check_terms(call)
     _check_features(call)
     _check_row_scale(call)
+    if call.k_len < call.q.shape[1] > MANY_HEADS:
+        warnings.warn(
+            f"attention: {call.q.shape[1]} heads and {call.k_len} keys. q, k, v are "
+            "[batch, heads, length, head_dim]; from [batch, length, heads, head_dim] give "
+            "q.transpose(1, 2) and so on",
+            stacklevel=3,
+        )
     if not torch.compiler.is_compiling():
         check_values(call)
-    if call.window is not None and call.window < 1:
-        raise EngineError(f"window={call.window}: must be at least 1, so that a query sees itself")
+    if call.window is not None and (isinstance(call.window, float) or call.window < 1):
+        raise EngineError(
+            f"window={call.window}: must be a whole number, at least 1, so that a query sees itself"
+        )
     if not 0.0 <= call.dropout < 1.0:
         raise EngineError(f"dropout={call.dropout}: must be at least 0 and below 1")
     scale = 1.0 / math.sqrt(call.q.shape[-1]) if scale is None else float(scale)
@@ -152,6 +163,11 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise EngineError(
+                f"{name} must be a torch tensor; got {type(x).__name__} (torch.as_tensor makes one)"
+            )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise EngineError(f"q, k, v must be [batch, heads, length, head_dim]; got {shapes}")
@@ -198,6 +214,12 @@ def _check_terms(call: Call) -> None:
         if table is None:
             continue
         if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < k_len:
+            if table.dim() == 2 and table.shape[0] == q_len and table.shape[1] >= heads:
+                raise EngineError(
+                    f"q has {heads} heads and {q_len} queries, {name} has {table.shape[0]} heads: "
+                    "q, k, v look like [batch, length, heads, head_dim]; give q.transpose(1, 2) "
+                    "and so on, [batch, heads, length, head_dim]"
+                )
             raise EngineError(
                 f"{name} must be a table [heads={heads}, at least {k_len} distances]; got"
                 f" {tuple(table.shape)}: compute it for these heads and the length of the keys"

@@ -17,6 +17,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -54,6 +55,14 @@ def load_library() -> ctypes.CDLL | None:
     return library
 
 
+def warmup() -> bool:
+    """Compile and load the CPU engine now, not in the first call; whether there is a compiled one.
+
+    The first time on a machine a compiler runs for some seconds.
+    """
+    return load_library() is not None
+
+
 @functools.cache
 def _load_once() -> ctypes.CDLL | None:
     try:
@@ -89,6 +98,8 @@ def _build() -> Path:
         if not target.exists():
             with FileLock(lock, timeout=_TIMEOUT_SECONDS):
                 if not target.exists():  # another process may have built it meanwhile
+                    said = f"compiling the CPU attention engine with {Path(compiler).name}"
+                    print(f"{said}, once on this machine...", file=sys.stderr, flush=True)
                     _compile(compiler, target)
     except Timeout as error:  # fall back instead of blocking a training run
         raise BuildError(f"another process holds {lock}") from error

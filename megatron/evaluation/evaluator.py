@@ -62,7 +62,8 @@ def _evaluate(args: NeoXArgs, ranks: Ranks, device: str) -> int:
     code = evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
     config = selected.checkpoint / "configs" / "resolved.yml"
     if code == 0 and ranks.is_main and config.is_file():
-        print_next_command(f"{shown_command('generate')} {config}{allow_flags(args.to_dict())}")
+        allowed = allow_flags(args.to_dict())
+        print_next_command(f"{shown_command('generate')} {subject.checkpoint}{allowed}")
     return code
 
 

@@ -88,7 +88,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+    text = text or type(error).__name__
     return text.encode("utf-8", "replace").decode("utf-8")[:300]
 
 

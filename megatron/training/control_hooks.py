@@ -59,24 +59,58 @@ class StopOnSignal(Hook):
 
 
 class StopWhenDiverged(Hook):
-    """Gives up after too many steps in a row whose loss or gradient was not finite."""
+    """Gives up after too many steps in a row whose loss or gradient was not finite.
+
+    Gradients are looked at one by one in the first step and after a bad one, until one is good.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.in_a_row = 0
+        self.in_a_row = self.steps = 0
+        self.first_bad: str | None = None
+        self._watching: list[Any] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._watch(trainer.engine.module)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         bad = is_bad_step(trainer, report)
         self.in_a_row = self.in_a_row + 1 if bad else 0
+        self.steps += 1
         if bad:
+            named = f" (the first in the backward pass: {self.first_bad})" if self.first_bad else ""
             trainer.say(
-                f"step {report.step}: loss {report.loss} or its gradient is not finite; "
+                f"step {report.step}: loss {report.loss} or its gradient is not finite{named}; "
                 f"the step was skipped ({self.in_a_row} in a row)"
             )
+            self._watch(trainer.engine.module)
+        else:
+            for handle in self._watching:
+                handle.remove()
+            self._watching = []
+        self.first_bad = None
         if self.limit and self.in_a_row >= self.limit:
             trainer.ask_to_stop(
                 f"{self.in_a_row} steps in a row were not finite", exit_code=EXIT_DIVERGED
             )
+
+    def on_end(self, trainer: Trainer) -> None:
+        """A run of which every step was skipped has no result."""
+        if trainer.stop_reason is None and 0 < self.steps == self.in_a_row:
+            trainer.say("error: every step was skipped, so nothing was learned or saved")
+            trainer.exit_code = EXIT_DIVERGED
+
+    def _watch(self, module: nn.Module) -> None:
+        if not self._watching:
+            self._watching = [
+                parameter.register_hook(partial(self._look, name))
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad
+            ]
+
+    def _look(self, name: str, gradient: Tensor) -> None:
+        if self.first_bad is None and not bool(torch.isfinite(gradient).all()):
+            self.first_bad = name
 
 
 def is_bad_step(trainer: Trainer, report: StepReport) -> bool:

@@ -91,11 +91,9 @@ def _hint(args: NeoXArgs) -> None:
         args.optimization.train_iters or args.optimization.train_epochs
     ):
         return
-    newest = CheckpointStore(Path(args.checkpoint.save)).newest()
-    if newest is not None:
-        configs = Path(args.checkpoint.save) / f"global_step{newest}" / "configs"
+    if CheckpointStore(Path(args.checkpoint.save)).newest() is not None:
         allowed = allow_flags(args.to_dict())
-        print_next_command(f"{shown_command('evaluate')} {configs / 'resolved.yml'}{allowed}")
+        print_next_command(f"{shown_command('evaluate')} {args.checkpoint.save}{allowed}")
 
 
 def check_memory(args: NeoXArgs) -> None:

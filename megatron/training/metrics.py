@@ -21,7 +21,7 @@ from kerple import __version__
 from megatron.atomic_files import atomic_writer, read_json, write_text
 from megatron.checkpoints.run_state import saved_data
 from megatron.checkpoints.store import CheckpointStore
-from megatron.errors import CheckpointError, OutputError
+from megatron.errors import CheckpointError, ConfigError, OutputError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.terminal import install_command, require
@@ -104,13 +104,13 @@ def _is_repeated(line: bytes, step: int, finished: bool) -> bool:
 
 
 def flatten(values: Values) -> dict[str, float]:
-    """Numbers by name; lists and nested groups get a name per element."""
+    """Numbers by name; lists (of heads, counted from 1) and groups get a name per element."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
             flat.update(flatten({f"{name}/{key}": item for key, item in value.items()}))
         elif isinstance(value, list):
-            flat.update(flatten({f"{name}/{i}": item for i, item in enumerate(value)}))
+            flat.update(flatten({f"{name}/{i}": item for i, item in enumerate(value, 1)}))
         elif isinstance(value, int | float):
             flat[name] = float(value)
     return flat
@@ -159,16 +159,22 @@ class WeightsAndBiases:
         wandb: Any = require("wandb", "use_wandb: true")
         options = args.logging
         os.environ.setdefault("WANDB_BASE_URL", options.wandb_host)
-        self._run = wandb.init(
-            project=options.wandb_project,
-            group=options.wandb_group,
-            entity=options.wandb_team,
-            name=options.wandb_run_name,
-            dir=str(directory),
-            config=args.to_dict(),
-            resume="allow",
-            id=args.config_hash()[:16],
-        )
+        try:
+            self._run = wandb.init(
+                project=options.wandb_project,
+                group=options.wandb_group,
+                entity=options.wandb_team,
+                name=options.wandb_run_name,
+                dir=str(directory),
+                config=args.to_dict(),
+                resume="allow",
+                id=args.config_hash()[:16],
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"use_wandb: {' '.join(str(error).split()):.200}. Log in once with `wandb login`, "
+                "or set WANDB_MODE=offline, or use_wandb: false."
+            ) from error
 
     def write(self, step: int, values: Values) -> None:
         self._run.log(for_loggers(values), step=step)
