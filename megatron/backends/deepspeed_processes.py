@@ -1,6 +1,6 @@
-"""DeepSpeed around a job: its runner, its process groups, and what it calls things in files.
+"""DeepSpeed outside the engine: its runner, its process groups, its config keys and classes.
 
-DeepSpeed takes seconds to import, so each function imports what it needs.
+DeepSpeed and torch take seconds to import, so each function imports what it needs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 RUNNER = "deepspeed.launcher.runner"
 
 
-# Starting processes.
+# The runner.
 
 
 def selected_slots(slots: Mapping[str, int], include: str, exclude: str) -> int:
-    """How many slots of the hosts `include` and `exclude` leave; ValueError says what is wrong."""
+    """How many slots of the hosts `include` and `exclude` leave; ValueError if they are wrong."""
     from deepspeed.launcher.runner import parse_inclusion_exclusion
 
     active = parse_inclusion_exclusion(dict(slots), include, exclude)
@@ -35,15 +34,30 @@ def run_runner(arguments: Sequence[str]) -> None:
     """DeepSpeed's runner in this process; it raises SystemExit with the job's code."""
     from deepspeed.launcher import runner
 
+    base: Any = runner.PDSHRunner
+
+    class Pdsh(base):
+        """Passes the log level on: its launchers print every command, config and all."""
+
+        def get_cmd(self, environment: Any, resources: Any) -> Any:
+            command, kill, environment = super().get_cmd(environment, resources)
+            place = command.index("deepspeed.launcher.launch") + 1
+            command.insert(place, f"--log_level={self.args.log_level}")
+            return command, kill, environment
+
+    runner.PDSHRunner = Pdsh
+    # Over pdsh it would take SIGINT and SIGTERM from us, and end the ranks before they have saved.
+    runner.signal = SimpleNamespace(SIGINT=None, SIGTERM=None, signal=lambda *_: None)
     runner.main(list(arguments))
 
 
-# Joining them.
+# Process groups.
 
 
 def join_group(backend: str, timeout: timedelta, *, on_cpu: bool) -> None:
-    """Join the process group that the environment names; DeepSpeed uses one that is there."""
+    """Join the process group that the environment names; DeepSpeed reuses an existing one."""
     import deepspeed
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     if on_cpu:
@@ -74,11 +88,11 @@ def build_grid(*, pipe: int, model: int, data: int) -> Any:
         return PipelineParallelGrid(topology=topology)
 
 
-# What it knows and writes.
+# Config keys, classes and versions.
 
 
 def zero_keys() -> list[str]:
-    """Every key of `zero_optimization` that the installed DeepSpeed knows."""
+    """Every key of `zero_optimization` that the installed DeepSpeed accepts."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     fields: Any = DeepSpeedZeroConfig.model_fields
@@ -86,7 +100,7 @@ def zero_keys() -> list[str]:
 
 
 def state_classes() -> list[Any]:
-    """Plain classes whose objects lie in DeepSpeed's training states: loss scalers, options."""
+    """Plain classes that DeepSpeed pickles in its training states: loss scalers, options."""
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

@@ -1,4 +1,4 @@
-"""`TrainingEngine`: all that training and checkpoints know of whatever takes the steps."""
+"""`TrainingEngine`: the interface of a backend to training and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-Inputs = Tensor | tuple[Tensor, Tensor]  # tokens, or (tokens, where their documents start)
+Inputs = Tensor | tuple[Tensor, Tensor]  # tokens, or (tokens, first position of each document)
 MicroBatch = tuple[Inputs, tuple[Tensor, Tensor]]  # inputs, (labels, loss mask)
 LossFunction = Callable[[Callable[..., Any], MicroBatch], Tensor]
 """(the model, or what calls it; a micro-batch) -> the mean loss."""
 States = dict[str, Tensor]
 """A parameter's fp32 weight under `WEIGHT`, and the optimizer's states under its own names."""
 Span = tuple[nn.Parameter, int, int, int]
-"""A parameter, where a rank's part of it begins and ends there, and which element is the first."""
+"""A parameter, start and end of this rank's part in a tensor, and the first element's index."""
 STEP = "step"
 WEIGHT = "fp32"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-"""Where an engine stands; DeepSpeed's names for it, in its files too."""
+"""Counters of an engine, under DeepSpeed's names, in its files too."""
 
 
 class LearningRates(Protocol):
@@ -107,7 +107,7 @@ class TrainingEngine(Protocol):
         """The mean loss of `count` whole batches: the same samples under every layout."""
 
     def copy_to_master(self, parameter: nn.Parameter) -> None:
-        """After a weight of the module was changed: the optimizer goes on from it."""
+        """After a weight of the module was changed: copy it to the optimizer's fp32 weights."""
 
     def master_spans(self) -> Iterator[tuple[Tensor, list[Span]]]:
         """The optimizer's tensors on this rank, and which parameters' elements lie in them."""
@@ -130,16 +130,16 @@ class TrainingEngine(Protocol):
         """Set some of `COUNTERS`."""
 
 
-# Parameters that ZeRO 3 has cut up: DeepSpeed hangs these facts on them.
+# Parameters partitioned by ZeRO 3: DeepSpeed sets these attributes on them.
 
 
-def is_cut(parameter: Tensor) -> bool:
-    """Whether this rank holds only a piece of it."""
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether ZeRO 3 has partitioned it, so that this rank holds a part only."""
     return hasattr(parameter, "ds_id")
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter that ZeRO 3 may have cut up."""
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The full shape of a parameter that ZeRO 3 may have partitioned."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
@@ -147,9 +147,9 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 def gathered(
     parameters: Iterable[nn.Parameter], *, write: bool = False
 ) -> AbstractContextManager[Any]:
-    """Inside the block the parameters are whole; with `write`, rank 0's changes reach all ranks."""
+    """All-gathers the parameters inside the block; `write` broadcasts rank 0's changes."""
     found = list(parameters)
-    if not any(map(is_cut, found)):
+    if not any(map(is_partitioned, found)):
         return nullcontext()
     from megatron.backends.deepspeed_engine import gather_parameters
 

@@ -1,6 +1,6 @@
-"""The optimizer's numbers by parameter, however an engine keeps them.
+"""The optimizer's weights and states by parameter, however an engine stores them.
 
-Three ways to keep fp32 weights and Adam's moments (W: a weight, the bars: data-parallel ranks):
+Three layouts of fp32 weights and Adam's moments (W: a weight, the bars: data-parallel ranks):
 
     plain       the parameters themselves                     fp32 without ZeRO
     contiguous  |W1 W2 W|3 W4 ..|  one vector, cut anywhere   BF16_Optimizer, ZeRO 1 and 2
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.backends.interface import STEP, WEIGHT, Span, States, whole_shape
+from megatron.backends.interface import STEP, WEIGHT, Span, States, full_shape
 from megatron.errors import CheckpointError
 
 
@@ -46,7 +46,7 @@ class Group:
         for pieces in zip(*spans, strict=True):
             cut = zip(parts, pieces, strict=True)
             whole = torch.cat([each.view(-1)[start:stop] for each, (_, start, stop, _) in cut])
-            wholes.append(whole.view(whole_shape(pieces[0][0])))
+            wholes.append(whole.view(full_shape(pieces[0][0])))
         return wholes
 
     def scatter(self, wholes: list[Tensor]) -> Tensor:
@@ -67,7 +67,7 @@ class Group:
     def _spans(self, rank: int, size: int) -> list[Span]:
         spans, part, begin = [], self.master.numel(), 0
         for number, parameter in enumerate(self.parameters):
-            count = whole_shape(parameter).numel()
+            count = full_shape(parameter).numel()
             if self.offsets is None:
                 length = -(-count // size)
                 own = min(max(count - rank * length, 0), length)
@@ -101,7 +101,7 @@ def read(optimizer: Optimizer, groups: list[Group]) -> Iterator[tuple[nn.Paramet
 
 
 def states_of(optimizer: Optimizer, master: Tensor) -> tuple[States, States]:
-    """What the optimizer keeps for one of its tensors: tensors of that shape, and numbers.
+    """The optimizer's state of one of its tensors: tensors of that shape, and numbers.
 
     Sorted, so that the ranks gather them in the same order.
     """
@@ -134,7 +134,7 @@ def _step_count(optimizer: Optimizer) -> Tensor | None:
 
 
 def _counts_in(optimizer: Optimizer) -> str | None:
-    """Where a known optimizer counts its steps: torch's in a tensor, apex's in its groups too."""
+    """Where a known optimizer stores its step count: torch's in a tensor, apex's in its groups."""
     package = type(optimizer).__module__.partition(".")[0]
     return {"torch": "tensor", "apex": "groups", "deepspeed": "groups"}.get(package)
 

@@ -1,7 +1,7 @@
-"""From `optimizer.type` to an optimizer: the known names, Lion, and classes of the user's own.
+"""From `optimizer.type` to an optimizer: the known names, Lion, and user-defined classes.
 
-A class of one's own touches no other file: `optimizer: {type: package.module:Class, params: {}}`.
-What it keeps for each parameter is saved, resumed, resharded (`optimizer_states`) and counted.
+A user-defined class needs no other file: `optimizer: {type: package.module:Class, params: {}}`.
+Its state is saved, resumed, resharded (`optimizer_states`) and counted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _build_own(kind: type, groups: list[dict[str, Any]], params: Mapping[str, An
 
 
 class Lion(Optimizer):
-    """Lion (Chen et al., 2023): steps by the sign of a momentum, which is all that it keeps."""
+    """Lion (Chen et al., 2023): steps by the sign of a momentum, which is its only state."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Lion(Optimizer):
 
 
 def measured_state_bytes(build: Callable[[list[dict[str, Any]]], Optimizer]) -> float:
-    """Bytes that an optimizer keeps per number of an fp32 matrix, seen after one step of it."""
+    """Bytes of optimizer state per element of an fp32 matrix, measured after one step."""
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.ones_like(parameter)
     optimizer = build([{"params": [parameter]}])

@@ -1,7 +1,7 @@
 """Training in one process with torch alone: fp32, no ZeRO, no pipeline, no DeepSpeed.
 
-It computes what DeepSpeed computes there, to the bit, and its files are those that DeepSpeed
-writes there: a run may go on with the other backend.
+Its numbers are bit-identical to DeepSpeed's in that setting, and so are its checkpoint files: a run
+may be resumed with the other backend.
 """
 
 from __future__ import annotations
@@ -14,17 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from megatron.backends.interface import (
-    COUNTERS,
-    Files,
-    LearningRates,
-    MicroBatch,
-    Parts,
-    Span,
-    States,
-)
+from megatron.backends.interface import COUNTERS, MicroBatch, Parts, Span, States
 from megatron.backends.optimizer_states import plain_groups, read, write
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
@@ -39,9 +30,7 @@ class TorchEngine:
     def __init__(self, parts: Parts, device: torch.device) -> None:
         self._parts = parts
         self.module: nn.Module = parts.module.to(device)
-        self.optimizer: Optimizer = parts.optimizer
-        self.scheduler: LearningRates = parts.scheduler
-        self.files: Files = parts.files
+        self.optimizer, self.scheduler, self.files = parts.optimizer, parts.scheduler, parts.files
         self.device = device
         self.grad_norm: float | None = None
         self.step_skipped = False
@@ -126,7 +115,7 @@ class TorchEngine:
         return state
 
 
-# Gradient clipping by the norm of the whole model, whatever its layout.
+# Gradient clipping by the global norm, for any parallel layout.
 
 
 def clip_by_whole_norm(
@@ -164,7 +153,7 @@ def whole_norm(
 
 
 def _counts_here(parameter: nn.Parameter, tp_rank: int) -> bool:
-    """Whether this rank is the one that adds the parameter to the norm.
+    """Whether this rank adds the parameter to the global norm.
 
     Slices count everywhere, whole copies on the first tensor-parallel rank, and an embedding that
     a later pipeline stage uses again (DeepSpeed marks it) only where it came from.

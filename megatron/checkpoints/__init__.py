@@ -1,4 +1,4 @@
-"""Everything on disk. From here: models at rest, of any origin; runs have `saving`, `resuming`."""
+"""Checkpoints: reading and converting models of any origin; runs use `saving` and `resuming`."""
 
 from __future__ import annotations
 

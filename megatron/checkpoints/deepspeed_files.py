@@ -1,6 +1,5 @@
-"""DeepSpeed's own files where they hold more than a `torch.save` of the model: those of ZeRO.
+"""Weights of ZeRO stage 3 checkpoints, which are in DeepSpeed's optimizer shards.
 
-`read_zero3_shards` puts the weights of ZeRO stage 3 together, which lie in its optimizer's files.
 Nothing here imports DeepSpeed: its files are read as data.
 """
 
@@ -19,7 +18,7 @@ from megatron.errors import CheckpointError
 if TYPE_CHECKING:
     from megatron.checkpoints.reading import CheckpointFiles
 
-# ZeRO stage 3: every parameter in equal pieces on the data-parallel ranks.
+# ZeRO stage 3: every parameter is partitioned equally over the data-parallel ranks.
 #
 # Rank r's flat fp32 vector holds its piece of each parameter in turn, the last one padded::
 #

@@ -1,4 +1,4 @@
-"""What a checkpoint is, in words and numbers; and what differs between two."""
+"""The facts of a checkpoint, its kernels, and the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _has_optimizer(files: CheckpointFiles) -> bool:
-    """Whether training could be resumed: in files of ZeRO's, or beside the weights without it."""
+    """Whether it holds optimizer states: in ZeRO's shards, or beside the weights without ZeRO."""
     if files.zero_optimizer_files or files.is_universal:
         return True
     state = load_mapping(min(files.mp_files.values())) if files.mp_files else {}
@@ -74,7 +74,7 @@ def _layout_name(files: CheckpointFiles) -> str:
 def kernel_of(checkpoint: Checkpoint, longest: int = 20480) -> list[dict[str, Any]]:
     """The kernels of a checkpoint: one, or one per layer; none where positions are not tables.
 
-    Each with its values per head in effect, and how far each head looks (None: beyond `longest`).
+    Each with its values per head and each head's effective length (None: beyond `longest`).
     """
     spec = checkpoint.spec
     module = build_positional_embedding(spec.pos_emb, PositionOptions(spec))

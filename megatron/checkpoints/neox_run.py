@@ -1,4 +1,4 @@
-"""A GPT-NeoX run as DeepSpeed saved it: the optimizer's numbers by parameter, and where it stood.
+"""A GPT-NeoX run as DeepSpeed saved it: optimizer states by parameter, and its progress.
 
     ZeRO 0, fp32   mp_rank_MM_model_states.pt holds `optimizer`: Adam's state by number. Parameters
                    are numbered group by group: decayed ones, then biases and norms
@@ -88,7 +88,7 @@ def read_neox_states(directory: Path, args: NeoXArgs) -> dict[str, States]:
 
 
 def _whole(shards: list[dict[str, Tensor]], args: NeoXArgs) -> dict[str, Tensor]:
-    """Ranks' tensors under canonical names, merged; a kernel that all layers share once."""
+    """The ranks' shards under canonical names, merged; a kernel shared by all layers once."""
     canonical = [canonical_shard(shard, args.model) for shard in shards]
     return share_positions(merge_shards(canonical, Sharding.of(args.model, neox=True)))
 
@@ -99,7 +99,7 @@ def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tup
     step, count = torch.tensor(0.0), None
     while path := files.zero_optimizer_files.get((len(parts), rank)):
         content = load_mapping(path).get("optimizer_state_dict") or {}
-        masters, base = content.get("single_partition_of_fp32_groups"), _base(content)
+        masters, base = content.get("single_partition_of_fp32_groups"), _base(content, path)
         if not isinstance(masters, list) or len(masters) != len(base):
             raise CheckpointError(f"{path}: holds no fp32 groups of ZeRO stage 1 or 2 with Adam")
         parts.append(
@@ -112,6 +112,13 @@ def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tup
         raise CheckpointError(
             f"{files.directory}: {len(parts)} of {expected or 'the'} optimizer files of "
             f"model-parallel rank {rank} are there; copy all *_optim_states.pt files"
+        )
+    zero = (state.get("ds_config") or {}).get("zero_optimization") or {}
+    if zero.get("round_robin_gradients") and len(parts) > 1:
+        raise CheckpointError(
+            f"{files.directory}: was trained with round_robin_gradients on {len(parts)} ranks, "
+            "whose optimizer files are in another order and not read. Set finetune: true to begin "
+            "a new run with its weights."
         )
     groups = state.get("param_shapes") or []
     columns: Columns = {}
@@ -126,11 +133,14 @@ def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tup
     return columns, step
 
 
-def _base(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The optimizer's state of each group; elastic checkpoints keep a plain list."""
+def _base(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The optimizer's state of each group."""
     base = content.get("base_optimizer_state")
     if isinstance(base, list):
-        return base
+        raise CheckpointError(
+            f"{path}: was saved with elastic_checkpoint, which is not read. Set finetune: true to "
+            "begin a new run with its weights."
+        )
     state = (base or {}).get("state") or {}
     return [state[number] for number in sorted(state)]
 
@@ -202,7 +212,7 @@ def _learned(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_neox_progress(directory: Path, args: NeoXArgs) -> dict[str, Any]:
-    """Where the run stood, as our checkpoints say it."""
+    """Step and consumed samples of the run, in the form of our checkpoints."""
     files = find_files(directory)
     path = files.mp_files[min(files.mp_files)]
     state = load_mapping(path)
@@ -213,7 +223,7 @@ def read_neox_progress(directory: Path, args: NeoXArgs) -> dict[str, Any]:
         or "num_iters" not in saved
         or any(type(n) is not int for n in counts.values())
     ):
-        raise CheckpointError(f"{path}: does not say where training stood")
+        raise CheckpointError(f"{path}: holds no step count of the training")
     schedule = {ours: saved[theirs] for theirs, ours in _SCHEDULE.items() if theirs in saved}
     _check_schedule(schedule, args, path)
     return {
@@ -223,7 +233,7 @@ def read_neox_progress(directory: Path, args: NeoXArgs) -> dict[str, Any]:
 
 
 def _check_schedule(saved: Mapping[str, Any], args: NeoXArgs, path: Path) -> None:
-    """As GPT-NeoX: another schedule is refused, unless the config says whose counts."""
+    """As GPT-NeoX: another schedule is refused, unless the config chooses one of the two."""
     options = args.optimization
     if options.override_lr_scheduler or options.use_checkpoint_lr_scheduler:
         return

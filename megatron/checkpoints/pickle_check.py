@@ -1,8 +1,8 @@
-"""A dry run of a checkpoint's pickle: what torch would call, with which arguments, before it does.
+"""A dry run of a checkpoint's pickle: which calls torch would make, checked before it makes them.
 
 `torch.load(weights_only=True)` calls every class and function on its list with any arguments:
-`torch.Tensor(128, 48)`, `UntypedStorage(n)` and numpy's `_reconstruct` make tensors whose numbers
-are whatever lay in memory. Here the same opcodes are executed on stand-ins. A tensor must view a
+`torch.Tensor(128, 48)`, `UntypedStorage(n)` and numpy's `_reconstruct` make tensors of
+uninitialised memory. Here the same opcodes are executed on placeholders. A tensor must view a
 storage, a storage must be a record of the archive, and neither may be larger than that record.
 """
 
@@ -28,7 +28,7 @@ NEVER_CALLED = frozenset(
 """Named as the type of something; called, they make tensors without numbers."""
 _TENSOR, _STORAGE = "a tensor", "a storage"
 _DTYPE = re.compile(r"[<>|=]?[?bBhHiIlLqQefdu]\d{0,2}")
-# The opcodes that torch's reader knows.
+# The opcodes that torch's reader accepts.
 _OPCODES = (
     "GLOBAL NEWOBJ REDUCE BUILD APPEND APPENDS SETITEM SETITEMS MARK TUPLE TUPLE1 TUPLE2 TUPLE3 "
     "NONE NEWFALSE NEWTRUE EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET BININT BININT1 BININT2 "
@@ -50,7 +50,7 @@ class _Name:
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """What a call would give."""
+    """The result of a call that was not made."""
 
     kind: str
     items: int = 0

@@ -1,4 +1,4 @@
-"""Putting a checkpoint's weights into a model, all misfits named at once."""
+"""Copying a checkpoint's weights into a model; one error lists every mismatch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.backends.interface import gathered, whole_shape
+from megatron.backends.interface import full_shape, gathered
 from megatron.checkpoints.reading import Checkpoint, read_checkpoint
-from megatron.checkpoints.saved_config import differences, told_difference
+from megatron.checkpoints.saved_config import describe_difference, differences
 from megatron.checkpoints.sharding import EMBEDDING, Sharding, canonical_names, with_rows
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
@@ -64,13 +64,13 @@ def place_weights(
     for name, parameter in wanted.items():
         whole = weights.get(name)
         if whole is None:
-            problems.append(f"  {name} {tuple(whole_shape(parameter))}: missing in the checkpoint")
+            problems.append(f"  {name} {tuple(full_shape(parameter))}: missing in the checkpoint")
             continue
         share = sharding.split(name, whole, tp.rank, tp.size)
-        if share.shape != whole_shape(parameter):
+        if share.shape != full_shape(parameter):
             problems.append(
                 f"  {name}: {tuple(share.shape)} in the checkpoint, "
-                f"{tuple(whole_shape(parameter))} in the model"
+                f"{tuple(full_shape(parameter))} in the model"
             )
             continue
         ready.append((parameter, share))
@@ -89,10 +89,10 @@ def place_weights(
 
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> str:
     found = differences(dict(checkpoint.spec), dict(spec), of_the_checkpoint)
-    told = [told_difference(key, *both) for key, both in found.items()]
+    told = [describe_difference(key, *both) for key, both in found.items()]
     rows = checkpoint.padded_vocab_size, spec.padded_vocab_size
     if rows[0] != rows[1]:
-        told.append(told_difference("padded_vocab_size", *rows))
+        told.append(describe_difference("padded_vocab_size", *rows))
     hint = f" The configs differ: {'; '.join(told)}." if told else ""
     return (
         f"{checkpoint.files.directory}: {len(problems)} weights do not fit the model.{hint}\n"

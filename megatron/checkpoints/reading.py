@@ -40,14 +40,14 @@ from megatron.neox_arguments.model_keys import (
     intermediate_size_for,
 )
 
-# What lies in a directory: DeepSpeed's files, or Hugging Face's.
+# The files of a checkpoint directory: DeepSpeed's, or Hugging Face's.
 
 TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """What lies where in one checkpoint, by model-parallel rank."""
+    """The files of one checkpoint, by model-parallel rank."""
 
     directory: Path
     root: Path
@@ -75,12 +75,12 @@ class CheckpointFiles:
 
     @property
     def is_zero3(self) -> bool:
-        """Whether the parameters are spread over the data-parallel ranks."""
+        """Whether the parameters are partitioned over the data-parallel ranks."""
         return bool(self.zero_model_files)
 
     @property
     def is_universal(self) -> bool:
-        """Whether every parameter lies whole in a folder of its own."""
+        """Whether every parameter is stored whole, in a folder of its own."""
         return is_universal(self.directory)
 
     @property
@@ -97,7 +97,7 @@ class CheckpointFiles:
         return []
 
     def to_verify(self) -> list[Path]:
-        """What weights and config are read from; optimizer states need not be as they were."""
+        """The files of weights and config; optimizer states are not verified."""
         if self.is_hf:
             config = self.directory / "config.json"
             return sorted([*self.hf_weights, *self._summed_tokenizer(), config])
@@ -142,7 +142,7 @@ def find_files(path: str | Path, iteration: int | None = None) -> CheckpointFile
         )
     files = _scan(store.path(step), root)
     if not files.has_weights:
-        _check_nothing_is_gone(files.directory)
+        _check_no_file_is_missing(files.directory)
         raise CheckpointError(
             f"{files.directory}: holds neither layer_LL-model_MM-model_states.pt nor "
             "mp_rank_MM_model_states.pt files"
@@ -150,7 +150,7 @@ def find_files(path: str | Path, iteration: int | None = None) -> CheckpointFile
     return files
 
 
-def _check_nothing_is_gone(directory: Path) -> None:
+def _check_no_file_is_missing(directory: Path) -> None:
     listed = read_checksums(directory) or {}
     gone = [name for name in listed if not (directory / name).is_file()]
     if gone:
@@ -162,9 +162,9 @@ def _check_nothing_is_gone(directory: Path) -> None:
 
 
 def open_files(path: str | Path, iteration: int | None = None) -> CheckpointFiles:
-    """The checkpoint at `path`, its weights and config proven to be what was written.
+    """The checkpoint at `path`, its weights and config verified by their checksums.
 
-    Every command opens checkpoints here. Those of other programs have no checksums, which is said.
+    Every command opens checkpoints here. A checkpoint without checksums gets a warning.
     """
     files = find_files(path, iteration)
     step = files.step_in_name
@@ -194,7 +194,7 @@ def _is_hf(directory: Path) -> bool:
 
 def _scan(directory: Path, root: Path) -> CheckpointFiles:
     files = CheckpointFiles(directory, root)
-    # A FIFO or a device would keep the reader waiting for ever.
+    # Reading a FIFO or a device would block.
     for entry in sorted(entry for entry in directory.iterdir() if entry.is_file()):
         if match := LAYER_FILE.match(entry.name):
             files.layer_files[int(match[1]), int(match[2])] = entry
@@ -227,12 +227,12 @@ def _check_complete(files: CheckpointFiles) -> None:
         )
 
 
-# Its content.
+# The content of a checkpoint.
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model at rest."""
+    """A model read from disk: its config, its weights and where they came from."""
 
     weights: dict[str, Tensor]
     args: NeoXArgs
@@ -281,7 +281,7 @@ def read_checkpoint(
 def _read_neox_checkpoint(
     files: CheckpointFiles, config: NeoXArgs | Mapping[str, Any] | None
 ) -> Checkpoint:
-    """Layer files, files of ranks or whole tensors; `config` counts where none was saved."""
+    """From layer files, rank shards or whole tensors; `config` is used if none was saved."""
     args, native = saved_args(files, config)
     shards = [canonical_shard(shard, args.model) for shard in read_shards(files)]
     weights = merge_shards(shards, _sharding(args.model, shards, native=native))
@@ -293,7 +293,7 @@ def _read_neox_checkpoint(
         args = args if args.model.kerple_share == share else args.replace(kerple_share=share)
     if not native:
         _check_attention_is_used(args.model, files.directory)
-        args = _with_its_norm_biases(weights, _as_wide_as_its_blocks(weights, args))
+        args = _with_norm_biases_of_weights(weights, _with_mlp_width_of_weights(weights, args))
     kind = "native" if native else "kerple" if "kerple" in args.model.pos_emb else "neox"
     return Checkpoint(weights, args, files, kind, _iteration(files))
 
@@ -312,7 +312,7 @@ def saved_args(
 
 
 def _sharding(model: ModelArgs, shards: list[dict[str, Tensor]], *, native: bool) -> Sharding:
-    """The cuts; the head's is told by its shape, for the two generations' defaults differ."""
+    """The sharding; the head's is inferred from its shape, since the defaults differ."""
     head = shards[0].get(f"{model.num_layers + 4}.final_linear.weight")
     if head is not None and len(shards) > 1:
         columns = {model.hidden_size: "column", model.hidden_size // len(shards): "row"}
@@ -321,8 +321,8 @@ def _sharding(model: ModelArgs, shards: list[dict[str, Tensor]], *, native: bool
     return Sharding.of(model, neox=not native)
 
 
-def _as_wide_as_its_blocks(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:
-    """GPT-NeoX has had several rules for the width of gated MLPs: the weights tell it."""
+def _with_mlp_width_of_weights(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:
+    """Infer intermediate_size from the weights: GPT-NeoX has had several rules for gated MLPs."""
     last = weights.get(f"{FIRST_LAYER}.mlp.dense_4h_to_h.weight")
     activation = args.model.activation
     if last is None or activation not in GATED_ACTIVATIONS or last.shape[1] == args.model.ffn_size:
@@ -331,8 +331,8 @@ def _as_wide_as_its_blocks(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXAr
     return args.replace(intermediate_size=size, mlp_multiple_of=1)
 
 
-def _with_its_norm_biases(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:
-    """GPT-NeoX never reads use_bias_in_norms: the weights tell whether a layernorm has a bias."""
+def _with_norm_biases_of_weights(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:
+    """Infer use_bias_in_norms from the weights: GPT-NeoX ignores the key."""
     has_bias = f"{FIRST_LAYER}.input_layernorm.bias" in weights
     if args.model.norm != "layernorm" or has_bias == args.model.use_bias_in_norms:
         return args
@@ -345,7 +345,7 @@ def _check_attention_is_used(model: ModelArgs, directory: Path) -> None:
         raise CheckpointError(
             f"{directory}: gpt_j_residual: true with use_bias_in_mlp: false and activation: "
             f"{model.activation}. GPT-NeoX drops the output of attention in such a model, so that "
-            "its weights mean another one there than here. Train it anew here, or with "
+            "its weights compute another function there than here. Train it again here, or with "
             "use_bias_in_mlp: true there."
         )
 

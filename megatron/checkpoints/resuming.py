@@ -1,8 +1,8 @@
-"""Resuming a run: weights, optimizer, schedule, random states and the place in the data.
+"""Resuming a run: weights, optimizer, schedule, random states and data position.
 
 DeepSpeed's files are read by DeepSpeed, a universal checkpoint's whole tensors here. (DeepSpeed can
-read those too, `checkpoint: {load_universal: true}`; the code here executes nothing of what it
-reads and serves runs without ZeRO.)
+read those too, `checkpoint: {load_universal: true}`; the code here executes no code from the file
+and works without ZeRO.)
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron.backends.interface import (
     WEIGHT,
     States,
     TrainingEngine,
-    whole_shape,
+    full_shape,
 )
 from megatron.checkpoints.neox_run import is_neox_run, read_neox_progress, read_neox_states
 from megatron.checkpoints.reading import read_checkpoint
-from megatron.checkpoints.run_state import check_layout, continue_streams
+from megatron.checkpoints.run_state import check_layout, restore_random_states
 from megatron.checkpoints.saved_config import resolved_config
 from megatron.checkpoints.sharding import Sharding, canonical_names, with_rows
 from megatron.checkpoints.store import CheckpointStore, tag_of
@@ -65,21 +65,21 @@ def resume(
     step: int,
     parallel: ParallelState,
 ) -> Resumed:
-    """Load weights, optimizer, schedule and random states; returns where training stood."""
+    """Load weights, optimizer, schedule and random states; returns the training progress."""
     _verify_together(store, step)
     options = args.checkpoint
     progress = _load(engine, store, args, step, parallel)
     if options.finetune:
         return Resumed(0, 0)
     if not options.no_load_rng:
-        continue_streams(store.path(step), args.runtime.seed + step, parallel)
+        restore_random_states(store.path(step), args.runtime.seed + step, parallel)
     try:
         if any(type(progress.get(name, 0)) is not int for name in (*COUNTERS, "micro_steps")):
             raise TypeError
         return Resumed(int(progress["iteration"]), int(progress["consumed_samples"]))
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
-            f"{store.path(step)}: does not say where training stood; only checkpoints of train.py "
+            f"{store.path(step)}: holds no training progress; only checkpoints of train.py "
             "can be resumed. Set finetune: true to begin a new run with its weights."
         ) from None
 
@@ -111,7 +111,7 @@ def _load(
     except KerpleError:
         raise
     except (RuntimeError, KeyError, ValueError, TypeError, AssertionError) as error:
-        # What DeepSpeed and torch say of files that do not fit the engine.
+        # Errors of DeepSpeed and torch for files that do not fit the engine.
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise CheckpointError(
             f"{directory}: does not fit this config's model ({reason}); use the model settings it "
@@ -123,7 +123,7 @@ def _load(
 
 
 def _check_optimizer(directory: Path, now: OptimizerBlock) -> None:
-    """Refuse another optimizer's checkpoint: its states mean something else."""
+    """Refuse a checkpoint of another optimizer."""
     saved = resolved_config(directory).get("optimizer")
     kind = saved.get("type") if isinstance(saved, dict) else None
     if isinstance(kind, str) and optimizer_family(kind) != optimizer_family(now.type):
@@ -138,7 +138,7 @@ def _other_optimizer(directory: Path, then: str, now: str) -> CheckpointError:
 
 
 def _verify_together(store: CheckpointStore, step: int) -> None:
-    """Rank 0 reads the checksums; every rank learns of damage."""
+    """Rank 0 verifies the checksums; damage is raised on every rank."""
     ranks, problem = Ranks.current(), ""
     if ranks.is_main:
         try:
@@ -162,7 +162,7 @@ def _load_whole(
     optimizer: bool,
     schedule: bool,
 ) -> dict[str, Any]:
-    """Set this rank's weights and optimizer from whole tensors; returns where training stood.
+    """Set this rank's weights and optimizer from whole tensors; returns the training progress.
 
     `directory` is a universal checkpoint, GPT-NeoX's or, without its optimizer, one of ZeRO 3:
     DeepSpeed takes those weights from the newest checkpoint, whichever was asked for, and executes
@@ -171,7 +171,7 @@ def _load_whole(
     of_neox = is_neox_run(directory)
     progress = read_neox_progress(directory, args) if of_neox else read_progress(directory)
     sharding = Sharding.of(args.model, neox=False)
-    rows = None  # a vocabulary's under this layout; where the words are not known, all are kept
+    rows = None  # padded vocabulary under this layout; None keeps all rows of the checkpoint
     if "vocab_size" in progress:
         divisor, parallel = args.model.make_vocab_size_divisible_by, args.parallel
         words = int(progress["vocab_size"])
@@ -182,7 +182,7 @@ def _load_whole(
     for parameter, name, whole in _whole_states(
         engine, directory, block, neox, optimizer=optimizer
     ):
-        shape = whole_shape(parameter)
+        shape = full_shape(parameter)
         share = {key: _share(name, v, shape, sharding, tp, rows) for key, v in whole.items()}
         if share[WEIGHT].shape != shape:
             raise CheckpointError(

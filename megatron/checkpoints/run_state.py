@@ -1,7 +1,7 @@
-"""What lies beside DeepSpeed's files in a run's checkpoint, written by saving, read by resuming.
+"""Files beside DeepSpeed's in a run's checkpoint, written by `saving` and read by `resuming`.
 
 configs/             the user's YAML files, and what they came to
-layout.json          how processes shared the model: DeepSpeed's files fit no other layout
+layout.json          the parallel layout: DeepSpeed's shards fit no other
 rng_rank_00000.pt    every rank's random states, as plain data
 """
 
@@ -63,17 +63,17 @@ def write_layout(directory: Path, args: NeoXArgs, data: dict[str, Any] | None = 
 
 
 def read_layout(directory: Path) -> dict[str, Any]:
-    """What was written; an error if it is not there or not readable."""
+    """The content of layout.json; an error if it is missing or unreadable."""
     path = directory / LAYOUT
     content = read_object(path)
     world_size = content.get("world_size")
     if type(world_size) is not int or not 1 <= world_size <= 1_000_000:
-        raise CheckpointError(f"{path}: does not say how many processes wrote the checkpoint")
+        raise CheckpointError(f"{path}: holds no number of processes")
     return content
 
 
 def saved_batch_size(directory: Path) -> int | None:
-    """Samples per step of the run that wrote this checkpoint; None if it cannot be told."""
+    """Samples per step of the run that wrote this checkpoint; None if unknown."""
     if not (directory / LAYOUT).is_file():
         return None
     layout = read_layout(directory)
@@ -146,8 +146,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def continue_streams(directory: Path, fresh_seed: int, parallel: ParallelState) -> None:
-    """Continue the random streams; a rank that was not there starts new ones."""
+def restore_random_states(directory: Path, fresh_seed: int, parallel: ParallelState) -> None:
+    """Restore the random states; a rank without saved states gets a new seed."""
     path = rng_file(directory)
     if not path.is_file():
         set_seeds(fresh_seed, parallel)

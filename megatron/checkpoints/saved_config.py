@@ -1,4 +1,4 @@
-"""The config inside a checkpoint: what it says, what it meant then, and whether it still fits."""
+"""The config inside a checkpoint: reading it, keys of older versions, and comparisons."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron.neox_arguments.normalize import canonical_key, changes_the_model
 from megatron.neox_arguments.run_keys import TokenizerArgs
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 
-# Our own checkpoints hold the user's YAML files and beside them what they came to.
+# Our own checkpoints hold the user's YAML files and the resolved config.
 RESOLVED = "resolved.yml"
 
 
@@ -42,7 +42,7 @@ def read_saved_config(directory: Path, root: Path) -> dict[str, Any]:
     """Flat canonical keys from `configs/*.yml` of a checkpoint, or else of its run in `root`."""
     for place in (directory, root):
         if is_ours(saved := resolved_config(place)):
-            return {**saved, **meaning_then(saved)}
+            return {**saved, **values_when_saved(saved)}
         folder = place / "configs"
         if given := sorted([*folder.glob("*.yml"), *folder.glob("*.yaml")]):
             return _merge(given)
@@ -53,7 +53,7 @@ def read_saved_config(directory: Path, root: Path) -> dict[str, Any]:
 
 
 def resolved_config(directory: Path) -> dict[str, Any]:
-    """What the config of a training came to, in a checkpoint of ours; {} in one of others."""
+    """The resolved config in a checkpoint of ours; {} in another program's."""
     path = directory / "configs" / RESOLVED
     return read_config_file(path) if path.is_file() else {}
 
@@ -88,7 +88,7 @@ def _merge(files: list[Path]) -> dict[str, Any]:
 
 
 def _shapes(key: str) -> bool:
-    """Files that disagree on the length still describe one model."""
+    """Whether a key defines the model: files may differ in the sequence length."""
     return key != "seq_length" and FACTS.get(key, {}).get("changes") == "model"
 
 
@@ -120,12 +120,12 @@ def args_from(config: NeoXArgs | Mapping[str, Any], source: Path) -> NeoXArgs:
         return args
 
 
-def as_it_began(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
-    """The config to resume `checkpoint` (a global_stepN) with, whenever its run began."""
+def config_to_resume(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
+    """The config to resume `checkpoint` (a global_stepN) with, whatever version started it."""
     saved = resolved_config(checkpoint)
     if not is_ours(saved):
         return args
-    changes = meaning_then(saved)
+    changes = values_when_saved(saved)
     if args.optimization.override_lr_scheduler or args.checkpoint.finetune:
         changes.pop("lr_decay_rule", None)
     now = args.to_dict()
@@ -138,7 +138,7 @@ def as_it_began(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
 
 
 def _without_momentum(value: Any) -> Any:
-    """An `optimizer` as it was written before sgd had a momentum of its own; else the value."""
+    """An `optimizer` block as written before sgd had the key momentum; else the value."""
     match value:
         case {"type": "sgd", "params": {"momentum": 0.0, **params}}:
             return {"type": "sgd", "params": params}
@@ -164,13 +164,13 @@ def _found(file: str, source: Path) -> str:
     return next((str(place) for place in places if place.exists()), file)
 
 
-# Runs of our own that began before a key existed go on as they began.
+# Runs of ours that started before a key existed keep their behaviour.
 #
-# A saved config of ours names every key that has a value, so a missing one tells its age.
+# A saved config of ours holds every key that has a value, so a missing key shows its age.
 
 
-def meaning_then(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What today's keys must be for a saved config of ours to mean what it meant."""
+def values_when_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of newer keys that keep a saved config's behaviour."""
     changes: dict[str, Any] = {}
     if "lr_decay_rule" not in saved:
         changes["lr_decay_rule"] = "earlier"
@@ -180,7 +180,7 @@ def meaning_then(saved: Mapping[str, Any]) -> dict[str, Any]:
             changes["optimizer"] = {"type": "sgd", "params": {**params, "momentum": momentum}}
     if saved.get("apply_query_key_layer_scaling") and "scale_tables_by_layer" not in saved:
         changes["scale_tables_by_layer"] = False
-    if "mlp_multiple_of" in saved:  # GPT-NeoX's rules for the rest came with it
+    if "mlp_multiple_of" in saved:  # saved since we follow GPT-NeoX's rules
         return changes
     activation = saved.get("activation")
     if activation in GATED_ACTIVATIONS:  # the size was the width, in steps of 64 by default
@@ -205,7 +205,7 @@ SCHEDULE = frozenset(
         *("min_lr", "warmup", "optimizer.params.lr"),
     }
 )
-"""Free when the config says whose schedule counts, its own or the checkpoint's."""
+"""May differ if the config chooses its own schedule or the checkpoint's."""
 PATHS = frozenset(
     {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "vocab_file",
      "merge_file"}
@@ -216,14 +216,14 @@ PATHS = frozenset(
 def check_agreement(
     directory: Path, args: NeoXArgs, *, batch_size: int | None, saved_batch_size: int | None
 ) -> list[str]:
-    """Refuse to resume `directory` (a global_stepN) under a config that is another run's.
+    """Refuse to resume `directory` (a global_stepN) with another run's config.
 
-    Returns lines worth telling: keys that `allow_changed` lets differ, and a longer training.
+    Returns messages: keys that `allow_changed` lets differ, and a longer training.
     """
     saved = resolved_config(directory)
     if not saved:
         return [f"{directory}: has no configs/{RESOLVED}; its config is not compared with this one"]
-    saved |= meaning_then(saved)
+    saved |= values_when_saved(saved)
     saved |= args_from(saved, directory).model.model_dump(exclude_none=True)
     options = args.optimization
     chosen = options.override_lr_scheduler or options.use_checkpoint_lr_scheduler
@@ -232,7 +232,7 @@ def check_agreement(
         found = {key: both for key, both in found.items() if key not in SCHEDULE}
     if saved_batch_size and batch_size and saved_batch_size != batch_size:
         found["train_batch_size"] = (saved_batch_size, batch_size)
-    told = {key: told_difference(key, *both) for key, both in found.items()}
+    told = {key: describe_difference(key, *both) for key, both in found.items()}
     allowed = set(args.checkpoint.allow_changed or ())
     refused = [key for key in found if allowed.isdisjoint({key, key.partition(".")[0]})]
     if refused:
@@ -255,11 +255,11 @@ def check_agreement(
 def check_same_model(saved: NeoXArgs, given: NeoXArgs, directory: Path, native: bool) -> None:
     """Refuse a given config that describes another model than the checkpoint's own.
 
-    Before another program's weights are read, what only they tell (`WEIGHTS_TELL`) is unknown.
+    `INFERRED_FROM_WEIGHTS` are unknown before another program's weights are read.
     """
     found = differences(saved.to_dict(), given.to_dict(), of_the_checkpoint)
-    told = [told_difference(key, *both) for key, both in found.items()
-            if native or key not in WEIGHTS_TELL]  # fmt: skip
+    told = [describe_difference(key, *both) for key, both in found.items()
+            if native or key not in INFERRED_FROM_WEIGHTS]  # fmt: skip
     if told:
         raise CheckpointError(
             f"{directory}: this config describes another model: {'; '.join(told)}. Use the config "
@@ -268,7 +268,7 @@ def check_same_model(saved: NeoXArgs, given: NeoXArgs, directory: Path, native: 
         )
 
 
-WEIGHTS_TELL = ("kerple_share", "intermediate_size")
+INFERRED_FROM_WEIGHTS = ("kerple_share", "intermediate_size")
 
 
 def with_model_of(saved: NeoXArgs, given: NeoXArgs, directory: Path) -> NeoXArgs:
@@ -278,7 +278,7 @@ def with_model_of(saved: NeoXArgs, given: NeoXArgs, directory: Path) -> NeoXArgs
     return given.replace(**{key: own.get(key) for key in OWNER if of_the_checkpoint(key)})
 
 
-def told_difference(key: str, before: Any, now: Any) -> str:
+def describe_difference(key: str, before: Any, now: Any) -> str:
     """Both values of a key, for a message."""
     return f"{key} is {_short(before)} in the checkpoint and {_short(now)} in the config"
 
@@ -286,7 +286,7 @@ def told_difference(key: str, before: Any, now: Any) -> str:
 def differences(
     saved: Mapping[str, Any], given: Mapping[str, Any], matters: Callable[[str], bool]
 ) -> dict[str, tuple[Any, Any]]:
-    """The keys that matter and mean something else in the two configs -> both values."""
+    """The compared keys whose values differ in the two configs -> both values."""
     before, now = _compared(saved, matters), _compared(given, matters)
     return {
         key: (before.get(key), now.get(key))
@@ -296,8 +296,8 @@ def differences(
 
 
 def _compared(config: Mapping[str, Any], matters: Callable[[str], bool]) -> dict[str, Any]:
-    """The values to compare: several keys that mean one thing as one, those of
-    `optimizer: {type, params: {...}}` one by one."""
+    """The values to compare: equivalent keys as one, `optimizer: {type, params: {...}}` one by
+    one."""
     values = {key: config.get(key, _default(key)) for key in OWNER if matters(key)}
     model = ModelArgs.model_construct(
         **{key: config.get(key, _default(key)) for key in ModelArgs.model_fields}
@@ -318,7 +318,7 @@ def _compared(config: Mapping[str, Any], matters: Callable[[str], bool]) -> dict
 
 
 def _default(key: str) -> Any:
-    """The value of a key that an older version did not know, or that was left out as null."""
+    """The value of a key that an older version did not have, or that was left out as null."""
     default = GROUPS[OWNER[key]].model_fields[key].get_default(call_default_factory=True)
     return default.model_dump(exclude_none=True) if hasattr(default, "model_dump") else default
 

@@ -81,7 +81,7 @@ def save_universal(
     parallel: ParallelState,
     vocab_size: int,
 ) -> None:
-    """A universal checkpoint of the engine as it stands; `vocab_size` is that before padding."""
+    """A universal checkpoint of the engine's state; `vocab_size` is that before padding."""
     staged = store.staging / tag_of(at.step)
     progress = {
         "iteration": at.step,
@@ -103,11 +103,11 @@ def save_universal(
 
 
 class Save:
-    """One checkpoint, written by all ranks, that is none until all of them `complete` it.
+    """One checkpoint, written by all ranks, invisible until all of them `complete` it.
 
     Making it calls `hand_over` on every rank, which saves through `files`. With `background`
     (`async_save`) that takes copies, and a thread of each rank writes them while training goes on.
-    `keep`: how many checkpoints stay; those that go are deleted when all of this one was read back.
+    `keep`: how many checkpoints to keep; older ones are deleted after this one was verified.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Save:
         shares = self._together(self._share)
         sums = {name: entry for share in shares for name, entry in share.items()}
         self._together(lambda: self.store.commit(self.step, sums) if _is_main() else None)
-        if _is_main():  # only now that the newer one is complete, and proven
+        if _is_main():  # only now that the newer one is complete and verified
             self.store.prune(self._keep)
         dist.barrier()
         return self.store.path(self.step)
@@ -217,7 +217,7 @@ def _write_whole(
 ) -> None:
     """Write this rank's share of a universal checkpoint into `directory` (a global_stepN).
 
-    A write that fails is for `finish` to raise: the ranks meet in collectives between their files.
+    A failed write is raised in `finish`: between the files, all ranks must reach the collectives.
     """
     sharding = Sharding.of(args.model, neox=False)
     names, files = canonical_names(engine.module), _files_of(engine)
@@ -256,7 +256,7 @@ def _joined(name: str, value: Tensor, sharding: Sharding, tp: TensorParallel) ->
 
 
 def _link(folder: Path, others: list[str]) -> None:
-    """DeepSpeed's loader looks for a folder under the name in its module; ours does not."""
+    """Links for DeepSpeed's loader, which looks for a folder under the name in its module."""
     try:
         for other in others:
             (folder.parent / other).symlink_to(folder.name, target_is_directory=True)

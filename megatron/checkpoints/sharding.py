@@ -1,4 +1,4 @@
-"""Names of weights, every generation's spelling to one and back, and how ranks split each.
+"""Canonical names of weights, from and to GPT-NeoX's, and how ranks shard each.
 
 Canonical names, and the facts of parameters that both need, are those of `model/outline.py`.
 """
@@ -146,7 +146,7 @@ def neox_shard(
 
 @dataclass(frozen=True)
 class Sharding:
-    """How one model's weights are cut, by the facts of its parameters.
+    """How one model's weights are sharded, by the facts of its parameters.
 
     `sums_parallel_biases`: GPT-NeoX adds the biases of both branches of a parallel residual on
     every rank, before the sum over ranks, so that the bias in effect is the sum of the copies.
@@ -157,19 +157,19 @@ class Sharding:
 
     @classmethod
     def of(cls, model: ModelArgs, *, neox: bool) -> Sharding:
-        """The cuts of a model; `neox` for files of GPT-NeoX or the official KERPLE code."""
+        """The sharding of a model; `neox` for files of GPT-NeoX or the official KERPLE code."""
         return cls(outline_of(model), sums_parallel_biases=neox and model.gpt_j_residual)
 
     def dim(self, name: str) -> int | None:
-        """The dimension along which a weight is cut; None: whole on every rank."""
+        """The dimension along which a weight is sharded; None: whole on every rank."""
         return self.outline.facts(name).split
 
     def parts(self, name: str, shape: Sequence[int]) -> list[int]:
-        """The sizes of stacked parts that are cut each on its own; none if nothing is cut."""
+        """The sizes of stacked parts that are each sharded; none for whole weights."""
         return self.outline.facts(name).part_sizes(shape)
 
     def has_vocabulary_rows(self, name: str) -> bool:
-        """Whether rows are words, the last ones padding that depends on the model-parallel size."""
+        """Whether rows are token ids, with padding that depends on the model-parallel size."""
         return self.outline.facts(name).words
 
     def is_summed(self, name: str) -> bool:
@@ -214,7 +214,7 @@ def with_rows(whole: Tensor, rows: int) -> Tensor:
 
 
 def _agree(shards: Sequence[Tensor]) -> Tensor:
-    """Copies that should be equal; rounding may have moved them apart: their mean."""
+    """The mean of copies that should be equal and may differ by rounding."""
     first = shards[0]
     if all(torch.equal(first, other) for other in shards[1:]):
         return first

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.backends.deepspeed_processes import uneven_parts, version
-from megatron.backends.interface import STEP, WEIGHT, States, whole_shape
+from megatron.backends.interface import STEP, WEIGHT, States, full_shape
 from megatron.checkpoints.safe_files import load_file, load_mapping, read_object
 from megatron.checkpoints.sharding import Sharding, strip_prefix
 from megatron.errors import CheckpointError
@@ -88,7 +88,7 @@ def common_step(directory: Path) -> Tensor:
 
 
 def read_progress(directory: Path) -> dict[str, Any]:
-    """Where training stood: our index, or else DeepSpeed's own file."""
+    """The training progress: from our index, or from DeepSpeed's own file."""
     names = [name for name in (INDEX, *MODEL_STATES) if (directory / name).is_file()]
     if not names:
         raise CheckpointError(f"{directory}: neither {INDEX} nor {MODEL_STATES[0]} is there")
@@ -99,14 +99,14 @@ def read_progress(directory: Path) -> dict[str, Any]:
     schedule = "schedule" if file.name == INDEX else "lr_scheduler"
     if schedule not in content or any(type(content.get(key)) is not int for key in COUNTS):
         raise CheckpointError(
-            f"{file}: does not say where training stood ({', '.join(COUNTS)}, {schedule}); only "
+            f"{file}: holds no training progress ({', '.join(COUNTS)}, {schedule}); only "
             "checkpoints of train.py can be resumed"
         )
     kept = {key: content[key] for key in (*COUNTS, "vocab_size") if key in content}
     return {**kept, "schedule": content[schedule]}
 
 
-# What DeepSpeed wants to know of a model to write or read its universal checkpoints.
+# What DeepSpeed needs of a model to write or read its universal checkpoints.
 
 TIED = "tied_modules."
 
@@ -134,9 +134,9 @@ def other_names(name: str, *, tied: bool) -> list[str]:
     return [f"sequential.{name}", *([f"{TIED}embedding.{rest}"] if tied and index == 0 else [])]
 
 
-def note_cuts(module: nn.Module, sharding: Sharding, tp_size: int) -> None:
-    """Hang on the module what `ds_to_universal` asks of a checkpoint; DeepSpeed saves it."""
-    own = {name: tuple(whole_shape(p)) for name, p in module.named_parameters()}
+def attach_universal_info(module: nn.Module, sharding: Sharding, tp_size: int) -> None:
+    """Set the module attribute that `ds_to_universal` reads; DeepSpeed saves it."""
+    own = {name: tuple(full_shape(p)) for name, p in module.named_parameters()}
     stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(stages, own)
     shapes = {name: shape for stage in stages for name, shape in stage.items()}
@@ -213,7 +213,7 @@ def optimizer_state(param_groups: list[dict[str, Any]], step: Tensor | None) -> 
 
 
 def model_states(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """The model-states file: where training stood. The weights are under zero/."""
+    """The model-states file: the training progress. The weights are under zero/."""
     return {
         "module": None,
         "lr_scheduler": progress["schedule"],

@@ -116,7 +116,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _training_state(module: Any, iteration: int, mp: int) -> dict[str, Any]:
-    """What DeepSpeed looks for; there is no optimizer: training starts with fresh moments."""
+    """The fields that DeepSpeed reads; without an optimizer, training starts with new moments."""
     return {
         "module": module,
         "optimizer": None,
@@ -148,7 +148,7 @@ _NOT_THEIRS = KEYS_OF_OURS | {
 
 
 def neox_config(checkpoint: Checkpoint, *, mp: int, pp: int) -> dict[str, Any]:
-    """The YAML to keep beside the weights: keys that they know, and an error for what they lack."""
+    """The YAML to keep beside the weights; an error for features that the other code lacks."""
     spec = checkpoint.spec
     known = method(spec.pos_emb)
     lacking = [key for key in SCORE_TERMS if getattr(spec, key)]

@@ -96,7 +96,7 @@ def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
         columns["effective length"] = [
             f"> {longest}" if length is None else length for length in lengths
         ]
-    rows = [[head, *cells] for head, cells in enumerate(zip(*columns.values(), strict=True))]
+    rows = [[head, *cells] for head, cells in enumerate(zip(*columns.values(), strict=True), 1)]
     table = text_table(["head", *columns], rows, style="plain")
     return [f"kernel, {where}", *(f"  {line}" for line in table.splitlines())]
 

@@ -33,7 +33,7 @@ DEFAULT_CORPUS = "enwik8"  # GPT-NeoX's
 
 def _prepare_parser() -> argparse.ArgumentParser:
     table = "\n".join(
-        f"  {s.name:<14}{s.description}; licence: {s.licence}" for s in SOURCES.values()
+        f"  {s.name:<16} {s.description}; licence: {s.licence}" for s in SOURCES.values()
     )
     parser = command_parser(
         "prepare_data.py",
@@ -196,13 +196,13 @@ def _condition(text: str) -> tuple[str, str]:
 
 
 def _name_after_inputs(inputs: list[Path]) -> tuple[list[str], list[Path]]:
-    """argparse puts NAME of ``--input PATH... NAME`` into the list of paths: split it off."""
-    if len(inputs) < 2:
-        return [], inputs
-    last = str(inputs[-1])
-    if inputs[-1].exists() and last not in SOURCES:
-        return [], inputs
-    return [last], inputs[:-1]
+    """argparse puts NAME of ``--input PATH... NAME`` into the list of paths: split it off.
+
+    The last word is the NAME, also where a file is called the same; a word with / or . is a path.
+    """
+    last = str(inputs[-1]) if inputs else ""
+    is_path = inputs and inputs[-1].exists() and ("/" in last or inputs[-1].suffix)
+    return ([], inputs) if len(inputs) < 2 or is_path else ([last], inputs[:-1])
 
 
 def _preprocess_parser() -> argparse.ArgumentParser:

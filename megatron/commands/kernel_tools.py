@@ -29,6 +29,9 @@ c + kernel positive definite (PD) for all heads. A weight, which multiplies scor
 A bias that is not bounded from below needs a larger c the more points there are, without end: the
 paper's Lemma 1 gives a c for each finite set of positions, not one for all. Softmax needs none.
 
+A method is also tried as training would: values and gradients must be finite (at distance 0 too),
+and rounding to bf16 must not move a bias that counts (within 8 of its head's largest) by over 0.25.
+
 The exit code is 1 if a kernel fails.
 """
 SMALLEST, LARGEST = 4, 128
@@ -49,6 +52,8 @@ def check_kernel(argv: Sequence[str] | None = None) -> int:
     if options.points < SMALLEST:
         raise KerpleError(f"--points {options.points}: at least {SMALLEST}")
     good = True
+    for name in options.names:
+        good &= _report_training(name, options)
     for title, kind, table in _to_check(options):
         if not bool(table.isfinite().all()):
             raise KerpleError(f"{title}: not finite on {options.points} points; use fewer --points")
@@ -81,6 +86,23 @@ def _named(name: str, options: argparse.Namespace) -> Any:
     from megatron.model.position_names import kernel
 
     return kernel(name, heads=options.heads, head_dim=options.head_dim)
+
+
+TRIED = 4096  # distances
+
+
+def _report_training(name: str, options: argparse.Namespace) -> bool:
+    from megatron.model.kernel_theory import bf16_error, training_problems
+
+    module = _named(name, options)
+    problems = training_problems(module, TRIED)
+    for problem in problems:
+        print(f"{name}: NO: {problem}")
+    for kind, table in tables_of(module, TRIED).items() if not problems else ():
+        moved = f", bf16 moves it by up to {bf16_error(table):.2g}" if kind == "bias" else ""
+        span = f"{float(table.min()):.4g} to {float(table.max()):.4g}"
+        print(f"{name}: {kind} {span} below distance {TRIED}, gradients finite{moved}")
+    return not problems
 
 
 def _to_check(options: argparse.Namespace) -> Iterator[tuple[str, str, Tensor]]:
@@ -146,7 +168,7 @@ def _report_weight(title: str, weight: Tensor, most: int) -> bool:
 
 PLOT = """Draw the kernels of a checkpoint, of a method or of a class of yours.
 
-tools/plot_kernels.py runs/laptop                          the kernels that a run has learned
+tools/plot_kernels.py runs/first                          the kernels that a run has learned
 tools/plot_kernels.py kerple_log alibi --heads 8           methods as they start
 tools/plot_kernels.py examples.custom_kernel:RationalKernel  a class of your own
 tools/plot_kernels.py --framework --out pictures           the paper's Figure 1

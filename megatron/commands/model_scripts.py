@@ -26,6 +26,7 @@ from megatron.terminal import command_parser, exit_on_ctrl_c, exit_on_signal, sh
 
 DEEPY = """Merge YAML configs, check them, and start SCRIPT on every process through DeepSpeed's
 launcher. One process without a launcher: python SCRIPT CONF..."""
+EVAL_TASKS = ("--eval_tasks", "--eval-tasks")
 EXAMPLES = """examples:
   python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml
   python deepy.py train.py -d configs small_bf16 local_setup --set train_iters=100
@@ -34,6 +35,7 @@ EXAMPLES = """examples:
   python deepy.py train.py configs/XL.yml configs/local_setup.yml --dry-run
   python deepy.py evaluate.py configs/small_bf16.yml configs/local_setup.yml \\
       --eval_tasks extrapolation passkey
+  python deepy.py generate.py runs/first --set maximum_tokens=200
 """
 
 
@@ -45,12 +47,12 @@ def deepy(argv: Sequence[str] | None = None) -> int:
     add_config_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     script = find_script(options.script, Path(__file__).resolve().parents[2])
-    args = load_config(options)
+    args = load_config(options, options.script)
     if options.dry_run:
         print(_explain(script, args))
         return 0
     plan = plan_launch(script, args)
-    if args.optimization.train_iters:
+    if args.optimization.train_iters or args.optimization.train_epochs:
         args.batch_plan(plan.world_size)
     # The command that an interrupted rank prints: its own arguments are encoded.
     os.environ["KERPLE_COMMAND"] = f"{shown_command('deepy')} {shlex.join(arguments)}"
@@ -98,7 +100,14 @@ def train(argv: Sequence[str] | None = None) -> int:
 
 def evaluate(argv: Sequence[str] | None = None) -> int:
     """evaluate.py's exit code: 0 when every task gave a result."""
-    args, options = _parsed("evaluate.py", argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    asked = [words[i + 1 : i + 2] for i, word in enumerate(words) if word in EVAL_TASKS]
+    if ["list"] in asked:  # needs no config
+        from megatron.evaluation.task_registry import task_listing
+
+        print(task_listing())
+        return 0
+    args, options = _parsed("evaluate.py", words)
     with exit_on_ctrl_c():
         set_deepspeed_accelerator()
         from megatron.evaluation.evaluator import run_evaluation

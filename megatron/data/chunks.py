@@ -91,7 +91,7 @@ def _json_chunks(member: TextFile) -> Iterator[Chunk]:
 def read_texts(
     files: Sequence[Path], key: str = "text", megabytes: float | None = None
 ) -> Iterator[str]:
-    """Texts of all documents, until the limit; broken lines are simply no part of them."""
+    """Texts of all documents, until the limit; broken lines are skipped."""
     left = float("inf") if megabytes is None else megabytes * 1e6
     for chunk in read_chunks(files):
         for part in chunk.parts:
@@ -135,7 +135,7 @@ def texts_of_line(
 
 
 def _value_at(record: Any, path: str) -> str | None:
-    """What ``meta.pile_set_name`` and the like lead to, as text."""
+    """The value at a dotted path such as ``meta.pile_set_name``, as text."""
     for key in path.split("."):
         record = record.get(key) if isinstance(record, dict) else None
     return None if record is None else str(record)

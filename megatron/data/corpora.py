@@ -1,4 +1,4 @@
-"""The corpora that prepare_data.py knows, in one table, and how each is brought to this machine."""
+"""The corpora of prepare_data.py in one table, and how each is fetched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_CORPUS_TEXT = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """One corpus: what it is, where it lies, under which terms, and how it is read.
+    """One corpus: description, licence, location and format.
 
     ``reader`` names a document splitter of megatron.data.chunks for its plain-text files (JSON
     lines carry their own documents). ``packages`` or ``collect`` replace the download for corpora
@@ -39,7 +39,7 @@ class Source:
     files: tuple[RemoteFile, ...] = ()
     packages: tuple[Package, ...] = ()
     collect: Callable[[Path], list[Path]] | None = None
-    small: bool = False  # byte-level tokens by default, as nothing else is at hand
+    small: bool = False  # byte-level tokens by default, which need no vocabulary file
     vocabulary: int | None = None  # size of the byte-pair vocabulary that it brings, if it does
 
 
@@ -291,7 +291,7 @@ SOURCES: dict[str, Source] = {
 
 
 def fetch(source: Source, directory: Path, *, progress: bool = True) -> list[Path]:
-    """Local files of a corpus; what can be done without its mirrors is in the error."""
+    """Local files of a corpus; if they cannot be downloaded, the error names alternatives."""
     try:
         if source.packages:
             return collect_packages(source.packages, directory)

@@ -1,4 +1,4 @@
-"""Downloads that resume where they were cut and are verified before they count.
+"""Downloads that resume after an interruption and are verified before use.
 
 The bytes go to ``name.part``; beside it ``name.part.json`` keeps what identifies them (address,
 ETag, length), so that a resumed download never joins two different files. A finished file has
@@ -70,7 +70,7 @@ def download(remote: RemoteFile, directory: Path, *, progress: bool = True) -> P
 
 
 def _check_address(url: str, remote: RemoteFile) -> None:
-    """Over plain http anybody on the way can change a file: then its hash must be known."""
+    """Plain http is not authenticated: such a file must have a known hash."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https"):
         raise DownloadError(f"{url}: only http and https are fetched")
@@ -145,7 +145,7 @@ def _continue(url: str, target: Path, progress: bool) -> bool:
 
 
 def _position(response: Any, wanted: int) -> tuple[int, int | None]:
-    """Where the server really starts, and the length of the whole file if it says so."""
+    """The offset that the server sends from, and the length of the whole file if it is given."""
     length = response.headers.get("Content-Length")
     if response.status == 206:
         span, _, total = response.headers.get("Content-Range", "").partition("/")

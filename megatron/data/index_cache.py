@@ -1,4 +1,4 @@
-"""Arrays kept on disk between runs, used only when they are provably the right ones.
+"""Arrays cached on disk between runs, used only after their key and checksums are verified.
 
 One file per entry, little endian::
 
@@ -8,12 +8,11 @@ One file per entry, little endian::
     header   JSON: key, arrays (name, dtype, length, offset, crc32), total file size
     arrays   each at a multiple of 64 bytes
 
-An entry is valid only if its key equals the one asked for, its header promises nothing but arrays
-of plain numbers inside the file, every checksum fits, and the caller's own check of the numbers
-passes; otherwise it is built again. A cache may lie beside data that came from somebody else.
+An entry is valid only if its key equals the requested one, its header describes only arrays of
+plain numbers inside the file, every checksum matches, and the caller's own check of the numbers
+passes; otherwise it is built again. A cache beside downloaded data is not trusted.
 Files are renamed into place when complete, so that readers on the same filesystem see a whole entry
-or none, however many ranks and jobs build at once. A lock merely saves them from doing the same
-work twice.
+or none, however many ranks and jobs build at once. A lock only avoids duplicate work.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class _InvalidEntryError(Exception):
 
 
 def cache_directory(chosen: str | Path | None, prefix: Path) -> Path:
-    """The user's choice; else beside the data if one can write there, else the user's cache."""
+    """The configured directory; else beside the data if it is writable, else the user's cache."""
     if chosen is not None:
         return Path(chosen).expanduser()
     beside = prefix.parent / "index_cache"
@@ -204,7 +203,7 @@ def _read_header(path: Path, size: int) -> _Header:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Best effort: after the timeout, or where locks do not exist, we simply build as well."""
+    """Best effort: after the timeout, or without file locks, the arrays are built twice."""
     lock = FileLock(path)
     with suppress(Timeout, OSError, NotImplementedError):
         lock.acquire(timeout=LOCK_TIMEOUT_SECONDS)

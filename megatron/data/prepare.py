@@ -1,4 +1,4 @@
-"""What prepare_data.py does for each corpus: fetch, check whether there is work, tokenize."""
+"""prepare_data.py: fetch a corpus, check whether its tokens are up to date, tokenize."""
 
 from __future__ import annotations
 
@@ -71,6 +71,13 @@ def prepare_corpus(name: str, request: PrepareRequest) -> tuple[Path, Outcome | 
     if source.vocabulary:
         request = _with_own_vocabulary(source.vocabulary, request, folder, files)
         tokenizer = _tokenizer(source, request)
+    if made and not _is_made_with(made, tokenizer):
+        kind = (made.get("tokenizer") or {}).get("type")
+        log.warning(
+            "warning: %s: the tokens of %s are replaced by those of %s; a run that was trained on "
+            "them will not resume. To keep both, give another NAME.",
+            *(prefix, kind, tokenizer.name),
+        )
     fingerprint = inputs_fingerprint(files, describe_tokenizer(tokenizer), options)
     if made and _is_made_with(made, tokenizer):
         facts = {**describe_tokenizer(tokenizer), **made["tokenizer"]}
@@ -131,9 +138,15 @@ def _is_made_with(made: dict[str, Any], tokenizer: Tokenizer) -> bool:
 def _inputs(
     source: Source, folder: Path, request: PrepareRequest, made: dict[str, Any] | None
 ) -> list[Path] | None:
-    """Local files to read; None if the source is out of reach, and what it once gave is here."""
+    """Local files to read; None if the source is unavailable and its tokens are here already."""
     if request.inputs:
         return list(request.inputs)
+    if source.name not in SOURCES:
+        kind = ((made or {}).get("tokenizer") or {}).get("type")
+        raise DataError(
+            f"{folder}: holds tokens of {kind}, made from files of yours; to make others, give "
+            f"the files: --input PATH {source.name}"
+        )
     try:
         return fetch(source, folder / "downloads", progress=request.options.progress)
     except DownloadError as error:
@@ -155,7 +168,8 @@ def _source(name: str, request: PrepareRequest) -> Source:
         raise DataError(f'"{name}" cannot be the name of a corpus')
     if name in SOURCES:
         return SOURCES[name]
-    if request.inputs:
+    prefix = output_prefixes(request.directory / name / name, request.options.keys)[0]
+    if request.inputs or read_manifest(prefix):
         return Source(name, "the user's own corpus", "not stated", small=True)
     raise DataError(
         f'corpus "{name}" is unknown; there are {", ".join(SOURCES)}. '
@@ -224,7 +238,7 @@ def print_problems(outcome: Outcome) -> None:
         print(f"  ... {outcome.broken_lines} broken lines in all", file=sys.stderr)
 
 
-# A prepared corpus in numbers: documents, tokens, lengths, and how many tokens a word costs.
+# Statistics of a prepared corpus: documents, tokens, lengths, tokens per word.
 
 SAMPLE_MEGABYTES = 1.0  # counting words is slower than some tokenizers
 
@@ -241,7 +255,7 @@ def sample_counts_of_text(files: Sequence[Path], key: str) -> dict[str, int]:
 
 
 def report(name: str, prefix: Path, outcome: Outcome | None) -> str:
-    """What the user gets: where it is, and the corpus in numbers."""
+    """The path of the prepared corpus and its statistics."""
     state = "up to date" if outcome is None else "ready"
     if outcome and outcome.broken_lines:
         state += f", {outcome.broken_lines} broken lines"

@@ -37,7 +37,7 @@ PARENT_POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """How text becomes tokens, and how the work is done."""
+    """Options of tokenization and of the worker processes."""
 
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = True
@@ -52,7 +52,7 @@ class PreprocessOptions:
 
 @dataclass
 class Tally:
-    """What was read, and what of it could not be used."""
+    """Counts of what was read and skipped."""
 
     text_characters: int = 0
     empty_documents: int = 0
@@ -265,7 +265,7 @@ class _Worker:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A parent that was killed cannot tell its workers; without this they would wait forever."""
+    """End this worker when its parent is killed; otherwise it would wait forever."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     os._exit(1)

@@ -1,6 +1,6 @@
-"""Made-up text in which a model must find again what it read: for "extrapolates" to mean "can use".
+"""Synthetic text for recall: whether a model uses a long context, beyond its perplexity.
 
-Three kinds of documents, in symbols that never mix, from easy to hard for a tiny model:
+Three kinds of documents, with disjoint symbols, from easy to hard for a tiny model:
 
 - A digit in noise, asked for at the end: one layer can do it::
 
@@ -45,7 +45,7 @@ SEED = 20_230_101
 
 @dataclass(frozen=True)
 class RecallText:
-    """A document, and the places of the symbols that recall alone can tell."""
+    """A document, and the positions of the symbols that only recall can predict."""
 
     text: str
     places: tuple[int, ...]

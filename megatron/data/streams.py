@@ -1,10 +1,11 @@
-"""Opening text wherever it lies: plain or compressed files, and the members of archives."""
+"""Opening text: plain or compressed files, and the members of archives."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
 import io
+import json
 import lzma
 import tarfile
 import zipfile
@@ -19,6 +20,7 @@ import zstandard
 from tqdm import tqdm
 
 from megatron.errors import DataError
+from megatron.terminal import require
 
 TEXT_SUFFIXES = frozenset(
     {".txt", ".text", ".raw", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".css", ".csv"}
@@ -26,8 +28,11 @@ TEXT_SUFFIXES = frozenset(
     | {".rb", ".pl", ".sh", ".sql", ".r", ".jl", ".scala", ".hs", ".lua", ".swift", ".kt"}
 )
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
+PARQUET = ".parquet"
 ARCHIVE_SUFFIXES = frozenset({".tar", ".tgz", ".zip"})
 READ_SIZE = 1 << 20
+SNIFFED = 4096  # bytes at the start of a file of no known kind
+PARQUET_ROWS = 1000
 ZSTD_SLICE = 2048
 MAX_ZSTD_WINDOW = 1 << 27  # what the zstd command accepts without --long
 DECODING_ERRORS = (
@@ -71,7 +76,7 @@ def list_files(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     """Input files in a fixed order, and the files of folders that are of no known kind."""
     known: list[Path] = []
     unknown: list[Path] = []
-    readable = TEXT_SUFFIXES | JSON_SUFFIXES | ARCHIVE_SUFFIXES
+    readable = TEXT_SUFFIXES | JSON_SUFFIXES | ARCHIVE_SUFFIXES | {PARQUET}
     for path in paths:
         if path.is_dir():
             for file in sorted(p for p in path.rglob("*") if p.is_file()):
@@ -85,8 +90,8 @@ def list_files(paths: list[Path]) -> tuple[list[Path], list[Path]]:
     if not known:
         listed = ", ".join(str(path) for path in paths)
         raise DataError(
-            f"{listed}: no text found; expected .jsonl, .jsonl.zst, .txt, an archive of them, or "
-            "a folder of any"
+            f"{listed}: no text found; expected .jsonl, .jsonl.zst, .parquet, .txt, an archive of "
+            "them, or a folder of any"
         )
     return known, unknown
 
@@ -109,6 +114,10 @@ def _members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
         members = zip_members(raw)
     elif suffix in ARCHIVE_SUFFIXES:
         members = tar_members(decompressed(path.name, raw))
+    elif suffix == PARQUET:
+        lines = io.BufferedReader(_BlockReader(parquet_lines(path, raw)), READ_SIZE)
+        yield TextFile(str(path), True, cast(BinaryIO, lines))
+        return
     else:
         yield _text_file(str(path), raw)
         return
@@ -117,7 +126,27 @@ def _members(path: Path, raw: BinaryIO) -> Iterator[TextFile]:
 
 
 def _text_file(name: str, raw: BinaryIO) -> TextFile:
-    return TextFile(name, plain_suffix(name) in JSON_SUFFIXES, decompressed(name, raw))
+    stream = decompressed(name, raw)
+    if plain_suffix(name) not in TEXT_SUFFIXES | JSON_SUFFIXES:
+        buffered = io.BufferedReader(cast(Any, stream), READ_SIZE)
+        if b"\0" in buffered.peek(SNIFFED)[:SNIFFED] or buffered.peek(5)[:5] == b"%PDF-":
+            raise DataError(
+                f"{name}: is not text (a binary file); give .txt, .jsonl, .jsonl.zst or .parquet"
+            )
+        stream = cast(BinaryIO, buffered)
+    return TextFile(name, plain_suffix(name) in JSON_SUFFIXES, stream)
+
+
+def parquet_lines(path: Path, raw: BinaryIO) -> Iterator[bytes]:
+    """The rows of a parquet file as JSON lines, a batch at a time."""
+    parquet: Any = require("pyarrow.parquet", f"{path}: reading parquet")
+    pyarrow: Any = require("pyarrow", "parquet")
+    try:
+        for batch in parquet.ParquetFile(raw).iter_batches(batch_size=PARQUET_ROWS):
+            rows = (json.dumps(row, default=str, ensure_ascii=False) for row in batch.to_pylist())
+            yield "".join(f"{row}\n" for row in rows).encode("utf-8", "replace")
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: cannot be read as parquet ({error!s:.200})") from error
 
 
 def tar_members(stream: BinaryIO) -> Iterator[tuple[str, BinaryIO]]:

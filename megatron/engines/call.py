@@ -1,12 +1,12 @@
-"""One attention call, from the check of its arguments to the engine that runs it.
+"""One attention call: its tensors and options, and the checks that every engine relies on.
 
-Shapes: B batch, H heads (of q), L length (q: Lq, k and v: Lk), D head dim. Every engine takes the
-same `Call` and may rely on what is checked here.
+Shapes: B batch, H heads (of q), L length (q: Lq, k and v: Lk), D head dim.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ OPERANDS = (
     *("query_features", "distance_features", "row_scale"),
 )
 MAX_FEATURES = 64
+MANY_HEADS = 128  # more than these, and fewer keys: lengths and heads are probably swapped
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Call:
         return tuple(getattr(self, name) for name in OPERANDS)
 
     def in_fp32(self, besides: Sequence[str] = ()) -> Call:
-        """The same call with tensors outside of autograd, in fp32 but for some."""
+        """The same call with detached tensors, in fp32 except those named in `besides`."""
         changed: dict[str, Any] = {}
         for name, x in zip(OPERANDS, self.operands(), strict=True):
             if x is not None:
@@ -79,18 +80,18 @@ class Call:
                 changed[name] = x.detach() if stays else x.detach().float()
         return replace(self, **changed)
 
-    def fitted(self, gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-        """Gradients of operands in their order, dtypes and shapes.
+    def match_operands(self, gradients: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+        """Gradients in the operands' order, dtypes and shapes.
 
-        They may be as wide as an engine makes them: tables over the distances 0 .. Lk-1, key_bias
+        An engine computes them without broadcasting: tables over the distances 0 .. Lk-1, key_bias
         [B, H, Lk], sink [B, H, Lq].
         """
         operands = zip(OPERANDS, self.operands(), strict=True)
-        return [fitted(gradients.get(name), x) for name, x in operands]
+        return [match_operand(gradients.get(name), x) for name, x in operands]
 
 
-def fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
-    """The gradient in the operand's dtype and shape: that may be longer (a table), or broadcast."""
+def match_operand(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
+    """The gradient in the operand's dtype and shape: padded to a longer table, or summed."""
     if grad is None or operand is None:
         return None
     if operand.dim() == 1:  # a sink per head, from [B, H, Lq]
@@ -100,10 +101,10 @@ def fitted(grad: Tensor | None, operand: Tensor | None) -> Tensor | None:
     return grad.sum_to_size(operand.shape).to(operand.dtype)
 
 
-def rows_apart(
+def empty_blhd(
     shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
-    """New memory for [B, H, L, D] as [B, L, H, D]: merging the heads afterwards is then a view."""
+    """An empty [B, H, L, D] tensor in memory order B, L, H, D, so that merging heads is a view."""
     batch, heads, length, dim = shape
     return torch.empty(batch, length, heads, dim, dtype=dtype, device=device).transpose(1, 2)
 
@@ -111,9 +112,9 @@ def rows_apart(
 def key_origin(key_bias: Tensor, q_len: int) -> Tensor:
     """What to subtract from a query's key biases before they are added, [.., Lq].
 
-    A softmax does not see it, but rounding does: cumulative gates reach 10^4, where fp32 has three
-    digits left. It is the bias of the query's own key; of the one before if that is -inf (padding),
-    and so on; 0 where there is none.
+    A softmax is invariant to it, rounding is not: cumulative gates reach 10^4, where fp32 has three
+    decimals left. It is the bias of the query's own key, or of the nearest earlier key whose bias
+    is finite (padding has -inf), or 0 if there is none.
     """
     position = torch.arange(key_bias.shape[-1], device=key_bias.device)
     latest = torch.where(key_bias.isfinite(), position, -1).cummax(-1).values[..., -q_len:]
@@ -139,10 +140,19 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
     _check_terms(call)
     _check_features(call)
     _check_row_scale(call)
+    if call.k_len < call.q.shape[1] > MANY_HEADS:
+        warnings.warn(
+            f"attention: {call.q.shape[1]} heads and {call.k_len} keys. q, k, v are "
+            "[batch, heads, length, head_dim]; from [batch, length, heads, head_dim] give "
+            "q.transpose(1, 2) and so on",
+            stacklevel=3,
+        )
     if not torch.compiler.is_compiling():
         check_values(call)
-    if call.window is not None and call.window < 1:
-        raise EngineError(f"window={call.window}: must be at least 1, so that a query sees itself")
+    if call.window is not None and (isinstance(call.window, float) or call.window < 1):
+        raise EngineError(
+            f"window={call.window}: must be a whole number, at least 1, so that a query sees itself"
+        )
     if not 0.0 <= call.dropout < 1.0:
         raise EngineError(f"dropout={call.dropout}: must be at least 0 and below 1")
     scale = 1.0 / math.sqrt(call.q.shape[-1]) if scale is None else float(scale)
@@ -153,6 +163,11 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise EngineError(
+                f"{name} must be a torch tensor; got {type(x).__name__} (torch.as_tensor makes one)"
+            )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise EngineError(f"q, k, v must be [batch, heads, length, head_dim]; got {shapes}")
@@ -199,6 +214,12 @@ def _check_terms(call: Call) -> None:
         if table is None:
             continue
         if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < k_len:
+            if table.dim() == 2 and table.shape[0] == q_len and table.shape[1] >= heads:
+                raise EngineError(
+                    f"q has {heads} heads and {q_len} queries, {name} has {table.shape[0]} heads: "
+                    "q, k, v look like [batch, length, heads, head_dim]; give q.transpose(1, 2) "
+                    "and so on, [batch, heads, length, head_dim]"
+                )
             raise EngineError(
                 f"{name} must be a table [heads={heads}, at least {k_len} distances]; got"
                 f" {tuple(table.shape)}: compute it for these heads and the length of the keys"
@@ -262,14 +283,14 @@ def _check_row_scale(call: Call) -> None:
 
 
 def check_values(call: Call) -> None:
-    """Look at the numbers of first_key and row_scale: only on CPU, where that does not wait."""
+    """Check the values of first_key and row_scale; on CPU only, where that needs no device sync."""
     first, scale = call.first_key, call.row_scale
     if call.q.device.type != "cpu":
         return
     if scale is not None and not bool((scale > 0).all()):
         raise EngineError(
             f"row_scale must be positive; its least value is {float(scale.detach().min()):g}: a"
-            " score times 0 or less would show hidden keys"
+            " score times 0 or less would unmask hidden keys"
         )
     if first is None:
         return

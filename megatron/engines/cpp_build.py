@@ -1,8 +1,8 @@
-"""Builds and loads the C++ engine: lazily, once per machine, quietly, or not at all.
+"""Builds the C++ engine at first use, once per machine, and loads it.
 
-The sources beside this file compile in seconds to a library for this very CPU. It is kept in a
-cache directory under a name that changes with the sources, the compiler and the CPU. Without a
-compiler, or if anything goes wrong, users get one warning and the PyTorch implementation.
+The sources in cpp/ compile in seconds to a shared library for this CPU. It is kept in a cache
+directory under a name that changes with the sources, the compiler and the CPU. Without a compiler,
+or if the build fails, there is one warning and the PyTorch implementation is used.
 
 Environment: KERPLE_TILED_BACKEND = auto | compiled | python; KERPLE_CACHE_DIR; CXX.
 """
@@ -17,6 +17,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -33,11 +34,11 @@ _TIMEOUT_SECONDS = 120.0
 
 
 class BuildError(RuntimeError):
-    """Why there is no library."""
+    """Why the C++ library could not be built."""
 
 
 def load_library() -> ctypes.CDLL | None:
-    """The compiled engine, built if need be; None where it cannot be or is not wanted."""
+    """The compiled library, built if needed; None if it cannot be built or is switched off."""
     backend = os.environ.get("KERPLE_TILED_BACKEND", "auto")
     if backend not in ("auto", "compiled", "python"):
         raise EngineError(
@@ -52,6 +53,14 @@ def load_library() -> ctypes.CDLL | None:
             " install a C++17 compiler with OpenMP, or use auto"
         )
     return library
+
+
+def warmup() -> bool:
+    """Compile and load the CPU engine now, not in the first call; whether there is a compiled one.
+
+    The first time on a machine a compiler runs for some seconds.
+    """
+    return load_library() is not None
 
 
 @functools.cache
@@ -89,8 +98,10 @@ def _build() -> Path:
         if not target.exists():
             with FileLock(lock, timeout=_TIMEOUT_SECONDS):
                 if not target.exists():  # another process may have built it meanwhile
+                    said = f"compiling the CPU attention engine with {Path(compiler).name}"
+                    print(f"{said}, once on this machine...", file=sys.stderr, flush=True)
                     _compile(compiler, target)
-    except Timeout as error:  # rather than stall a training run
+    except Timeout as error:  # fall back instead of blocking a training run
         raise BuildError(f"another process holds {lock}") from error
     return target
 
@@ -118,7 +129,7 @@ def _fingerprint(compiler: str) -> str:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on: a cluster may share the cache among unlike nodes."""
+    """What -march=native depends on: nodes of different CPUs may share one cache directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -132,10 +143,10 @@ def _cache_directory() -> Path:
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not is_private(base):
-            base = base / f"user-{os.getuid()}"  # shared, or a link: a place of one's own in it
+            base = base / f"user-{os.getuid()}"  # base is shared, or a symbolic link
             base.mkdir(exist_ok=True, mode=0o700)
         if not is_private(base):
-            raise PermissionError(f"{base} belongs to somebody else")
+            raise PermissionError(f"{base} is owned or writable by another user")
         with tempfile.NamedTemporaryFile(dir=base):
             return base
     except OSError:  # a read-only home: build for this process alone, in a private directory
@@ -143,7 +154,7 @@ def _cache_directory() -> Path:
 
 
 def is_private(directory: Path) -> bool:
-    """Whether nobody else could have put a program there for us to load, nor lead us elsewhere."""
+    """Whether no other user can write into the directory or replace it by another one."""
     about = directory.lstat()
     ours = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
     above = [folder.stat() for folder in directory.resolve().parents]

@@ -1,7 +1,7 @@
 """The CPU engine: O(length) memory in forward and backward, fp32 inside, exact pruning by decay.
 
-Runs the compiled C++ implementation where there is a compiler, the PyTorch one elsewhere. Their
-logsumexp of the output's rows is in a form that only the same one understands. Under
+Runs the compiled C++ implementation where there is a compiler, the PyTorch one elsewhere. Each
+stores the logsumexp in a form of its own, so forward and backward must use the same one. Under
 `torch.compile` a call is one node of the graph (operators.py).
 """
 
@@ -32,7 +32,7 @@ def tiled_attention(call: Call) -> Tensor:
 
 
 def tiled_forward_with_count(*tensors: Tensor, **options: Any) -> tuple[Tensor, TileCount]:
-    """`attention` without gradients, and how many tiles the pruning left to visit."""
+    """`attention` without gradients, and how many tiles were computed after pruning."""
     call = checked_call(*tensors, **options)
     out, _, count = _current_backend().forward(call, _bounds_of(call))
     return out, count
@@ -56,11 +56,11 @@ def _backward(
 ) -> list[Tensor | None]:
     """The gradients of the operands that are needed, in their dtypes and shapes."""
     wanted = {name for name, needs in zip(OPERANDS, needed, strict=True) if needs}
-    return call.fitted(backend.backward(call, bounds, made, wanted))
+    return call.match_operands(backend.backward(call, bounds, made, wanted))
 
 
 class _Tiled(torch.autograd.Function):
-    """The call's tensors are passed beside it, for autograd to see them."""
+    """The call's tensors are also passed as arguments, so that autograd tracks them."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:

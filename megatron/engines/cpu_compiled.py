@@ -1,7 +1,7 @@
-"""Tiled attention by the compiled C++ engine: prepares its tables and calls it.
+"""Tiled attention by the compiled C++ engine: lays out its operands and calls it.
 
-The engine wants scores in base 2, tables by rising key position (so reversed), with room around
-them for the tiles that stick out, and head dims that fill its vectors.
+The engine expects scores in base 2, tables by rising key position (so reversed) with padding for
+tiles that cross an edge, and head dims that are multiples of its vector length.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engines.call import Call, key_origin, rows_apart, sink_rows
+from megatron.engines.call import Call, empty_blhd, key_origin, sink_rows
 from megatron.engines.pruning import DecayBounds, TileCount
 
 _LOG2E = math.log2(math.e)
-# What the engine writes to, whatever torch.set_default_dtype and set_default_device say.
+# The engine's own buffers, independent of torch.set_default_dtype and set_default_device.
 _FP32: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
-_FEATURE_MARGIN = 128  # distances around those of features, for tiles that stick out
-_MARGIN = 64  # floats around a table that the engine may read, or write zeros to
+_FEATURE_MARGIN = 128  # padding around the distances of features, for tiles that cross an edge
+_MARGIN = 64  # floats of padding around a table, which the engine may read or set to zero
 _TASKS_PER_THREAD = 4
-_GROUPED_TASKS_PER_THREAD = 2  # longer ones; and every part has its own gradient of q
+_GROUPED_TASKS_PER_THREAD = 2  # grouped tasks are longer, and each needs its own gradient of q
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -64,7 +64,7 @@ class CompiledBackend:
         assert library.attention_problem_size() == ctypes.sizeof(_Problem)
 
     def _readable(self, call: Call) -> Call:
-        """In fp32; q, k and v in bf16 where that is what they are and the CPU multiplies it."""
+        """In fp32; q, k and v stay bf16 if the CPU has bf16 dot products."""
         keeps = self._bf16 and call.q.dtype == torch.bfloat16
         return call.in_fp32(besides=("q", "k", "v") if keeps else ())
 
@@ -107,7 +107,7 @@ class CompiledBackend:
         by_distance = {name: x.sum(0)[:, visible].flip(-1) for name, x in tables.items()}
         terms |= job.row_gradients(call, by_row)
         if has_origin and call.key_bias is not None:
-            # the engine left the origin of the key biases out of the scores
+            # the engine's scores do not include the key origin
             terms["row_scale"] -= key_origin(call.key_bias, q_len) * terms["sink"]
         return {name: x[..., :dim] for name, x in rows.items()} | terms | by_distance
 
@@ -154,7 +154,7 @@ class _Job:
         setattr(self.problem, name, _Rows(tensor.data_ptr(), *tensor.stride()[:3]))
 
     def set_new_rows(self, name: str, batch: int, heads: int, length: int) -> Tensor:
-        rows = rows_apart((batch, heads, length, self.dim), **_FP32)
+        rows = empty_blhd((batch, heads, length, self.dim), **_FP32)
         self.set_rows(name, rows)
         return rows
 
@@ -220,7 +220,7 @@ class _Job:
         return _FEATURE_MARGIN - (self.problem.k_len - self.problem.extent)
 
     def set_row_gradients(self, shares: int, wanted: set[str]) -> dict[str, Tensor]:
-        """Memory for the gradients of features and row_scale; each share holds its own sums."""
+        """Allocate gradients of features and row_scale: partial sums, one set per share."""
         problem, found = self.problem, {}
         if wanted & {"query_features", "distance_features"}:
             length = problem.q_len * problem.rank
@@ -235,7 +235,7 @@ class _Job:
         return found
 
     def row_gradients(self, call: Call, by_row: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those gradients in their operands' shapes, the shares added up in order."""
+        """Those gradients in their operands' shapes, the partial sums added in a fixed order."""
         problem, found = self.problem, {}
         sums = {name: x.unflatten(0, (-1, problem.batch)).sum(0) for name, x in by_row.items()}
         if call.query_features is not None and "query_features" in sums:

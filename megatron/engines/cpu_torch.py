@@ -3,10 +3,10 @@
 Blocks of queries against all keys before them. The bias of a block is a view of the reversed table
 (see reference.py), whose rows run from the last query to the first: q, out and grad_out are flipped
 once for that. Forward: torch's own CPU flash operator takes the view as its mask. Backward: five
-matrix products a block, in buffers that are used again, a few heads at a time so that a block's
-scores stay in cache.
+matrix products a block, in reused buffers, a few heads at a time so that a block's scores stay in
+cache.
 
-Pruned heads see a window of their own; heads of similar windows go together.
+A pruned head has its own window; heads of similar windows are computed together.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[tuple[Ten
 
 
 def _is_plain(call: Call) -> bool:
-    """Whether torch's flash operator can do it: nothing but a mask that is added."""
+    """Whether torch's flash operator can run it: the only extra term is an additive mask."""
     others = (call.weight, call.key_bias, call.sink, call.query_features, call.row_scale)
     return all(x is None for x in others)
 
 
 class TorchBackend:
-    """Tiled attention out of torch operations only; inside, everything is fp32."""
+    """Tiled attention in torch operations; computes in fp32."""
 
     def forward(self, call: Call, bounds: DecayBounds | None) -> tuple[Tensor, Tensor, TileCount]:
         dtype, call = call.q.dtype, call.in_fp32()
@@ -128,7 +128,7 @@ class TorchBackend:
 class _Heads:
     """A few heads of one sequence: flipped, scaled queries; keys, values; terms of the scores.
 
-    The tables are reversed, with room for the future; what belongs to queries is flipped.
+    Tables are reversed and padded for future keys; tensors over queries are flipped.
     """
 
     def __init__(self, call: Call, b: int, heads: Tensor, rows: int) -> None:
@@ -155,7 +155,7 @@ class _Heads:
             self.features = call.query_features[b, heads].flip(1)
             table = call.distance_features[..., :k_len]
             table = torch.nn.functional.pad(table, (0, k_len - table.shape[-1])).flip(-1)
-            table = torch.nn.functional.pad(table, (0, rows))  # the future
+            table = torch.nn.functional.pad(table, (0, rows))  # future keys
             self.distance_features = table.expand(call.q.shape[1], -1, -1)[heads]
         if call.row_scale is not None:
             self.row_scale = call.row_scale.expand(call.q.shape[:3])[b, heads].flip(-1)[..., None]
@@ -189,7 +189,7 @@ class _Heads:
         return by_diagonal.contiguous().as_strided(shape, strides)
 
     def scaled(self, scores: Tensor, block: _Block) -> Tensor:
-        """Times the factors of the queries, in place."""
+        """Multiply by row_scale, in place."""
         return scores if self.row_scale is None else scores.mul_(self.row_scale[:, block.queries])
 
     def weights(self, block: _Block) -> Tensor | None:
@@ -269,7 +269,7 @@ class _Backward:
             self._add_diagonals(self.weight, padded, block)
 
     def _fill_probs(self, probs: Tensor, block: _Block) -> tuple[Tensor | None, Tensor | None]:
-        """Probabilities in place; returns the scores without weight and those without factor."""
+        """Probabilities in place; returns the scores before weight and before row_scale."""
         mask, lse = self.part.mask(block), self.lse[:, block.queries]
         q, k = self.part.q[:, block.queries], self.part.k[:, block.keys].transpose(1, 2)
         weights, scaled = self.part.weights(block), self.part.row_scale is not None
@@ -319,14 +319,14 @@ class _Backward:
             table = self.distance_features[..., : call.k_len].flip(-1)
             sums["distance_features"][heads] += table[..., :seen]
         if self.part.sink is not None and "sink" in sums:
-            # it has no value: its gradient is its probability times -delta
+            # a sink has no value vector: its gradient is its probability times -delta
             share = (self.part.sink - self.lse[..., 0]).exp()
             sums["sink"][b, heads] = (share * self.negative_delta[..., 0]).flip(-1)
         if "row_scale" in sums:
             sums["row_scale"][b, heads] = self._row_scale_gradient().flip(-1)
 
     def _row_scale_gradient(self) -> Tensor:
-        """With the origin of the key biases, which the scores of the blocks leave out."""
+        """Adds the key origin, which the blocks' scores leave out."""
         part = self.part
         if part.sink is None or part.origin is None:
             return self.row_scale

@@ -12,9 +12,9 @@ from megatron.errors import EngineError
 
 ENGINES = ("auto", "naive", "tiled", "triton", "flex")
 
-# Scores beyond this are not made just because the better engines cannot run.
+# `auto` refuses dense attention whose scores would take more bytes than this.
 DENSE_LIMIT = 16 * 2**30
-# Below this many queries dense scores are small and one pass over them is the fastest.
+# Below this many queries the dense scores are small and dense attention is the fastest.
 _TILED_MIN_QUERIES = 8
 
 
@@ -93,7 +93,7 @@ def attention(
 
 
 def choose_engine(call: Call, engine: str = "auto") -> str:
-    """The engine to run: the forced one if it can do the job, else the best one that can."""
+    """The engine to run: the one asked for (an error if it cannot run), or `auto`'s choice."""
     if engine not in ENGINES:
         raise EngineError(
             f"attention engine {engine!r} is unknown; use one of {', '.join(ENGINES)}"
@@ -137,8 +137,8 @@ def _check_dense_fits(call: Call) -> None:
     if size > DENSE_LIMIT:
         raise EngineError(
             f"dense attention would hold {size / 2**30:.0f} GB of scores for {queries} queries and "
-            f"{call.k_len} keys; the engines that need no such room cannot run: "
-            f"{_why_dense(call)}. attention_engine: naive does it all the same."
+            f"{call.k_len} keys; the engines that need less memory cannot run: "
+            f"{_why_dense(call)}. attention_engine: naive computes it anyway."
         )
 
 

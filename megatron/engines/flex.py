@@ -1,9 +1,9 @@
-"""The `flex` attention engine: torch's FlexAttention with our operands as its score and mask.
+"""The `flex` attention engine: torch's FlexAttention with our terms as score_mod and block_mask.
 
-A second implementation for GPUs, by others: the fall-back where the Triton engine has no kernels
-(ROCm, compute capability below 8.0, XPU), a rival to measure and a reference to compare with. On
-GPU it is compiled, needs O(length) memory, and adds the gradients of tables with atomics: two runs
-may differ in the last bits. On CPU it is dense, and torch refuses gradients.
+The fall-back on GPUs where the Triton engine has no kernels (ROCm, compute capability below 8.0,
+XPU), and a baseline to compare speed and numbers with. On GPU it is compiled, needs O(length)
+memory, and adds the gradients of tables with atomics: two runs may differ in the last bits. On CPU
+it is dense, and torch computes no gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def why_not_flex(call: Call) -> str | None:
     if flex_attention is None:
         return f"torch {torch.__version__} has no FlexAttention; pip install 'torch>=2.9'"
     if unknown:
-        return f"it does not know {', '.join(unknown)}; use engine 'auto'"
+        return f"it has no {', '.join(unknown)}; use engine 'auto'"
     if call.dropout > 0.0:
         return f"it has no attention dropout (dropout={call.dropout}); use engine 'naive' or 'auto'"
     if device.type not in (*_GPUS, "cpu"):
@@ -50,11 +50,11 @@ def why_not_flex(call: Call) -> str | None:
     if head_dim < _MIN_HEAD_DIM:
         return f"head dim {head_dim} is below its {_MIN_HEAD_DIM}; use engine 'auto'"
     if torch.are_deterministic_algorithms_enabled():
-        return "its gradients add with atomics, and deterministic algorithms are asked for"
+        return "its gradients use atomics, and torch.use_deterministic_algorithms is on"
     return None
 
 
-_CPU_GRADIENTS = "torch gives its gradients on GPU only; use engine 'auto' or 'tiled' on CPU"
+_CPU_GRADIENTS = "torch computes its gradients on GPU only; use engine 'auto' or 'tiled' on CPU"
 
 
 def is_fall_back(device: torch.device) -> bool:
@@ -80,14 +80,14 @@ def flex_engine(call: Call) -> Tensor:
         whole: Tensor = out
         return whole
     rows, aux = out
-    # the share of the keys beside the sink: e^lse / (e^lse + e^sink)
+    # the keys' share of the softmax with the sink: e^lse / (e^lse + e^sink)
     share = torch.sigmoid(aux.lse.to(sink.dtype) - sink)[..., None]
     return (rows * share).to(rows.dtype)
 
 
 @functools.cache
 def _compiled() -> Any:
-    """Uncompiled, FlexAttention holds all scores. A new length is compiled anew."""
+    """Uncompiled, FlexAttention stores all scores. Each new length is compiled again."""
     return torch.compile(flex_attention)
 
 

@@ -1,7 +1,7 @@
 """An engine as one node of torch.compile's graph: a torch operator, and one for its gradients.
 
-Operators take tensors and numbers only and always return tensors: a gradient that nobody needs is
-empty. Eager calls go another way, which costs less for each call.
+Operators take tensors and numbers only and always return tensors: a gradient that is not needed is
+an empty tensor. Eager calls use an autograd.Function instead, which has less overhead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engines.call import OPERANDS, Call, check_values, rows_apart
+from megatron.engines.call import OPERANDS, Call, check_values, empty_blhd
 
 Forward = Callable[[Call], tuple[Tensor, Tensor]]
 """The output and its logsumexp."""
@@ -26,7 +26,7 @@ _SETTINGS = "SymInt? window, float scale, bool pruning"
 _FORWARD = f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)"
 _MADE = "Tensor out, Tensor lse, Tensor grad"
 _BACKWARD = f"({_MADE}, bool[] needed, {_TENSORS}, {_SETTINGS}) -> Tensor[]"
-# Compiled code on disk is found by an operator's name: another version's must have another name.
+# torch caches compiled code by the operator's name: another schema needs another name.
 _VERSION = hashlib.sha256((_FORWARD + _BACKWARD).encode()).hexdigest()[:8]
 
 
@@ -42,11 +42,11 @@ def graph_operator(
         call = _call_of(arguments)
         check_values(call)
         out, lse = forward(call)
-        return _laid_out(out), lse
+        return _in_declared_layout(out), lse
 
     @operator.register_fake
     def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return rows_apart(q.shape, q.dtype, q.device), q.new_empty(
+        return empty_blhd(q.shape, q.dtype, q.device), q.new_empty(
             lse_shape(q), dtype=torch.float32
         )
 
@@ -77,7 +77,7 @@ def _backward_operator(name: str, backward: Backward) -> Any:
     ) -> list[Tensor]:
         grads = backward(_call_of(arguments), (out, lse, grad), needed)
         return [
-            out.new_empty(0) if grad is None or not needs else _laid_out(grad)
+            out.new_empty(0) if grad is None or not needs else _in_declared_layout(grad)
             for grad, needs in zip(grads, needed, strict=True)
         ]
 
@@ -86,7 +86,7 @@ def _backward_operator(name: str, backward: Backward) -> Any:
         return [
             out.new_empty(0)
             if x is None or not needs
-            else (rows_apart(x.shape, x.dtype, x.device) if x.dim() == 4 else x.new_empty(x.shape))
+            else (empty_blhd(x.shape, x.dtype, x.device) if x.dim() == 4 else x.new_empty(x.shape))
             for x, needs in zip(others[: len(OPERANDS)], needed, strict=True)
         ]
 
@@ -99,9 +99,9 @@ def _call_of(arguments: Sequence[Any]) -> Call:
     return replace(Call(*operands), window=window, scale=scale, pruning=pruning)
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    """As the fake operators promise."""
+def _in_declared_layout(x: Tensor) -> Tensor:
+    """In the memory order that the fake operators declare."""
     if x.dim() != 4:
         return x.contiguous()
-    expected = rows_apart(x.shape, x.dtype, x.device)
+    expected = empty_blhd(x.shape, x.dtype, x.device)
     return x if x.stride() == expected.stride() else expected.copy_(x)

@@ -1,4 +1,4 @@
-"""Pruning by decay: which keys cannot change the float32 result, by a true bound.
+"""Pruning by decay: which keys cannot change the float32 result, by an upper bound on their share.
 
 A query's own key (distance 0) has score s0 and contributes exp(s0)|v0|. A key at distance d or
 beyond scores at most `bias_after[d] + |q||k| scale weight_after[d]` (Cauchy-Schwarz; the `after`
@@ -77,7 +77,7 @@ def decay_bounds(call: Call) -> DecayBounds | None:
 
 def _deepest_key_bias(key_bias: Tensor) -> Tensor:
     """How far a key's bias lies below that of a later one, at most."""
-    # -inf (padding) less itself is not a number, and nothing to prune either
+    # -inf (padding) minus -inf is NaN, and nothing to prune
     return (key_bias - key_bias.cummin(-1).values).nan_to_num(nan=0.0).amax()
 
 
@@ -111,7 +111,7 @@ def head_windows(call: Call, bounds: DecayBounds) -> Tensor:
         own_features = call.distance_features[..., 0].float()[:, None]
         own_score_BHL = own_score_BHL + (call.query_features.float() * own_features).sum(-1)
     if call.key_bias is not None:
-        # At worst, a query meets the largest bias of all keys so far: nothing for rising biases.
+        # At worst, a key has the largest bias so far; with rising biases that is the own key's.
         so_far = call.key_bias.float().cummax(-1).values - call.key_bias.float()
         own_score_BHL = own_score_BHL - so_far[:, :, own]
     least_own = own_score_BHL.amin((0, 2))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.engines.call import Call, fitted, key_origin
+from megatron.engines.call import Call, key_origin, match_operand
 
 
 def naive_attention(call: Call) -> Tensor:
@@ -198,19 +198,19 @@ class _FusedSoftmax(torch.autograd.Function):
         grad_bias = grad_weight = grad_scores = grad_key_bias = grad_sink = grad_row_scale = None
         if unscaled is not None:  # a hidden key's -inf has no share
             shares = torch.where(grad_logits == 0, 0.0, grad_logits * unscaled)
-            grad_row_scale = fitted(shares.sum(-1), row_scale)
+            grad_row_scale = match_operand(shares.sum(-1), row_scale)
         if row_scale is not None:
             grad_logits.mul_(row_scale.to(dtype)[..., None])
         grad_added = grad_logits.clone() if needs_added else None
         if needs_bias:
-            grad_bias = fitted(sum_by_distance(grad_logits.sum(0)), bias)
+            grad_bias = match_operand(sum_by_distance(grad_logits.sum(0)), bias)
         if needs_key_bias:
-            grad_key_bias = fitted(grad_logits.sum(-2), key_bias)
+            grad_key_bias = match_operand(grad_logits.sum(-2), key_bias)
         if needs_sink:
-            grad_sink = fitted((-sink_probs * expected)[..., 0], sink)
+            grad_sink = match_operand((-sink_probs * expected)[..., 0], sink)
         if scores is not None:
             product = (grad_logits * scores).sum(0)
-            grad_weight = fitted(sum_by_distance(product.mul_(ctx.scale)), weight)
+            grad_weight = match_operand(sum_by_distance(product.mul_(ctx.scale)), weight)
         if needs_scores:
             if weight is not None:
                 grad_logits.mul_(dense_matrix(weight.to(dtype), *grad_logits.shape[-2:]))

@@ -82,7 +82,7 @@ def pruned_attention(call: Call, visible: Tensor | None) -> Tensor:
 
 
 def _with_whole_vectors(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
-    """Attention with the head dim that the kernels want: zeros change no product."""
+    """Attention with the head dim padded for the kernels: zeros change no product."""
     width = call.q.shape[-1]
     missing = padded_head_dim(width, call.q.dtype) - width
     if not missing:
@@ -92,14 +92,14 @@ def _with_whole_vectors(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
 
 
 def padded_head_dim(head_dim: int, dtype: torch.dtype) -> int:
-    """The head dim to hand to the kernels: whole vectors; in fp32 no room for masks in registers"""
+    """The kernels' head dim: a multiple of 16; in fp32 a power of 2, which needs no mask."""
     if dtype == torch.float32:
         return max(32, next_power_of_2(head_dim))
     return cdiv(head_dim, ALIGNMENT) * ALIGNMENT
 
 
 class _TritonAttention(torch.autograd.Function):
-    """The call's tensors are passed beside it, for autograd to see them."""
+    """The call's tensors are also passed as arguments, so that autograd tracks them."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, visible: Tensor | None, *tensors: Tensor | None) -> Tensor:
@@ -137,11 +137,11 @@ def _gradients(
         found[name] = table_gradient(problem, found[name], factor)
     if "sink" in wanted:
         found["sink"] = _sink_gradient(problem, lse, delta)
-    return given.fitted(found)
+    return given.match_operands(found)
 
 
 def _sink_gradient(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor:
-    """-p_sink * delta, [B, H, Lq]: a sink takes probability and gives no output."""
+    """-p_sink * delta, [B, H, Lq]: a sink takes probability and adds no output."""
     assert problem.sink is not None
     shape, rows = problem.sink.shape, slice(0, problem.q.shape[2])
     share = torch.exp2(problem.sink - lse.view(shape))

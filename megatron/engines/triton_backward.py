@@ -1,10 +1,10 @@
 """Backward kernels of the Triton attention engine: delta, dK and dV, dQ, tables; no atomics.
 
-Every gradient has one owner. A program of `attention_dkdv_kernel` owns a block of keys and walks
-the queries that see it; a program of `attention_dq_kernel` owns a block of queries and walks the
-keys that it sees. Both compute the scores again: seven matrix products per tile where one kernel
-would need five. In return nothing is added to memory: no workspace, no atomic operation, the same
-bits on every run, and as many programs as there are blocks. The gradients of the tables have a
+One program writes each gradient element. A program of `attention_dkdv_kernel` has a block of keys
+and loops over the queries that see it; a program of `attention_dq_kernel` has a block of queries
+and loops over the keys that it sees. Both recompute the scores: seven matrix products per tile
+where one kernel would need five. In return there is no workspace and no atomic operation, every run
+gives the same bits, and there are as many programs as blocks. The gradients of the tables have a
 third kernel, below.
 
 Tiles of dK and dV are transposed, [key, query], so that the keys' rows stay with their warps.

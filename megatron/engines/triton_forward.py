@@ -6,7 +6,7 @@ Units. A score is (q.k) * scale * weight[d] + bias[d] + key_bias[n]. All kernels
 x = score * log2(e), so that a probability is one exp2: x = (q.k) * c + bias2[d] with
 c = scale * log2(e), or (q.k) * weight2[d] + bias2[d]; the host has multiplied the tables
 (see triton_problem). Adding the bias after the product keeps the product's registers free of
-it, and lets the bias travel to shared memory by cp.async like k and v do.
+it, and lets cp.async load the bias into shared memory like k and v.
 
 Masks. Scores that must not count are NOTHING or less, rows start with a maximum of LOWEST. The
 first is so far below the second that exp2 of the difference is 0 whatever a row has seen: no

@@ -1,8 +1,8 @@
 """What the Triton attention engine launches: arguments, grids, workspaces.
 
 `forward_launches` and `backward_launches` only build `Launch` records. The engine runs them, and
-tools/compile_triton.py compiles the very same records for GPUs that are not there, so what is
-checked is what runs. Tile sizes come from triton_tiles.
+tools/compile_triton.py compiles the same records ahead of time for other GPUs, so what is checked
+is what runs. Tile sizes come from triton_tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engines.call import rows_apart
+from megatron.engines.call import empty_blhd
 from megatron.engines.triton_backward import (
     attention_band_kernel,
     attention_delta_kernel,
@@ -26,8 +26,8 @@ from megatron.engines.triton_tiles import Tiles, tiles_of
 
 # fp32 products as three TF32 products on the tensor cores: close to fp32. No effect on bf16, fp16.
 _FP32_PRODUCTS = "tf32x3"
-# operands whose gradients one kernel makes
-_OF_KEYS = {"k", "v", "key_bias"}
+# operands whose gradients attention_dkdv_kernel computes
+_FROM_DKDV_KERNEL = {"k", "v", "key_bias"}
 
 
 # What the backward's kernels fill: gradients by operand, those of the tables as bands,
@@ -63,7 +63,7 @@ def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, A
         STAGES=tiles.stages,
     )
     return {
-        # Triton 3.7 takes a NamedTuple apart: each field must say itself that it is a constant
+        # Triton 3.7 unpacks a NamedTuple: each field must be declared constexpr by itself
         "C": Constants(*(constant(value) for value in constants)),
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
@@ -76,7 +76,7 @@ def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
     q = problem.q
     batch, heads, q_length, _ = q.shape
     tiles = _tiles("forward", problem)
-    out = rows_apart(q.shape, q.dtype, q.device)
+    out = empty_blhd(q.shape, q.dtype, q.device)
     lse = q.new_empty(batch * heads, problem.padded_rows, dtype=torch.float32)
     launches, terms = terms_of(problem, reverse=True)
     rows = (rows_of(x) for x in (q, problem.k, problem.v, out))
@@ -145,9 +145,9 @@ def _to_fill(problem: Problem, lse: Tensor, wanted: set[str]) -> Filled:
     """Memory for the gradients that are wanted; k and v share a kernel with the key bias."""
     filled: Filled = {}
     for name in ("q", "k", "v"):
-        if name in wanted or (name != "q" and wanted & _OF_KEYS):
+        if name in wanted or (name != "q" and wanted & _FROM_DKDV_KERNEL):
             x: Tensor = getattr(problem, name)
-            filled[name] = rows_apart(x.shape, x.dtype, x.device)
+            filled[name] = empty_blhd(x.shape, x.dtype, x.device)
     batch, heads = problem.q.shape[:2]
     if "key_bias" in wanted:
         filled["key_bias"] = lse.new_empty(batch, heads, problem.k_len)
@@ -167,7 +167,7 @@ def backward_launches(
     operands = (problem.q, problem.k, problem.v, grad)
     # what turns sums of dS * (weight in base 2) * k into dQ
     factor = problem.scale if problem.weight is None else 1.0 / LOG2E
-    if wanted & _OF_KEYS:
+    if wanted & _FROM_DKDV_KERNEL:
         made, terms = terms_of(problem, reverse=False)
         tiles = _tiles("dkdv", problem)
         rows = (rows_of(x) for x in (*operands, filled["k"], filled["v"]))
@@ -195,7 +195,7 @@ def backward_launches(
 
 
 def table_gradient(problem: Problem, bands: Tensor, factor: float) -> Tensor:
-    """The gradient of a table, [H, Lk], from its bands' diagonals; 0 where nobody looks.
+    """The gradient of a table, [H, Lk], from its bands' diagonals; 0 at unseen distances.
 
     Square R of band j (the first band is 1 - squares) has in its first row the distances from
     (j + R) * columns - shift on, in its second row those before. Summed in a fixed order.

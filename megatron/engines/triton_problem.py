@@ -1,4 +1,4 @@
-"""An attention call as the Triton kernels want it: layouts, dtypes, and what rows and keys share.
+"""An attention call as the Triton kernels read it: layouts, dtypes, terms of queries and keys.
 
 Everything here is tensors of O(length): nothing of the size of the scores.
 
@@ -13,8 +13,8 @@ copy in which its run is aligned.
     copy 2   b2 b3 b4 b5 | b6 b7 b8 b9 | ...
     copy 3   b3 b4 b5 b6 | b7 b8 b9 .. | ...
 
-Rows of queries (forward, dQ, bands) meet falling distances, and read the table reversed; rows of
-keys (dK and dV) read it as it is.
+Along a row of queries (forward, dQ, bands) distances fall, so these kernels read the table
+reversed; along a row of keys (dK and dV) they rise.
 """
 
 # Triton reads the kernels' signatures; their run-time arguments have no Python types.
@@ -112,8 +112,8 @@ def _padded(x: Tensor, fill: float = 0.0) -> Tensor:
 def build_problem(call: Call, visible: Tensor | None) -> Problem:
     """Lay out a call; q, k and v are not copied if they already fit.
 
-    `visible` (int32 [H]) is a promise that keys at distance visible[h] or more contribute nothing
-    that survives rounding: tiles wholly beyond it are not visited.
+    `visible` (int32 [H]): keys at distance visible[h] or more change nothing beyond rounding, and
+    tiles wholly beyond it are skipped.
     """
     call = call.in_fp32(besides=("q", "k", "v", "bias", "weight"))
     q, k, v = (aligned(x) for x in (call.q, call.k, call.v))

@@ -1,9 +1,9 @@
 """Pruning by decay on a GPU: per head, the distances that can change the result at all.
 
-The bound is that of pruning.py. What differs is the cost: a look at the numbers makes the host wait
-for the GPU, and a dozen small launches cost more than the attention they prune. So the host looks
-at each table once (tables are computed once per step and shared by all layers): two entries per
-head say whether any head can decay below rounding within the reach. Where none can, nothing is
+The bound is that of pruning.py. What differs is the cost: reading a value makes the host wait for
+the GPU, and a dozen small launches cost more than the attention they prune. So the host reads each
+table once (tables are computed once per step and shared by all layers): two entries per head decide
+whether any head can decay below rounding within the reach. Where none can, nothing is
 launched. Where one can, one pass over q, k and v finds the norms, and one over the tables the
 distances; the host does not wait for either.
 
@@ -141,7 +141,7 @@ def _excess(key_bias: Tensor, q_length: int, heads: int) -> Tensor:
 
 
 def _is_capturing() -> bool:
-    """True while a CUDA graph is recorded: the host must not wait for a number then."""
+    """True while a CUDA graph is recorded: the host must not synchronise then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

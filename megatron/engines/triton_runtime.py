@@ -1,8 +1,7 @@
-"""Triton where it is installed, harmless stand-ins where it is not, and its cache on a cluster.
+"""Triton if it is installed, placeholders if not, and its compile cache on a cluster.
 
-The kernel modules import `jit` and `tl` from here, so that they can be imported (and
-read by tools that walk the package) on a machine without Triton. Nothing can be launched there:
-`unavailable()` says why.
+The kernel modules import `jit` and `tl` from here, so that they can be imported without Triton.
+Nothing can be launched then: `unavailable()` gives the reason.
 
 Triton keeps what it compiles below the home directory. On a cluster that is often one network file
 system for all nodes, and hundreds of ranks that compile the same kernels into it at once crash or
@@ -125,7 +124,7 @@ def launcher_problem() -> str | None:
     try:
         with compile_turn("launcher"):
             _ = triton.runtime.driver.active.utils
-    except Exception as error:  # whatever a compiler, a linker or the file system may say
+    except Exception as error:  # from the compiler, the linker or the file system
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"Triton cannot build its launcher ({told}){_compiler_advice()}"
     return None

@@ -2,10 +2,10 @@
 
 Scores and probabilities are bf16, fp16 or fp32; everything inside is fp32. A row's softmax is a
 running maximum and sum over its visible keys, then a second pass that writes the probabilities.
-The gradient of a table is a sum over diagonals, so its kernel walks the scores by distance: a
-program owns a block of distances of one head and a share of the rows, and reads for each row the
-keys at those distances, which are neighbours in memory. The shares are summed in a fixed order: no
-atomics, the same numbers every run.
+The gradient of a table is a sum over diagonals, so its kernel loops over the scores by distance: a
+program has a block of distances of one head and a share of the rows, and reads for each row the
+keys at those distances, which are adjacent in memory. The partial sums are added in a fixed order:
+no atomics, the same numbers every run.
 
 Shapes: scores, probabilities [B, H, Lq, Lk]; tables [H, >= Lk]. The queries are the last positions.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.engines import triton_runtime
-from megatron.engines.call import fitted
+from megatron.engines.call import match_operand
 from megatron.engines.triton_forward import head_of_program
 from megatron.engines.triton_runtime import Launch, cdiv, jit, next_power_of_2, run_on, tl
 
@@ -263,10 +263,10 @@ def table_launch(
 
 
 def _summed(shares: Tensor | None, table: Tensor | None) -> Tensor | None:
-    """The gradient of a table from the programs' shares; distances that nobody sees get 0."""
+    """The gradient of a table from the programs' partial sums; 0 at unseen distances."""
     if shares is None or table is None:
         return None
-    return fitted(shares.sum(0)[:, : table.shape[1]], table)
+    return match_operand(shares.sum(0)[:, : table.shape[1]], table)
 
 
 class _TritonSoftmax(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Tile sizes of the Triton attention kernels: one fixed table.
 
-Fixed, not tuned at run time: the sums of a tile depend on its size, so a table that never changes
-by itself keeps a resumed run equal bit for bit. Chosen by `tools/compile_triton.py --ledger`, not
-by a clock; `make gpu-check` measures a short list and proposes changes.
+Fixed, not tuned at run time: rounding depends on the tile size, so a fixed table keeps a resumed
+run bit-identical. Chosen by `tools/compile_triton.py --ledger`, not by timing; `make gpu-check`
+times a short list and proposes changes.
 
 What makes a tile good on tensor cores: 32 rows for each warp (each operand that a warp loads from
 shared memory then serves two rows of fragments), rows >= columns and rows >= head dimension (or

@@ -1,1 +1,1 @@
-"""How far does a model really extrapolate? Perplexity by length and position, recall, lm-eval."""
+"""Evaluation: perplexity by length and position, retrieval, induction, RULER, lm-eval."""

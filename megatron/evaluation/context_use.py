@@ -49,7 +49,7 @@ def key_tokens(long_losses: Tensor, short_losses: Tensor) -> Tensor:
 def short_contexts(texts: SequenceSet, context: int, step: int) -> SequenceSet:
     """The windows over each text: `context` tokens, then `step` that are scored.
 
-    The last one of a text is filled at the right, where nothing looks.
+    The last one of a text is padded at the right, which a causal model does not see.
     """
     size = context + step
 
@@ -176,11 +176,11 @@ def tokens_covering(shares_from_end: Tensor, share: float) -> int:
 
 @task("receptive_field")
 class ReceptiveField(TaskByLength):
-    """How far back the last prediction looks: the cumulated influence of the last n tokens.
+    """The receptive field of the last prediction: the cumulated influence of the last n tokens.
 
     The gradient of the last position's output with respect to the embedding of each input position
-    is taken; its norms, normalised to 1 and cumulated from the end, tell which share of the
-    influence the last n tokens have. A model whose share reaches 99% after n tokens sees n tokens.
+    is taken; its norms, normalised to 1 and cumulated from the end, give the share of the last n
+    tokens. A model whose share reaches 99% after n tokens has a receptive field of n tokens.
     """
 
     def entry(self, context: Context, files: list[SplitTokens], length: int) -> dict[str, Any]:

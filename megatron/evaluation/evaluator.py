@@ -1,4 +1,4 @@
-"""From a config to result files: each task runs, even if others fail."""
+"""From a config to result files: every task runs, even if another fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.evaluation.results_schema import (
 )
 from megatron.evaluation.task_registry import find_task
 from megatron.evaluation.tasks import Context, EvaluationOptions, EvaluationTask, requested
-from megatron.generation.pretrained import Subject
+from megatron.generation.pretrained import SelectedCheckpoint
 from megatron.mpu.job import Ranks, join_evaluation
 from megatron.neox_arguments.allowed_code import allow_flags
 from megatron.terminal import (
@@ -34,7 +34,7 @@ from megatron.terminal import (
     show_traceback_if_asked,
     shown_command,
 )
-from megatron.training.liveness import watched_peers
+from megatron.training.liveness import bounded_join, watched_peers
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -46,34 +46,37 @@ NO_SPLIT = "nothing to measure: do_valid and do_test are both false; leave one o
 
 def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Evaluate as the config says; the exit code is 0 if every task gave a result."""
-    ranks, device = join_evaluation(args, local_rank)
-    with watched_peers(args.runtime.distributed_timeout_minutes):
+    minutes = args.runtime.distributed_timeout_minutes
+    with bounded_join(minutes):
+        ranks, device = join_evaluation(args, local_rank)
+    with watched_peers(minutes):
         return _evaluate(args, ranks, device)
 
 
 def _evaluate(args: NeoXArgs, ranks: Ranks, device: str) -> int:
     try:
-        subject = Subject(args, device)
-        evaluation = Evaluation(args, subject, ranks)
+        selected = SelectedCheckpoint(args, device)
+        evaluation = Evaluation(args, selected, ranks)
     except KerpleError as error:
         return print_error(error) if ranks.is_main else EXIT_USER_ERROR
     code = evaluation.run(args.evaluation.eval_tasks or DEFAULT_TASKS)
-    config = subject.checkpoint / "configs" / "resolved.yml"
+    config = selected.checkpoint / "configs" / "resolved.yml"
     if code == 0 and ranks.is_main and config.is_file():
-        print_next_command(f"{shown_command('generate')} {config}{allow_flags(args.to_dict())}")
+        allowed = allow_flags(args.to_dict())
+        print_next_command(f"{shown_command('generate')} {subject.checkpoint}{allowed}")
     return code
 
 
 class Evaluation:
     """One checkpoint under evaluation."""
 
-    def __init__(self, args: NeoXArgs, subject: Subject, ranks: Ranks) -> None:
-        self.args, self.subject, self.ranks = args, subject, ranks
+    def __init__(self, args: NeoXArgs, selected: SelectedCheckpoint, ranks: Ranks) -> None:
+        self.args, self.selected, self.ranks = args, selected, ranks
         self.options = EvaluationOptions.from_args(args)
-        default = Path(subject.place) / "results" / f"step{subject.iteration}"
+        default = Path(selected.place) / "results" / f"step{selected.iteration}"
         self.store = ResultStore(Path(args.evaluation.eval_results_prefix or default), ranks)
         self.model_key = [
-            subject.identity,
+            selected.identity,
             args.model.model_dump(mode="json"),
             args.tokenizer.model_dump(mode="json"),
         ]
@@ -138,33 +141,33 @@ class Evaluation:
 
     def _context(self, cells: Cells, bar: TotalBar) -> Context:
         options = self.options
-        # All that an answer to a single lm-eval request depends on.
+        # Everything that the answer to one lm-eval request depends on.
         length, window = options.eval_context_length, options.eval_window
         request = fingerprint([self.model_key, length, window, options.seed])
         return Context(
-            model=self.subject.model,
+            model=self.selected.model,
             options=options,
             cells=cells,
             ranks=self.ranks,
-            tokenizer=lambda: self.subject.tokenizer,
+            tokenizer=lambda: self.selected.tokenizer,
             say=self.say,
             bar=bar,
             request_cache=self.store.cache_folder / f"requests-{request}",
         )
 
     def _provenance(self, task: EvaluationTask) -> dict[str, Any]:
-        """What a result says of how it was made."""
-        model = self.subject.model
+        """The part of a result that records how it was made."""
+        model = self.selected.model
         return {
             "format": FORMAT,
             **requested(task, self.options, self.args.model.model_dump(mode="json")),
-            "checkpoint": str(self.subject.checkpoint),
-            "iteration": self.subject.iteration,
-            "config_hash": self.subject.config_hash,
+            "checkpoint": str(self.selected.checkpoint),
+            "iteration": self.selected.iteration,
+            "config_hash": self.selected.config_hash,
             "pos_emb": model.spec.pos_emb,
             "train_length": model.spec.seq_length,
             "parameters": model.num_parameters(),
-            "checkpoint_id": weights_id(self.subject.checkpoint),
+            "checkpoint_id": weights_id(self.selected.checkpoint),
             "version": __version__,
         }
 

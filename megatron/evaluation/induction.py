@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -24,15 +24,7 @@ from megatron.errors import EvaluationError
 from megatron.evaluation.losses import sequence_losses
 from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.sequences import SequenceSet
-from megatron.evaluation.tasks import (
-    Context,
-    EvaluationOptions,
-    GroupView,
-    Place,
-    View,
-    WindowedTask,
-    task,
-)
+from megatron.evaluation.tasks import Context, EvaluationOptions, GridTask, GroupView, Place, task
 from megatron.evaluation.text_tables import text_table
 
 SHORTEST_DISTANCE = 8
@@ -65,10 +57,11 @@ class InductionEntry(OpenModel):
 
 
 @task("induction")
-class Induction(WindowedTask):
+class Induction(GridTask):
     """Loss on repeated random tokens: on the second half of each length, and by distance."""
 
-    views: ClassVar[tuple[View, ...]] = (
+    kinds = (REPEATED,)
+    views = (
         GroupView(
             "induction",
             "Induction against length",
@@ -107,10 +100,34 @@ class Induction(WindowedTask):
         count = options.eval_num_sequences
         return [(len(distances(n)) * count * n, n) for n in options.eval_lengths]
 
-    def measure(self, context: Context) -> dict[str, Any]:
-        lengths = context.options.eval_lengths
-        grid = context.cells.grid(partial(_measure, context), kind=[REPEATED], length=lengths)
-        return {"grid": list(grid)}
+    def entry(self, context: Context, kind: str, length: int) -> dict[str, Any]:
+        if length < 4:
+            raise EvaluationError(f"{length} tokens are too few to repeat; use longer eval_lengths")
+        options, tokenizer = context.options, context.tokenizer()
+        vocabulary = [token for token in range(tokenizer.vocab_size) if token != tokenizer.eod]
+        entries, losses = [], torch.empty(0)
+        for distance in distances(length):
+            texts = [
+                repeated_text(
+                    length, distance, vocabulary, f"{options.data_seed}/{length}/{number}"
+                )
+                for number in range(options.eval_num_sequences)
+            ]
+            readers = [partial(torch.tensor, text) for text in texts]
+            label = f"induction {length} {distance}"
+            losses = torch.stack(sequence_losses(context, SequenceSet(length - 1, readers), label))
+            scored = losses[:, length - distance :].double()
+            entries.append(
+                {"distance": distance, "loss": float(scored.mean()), "tokens": scored.numel()}
+            )
+        return {
+            "kind": kind,
+            "length": length,
+            "loss": entries[-1]["loss"],
+            "random_loss": float(losses[:, : length - length // 2 - 1].double().mean()),
+            "by_distance": entries,
+            "sequences": options.eval_num_sequences,
+        }
 
     def cells(self, results: dict[str, Any]) -> Mapping[Place, float]:
         grid = [InductionEntry.model_validate(entry) for entry in results.get("grid", [])]
@@ -120,9 +137,6 @@ class Induction(WindowedTask):
             found |= {(BY_DISTANCE, own.distance): own.loss for own in longest.by_distance}
         return found
 
-    def wanted(self, options: EvaluationOptions, splits: Sequence[str]) -> list[Place]:
-        return [(REPEATED, length) for length in options.eval_lengths]
-
     def table(self, results: dict[str, Any]) -> str:
         rows = [
             [entry["length"], own["distance"], own["loss"], entry["random_loss"], own["tokens"]]
@@ -130,31 +144,3 @@ class Induction(WindowedTask):
             for own in entry["by_distance"]
         ]
         return text_table(["length", "distance", "loss", "random", "tokens"], rows)
-
-
-def _measure(context: Context, kind: str, length: int) -> dict[str, Any]:
-    if length < 4:
-        raise EvaluationError(f"{length} tokens are too few to repeat; use longer eval_lengths")
-    options, tokenizer = context.options, context.tokenizer()
-    vocabulary = [token for token in range(tokenizer.vocab_size) if token != tokenizer.eod]
-    entries, losses = [], torch.empty(0)
-    for distance in distances(length):
-        texts = [
-            repeated_text(length, distance, vocabulary, f"{options.data_seed}/{length}/{number}")
-            for number in range(options.eval_num_sequences)
-        ]
-        readers = [partial(torch.tensor, text) for text in texts]
-        label = f"induction {length} {distance}"
-        losses = torch.stack(sequence_losses(context, SequenceSet(length - 1, readers), label))
-        scored = losses[:, length - distance :].double()
-        entries.append(
-            {"distance": distance, "loss": float(scored.mean()), "tokens": scored.numel()}
-        )
-    return {
-        "kind": kind,
-        "length": length,
-        "loss": entries[-1]["loss"],
-        "random_loss": float(losses[:, : length - length // 2 - 1].double().mean()),
-        "by_distance": entries,
-        "sequences": options.eval_num_sequences,
-    }

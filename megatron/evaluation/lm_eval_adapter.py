@@ -22,7 +22,7 @@ from megatron.evaluation.losses import score_continuations
 from megatron.evaluation.tasks import DEFAULT_BATCH_TOKENS
 from megatron.generation import Sampling
 from megatron.generation.pretrained import check_vocabulary, load_pretrained
-from megatron.generation.text import TextGenerator, in_similar_batches
+from megatron.generation.text import TextGenerator, in_batches_by_length
 from megatron.mpu.job import Ranks, pick_device
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class KerpleNeoXLM(TemplateLM):
     ) -> None:
         """`max_length` is the context in tokens, the training length by default.
 
-        It may be any length the positional embedding can do. `batch_size` (rows) is a limit beside
+        Any length that the positional embedding supports. `batch_size` (rows) is a limit beside
         `batch_tokens`; "auto" and 1, lm-eval's default, leave the choice to `batch_tokens`.
         """
         super().__init__()
@@ -71,7 +71,7 @@ class KerpleNeoXLM(TemplateLM):
         self.max_length = int(max_length or self.model.spec.seq_length)
         rows = str(batch_size or max_batch_size or "auto")
         self._in_batches = partial(
-            in_similar_batches,
+            in_batches_by_length,
             ranks=ranks or Ranks.current(),
             batch_tokens=int(batch_tokens),
             # A row has at least one token: as many rows as tokens are no limit.

@@ -5,8 +5,8 @@ All arguments of the command are lm-eval's own::
     kerple lm_eval run --model kerple_neox --model_args pretrained=PATH --tasks TASK
     python -m megatron.evaluation.lm_eval_cli run ...
 
-lm-eval finds models in a table of its own package and asks neither entry points nor
-`--include_path` for others, so our name is added to its registry before its command runs.
+lm-eval looks models up in its own registry only, not in entry points or `--include_path`, so our
+name is added to its registry before its command runs.
 """
 
 from __future__ import annotations

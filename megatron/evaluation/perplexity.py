@@ -1,4 +1,4 @@
-"""Perplexity by length, and with windows that slide."""
+"""Perplexity by length, and with sliding windows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from megatron.evaluation.tasks import (
     Place,
     Split,
     SplitView,
-    View,
     WindowedTask,
     task,
 )
@@ -127,7 +126,7 @@ def _data_parameters(options: EvaluationOptions) -> dict[str, Any]:
 
 
 def _file_state(prefix: str) -> list[int]:
-    """Size and time of a token file: the same name may hold other tokens later."""
+    """Size and modification time of a token file, which change with its content."""
     states = []
     for suffix in (".bin", ".idx"):
         path = Path(prefix + suffix)
@@ -159,7 +158,7 @@ def table_by_length(results: dict[str, Any], *columns: str) -> str:
 class Extrapolation(TaskByLength):
     """Loss and perplexity at each length, on sequences that do not overlap."""
 
-    views: ClassVar[tuple[View, ...]] = (
+    views = (
         SplitView(
             "perplexity",
             "Perplexity against length ({split})",

@@ -1,4 +1,4 @@
-"""Loss by position in long sequences: does a model use, or suffer from, what lies far behind?"""
+"""Loss by position in long sequences: does a long context help or hurt the model?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.evaluation.losses import perplexity
 from megatron.evaluation.perplexity import Measured, TaskByLength, longest, sequences_of
 from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.sequences import SplitTokens
-from megatron.evaluation.tasks import Context, EvaluationOptions, Place, PositionView, View, task
+from megatron.evaluation.tasks import Context, EvaluationOptions, Place, PositionView, task
 from megatron.evaluation.text_tables import text_table
 
 LINEAR_BUCKETS = 16
@@ -58,7 +58,7 @@ class Positionwise(TaskByLength):
     """Loss at each position, and in buckets, at the longest of `eval_lengths` that can be done."""
 
     needs_longest: ClassVar[bool] = True
-    views: ClassVar[tuple[View, ...]] = (
+    views = (
         PositionView(
             "positionwise",
             "Position-wise perplexity",

@@ -1,4 +1,4 @@
-"""Result files: what was measured, with everything that made it, in one form for all readers.
+"""Result files: the measurements with their settings, in one format for all tasks.
 
     <prefix>_<task>.json                     a result
     <prefix>_<task>.<settings>.json          the same task under other settings: another file
@@ -98,9 +98,9 @@ def first_problem(error: ValidationError) -> str:
 
 
 def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -> Content:
-    """A task's parameters as they are written down, so that results can be told apart.
+    """A task's parameters as recorded in its result, to distinguish results.
 
-    Data files are known by name, share and size; not by time, which a copy changes.
+    Data files are identified by name, share and size; not by time, which a copy changes.
     """
     settings: Content = json.loads(json.dumps(parameters))
     files = settings.pop("files", None)
@@ -114,7 +114,7 @@ def recorded_settings(parameters: Mapping[str, Any], model: Mapping[str, Any]) -
 
 
 def weights_id(checkpoint: Path) -> str | None:
-    """Names the weights by their checksums; None for a checkpoint that has none, or is gone."""
+    """A hash of the weights' checksums; None without checksums or without the checkpoint."""
     sums = read_json(checkpoint / CHECKSUMS)
     if not sums:
         return None
@@ -125,7 +125,7 @@ def weights_id(checkpoint: Path) -> str | None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Complete or not at all; in the order given, and without NaN, which is not JSON."""
+    """Atomically; in the order given, and without NaN, which is not JSON."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
@@ -166,7 +166,7 @@ class Cells:
                 yield cell
 
     def discard(self) -> None:
-        """The result is complete and kept elsewhere."""
+        """Delete the parts: the complete result has been written."""
         if self._ranks.is_main:
             self._path.unlink(missing_ok=True)
 

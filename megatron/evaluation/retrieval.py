@@ -6,18 +6,17 @@ here, from a seed, with the model's own tokenizer, so nothing is downloaded::
     The grass is green. ... The pass key is 53170. Remember it. ... The sky is blue.
     What is the pass key? The pass key is [53170]
 
-`depth` says where the key lies: 0 at the start of the filler, 1 right before the question.
-A prompt counts when all digits are the most likely continuation, which is what greedy decoding
-would produce; one forward pass tells.
+`depth` is the key's position: 0 at the start of the filler, 1 right before the question. A prompt
+counts when all digits are the most likely continuation, as in greedy decoding; one forward pass
+shows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import product
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from megatron.data.recall_text import RECALL_KINDS, RecallText
 from megatron.errors import EvaluationError
@@ -27,9 +26,9 @@ from megatron.evaluation.ruler_prompts import NOISE
 from megatron.evaluation.tasks import (
     Context,
     EvaluationOptions,
+    GridTask,
     GroupView,
     Place,
-    View,
     WindowedTask,
     task,
 )
@@ -149,15 +148,16 @@ class RecallEntry(OpenModel):
 
 
 @task("recall")
-class Recall(WindowedTask):
-    """Does a model find again what it read, further back than it was trained on?
+class Recall(GridTask):
+    """Recall of earlier symbols, at distances beyond the training length.
 
     For models trained on the corpus `recall` (`prepare_data.py recall`): new documents of each
     length, and the share of recalled symbols that are the most likely ones, overall and by how far
     back they were first seen.
     """
 
-    views: ClassVar[tuple[View, ...]] = (
+    kinds = tuple(RECALL_KINDS)
+    views = (
         GroupView(
             "recall",
             "Recall against length",
@@ -183,17 +183,24 @@ class Recall(WindowedTask):
         grid = [RecallEntry.model_validate(entry) for entry in results.get("grid", [])]
         return {(entry.kind, entry.length): entry.accuracy for entry in grid}
 
-    def wanted(self, options: EvaluationOptions, splits: Sequence[str]) -> list[Place]:
-        return list(product(RECALL_KINDS, options.eval_lengths))
-
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
         texts = len(RECALL_KINDS) * options.recall_samples
         return [(texts * length, length) for length in options.eval_lengths]
 
-    def measure(self, context: Context) -> dict[str, Any]:
-        lengths = context.options.eval_lengths
-        grid = context.cells.grid(partial(_recalled, context), kind=[*RECALL_KINDS], length=lengths)
-        return {"grid": list(grid)}
+    def entry(self, context: Context, kind: str, length: int) -> dict[str, Any]:
+        options = context.options
+        made = [
+            RECALL_KINDS[kind](length, Random(f"{options.data_seed}/{kind}/{length}/{number}"))
+            for number in range(options.recall_samples)
+        ]
+        tokens = [_tokens(context, item) for item in made]
+
+        def hits(numbers: Sequence[int]) -> list[list[bool]]:
+            texts, places = [tokens[i] for i in numbers], [made[i].places for i in numbers]
+            return [score.greedy.tolist() for score in score_tokens(context.model, texts, places)]
+
+        found = context.in_batches(hits, range(len(made)), length, f"recall {kind} {length}")
+        return {"kind": kind, "length": length, **_summary(made, found)}
 
     def table(self, results: dict[str, Any]) -> str:
         rows = [
@@ -207,22 +214,6 @@ class Recall(WindowedTask):
             for own in results["grid"]
         ]
         return text_table(["kind", "length", "accuracy", "all right", "symbols"], rows)
-
-
-def _recalled(context: Context, kind: str, length: int) -> dict[str, Any]:
-    options = context.options
-    made = [
-        RECALL_KINDS[kind](length, Random(f"{options.data_seed}/{kind}/{length}/{number}"))
-        for number in range(options.recall_samples)
-    ]
-    tokens = [_tokens(context, item) for item in made]
-
-    def hits(numbers: Sequence[int]) -> list[list[bool]]:
-        texts, places = [tokens[i] for i in numbers], [made[i].places for i in numbers]
-        return [score.greedy.tolist() for score in score_tokens(context.model, texts, places)]
-
-    found = context.in_batches(hits, range(len(made)), length, f"recall {kind} {length}")
-    return {"kind": kind, "length": length, **_summary(made, found)}
 
 
 def _tokens(context: Context, made: RecallText) -> list[int]:

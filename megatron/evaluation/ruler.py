@@ -15,7 +15,7 @@ from megatron.errors import EvaluationError, did_you_mean
 from megatron.evaluation.ruler_prompts import (
     RULER_TASKS,
     RulerPrompt,
-    fitted,
+    longest_prompt,
     smallest_length,
 )
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask, task
@@ -114,7 +114,7 @@ def _measure(context: Context, task: str, length: int) -> dict[str, Any]:
     tokenizer = context.tokenizer()
     count = options.ruler_samples
     prompts = [
-        fitted(
+        longest_prompt(
             RULER_TASKS[task],
             tokenizer,
             length,

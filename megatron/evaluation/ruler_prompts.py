@@ -6,10 +6,10 @@ length. Kept as published: `niah_single_1`, `niah_multikey_2`, `vt`, `cwe`. `nia
 `niah_multivalue` hide their needles in essays there; here in the sentences of `niah_single_1`.
 
 Three things make short lengths possible. The text grows by single units, not in steps of five or
-more. Below 4,096 tokens room is left for the answer only (twice its tokens and eight), not for the
-published 30 to 128. And the worked example before `vt` and `cwe` is left out where it would take
-more than half of the length. Where tokens are so small (bytes) that the published form does not fit
-into 4,096 or more of them, the short form is used, too; each result says which it was.
+more. Below 4,096 tokens, tokens are reserved for the answer only (twice its length and eight), not
+the published 30 to 128. The worked example before `vt` and `cwe` is left out if it would take more
+than half of the length. If the published form does not fit into 4,096 tokens or more (bytes as
+tokens), the short form is used, too; each result records which form it was.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RulerPrompt:
     new_tokens: int = 0
     shots: int = 0
     full: bool = False
-    """Whether repetitions, example and room for the answer are the published ones."""
+    """Whether repetitions, example and tokens for the answer are the published ones."""
 
 
 class RulerTask(ABC):
@@ -230,10 +230,10 @@ def _maker(
     return make
 
 
-def fitted(
+def longest_prompt(
     task: RulerTask, tokenizer: Tokenizer, length: int, seed: str, depth: float
 ) -> RulerPrompt:
-    """The largest prompt that, with room for its answer, is at most `length` tokens."""
+    """The largest prompt that, with the tokens reserved for its answer, fits into `length`."""
     for full in (True, False) if length >= FULL_SIZE else (False,):
         make = _maker(task, tokenizer, length, seed, depth, full)
         best, needed = make(task.smallest)

@@ -38,6 +38,8 @@ def find_task(name: str, include_path: str | None = None) -> EvaluationTask:
         return TASKS[name]
     if ":" in name:
         return imported_task(name)
+    if include_path is None and (similar := difflib.get_close_matches(name, TASKS, 1, 0.8)):
+        raise EvaluationError(f"unknown task; nearest: {similar[0]}")  # before a slow import
     known = lm_eval_task_names(name, include_path)
     if name in known:
         return LMEvalTask(name)
@@ -46,6 +48,15 @@ def find_task(name: str, include_path: str | None = None) -> EvaluationTask:
     if find_spec("lm_eval") is None:
         hint += f". If it is one of lm-eval's: {install_command('eval')}"
     raise EvaluationError(f"unknown task; {hint}")
+
+
+def task_listing() -> str:
+    """The tasks of this package, one a line."""
+    lines = [
+        f"{name:<18}{(task.__doc__ or '').splitlines()[0]}" for name, task in own_tasks().items()
+    ]
+    more = "`lm_eval ls tasks`" if find_spec("lm_eval") else install_command("eval")
+    return "\n".join([*lines, f"module:Class      a task of your own; lm-eval's names: {more}"])
 
 
 @cache

@@ -1,10 +1,12 @@
-"""What an evaluation task is and what it may use."""
+"""The interface of evaluation tasks, their options, their context and their views."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -250,6 +252,24 @@ class WindowedTask(EvaluationTask):
     @abstractmethod
     def measure(self, context: Context) -> dict[str, Any]:
         """What `run` returns."""
+
+
+class GridTask(WindowedTask):
+    """A measurement of each kind of text at each of `eval_lengths`."""
+
+    kinds: ClassVar[Sequence[str]]
+
+    def wanted(self, options: EvaluationOptions, splits: Sequence[str]) -> list[Place]:
+        return list(product(self.kinds, options.eval_lengths))
+
+    def measure(self, context: Context) -> dict[str, Any]:
+        lengths = context.options.eval_lengths
+        grid = context.cells.grid(partial(self.entry, context), kind=self.kinds, length=lengths)
+        return {"grid": list(grid)}
+
+    @abstractmethod
+    def entry(self, context: Context, kind: str, length: int) -> dict[str, Any]:
+        """What one kind gives at one length."""
 
 
 TASKS: dict[str, EvaluationTask] = {}

@@ -100,7 +100,7 @@ def complete(
     while alive:
         seen = cache.length if cache is not None else 0
         hidden = model.hidden_states(tokens[alive, seen:position], cache)
-        # Logits of the newest position only: a whole prompt's would not fit at 16,384 tokens.
+        # Logits of the newest position only: those of a prompt of 16,384 tokens would not fit.
         logits_BV = full_logits(model.head(hidden[:, -1:]), model.head.vocab_tp)[:, 0, :vocab_size]
         running = []
         for place, row in enumerate(alive):

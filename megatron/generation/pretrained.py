@@ -1,4 +1,4 @@
-"""`kerple.load_pretrained(PATH)`: any checkpoint, ready to use, told apart from others."""
+"""`kerple.load_pretrained(PATH)`: a model from any checkpoint, with its identity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.checkpoints import (
     read_checkpoint,
 )
 from megatron.checkpoints.reading import saved_args
-from megatron.checkpoints.saved_config import as_it_began, check_same_model, tokenizer_of
+from megatron.checkpoints.saved_config import check_same_model, config_to_resume, tokenizer_of
 from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.universal import PARAMETERS
 from megatron.errors import EvaluationError, GenerationError
@@ -38,8 +38,8 @@ class PretrainedModel(GPTModel):
     _tokenizer_error: str | None = None
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        # The softmax that training went through needs all scores at once; lengths beyond the
-        # training's do not have the room, and the other engines give the same numbers.
+        # Training may use the fused softmax on dense scores, which do not fit in memory at longer
+        # lengths; the other engines give the same numbers.
         super().__init__(checkpoint.spec.replace(scaled_upper_triang_masked_softmax_fusion=False))
         place_weights(self, checkpoint, checkpoint.spec)
         self.config: NeoXArgs = checkpoint.args
@@ -98,12 +98,12 @@ def load_pretrained(
     """A model from any checkpoint, in evaluation mode.
 
     `path` is a run's directory (with `latest`), one `global_stepN` in it, or a Hugging Face folder.
-    Read without any flag: our checkpoints, the official KERPLE ones, GPT-NeoX's of both
+    The format is detected: our checkpoints, the official KERPLE ones, GPT-NeoX's of both
     generations, any pipe- or model-parallel size. `iteration` picks a step; `config` is for
-    checkpoints without one inside: it must describe the same model. `dtype=None` keeps the
+    checkpoints that contain none, and must describe the same model. `dtype=None` keeps the
     precision of the embedding's weights.
-    A checkpoint with a kernel of your own loads if its module is imported already, or with
-    `allow_kernel="package.module:Class"`: what a checkpoint names is never imported by itself.
+    A checkpoint with a user-defined kernel loads if its module is imported already, or with
+    `allow_kernel="package.module:Class"`: otherwise no class that a checkpoint names is imported.
     """
     allowed_code.allow_kernel(allow_kernel)
     checkpoint = read_checkpoint(path, iteration=iteration, config=config)
@@ -117,13 +117,13 @@ def load_pretrained(
     return model.eval()
 
 
-# What is evaluated: a checkpoint, its tokenizer, and how to tell it from others.
+# The checkpoint that evaluation and generation use, its tokenizer and its identity.
 
 
-class Subject:
+class SelectedCheckpoint:
     """The checkpoint that `load` (or `save`) and `iteration` select.
 
-    The model is loaded when (and only if) somebody asks for it.
+    The model is loaded at the first use of `model`.
     """
 
     def __init__(self, args: NeoXArgs, device: str) -> None:
@@ -137,7 +137,7 @@ class Subject:
         self.checkpoint = self._files.directory
         self.iteration = self._files.step_in_name or 0
         self.identity = _identity(self._files)
-        self._given = as_it_began(args, self.checkpoint)
+        self._given = config_to_resume(args, self.checkpoint)
         if not self._files.is_hf:
             saved, native = saved_args(self._files, args)
             check_same_model(saved, self._given, self.checkpoint, native)
@@ -171,7 +171,7 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
 
 
 def _load(args: NeoXArgs, place: str, device: str) -> PretrainedModel:
-    """The checkpoint's model, with what `args` may change after training."""
+    """The checkpoint's model, with the settings that `args` may change after training."""
     dtype = torch.float32
     if not device.startswith("cpu"):
         dtype = _DTYPES.get(args.optimization.precision or "fp32", torch.float32)

@@ -1,7 +1,7 @@
-"""GPT-NeoX's ways of asking for text: unconditional, from a file, and interactive.
+"""GPT-NeoX's generation modes: unconditional, from a file, and interactive.
 
-The text appears on the screen as it is sampled. The file gets one JSON object a line with
-GPT-NeoX's keys: context, text, length, finished, message, duration_seconds (and logits, if asked).
+The text is printed as it is sampled. The file gets one JSON object a line with GPT-NeoX's keys:
+context, text, length, finished, message, duration_seconds (and logits, with return_logits).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from megatron.atomic_files import atomic_writer, check_writable
 from megatron.errors import GenerationError, KerpleError
 from megatron.generation.decoding import Completion, Sampling, complete
-from megatron.generation.pretrained import Subject
+from megatron.generation.pretrained import SelectedCheckpoint
 from megatron.mpu.job import Ranks, join_evaluation
 from megatron.terminal import EXIT_USER_ERROR, print_error
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = 16_384
 BATCH_ROWS = 64
-STREAMED = 8  # more samples than anybody reads as they come are faster in batches
+STREAMED = 8  # up to this many samples are printed as they are sampled; more run in batches
 Record = dict[str, Any]
 Answer = TypeVar("Answer")
 
 
-def in_similar_batches(
+def in_batches_by_length(
     function: Callable[[Sequence[int]], list[Answer]],
     lengths: Sequence[int],
     *,
@@ -76,7 +76,7 @@ def cut_at(stop_strings: Sequence[str], text: str) -> str:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """Texts in, records out."""
+    """Generates text for prompts, as records."""
 
     model: GPTModel
     tokenizer: Tokenizer
@@ -95,7 +95,7 @@ class TextGenerator:
         depend on either: it has random numbers of its own.
         """
         ids = self._ids(prompts)
-        return in_similar_batches(
+        return in_batches_by_length(
             partial(self.run, prompts, ids),
             [len(row) + self.max_new_tokens for row in ids],
             ranks=self.ranks,
@@ -106,9 +106,9 @@ class TextGenerator:
         )
 
     def stream(self, prompts: Sequence[str], say: Callable[[str], None]) -> Iterator[Record]:
-        """The same records one after another, each text said while it is sampled.
+        """The same records one after another, each text printed while it is sampled.
 
-        Ctrl-C ends the text at hand: its record says so, and then the interrupt goes on.
+        Ctrl-C ends the current text: its record notes it, then the interrupt is raised.
         """
         ids = self._ids(prompts)
         for number, prompt in enumerate(prompts):
@@ -187,10 +187,10 @@ UNFINISHED = "\ufffd"  # what a decoder shows for bytes that are not a whole cha
 
 
 class TextStream:
-    """Turns a growing list of tokens into pieces of text, each said once.
+    """Turns a growing list of tokens into pieces of text, each printed once.
 
-    A character may be spread over several tokens, and a stop string must not be half shown before
-    it is cut off: what may still change is held back until `end`.
+    A character may take several tokens, and no part of a stop string may be printed: text that may
+    still change is held back until `end`.
     """
 
     def __init__(
@@ -264,16 +264,16 @@ def interactive(
 
 
 def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
-    """Generate as the config says; returns the exit code."""
+    """Generate; returns the exit code."""
     ranks, device = join_evaluation(args, local_rank)
     options = args.generation
     try:
         if ranks.is_main and options.text_gen_type != "interactive":
             check_writable(Path(options.sample_output_file), "sample_output_file (-o)")
-        subject = Subject(args, device)
+        selected = SelectedCheckpoint(args, device)
         generator = TextGenerator(
-            model=subject.model,
-            tokenizer=subject.tokenizer,
+            model=selected.model,
+            tokenizer=selected.tokenizer,
             sampling=Sampling(options.temperature, options.top_k, options.top_p),
             max_new_tokens=options.maximum_tokens,
             stop_strings=tuple(options.stop_strings or ()),
@@ -316,7 +316,7 @@ def _generate(options: GenerationArgs, generator: TextGenerator) -> None:
             records = generator.samples(asked)
             for number, record in enumerate(records if ranks.is_main else ()):
                 _say(f"--- {number + 1} of {len(records)}\n{record['context']}{record['text']}\n")
-    finally:  # what was sampled is kept, whatever ends it
+    finally:  # finished samples are written even after an error or Ctrl-C
         if records and ranks.is_main:
             _write(Path(options.sample_output_file), records)
 

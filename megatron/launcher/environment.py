@@ -1,8 +1,8 @@
-"""Which rank is this process? Asked of the environment, never of the user.
+"""The rank of this process, read from environment variables.
 
 torchrun, DeepSpeed's launcher and most others set RANK and WORLD_SIZE. Under plain `srun` only
-Slurm's own variables exist. A batch script's shell also sees SLURM_NTASKS, but it is one process:
-waiting there for the other tasks would hang, so Slurm is trusted inside a numbered job step only.
+Slurm's own variables exist. A batch script's shell also has SLURM_NTASKS, but it is one process:
+waiting there for the other tasks would hang, so Slurm's variables count in numbered steps only.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments.run_keys import LauncherArgs
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 DEFAULT_PORT: int = LauncherArgs.model_fields["master_port"].default
 MAX_HOSTS = 100_000
 
@@ -33,7 +34,7 @@ _VARIABLES: dict[Source, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class DistributedEnvironment:
-    """This process's place in the job."""
+    """This process's rank, the number of ranks, and the address to meet at."""
 
     rank: int
     local_rank: int
@@ -50,7 +51,7 @@ def environment_for(
 ) -> DistributedEnvironment:
     """Rank and address of this process, exported to `environ` (os.environ by default).
 
-    Variables win over the config's address and port, and over a `local_rank` that was an argument.
+    Variables override the config's address and port, and a `local_rank` argument.
     """
     target = os.environ if environ is None else environ
     addr = target.get("MASTER_ADDR") or launcher.master_addr
@@ -70,15 +71,17 @@ def environment_for(
 def _discover(
     environ: Mapping[str, str], local_rank: int | None, addr: str | None, port: int | None
 ) -> DistributedEnvironment:
-    # Before Slurm's: inside its jobs mpirun starts daemons with srun, whose ranks those would be.
+    # MPI before Slurm: mpirun starts its daemons with srun, and Slurm's ranks are the daemons'.
     for source, (rank, local, size) in _VARIABLES.items():
         if rank not in environ or size not in environ:
             continue
-        found = _integer(environ, local)
+        found, processes = _integer(environ, local), _required(environ, size)
+        if addr is None:
+            _check_one_host(environ, processes)
         return DistributedEnvironment(
             rank=_required(environ, rank),
             local_rank=(local_rank or 0) if found is None else found,
-            world_size=_required(environ, size),
+            world_size=processes,
             master_addr=addr or LOOPBACK,
             master_port=port or DEFAULT_PORT,
             source=source,
@@ -92,12 +95,42 @@ def _discover(
             master_port=port or slurm_port(environ),
             source="slurm",
         )
-    # Nobody else needs to know this port.
+    # One process: no other process needs this port.
     return DistributedEnvironment(0, 0, 1, addr or LOOPBACK, port or free_port(), "single")
 
 
+def _check_one_host(environ: Mapping[str, str], world_size: int) -> None:
+    """Refuse a job over several hosts that names none of them: each would wait for itself."""
+    here = processes_here(environ)
+    if here is not None and here < world_size:
+        raise ConfigError(
+            f"master_addr is not set, and {world_size - here} of the job's {world_size} processes "
+            "run on other hosts. Set master_addr (or MASTER_ADDR) to the host of rank 0."
+        )
+
+
+def processes_here(environ: Mapping[str, str]) -> int | None:
+    """Processes of the job on this host, if the launcher says."""
+    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if (found := _integer(environ, name)) is not None and found > 0:
+            return found
+    return None
+
+
+def spans_hosts(environ: Mapping[str, str]) -> bool:
+    """Whether other hosts may take part in the job of this process (`environment_for` has run)."""
+    here = str(processes_here(environ))
+    loopback = environ.get("MASTER_ADDR", LOOPBACK) in LOOPBACK_NAMES
+    return not loopback and here != environ.get("WORLD_SIZE", "1")
+
+
+def rank_place(rank: int | str) -> str:
+    """`rank 3`, in a job over several hosts `rank 3 on node-2`."""
+    return f"rank {rank} on {socket.gethostname()}" if spans_hosts(os.environ) else f"rank {rank}"
+
+
 def free_port() -> int:
-    """A port that nobody holds.
+    """A free port.
 
     Not the default one even if it is free: two runs that start together would both choose it.
     """

@@ -1,11 +1,12 @@
-"""Starting a script on every process: this machine's, a hostfile's, or Slurm's.
+"""Launch plans: which script starts on which hosts, in how many processes.
 
-One process on one machine is the script itself. Everything else is handed to DeepSpeed's runner as
-a list of arguments; the config travels inside one of them, so no shell ever reads it.
+One process on one machine runs the script itself. Everything else goes to DeepSpeed's runner as a
+list of arguments; the config is encoded in one of them, so no shell interprets it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,11 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from megatron.atomic_files import OWNER, read_json
 from megatron.backends.deepspeed_processes import RUNNER, run_runner, selected_slots
 from megatron.errors import ConfigError
 from megatron.launcher.environment import LOOPBACK, expand_hostlist, free_port
@@ -28,12 +31,14 @@ from megatron.terminal import PACKAGE
 
 DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
 HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?")
+# Below critical, DeepSpeed prints the whole command, config and all.
+QUIET = ["--log_level", "critical"]
 LAUNCHABLE = ("train", "evaluate", "eval", "generate")
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What will be started where."""
+    """The script, hosts and environment to start."""
 
     script: list[str]
     args: NeoXArgs
@@ -55,7 +60,7 @@ class LaunchPlan:
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Host -> slots; ConfigError with the line that is wrong."""
+    """Host -> slots; ConfigError with the number of a wrong line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -107,7 +112,7 @@ def plan_launch(
     """Decide how many processes start where."""
     variables = dict(os.environ if environ is None else environ)
     launcher = args.launcher
-    # GPT-NeoX's own files name a hostfile that nobody has, and mean this machine.
+    # GPT-NeoX's own configs name a hostfile that does not exist, and mean this machine.
     hostfile = Path(launcher.hostfile or DEEPSPEED_DEFAULT_HOSTFILE)
     if launcher.launcher == "slurm" and not (launcher.hostfile and hostfile.exists()):
         return _plan_multi_node(script, args, _slurm_hosts(launcher, variables), None)
@@ -161,8 +166,7 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
     filtered = bool(launcher.include or launcher.exclude or other_accelerator)
     if processes == 1 and not filtered:
         return LaunchPlan(script, args, 1, None, extra)
-    # Below critical, DeepSpeed prints the whole command, config and all, when a process fails.
-    arguments = ["--no_local_rank", "--log_level", "critical"]
+    arguments = ["--no_local_rank", *QUIET]
     arguments += _options(
         master_addr=LOOPBACK,
         master_port=launcher.chosen_port or free_port(),
@@ -174,7 +178,7 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
 
 
 def _cpu_environment(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Share the cores: torch would give every process all of them."""
+    """Divide the cores among the processes: by default torch uses all cores in each."""
     extra = {"DS_ACCELERATOR": "cpu"}
     if "OMP_NUM_THREADS" not in environ:
         extra["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // processes, 1))
@@ -206,7 +210,7 @@ def _plan_multi_node(
     if direct and launcher.master_addr is None:
         # These launchers pass no address on; the ranks read it from the config.
         args = args.replace(master_addr=names[0])
-    arguments = _options(
+    arguments = QUIET + _options(
         launcher=launcher.launcher,
         master_port=launcher.master_port,
         master_addr=args.launcher.master_addr,
@@ -241,7 +245,7 @@ def _filtered_slots(slots: dict[str, int], launcher: LauncherArgs) -> int:
 def _launcher_arguments(
     launcher: LauncherArgs, allocation: Mapping[str, int] | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Arguments for pdsh, mpirun or srun, and what could not be said to them."""
+    """Arguments for pdsh, mpirun or srun, and warnings about keys they have no option for."""
     try:
         words = shlex.split(launcher.launcher_args or "")
     except ValueError as error:
@@ -270,7 +274,11 @@ def run(plan: LaunchPlan) -> int:
     if plan.runner_arguments is None:
         return run_script(script)
     if plan.hosts is None:
-        return run_job([*plan.runner_arguments, *script])
+        over_pdsh = "pdsh" in plan.runner_arguments
+        signal_job = (
+            partial(_signal_owner, plan.args.checkpoint.save) if over_pdsh else _signal_ranks
+        )
+        return run_job([*plan.runner_arguments, *script], signal_job)
     # DeepSpeed's runner reads it, on this machine only.
     with tempfile.NamedTemporaryFile("w", prefix="hostfile-", encoding="utf-8") as file:
         file.writelines(f"{name} slots={count}\n" for name, count in plan.hosts.items())
@@ -278,23 +286,23 @@ def run(plan: LaunchPlan) -> int:
         return run_job([*plan.runner_arguments, "--hostfile", file.name, *script])
 
 
-# Running it: signals are passed on and exit codes kept.
+# Running a plan: signals are forwarded and exit codes kept.
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def run_script(arguments: Sequence[str]) -> int:
-    """Become the script: signals and the exit code are its own."""
+    """Replace this process by the script: signals and the exit code are its own."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-u", *arguments])  # noqa: S606
 
 
-def run_job(arguments: Sequence[str]) -> int:
+def run_job(arguments: Sequence[str], signal_job: Callable[[int], None] | None = None) -> int:
     """DeepSpeed's runner in this process; the ranks get our signals and we wait for them."""
 
     def forward(number: int, frame: FrameType | None) -> None:
-        _signal_ranks(number)
+        (signal_job or _signal_ranks)(number)
 
     for number in FORWARDED:
         signal.signal(number, forward)
@@ -314,8 +322,8 @@ def run_job(arguments: Sequence[str]) -> int:
 def _signal_ranks(number: int) -> None:
     """Pass a signal to the processes of the job.
 
-    Not to DeepSpeed's launcher between us and them: on SIGTERM it gives each rank 30 seconds and
-    then kills it, and its exit code hides theirs. It ends by itself when they have ended.
+    Not to DeepSpeed's launcher, their parent: on SIGTERM it kills each rank after 30 seconds, and
+    its exit code hides theirs. It exits when they have.
     """
     import psutil
 
@@ -325,3 +333,27 @@ def _signal_ranks(number: int) -> None:
                 process.send_signal(number)
         except psutil.NoSuchProcess:
             continue
+
+
+def _signal_owner(save: str | None, number: int) -> None:
+    """Over pdsh: pass a signal, by ssh, to the rank that holds `save`; all stop after one step.
+
+    Before a rank holds it there is nothing to save, and the job is ended.
+    """
+    import psutil
+
+    match read_json(Path(save) / OWNER) if save else None:
+        case {"host": str(host), "process": int(process)} if HOST.fullmatch(host):
+            ours = f"ps -o args= -p {process} | grep -q megatron_config"  # not one that came later
+            command = [
+                "ssh",
+                "-o",
+                "BatchMode=yes",
+                host,
+                f"{ours} && kill -{int(number)} {process}",
+            ]
+            if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 0:
+                return
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Self-attention. It knows tables over distance and never asks which kernel made them.
+"""Self-attention with tables over distance, whichever kernel made them.
 
 Shape suffixes: B batch, L length, H heads (of this rank), D head dimension.
 """
@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
-from megatron.model.embedding import places_in_documents
+from megatron.model.embedding import positions_in_documents
 from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharpened
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
@@ -23,9 +23,9 @@ from megatron.mpu.parallel_layers import ColumnParallelLinear, Projections, per_
 def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Generator:
     """A generator for this layer's attention dropout.
 
-    Its seed is drawn from the default CPU stream, which all tensor-parallel ranks share, and moved
-    apart by the rank: heads on different ranks get different masks, a recomputed activation gets
-    the same mask again, and nothing but torch's own RNG state need be saved.
+    Its seed is drawn from the default CPU generator, which is equal on all tensor-parallel ranks,
+    plus the rank: heads on different ranks get different masks, a recomputed activation gets the
+    same mask again, and only torch's own RNG state need be saved.
     """
     seed = int(torch.randint(2**62, (), dtype=torch.int64).item())
     generator = torch.Generator(device=device)
@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
         offset = cache.length if cache is not None else 0
         q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
         if self.rotary is not None:
-            places = places_in_documents(starts_BL) if self.positions_restart else None
+            places = positions_in_documents(starts_BL) if self.positions_restart else None
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
         first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
@@ -153,8 +153,8 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
 
-        The gates' c_m - c_n lacks its c_m: a softmax does not see what a whole row has in common.
-        A sink does, so that it is given less c_m.
+        The gates' term is c_m - c_n; c_m, constant over a row, cancels in the softmax and is left
+        out. A sink does not have it, so c_m is subtracted there.
         """
         sink = None if self.sinks is None else at_least_fp32(self.sinks)
         if self.forget_gate is None:

@@ -1,4 +1,4 @@
-"""The model's two ends at the vocabulary: tokens to vectors, vectors to logits."""
+"""Embedding and head: tokens to vectors, vectors to logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.backends.interface import whole_shape
+from megatron.backends.interface import full_shape
 from megatron.model.rotary_and_input_positions import InputEmbedding
 from megatron.mpu.collectives import SERIAL, copy_to_group, gather_from_group
 from megatron.mpu.parallel_layers import (
@@ -18,7 +18,7 @@ from megatron.mpu.parallel_layers import (
 )
 
 State = Tensor | tuple[Tensor, ...]
-"""What travels between layers, see transformer.py."""
+"""The activations passed between layers, see transformer.py."""
 
 # A layer's `hf_names`: how its parameters' names begin, and what a Hugging Face file has instead.
 # {number} counts transformer layers from 0, {head} is what a type of model calls its head.
@@ -47,12 +47,12 @@ class Embedding(nn.Module):
         self.positions_restart = positions_restart
 
     def forward(self, inputs: State, offset: int = 0) -> State:
-        """Hidden states of tokens; where documents start (see transformer.py) is handed on."""
+        """Hidden states of tokens; document starts (see transformer.py) are passed on."""
         tokens, starts = (inputs, None) if isinstance(inputs, Tensor) else inputs
         x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            places = places_in_documents(starts) if self.positions_restart else None
-            # a method of the user's own need not know `positions`
+            places = positions_in_documents(starts) if self.positions_restart else None
+            # a user-defined method may not take `positions`
             own = () if places is None else (places,)
             x = self.position_embeddings(x, offset, *own)
         if self.dropout:
@@ -60,8 +60,8 @@ class Embedding(nn.Module):
         return x if starts is None else (x, starts)
 
 
-def places_in_documents(starts_BL: Tensor | None) -> Tensor | None:
-    """Each token's place in its document, if it is known where documents start."""
+def positions_in_documents(starts_BL: Tensor | None) -> Tensor | None:
+    """Each token's position in its document; None without document starts."""
     if starts_BL is None:
         return None
     return torch.arange(starts_BL.shape[1], device=starts_BL.device) - starts_BL
@@ -125,7 +125,7 @@ class TiedHead(nn.Module):
 
     def own_flops(self, length: int) -> float:
         """Of one token's product with the embedding's matrix, which only this layer multiplies."""
-        return 2.0 * whole_shape(self.embedding.word_embeddings.weight).numel()
+        return 2.0 * full_shape(self.embedding.word_embeddings.weight).numel()
 
     def logits(self, x: Tensor) -> Tensor:
         words = self.embedding.word_embeddings

@@ -73,7 +73,7 @@ class GPTModel(nn.Module):
         return full_logits(logits, self.head.vocab_tp)
 
     def hidden_states(self, inputs: State, cache: Cache | None = None) -> Tensor:
-        """What the head sees."""
+        """The input of the head."""
         offset = cache.length if cache is not None else 0
         state: State = self.embedding(inputs, offset)
         owner = self.sequential[1]
@@ -125,7 +125,7 @@ class GPTModel(nn.Module):
         return state
 
     def _run_checkpointed(self, state: State) -> State:
-        """Keep activations every few layers only; the rest is computed again when needed."""
+        """Activation checkpointing: keep activations every few layers, recompute the rest."""
         layers, step = self.layers, self.spec.checkpoint_num_layers
         for start in range(0, len(layers), step):
             group = nn.Sequential(*layers[start : start + step])
@@ -134,7 +134,7 @@ class GPTModel(nn.Module):
 
 
 class FunctionLayer(nn.Module):
-    """The place of a plain function among the modules, which `GPTModel` calls itself."""
+    """A plain function as a module, so that the list's indices stay GPT-NeoX's."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()

@@ -128,6 +128,50 @@ def smallest_shift(table: Tensor, points: int | None = None, precision: float = 
     return high
 
 
+BF16_ERROR = 0.25
+"""A bias that counts and moves by more than this, when it is rounded to bf16, changes the model."""
+_COUNTS = 8.0  # softmax gives exp(-8) of the largest weight to a key this far below it
+
+
+def bf16_error(bias: Tensor) -> float:
+    """How far rounding to bf16 moves a bias that counts: one within 8 of its head's largest."""
+    bias = bias.detach().float()
+    moved = (bias.bfloat16().float() - bias).abs()
+    return float(moved[bias > bias.amax(-1, keepdim=True) - _COUNTS].max())
+
+
+def training_problems(module: TableEmbedding, length: int) -> list[str]:
+    """Why this method cannot be trained as it starts: values, gradients or bf16; [] if it can."""
+    tables = {name: table for name, table in module(length)._asdict().items() if table is not None}
+    problems = []
+    for name, table in tables.items():
+        for head, distance in (~table.isfinite()).nonzero()[:1].tolist():
+            value = float(table[head, distance].detach())
+            problems.append(f"{name} is {value} at distance {distance} (head {head + 1})")
+        if name == "bias" and not problems and (error := bf16_error(table)) > BF16_ERROR:
+            problems.append(f"{name}: rounding to bf16 moves it by {error:.2g} where it counts")
+    lengths = [1 << power for power in range(length.bit_length()) if 1 << power < length]
+    return problems + next(
+        filter(None, (_bad_gradients(module, n) for n in [*lengths, length])), []
+    )
+
+
+def _bad_gradients(module: TableEmbedding, length: int) -> list[str]:
+    """The parameters with a gradient that is not finite, from distances below `length`."""
+    learned = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    tables = [table for table in module(length) if table is not None and table.requires_grad]
+    if not learned or not tables:
+        return []
+    total = torch.stack([table.sum() for table in tables]).sum()
+    found = torch.autograd.grad(total, list(learned.values()), allow_unused=True)
+    where = "distance 0" if length == 1 else f"a distance below {length}"
+    return [
+        f"the gradient of {name} is not finite at {where}; every training step would be skipped"
+        for name, gradient in zip(learned, found, strict=True)
+        if gradient is not None and not bool(gradient.isfinite().all())
+    ]
+
+
 def effective_length(
     kernel: Tensor | TableEmbedding, max_distance: int = PAPER_MAX_DISTANCE
 ) -> list[int | None]:

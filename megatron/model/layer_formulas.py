@@ -5,7 +5,7 @@ forget_gate       score + c_m - c_n, c the running sum of log sigmoid(gate of th
 attention_sinks   one more logit per head in the denominator of the softmax, with no value
 scalable_softmax  q times s log n for a query that sees n keys, s learned per head
 
-Torch only: this file travels with every exported model.
+Torch only: every exported model contains this file.
 Shapes: B batch, H heads, L length, D head dimension.
 """
 

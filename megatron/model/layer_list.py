@@ -1,9 +1,9 @@
 """What to build: a model's spec, and its layers as one list at GPT-NeoX's indices.
 
-`gpt.py` builds it as one module, `training/engine.py` hands it to DeepSpeed's pipeline.
+`gpt.py` builds it as one module, `training/engine.py` as DeepSpeed's pipeline.
 
 0          Embedding                 tokens -> hidden
-1          PositionTables            the kernel's owner; a plain function where there is none
+1          PositionTables            computes the tables; a plain function without a kernel
 2 .. L+1   TransformerLayer
 L+2        drop_tables               a function
 L+3        FinalNorm
@@ -94,7 +94,7 @@ class ModelSpec(ModelArgs):
 
 
 def keep(state: State) -> State:
-    """Stands where a model without tables has nothing to add."""
+    """The identity, at index 1 of a model without shared tables."""
     return state
 
 
@@ -278,7 +278,7 @@ class LayerFactory:
 
 
 def _check_restarts(embedding: InputEmbedding, pos_emb: str) -> None:
-    """A method of the user's own may not know positions that begin anew."""
+    """Refuse reset_position_ids if a user-defined method takes no `positions`."""
     if "positions" not in signature(embedding.forward).parameters:
         raise PositionalEmbeddingError(
             f"reset_position_ids = true with pos_emb = {pos_emb}: its forward takes no "

@@ -35,7 +35,7 @@ def split_name(name: str) -> tuple[int, str]:
 
 
 def is_of_kernel(name: str) -> bool:
-    """Whether a weight belongs to a positional embedding with tables, shared or of one layer."""
+    """Whether a weight is a kernel's, shared by all layers or of one layer."""
     return split_name(name)[1].startswith(("embedding.", "positions."))
 
 
@@ -47,7 +47,7 @@ class _MetaFactory(LayerFactory):
     def positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
         try:
             return super().positions(kind, layer)
-        except RuntimeError:  # a class of the user's own that needs numbers while it is made
+        except RuntimeError:  # a user-defined class that needs real values in its constructor
             with torch.device("cpu"):
                 return super().positions(kind, layer)
 
@@ -128,7 +128,7 @@ _OUTLINES: dict[Any, ModelOutline] = {}
 
 
 def outline_of(model: ModelArgs) -> ModelOutline:
-    """The outline of a config's model, kept for the next who asks.
+    """The outline of a config's model, cached.
 
     Without a vocabulary (no ModelSpec), its counts are not those of the model; its facts are.
     """

@@ -1,8 +1,8 @@
-"""What the formulas in positional_embeddings.py stand on.
+"""Base classes of the formulas in positional_embeddings.py.
 
-Options, the registry, the base classes, how learned numbers start and stay in their bounds, and
-what makes a formula with such numbers a module (`DistanceKernel`). This file travels with every
-exported model, beside the formulas.
+Options, the registry, initial values and constraints of learned parameters, and the module that
+evaluates a formula with such parameters (`DistanceKernel`). Every exported model contains this
+file, beside the formulas.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
-    if __package__ != "megatron.model":  # beside an exported model nothing of ours is looked for
+    if __package__ != "megatron.model":  # inside an export our package is not imported
         raise ImportError
     from megatron.errors import PositionalEmbeddingError as PositionalEmbeddingError
 except ImportError:
@@ -32,12 +32,12 @@ except ImportError:
 
 
 class MissingOptionError(PositionalEmbeddingError, AttributeError):
-    """A positional embedding reads a key that nobody gave."""
+    """A positional embedding reads a key that is not set."""
 
 
 @dataclass(frozen=True)
 class PositionOptions:
-    """What a positional embedding is told: the model's keys, and which heads are its own.
+    """The options of a positional embedding: the model's keys, and this rank's heads.
 
     `options.rpe_num_buckets` is the config key of that name: `config` is anything that has the
     model's keys as attributes. Sizes are those of the whole model.
@@ -176,7 +176,7 @@ def register(name: str) -> Callable[[Cls], Cls]:
     return decorate
 
 
-# Learned numbers: how they start, their bounds, and the constraints that keep these.
+# Learned parameters: initial values, bounds, and the constraints that keep them in bounds.
 
 
 class InitialValues(Protocol):
@@ -247,7 +247,7 @@ class _ClampStraightThrough(torch.autograd.Function):
 
 
 class StraightThrough(Constraint):
-    """Clamped in the forward, gradient as if it were not: what the official code amounts to.
+    """Straight-through estimator: clamped in the forward, not in the gradient.
 
     The official code clamps the low-precision copy and lets the optimizer move the fp32 master
     weight freely, so a parameter below its bound can come back.

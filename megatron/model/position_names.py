@@ -1,4 +1,4 @@
-"""From the value of `pos_emb` to a class: registered names, aliases, classes of the user's own."""
+"""From the value of `pos_emb` to a class: registered names, aliases, user-defined classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.neox_arguments.position_keys import (
     require_positive,
 )
 
-ALIASES.update(aliases())  # so that nobody registers a class under one of them
+ALIASES.update(aliases())  # so that no class can be registered under one of them
 
 
 def canonical_name(name: str) -> str:
@@ -102,7 +102,7 @@ def kernel(
     Column d of `tables.bias` and `tables.weight` ([heads, length], None where the method has none)
     belongs to keys d positions before the query: score = q.k / sqrt(head_dim) * weight + bias.
     T5's bias (`rpe`) and `kerple_bias_scale="pre"` depend on head_dim and ask for it. A class of
-    your own, `package.module:Class`, is imported, which runs it: no name to take from a stranger.
+    your own, `package.module:Class`, is imported, which executes it: do not pass untrusted names.
     """
     if is_import_path(name):
         allow_kernel(name)  # the caller named it, no file

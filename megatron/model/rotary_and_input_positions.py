@@ -1,4 +1,4 @@
-"""The methods without tables: rotary, which turns q and k, and those added to the embeddings.
+"""Methods without tables: rotary, which rotates q and k, and those added to the embeddings.
 
 Shapes: B batch, H heads, L length, D head_dim, R rotary_dim (the first R of the D dimensions).
 """
@@ -88,7 +88,7 @@ def rotary_frequencies(
     return scale(rotary_dim, base, factor, int(original))
 
 
-def room_for(length: int) -> int:
+def next_power_of_two(length: int) -> int:
     """The next power of two: caches that grow token by token in generation grow seldom."""
     return 1 << max(length - 1, 0).bit_length()
 
@@ -176,7 +176,7 @@ class RotaryEmbedding(PositionalEmbedding):
         if self._cos_LR.shape[0] >= length and self._cos_LR.device == device:
             return
         self._cos_LR, self._sin_LR = _tables(
-            self.frequencies, self.attention_factor, room_for(length), device
+            self.frequencies, self.attention_factor, next_power_of_two(length), device
         )
 
 
@@ -241,7 +241,7 @@ class SinusoidalEmbedding(InputEmbedding):
         end = offset + x_BLH.shape[1]
         if self._table_LH.shape[0] < end or self._table_LH.device != x_BLH.device:
             with torch.inference_mode(False):
-                everywhere = torch.arange(room_for(end), device=x_BLH.device)
+                everywhere = torch.arange(next_power_of_two(end), device=x_BLH.device)
                 self._table_LH = sinusoids(everywhere, self.options.hidden_size)
         rows = self._table_LH[offset:end] if positions is None else self._table_LH[positions]
         return x_BLH + rows.to(x_BLH.dtype)

@@ -46,7 +46,7 @@ class ParameterCount:
 
 
 def _vocabulary_size(tokenizer: TokenizerArgs) -> tuple[int, list[str]]:
-    """The entries of the vocabulary, and what was assumed where no file says them at once."""
+    """The size of the vocabulary, and the assumption made if it is not known without a file."""
     kind, file = tokenizer.tokenizer_type, tokenizer.vocab_file
     if tokenizer.vocab_size is not None:
         return tokenizer.vocab_size, []
@@ -126,7 +126,7 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
 
 
 def optimizer_bytes(block: OptimizerBlock) -> float:
-    """What the optimizer keeps for each parameter; of a class of the user's own, measured."""
+    """Bytes of optimizer state per parameter; of a user-defined class, measured."""
     if block.states is not None:
         return 4 * len(block.states)
     kind, params = optimizer_kind(block), block.params.model_dump(exclude_none=True)
@@ -134,7 +134,7 @@ def optimizer_bytes(block: OptimizerBlock) -> float:
 
 
 def memory_shortage(args: NeoXArgs, world_size: int, available: int, where: str) -> str | None:
-    """What to say if weights, gradients and optimizer alone cannot fit into `available` bytes.
+    """An error text if weights, gradients and optimizer do not fit into `available` bytes.
 
     Activations are left out: their estimate is a rule of thumb, the rest is arithmetic.
     """

@@ -1,9 +1,9 @@
-"""One transformer layer, and what travels between layers.
+"""One transformer layer, and the activations passed between layers.
 
-Between layers goes either the hidden states alone or a tuple `(hidden, [starts], *tables)`: the
-tables over distance are computed once, by the layer that owns the kernel, and travel beside the
-hidden states, so that gradients come back to the owner through any pipeline. `starts`, the only
-integers among them, say where the document of each token begins, if documents are told apart.
+Layers pass the hidden states alone or a tuple `(hidden, [starts], *tables)`: the tables over
+distance are computed once, by `PositionTables`, and passed with the hidden states, so that their
+gradients return through any pipeline. `starts`, the only integers among them, are the first
+position of each token's document, with reset_attention_mask or reset_position_ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.mpu.parallel_layers import Projections
 
 
 def pack(hidden: Tensor, starts: Tensor | None, tables: Tables) -> State:
-    """What a layer hands to the next."""
+    """The activations for the next layer."""
     beside = (starts, tables.bias, tables.weight)
     present = tuple(tensor for tensor in beside if tensor is not None)
     return (hidden, *present) if present else hidden
@@ -45,7 +45,7 @@ def drop_tables(state: State) -> Tensor:
 
 
 class PositionTables(nn.Module):
-    """The owner of the kernel: computes the tables once for all layers."""
+    """Holds the shared kernel and computes its tables once for all layers."""
 
     hf_names: ClassVar = {"embedding.": "gpt_neox.positions."}
 
@@ -63,9 +63,9 @@ class PositionTables(nn.Module):
 
 
 def _sendable(table: Tensor | None) -> Tensor | None:
-    """What DeepSpeed's pipeline can send: contiguous, with a place for the gradient it gets back.
+    """A table that DeepSpeed's pipeline can send: contiguous, and requiring a gradient.
 
-    It sends a gradient for every float activation, also for tables that nobody learns.
+    The pipeline sends a gradient for every float activation, also for tables that are not learned.
     """
     if table is None:
         return None

@@ -1,1 +1,1 @@
-"""Tensor parallelism: groups, the collectives that carry gradients, and the split layers."""
+"""Tensor parallelism: process groups, collectives with gradients, and the split layers."""

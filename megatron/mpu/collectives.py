@@ -1,6 +1,6 @@
-"""Which ranks work together, and collectives whose backward is the matching collective.
+"""Process groups, and collectives whose backward is the matching collective.
 
-Groups are objects handed to the layers that need them; nothing is global.
+Groups are passed to the layers that need them; there is no global state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Step = Callable[[Tensor, TensorParallel], Tensor]
 
 @dataclass(frozen=True)
 class ParallelState:
-    """The place of this process in the pipeline x data x tensor grid."""
+    """This process's coordinates in the pipeline x data x tensor grid."""
 
     tp: TensorParallel
     pp_rank: int
@@ -52,11 +52,11 @@ class ParallelState:
     dp_size: int
     dp_group: dist.ProcessGroup | None
     grid: Any
-    """DeepSpeed's own, for its engine alone; None without it."""
+    """DeepSpeed's grid, for its engine only; None without DeepSpeed."""
 
 
 def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> ParallelState:
-    """Lay the grid over the initialised process group; `serial`: one process, without groups."""
+    """Build the grid on the initialised process group; `serial`: one process, without groups."""
     if serial:
         return ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, dp_group=None, grid=None)
     grid = build_grid(
@@ -121,12 +121,12 @@ def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The sum of the ranks' partial results."""
+    """All-reduce: the sum of the ranks' partial results."""
     return x if tp.size == 1 else _Collective.apply(x, tp, _all_reduce, _same)
 
 
 def gather_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
-    """The ranks' slices of the last dimension, side by side."""
+    """All-gather of the ranks' slices, concatenated along the last dimension."""
     return x if tp.size == 1 else _Collective.apply(x, tp, _gather_last, _slice_last)
 
 

@@ -1,4 +1,4 @@
-"""The job: this process's device, its place among the others, its seeds, and shared work."""
+"""The job: this process's device, its process groups, its seeds, and work shared by ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ import torch.distributed as dist
 from megatron.backends import TORCH, chosen_backend
 from megatron.backends.deepspeed_processes import join_group
 from megatron.errors import ConfigError, EvaluationError
-from megatron.launcher.environment import LOOPBACK, DistributedEnvironment, environment_for
+from megatron.launcher.environment import (
+    LOOPBACK,
+    LOOPBACK_NAMES,
+    DistributedEnvironment,
+    environment_for,
+    spans_hosts,
+)
+from megatron.launcher.interfaces import export_interface
 from megatron.machine import set_deepspeed_accelerator
 from megatron.mpu.collectives import ParallelState, initialize_parallel
 from megatron.neox_arguments import NeoXArgs
 
-LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
-
 
 def device_index(local_rank: int, visible: int) -> int:
-    """Which of the visible devices is this process's.
+    """The index of this process's device among the visible ones.
 
     `srun --gpus-per-task=1` shows every task one device, which is number 0 to each of them;
     launchers and `--gpus-per-node` show all of the node's to every process.
@@ -73,7 +78,7 @@ def _accelerator() -> torch.device | None:
 
 
 def join_training(args: NeoXArgs) -> ParallelState:
-    """Join the other ranks and lay the grid."""
+    """Join the process group and build the parallel grid."""
     join_job(args)
     return initialize_parallel(
         args.parallel, serial=chosen_backend(args.runtime.training_backend) == TORCH
@@ -81,7 +86,7 @@ def join_training(args: NeoXArgs) -> ParallelState:
 
 
 def join_job(args: NeoXArgs) -> None:
-    """Join the other ranks, found by the launcher's, Slurm's or no variables; once."""
+    """Join the process group that the launcher's or Slurm's variables describe; once."""
     if dist.is_initialized():
         return
     environment = environment_for(args.launcher)
@@ -91,7 +96,7 @@ def join_job(args: NeoXArgs) -> None:
     plain = chosen_backend(args.runtime.training_backend) == TORCH
     if plain:
         check_plain_torch(args, environment.world_size)
-    _meet_on_loopback(environment, backend, timeout)
+    _rendezvous_on_loopback(environment, backend, timeout)
     if plain:
         if not dist.is_initialized():
             dist.init_process_group(backend, timeout=timeout)
@@ -100,7 +105,7 @@ def join_job(args: NeoXArgs) -> None:
 
 
 def check_plain_torch(args: NeoXArgs, world_size: int) -> None:
-    """Refuse what `training_backend: torch` cannot do; say so where DeepSpeed is missing."""
+    """Refuse what `training_backend: torch` cannot do; a message if DeepSpeed is missing."""
     wanted = {
         f"{world_size} processes": world_size > 1,
         f"precision = {args.optimization.precision}": args.optimization.precision != "fp32",
@@ -122,14 +127,16 @@ def check_plain_torch(args: NeoXArgs, world_size: int) -> None:
         print("DeepSpeed is not installed: training with torch alone", flush=True)
 
 
-def _meet_on_loopback(
+def _rendezvous_on_loopback(
     environment: DistributedEnvironment, backend: str, timeout: timedelta
 ) -> None:
-    """On one machine, let no socket of the job be reached from another.
+    """Rendezvous of a job on one machine, on the loopback interface only.
 
-    Torch's own rendezvous listens on all interfaces, and what connects may write to its store.
+    Torch's own rendezvous listens on all interfaces, and any client may write to its store.
     """
     if environment.master_addr not in LOOPBACK_NAMES:
+        if spans_hosts(os.environ):
+            export_interface(environment.master_addr)
         return
     for loopback in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -144,7 +151,7 @@ def _meet_on_loopback(
 
 
 def _loopback_store(environment: DistributedEnvironment, timeout: timedelta) -> dist.Store:
-    """A store in this process alone, or a server that listens on loopback."""
+    """A store inside this process, or a TCP store that listens on loopback."""
     if environment.world_size == 1:
         return dist.HashStore()
     options: dict[str, Any] = {"world_size": environment.world_size, "timeout": timeout}
@@ -155,7 +162,7 @@ def _loopback_store(environment: DistributedEnvironment, timeout: timedelta) -> 
 
 
 def join_evaluation(args: NeoXArgs, local_rank: int | None = None) -> tuple[Ranks, str]:
-    """This process among those that evaluate, and its device.
+    """The ranks of an evaluation, and this process's device.
 
     Every process holds the whole model and takes a share of the sequences; they exchange results
     only, which gloo does on any machine.
@@ -164,21 +171,21 @@ def join_evaluation(args: NeoXArgs, local_rank: int | None = None) -> tuple[Rank
     device = pick_device(environment.local_rank)
     if environment.world_size > 1 and not dist.is_initialized():
         timeout = timedelta(minutes=args.runtime.distributed_timeout_minutes)
-        _meet_on_loopback(environment, "gloo", timeout)
+        _rendezvous_on_loopback(environment, "gloo", timeout)
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=timeout)
     return Ranks.current(), str(device)
 
 
 def set_seeds(seed: int, parallel: ParallelState) -> None:
-    """Seed the streams of dropout: shared by tensor-parallel ranks, apart for all others."""
+    """Seed dropout: the same seed on tensor-parallel ranks, different seeds on all others."""
     own = seed + 7919 * parallel.dp_rank + 104729 * parallel.pp_rank
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
 
 
-# Work shared by processes: each takes every n-th item, everybody gets all results.
+# Work shared by ranks: each takes every n-th item, and the results are all-gathered.
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -216,8 +223,8 @@ class Ranks:
     ) -> list[Result]:
         """`function` on this rank's share; all results in the order of `items`.
 
-        A ValueError on any rank is raised on all of them, so that no rank waits for a process that
-        has given up.
+        A ValueError on any rank is raised on all of them, so that no rank waits for one that has
+        stopped.
         """
         if self.size == 1:
             return list(function(items))

@@ -1,4 +1,4 @@
-"""Layers split over tensor-parallel ranks, whose initial weights do not depend on the split.
+"""Tensor-parallel layers, whose initial weights do not depend on the split.
 
 Every parameter has a generator of its own, seeded from the run's seed and the parameter's name.
 The full tensor is drawn and the rank's slice is kept, so one process, two tensor-parallel ranks or
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.backends.interface import whole_shape
+from megatron.backends.interface import full_shape
 from megatron.mpu.collectives import (
     SERIAL,
     TensorParallel,
@@ -69,14 +69,14 @@ def init_method(name: str, *, std: float, num_layers: int, hidden_size: int) -> 
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What others need to know of a parameter, declared once, where the parameter is made.
+    """The facts of a parameter, declared once, where the parameter is made.
 
     Sharding, resharding, casts, optimizer groups and conversions read it (`parameter_facts`), from
     the model or, where there is none, from its layers on device meta (`model/outline.py`).
     """
 
     split: int | None = None
-    """The dimension that tensor-parallel ranks share; None: each rank holds the whole."""
+    """The dimension split over tensor-parallel ranks; None: each rank holds the whole."""
     parts: tuple[int, ...] = (1,)
     """Relative sizes of the parts stacked along that dimension, each of which is split."""
     fp32: bool = False
@@ -86,7 +86,7 @@ class ParameterFacts:
     rate: str = "model"
     """Learning-rate group: `kernel` has kerple_lr_scale and kerple_weight_decay."""
     words: bool = False
-    """Whether rows are words; the last may be padding, which depends on the number of ranks."""
+    """Whether rows are token ids; the last may be padding, which depends on the rank count."""
     after_sum: bool = False
     """A bias added once, after the sum over ranks. GPT-NeoX adds some on every rank instead."""
     neox: str | None = None
@@ -108,7 +108,7 @@ def parameter_facts(parameter: Tensor) -> ParameterFacts:
 
 
 def declare(parameter: nn.Parameter, **facts: Any) -> None:
-    """State facts of a parameter that another library's module has made."""
+    """Set the facts of a parameter that another library's module has made."""
     parameter.facts = vars(ParameterFacts(**facts))  # type: ignore[attr-defined]
 
 
@@ -116,15 +116,15 @@ def declare(parameter: nn.Parameter, **facts: Any) -> None:
 
 
 _after_drawing: ContextVar[Callable[[nn.Parameter], None] | None] = ContextVar(
-    "after_drawing", default=None
+    "after_initialisation", default=None
 )
 
 
 @contextmanager
-def after_drawing(action: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Call `action` with each parameter of the layers below as soon as it has its values.
+def after_initialisation(action: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call `action` with each parameter made inside the block as soon as it is initialised.
 
-    ZeRO 3 cuts it up then: no process ever holds more than one of them whole.
+    ZeRO 3 partitions it then: no process ever holds more than one whole parameter.
     """
     token = _after_drawing.set(action)
     try:
@@ -160,7 +160,7 @@ def _draw(rows: int, columns: int, init: InitMethod, generator: torch.Generator)
 
 
 class _SplitLinear(nn.Module):
-    """What linear layers hold: this rank's slice of the weight, and a bias that starts at 0.
+    """This rank's slice of a linear layer's weight, and a bias that starts at 0.
 
     `facts` are the weight's. `neox` is what GPT-NeoX calls the layer, where that is not our name.
     """
@@ -180,7 +180,7 @@ class _SplitLinear(nn.Module):
 
     def own_flops(self, length: int) -> float:
         """Multiplications and additions of one token's forward pass."""
-        return 2.0 * whole_shape(self.weight).numel()
+        return 2.0 * full_shape(self.weight).numel()
 
 
 class ColumnParallelLinear(_SplitLinear):
@@ -212,7 +212,7 @@ class RowParallelLinear(_SplitLinear):
 
 @dataclass(frozen=True)
 class Projections:
-    """Makes the linear layers of one block, each drawn whole under its own name, then cut."""
+    """Makes the linear layers of one block: each weight is drawn whole, then sliced."""
 
     init: InitMethod
     output_init: InitMethod

@@ -1,10 +1,10 @@
-"""Who may name code that is imported: the user, never a file that came with a checkpoint.
+"""Which imports a config may cause: those the user named, never those of a checkpoint's files.
 
-`pos_emb: package.module:Class` (and `optimizer.type`) imports a module, and importing runs it. The
-name is obeyed when it comes from the command line, from a YAML file outside any checkpoint or run
-folder, from `load_pretrained(allow_kernel=...)`, or from whoever calls
-`kernel("package.module:Class")`; a class that this process has imported already needs no leave.
-Folders are packages to Python: a checkpoint below the working directory could bring its own module.
+`pos_emb: package.module:Class` (and `optimizer.type`) imports a module, which executes it. The
+name is accepted from the command line, from a YAML file outside any checkpoint or run folder, from
+`load_pretrained(allow_kernel=...)` and from a call of `kernel("package.module:Class")`; a class
+whose module is imported already is always accepted. Python imports folders as packages, so a
+checkpoint below the working directory could contain the module.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def allow_kernel(names: str | Iterable[str] | None) -> None:
 
 
 def allow_flags(values: Mapping[str, Any]) -> str:
-    """What a command line needs to obey this config from a run's folder; with a space before."""
+    """The flags that let a command import this config's classes; with a leading space."""
     classes = [*classes_in(values), *_tasks_in(values)]
     return "".join(f" --allow-kernel {name}" for name in classes)
 
@@ -56,7 +56,7 @@ def is_allowed(name: str) -> bool:
 
 
 def without_code(source: str | Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config file, if the user wrote it; else none that decide what is executed.
+    """The values of a config file; without those that name programs if it is in a run's folder.
 
     A file inside a run or checkpoint folder may have come with it.
     """
@@ -72,12 +72,12 @@ def without_code(source: str | Path, values: dict[str, Any]) -> dict[str, Any]:
             continue
         raise ConfigError(
             f"{source}: {name!r:.80} names a class to import, and this file lies in a "
-            f"checkpoint's or run's folder, which may have come from somebody else. If the class "
+            f"checkpoint's or run's folder, which may have another author. If the class "
             f"is yours, add --allow-kernel {name:.80}."
         )
     for key in programs:
         print(
-            f"warning: {source}: {key} is not obeyed, because it names programs and the file lies "
+            f"warning: {source}: {key} is ignored, because it names programs and the file lies "
             f"in a checkpoint's or run's folder; give it with --set {key}=...",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""Every method that `pos_emb` can name, one line each, known without importing torch.
+"""Every method that `pos_emb` can name, one line each; importing this does not import torch.
 
 Registry, config check, dry run, config reference, tables, reports, model cards and the
 conversion to other codes' files read this list. A new method is one class (in
@@ -16,7 +16,7 @@ from megatron.errors import ConfigError, UnknownPositionalEmbeddingError
 
 @dataclass(frozen=True)
 class Method:
-    """One positional embedding, as people and other programs know it."""
+    """One positional embedding: its names, label and formula."""
 
     name: str
     """The value of `pos_emb`."""
@@ -93,7 +93,7 @@ def method(name: str) -> Method | None:
 
 
 def label_of(name: str) -> str:
-    """The one name a person reads; a method of the user's own is shown under its own."""
+    """The label in tables and figures; a user-defined method has its own name."""
     known = method(name)
     return known.label if known else name
 
@@ -107,7 +107,7 @@ def check_position_name(name: str) -> None:
         registry.positional_embedding_class(name)
     except UnknownPositionalEmbeddingError as error:
         raise ConfigError(str(error)) from error
-    except Exception as error:  # a module of the user's runs here and may raise anything
+    except Exception as error:  # the user's module is executed here and may raise anything
         raise ConfigError(
             f"pos_emb = {name!r:.80}: importing it failed with {type(error).__name__}: {error}."
         ) from error

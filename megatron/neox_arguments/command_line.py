@@ -7,6 +7,7 @@ import base64
 import binascii
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from megatron.errors import ConfigError, KerpleError
 from megatron.neox_arguments.allowed_code import allow_kernel, classes_in
 from megatron.neox_arguments.arguments import GROUPS, OWNER, NeoXArgs
-from megatron.terminal import print_error
+from megatron.terminal import Parser, print_error
 
 HOSTFILE_VARIABLE = "DLTS_HOSTFILE"
 """Names a hostfile for all configs, as in GPT-NeoX and on some clusters."""
@@ -47,10 +48,17 @@ CONFIG_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
 _SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONF files, --override, --set and the shortcuts for single keys."""
+def add_config_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] = ()) -> None:
+    """CONF files, --override, --set and the shortcuts for single keys.
+
+    Shortcuts of the `hidden` groups of keys work, and are left out of --help.
+    """
     parser.add_argument(
-        "conf_files", nargs="*", metavar="CONF", help="YAML files; `.yml` may be left out"
+        "conf_files",
+        nargs="*",
+        metavar="CONF",
+        help="YAML files; `.yml` may be left out. To evaluate and to generate, a run's or a "
+        "checkpoint's folder is enough: its saved config is used",
     )
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="directory of the CONF files")
     winning = "YAML files that win over the files before"
@@ -60,7 +68,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="explain and exit")
     for key, (flags, options) in CONFIG_FLAGS.items():
         spelled = [each for flag in flags.split() for each in (flag, flag.replace("_", "-"))]
-        meaning = GROUPS[OWNER[key]].model_fields[key].description
+        described = GROUPS[OWNER[key]].model_fields[key].description
+        meaning = argparse.SUPPRESS if OWNER[key] in hidden else described
         parser.add_argument(*dict.fromkeys(spelled), dest=key, help=meaning, **options)
 
 
@@ -102,19 +111,60 @@ def add_suffix(name: str, directory: str | None = None) -> Path:
     return path if path.suffix in (".yml", ".yaml", ".json") else Path(f"{path}.yml")
 
 
-def load_config(options: argparse.Namespace) -> NeoXArgs:
-    """The config that a parsed command line describes."""
+def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], list[str]]:
+    """The saved config of a run's or a checkpoint's folder, and the values that select its weights.
+
+    Ours has configs/resolved.yml, GPT-NeoX's the files of its command line.
+    """
+    is_step = re.compile(r"global_step\d{1,18}").fullmatch
+    root, tag = folder, f"global_step{iteration}" if iteration is not None else None
+    if is_step(folder.absolute().name):
+        root, tag = folder.absolute().parent, folder.absolute().name
+    elif tag is None and (folder / "latest").is_file():
+        tag = (folder / "latest").read_text("utf-8", "replace")[:80].strip()
+    elif tag is None:
+        steps = [entry.name for entry in folder.iterdir() if is_step(entry.name)]
+        tag = max(steps, key=lambda name: int(name[11:]), default=None)
+    step = tag[11:] if tag and is_step(tag) else None
+    for place in ([root / f"global_step{step}"] if step else []) + [root]:
+        configs = place / "configs"
+        resolved = configs / "resolved.yml"
+        if files := [resolved] if resolved.is_file() else sorted(configs.glob("*.y*ml")):
+            return files, [f"load={json.dumps(str(root))}", f"iteration={step or 'null'}"]
+    raise ConfigError(
+        f"{folder}: a folder without a saved config (configs/*.yml in it or in its global_stepN); "
+        "give the YAML files, and the folder with --set load=..."
+    )
+
+
+def load_config(options: argparse.Namespace, script: str = "") -> NeoXArgs:
+    """The config that a parsed command line describes; `script` is what will run with it."""
     if not options.conf_files and not options.override:
         raise ConfigError("no config file given, e.g. configs/small_bf16.yml.")
+    files: list[Path] = []
     sets = list(options.sets)
     if HOSTFILE_VARIABLE in os.environ:
         sets.insert(0, f"hostfile={json.dumps(os.environ[HOSTFILE_VARIABLE])}")
+    for name in options.conf_files:
+        file = add_suffix(name, options.conf_dir)
+        folder = Path(options.conf_dir or "", name)
+        if file.exists() or not folder.is_dir():
+            files.append(file)
+            continue
+        found, chosen = _saved_configs(folder, options.iteration)
+        if Path(script).stem == "train":
+            raise ConfigError(
+                f"{folder}: a folder is enough for evaluate.py and generate.py; train.py takes "
+                f"YAML files, for instance {found[0]}."
+            )
+        files += found
+        sets = [*chosen, *sets]
     for key in CONFIG_FLAGS:
         value = getattr(options, key)
         if value is not None:
             sets.append(f"{key}={json.dumps(value)}")
     return NeoXArgs.from_files(
-        [add_suffix(name, options.conf_dir) for name in options.conf_files],
+        files,
         overrides=[add_suffix(name, options.conf_dir) for name in options.override],
         sets=sets,
     )
@@ -144,19 +194,28 @@ def decode_config(payload: str) -> NeoXArgs:
             "--megatron_config is not a config made by deepy.py; pass YAML files instead."
         ) from e
     if isinstance(config, dict):
-        allow_kernel(classes_in(config))  # deepy.py has asked where the name came from
+        allow_kernel(classes_in(config))  # deepy.py has checked where the name came from
     return NeoXArgs.from_dict(config).with_sources(texts)
+
+
+_SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "train.py": ("Train a model", ("evaluation", "generation")),
+    "evaluate.py": ("Measure a run's or a checkpoint's model", ("generation", "logging")),
+    "generate.py": ("Write text with a run's or a checkpoint's model", ("evaluation", "logging")),
+}
+"""Script -> what it does, and the groups of keys that its --help leaves out."""
 
 
 def build_script_parser(script_name: str) -> argparse.ArgumentParser:
     """Parser of train.py, evaluate.py and generate.py."""
-    parser = argparse.ArgumentParser(
+    does, hidden = _SCRIPTS.get(script_name, (script_name, ()))
+    parser = Parser(
         prog=script_name,
         allow_abbrev=False,
-        description=f"{script_name} in this process (or in each of srun's or torchrun's). "
+        description=f"{does} in this process (or in each of srun's or torchrun's). "
         f"`python deepy.py {script_name} ...` starts several.",
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, hidden)
     parser.add_argument("--megatron_config", help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -175,7 +234,7 @@ def parse_command_line(
         if options.megatron_config is not None:
             args = decode_config(options.megatron_config)
         else:
-            args = load_config(options)
+            args = load_config(options, script_name)
     except KerpleError as error:
         raise SystemExit(print_error(error)) from None
     return args, options

@@ -207,7 +207,7 @@ class ActivationCheckpointingBlock(Group):
 
 
 def unknown_zero_keys(block: Any) -> list[str]:
-    """What to say of keys in `zero_optimization` that neither we nor DeepSpeed know."""
+    """Error texts for keys in `zero_optimization` that neither we nor DeepSpeed have."""
     names = list(block) if isinstance(block, dict) else []
     others = [name for name in names if name not in ZeroBlock.model_fields]
     if not others:

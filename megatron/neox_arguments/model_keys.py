@@ -2,8 +2,8 @@
 
 A key is declared here once. The model's builders (`ModelSpec`), the positional embeddings
 (`PositionOptions`) and the Hugging Face config of an export (`KerpleNeoXConfig`) are derived from
-these fields, so that a new key is one field here and the code that reads it. Further words
-of `key(...)` say where it is called otherwise, or does not go.
+these fields, so that a new key is one field here and the code that reads it. Further arguments of
+`key(...)` state another name in a file, or that the key is not written there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From what people write to canonical keys: hyphens, old names, old ways to say bf16, other codes'.
+"""Canonical keys: hyphens, old names, old spellings of bf16, keys of GPT-NeoX that we lack.
 
 GPT-NeoX has keys for features that are absent here. A config that carries such a key at the value
 that switches the feature off means the same here and loads; any other value is refused, because
@@ -91,7 +91,6 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "sequence and context parallelism": _keys(
         "sequence_parallel", context_parallel_size=(0, 1), requires_attention_mask=(True,)
     ),
-    "training by epochs": _keys("train_epochs"),
     "bitsandbytes optimizers": _keys("use_bnb_optimizer"),
     "Comet": _keys(
         "use_comet comet_workspace comet_project comet_experiment_name comet_tags comet_others "
@@ -314,7 +313,7 @@ def enabled_blocks(values: dict[str, Any]) -> list[str]:
 
 
 def resolve_precision(values: dict[str, Any]) -> dict[str, Any]:
-    """Make `precision` and the fp16/bf16 blocks say the same; ConfigError if they cannot."""
+    """Make `precision` and the fp16/bf16 blocks agree; ConfigError if they contradict."""
     enabled = enabled_blocks(values)
     if len(enabled) == 2:
         raise ConfigError(

@@ -87,7 +87,7 @@ def key(default: Any, meaning: str, **facts: Any) -> Any:
     """
     known = {"changes", "resume", "evaluate", "hf", "hf_default", "ours", "refused"}
     if unknown := set(facts) - known:
-        raise TypeError(f"key() knows no fact {', '.join(unknown)}")
+        raise TypeError(f"key() has no argument {', '.join(unknown)}")
     return Field(default, description=meaning, json_schema_extra=facts or None)
 
 

@@ -1,4 +1,4 @@
-"""YAML files are data, never programs; several of them become one config."""
+"""Safe YAML: reading, writing, and merging several files into one config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_BYTES = 1_000_000
 
 
 class _ConfigLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, stricter about duplicates and aliases, and fluent in `1e-4`."""
+    """PyYAML's safe loader, which also refuses duplicates and aliases and reads `1e-4`."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -88,7 +88,8 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+    text = text or type(error).__name__
     return text.encode("utf-8", "replace").decode("utf-8")[:300]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.paper.suite_file import Rounding
 
 MISSING = "—"
-"""Printed where a result does not exist. Nothing is ever filled in."""
+"""Printed where a result does not exist."""
 ALPHA = 0.05
 """Significance level of the paper."""
 FEWEST_SEEDS = 3
@@ -53,7 +53,7 @@ def summarize(values: Iterable[float]) -> Cell:
     if not numbers:
         return Cell()
     if not all(math.isfinite(number) for number in numbers):
-        # One diverged seed makes the mean meaningless: say so instead of hiding the seed.
+        # One diverged seed makes the mean meaningless: note it instead of dropping the seed.
         return Cell(math.inf, None, len(numbers))
     deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
     return Cell(statistics.fmean(numbers), deviation, len(numbers))

@@ -101,6 +101,9 @@ def _log_not_behind_power(view: _View) -> tuple[Verdict, str]:
         return _NOTHING
     behind = [length for length, (first, second) in common.items() if first > second]
     log, power = view.seeds("kerple_log"), view.seeds("kerple_power")
+    if behind and not any(len(set(log[length]) & set(power[length])) > 1 for length in behind):
+        where = f"above power's at {len(behind)} of {len(common)} lengths, one seed, untested"
+        return _by_exceptions(len(behind), len(common)), where
     significant = [
         length
         for length in behind

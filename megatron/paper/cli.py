@@ -70,7 +70,7 @@ def _common_arguments() -> argparse.ArgumentParser:
         "--runs",
         default="runs",
         metavar="DIR",
-        help="where runs live (runs); for report and status also a file that `pack` wrote",
+        help="directory of runs (runs); for report and status also a file that `pack` wrote",
     )
     common.add_argument("--data", default="data", metavar="DIR", help="where data lives (data)")
     add_allow_kernel_argument(common)
@@ -147,6 +147,7 @@ def _other_arguments(commands: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
+    options.words = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS[options.command][0]
     if not Path(getattr(options, "runs", "")).is_file():
         return command(options)
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.paper.run_archive import unpacked
 
     with unpacked(Path(options.runs)) as folder:
-        # A report belongs beside the archive, not into the folder that goes away.
+        # The report goes beside the archive, not into the temporary folder.
         if options.command == "report":
             options.out = options.out or str(Path(options.runs).parent / "report")
         options.runs = str(folder)
@@ -214,34 +215,37 @@ def _run(options: argparse.Namespace) -> int:
         retry_failed=options.retry_failed,
         restart_changed=options.restart_changed,
     )
-    record_command(suite.directory, _command_line(), time.monotonic() - started, code)
+    record_command(suite.directory, _command_line(options), time.monotonic() - started, code)
     if not options.no_report and code in (0, 1):
-        _write_report(suite, None)
+        _write_report(suite, None, options)
     return code
 
 
-def _command_line() -> str:
-    return shlex.join(["python", "tools/reproduce.py", *sys.argv[1:]])
+def _command_line(options: argparse.Namespace) -> str:
+    return shlex.join(["python", "tools/reproduce.py", *options.words])
 
 
-def _write_report(suite: Suite, out: Path | None) -> None:
+def _write_report(suite: Suite, out: Path | None, options: argparse.Namespace) -> bool:
+    """Whether there was anything to report."""
     from megatron.paper.pages import to_text
     from megatron.paper.report import make_report
 
-    files = make_report(suite, out, _command_line())
+    files = make_report(suite, out, _command_line(options))
     color = sys.stdout.isatty()
     on_the_page_only = ("_test", "cpd")
-    empty = []
+    empty, shown = [], 0
     for table in files.tables:
         if table.key.endswith(on_the_page_only):
             continue
         if any(entry.cell.present for entry in table.entries):
             print(f"\n{to_text(table, color=color)}{_legend(table, color)}")
+            shown += 1
         else:
             empty.append(table.key)
     if empty:
         print(f"\nno results of the suite's settings: {', '.join(empty)} (see `status`)")
     print(f"\nReport: {files.html}")
+    return shown > 0 or not empty
 
 
 def _legend(table: Table, color: bool) -> str:
@@ -315,8 +319,7 @@ def _released(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
-    _write_report(_suite(options), out)
-    return 0
+    return 0 if _write_report(_suite(options), out, options) else 1
 
 
 def _pack(options: argparse.Namespace) -> int:
@@ -333,7 +336,7 @@ def _worker(options: argparse.Namespace) -> int:
 
     suite = _suite(options)
     if options.stage == "report":
-        _write_report(suite, None)
+        _write_report(suite, None, options)
         return 0
     try:
         tasks = Path(options.tasks).read_text(encoding="utf-8").split()

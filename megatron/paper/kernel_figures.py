@@ -1,4 +1,4 @@
-"""Figures of kernels: functions, effective lengths, learned parameters over training, Figure 1."""
+"""Figures of kernels: bias by distance, effective lengths, learned parameters, Figure 1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.model.position_names import (
     position_options,
     positional_embedding_class,
 )
-from megatron.neox_arguments.catalogue import label_of, method
+from megatron.neox_arguments.catalogue import label_of
 from megatron.paper import style
 from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet
@@ -66,7 +66,7 @@ def kernel_plots(results: ResultSet, data: Sequence[DataSet], heads: int) -> Ite
 def _kernels_with_bias(results: ResultSet) -> dict[str, type[TableEmbedding]]:
     """The classes of the methods that were trained and add to scores, by name in their order."""
     names = dict.fromkeys(item.run.method for item in results.runs)
-    classes = {name: positional_embedding_class(name) for name in names if method(name)}
+    classes = {name: positional_embedding_class(name) for name in names}
     return {
         name: cls
         for name, cls in classes.items()
@@ -77,7 +77,7 @@ def _kernels_with_bias(results: ResultSet) -> dict[str, type[TableEmbedding]]:
 def first_kernel(results: ResultSet, data: str, name: str) -> Mapping[str, list[float]] | None:
     """Of the first seed whose kernel can be drawn; a fixed one (ALiBi's) needs no parameters."""
     options = position_options(heads=1, head_dim=2)
-    is_fixed = method(name) and not build_positional_embedding(name, options).initial_values()
+    is_fixed = not build_positional_embedding(name, options).initial_values()
     for run in results.of(data, name):
         if run.kernel or (is_fixed and run.last_step):
             return run.kernel

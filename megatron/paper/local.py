@@ -111,7 +111,7 @@ class _Work:
                 self._live.show([*active, total])
         self._live.clear()
         for future in futures:
-            future.result()  # a defect of ours is not swallowed
+            future.result()  # raise an unexpected exception
 
     def _execute_one(self, run: Run) -> None:
         if self._children.stopping:

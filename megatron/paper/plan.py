@@ -1,8 +1,8 @@
 """`tools/reproduce.py plan`: what a suite costs before anything is started.
 
-Steps and tokens are arithmetic. Everything else is an estimate and says from what: GPU times from
-the paper's seconds per step, small CPU runs from our own demo, tokenizing from our benchmark. Hours
-of a core and of a GPU are never added up.
+Steps and tokens are exact. Everything else is an estimate with its source: GPU times from the
+paper's seconds per step, small CPU runs from our own demo, tokenizing from our benchmark. Core
+hours and GPU hours are never added.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tools/reproduce.py keeps in a run directory, beside what train.py and evaluate.py write.
+"""Files of tools/reproduce.py in a run directory, beside those of train.py and evaluate.py.
 
 runs/<suite>/<run>/
     config.yml            the complete config, the only input of every step
@@ -136,7 +136,7 @@ def read_state(directory: Path) -> RunState:
 
 
 def _word(value: object) -> str:
-    """A name from a file that anything may have been written to; it is printed and looked for."""
+    """A name from an untrusted file; it is printed and used in lookups."""
     return value if isinstance(value, str) and re.fullmatch(r"[\w:-][\w.:-]*", value) else ""
 
 
@@ -195,11 +195,11 @@ def read_history(suite_directory: Path) -> list[dict[str, Any]]:
     return list(json_lines(text.splitlines()))
 
 
-# Numbers from files that anything may have been written to.
+# Numbers from untrusted files.
 
 
 def finite(value: object) -> float | None:
-    """A number from a file that anything may have been written to."""
+    """A finite number from an untrusted file, or None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -277,7 +277,7 @@ class ClusterOptions(BaseModel):
 
     @classmethod
     def from_file(cls, path: str | None, given: Mapping[str, Any]) -> ClusterOptions:
-        """A cluster's file, and what the command line says instead."""
+        """A cluster's file, overridden by the command line."""
         content: Any = {}
         try:
             if path is not None:

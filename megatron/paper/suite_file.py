@@ -24,7 +24,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 PERPLEXITY, POSITIONWISE = "extrapolation", "positionwise"
 """The tasks that the format itself has keys for: `table` and `variants`; `positionwise`."""
 BESIDE = "In small type: the paper's numbers."
-"""Said of a table that shows them."""
+"""Added to the caption of such a table."""
 
 
 class Rounding(str, Enum):
@@ -206,7 +206,7 @@ class SuiteFile(_Strict):
     @field_validator("data", "sections")
     @classmethod
     def _name_parts(cls, parts: dict[str, Any]) -> dict[str, Any]:
-        """Data sets and sections know their own names."""
+        """Give data sets and sections their keys as names."""
         return {name: part.model_copy(update={"name": name}) for name, part in parts.items()}
 
 
@@ -323,7 +323,7 @@ _PREPARE_FLAGS = frozenset(
 
 
 def _check_data_only(path: Path, suite: SuiteFile) -> None:
-    """A suite is data, whoever wrote it: it names no hosts, programs or places elsewhere."""
+    """A suite is data: it may not name hosts, programs or paths outside the working directory."""
     variants = [item for section in suite.sections.values() for item in section.variants.values()]
     configs = [model.config for model in suite.models.values()]
     configs += [data.config for data in suite.data.values()]

@@ -1,8 +1,7 @@
 """Tables in the paper's layouts, from our results or from the paper's own cells.
 
-A `TableSpec` says what a table shows, a function gives each cell, and `lay_out` puts them in
-place. The paper's cells and ours take the same way, so a test can compare the printed table
-with the paper's.
+A `TableSpec` describes a table, a function gives each cell, and `lay_out` arranges them. The
+paper's cells and ours use the same code, so a test can compare the printed table with the paper's.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ def _notes(table: Table) -> list[str]:
 
 
 class _Placer:
-    """Looks each cell up once and knows the decimals of its data set."""
+    """Looks each cell up once, with the decimals of its data set."""
 
     def __init__(self, spec: TableSpec, source: CellSource, beside: CellSource | None) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, the files it is made from, and the counting of words."""
+"""The interface of tokenizers, their files, and the counting of words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOW_TO_GET_A_VOCABULARY = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Where a tokenizer finds its vocabulary; which of these it needs depends on its type."""
+    """A tokenizer's vocabulary files; which of these it needs depends on its type."""
 
     vocab_file: Path | None = None
     merge_file: Path | None = None
@@ -85,9 +85,8 @@ def file_digest(*paths: Path) -> str:
     return digest.hexdigest()
 
 
-# Words and characters, counted in any script. `str.split` knows spaces only and `re` has no Unicode
-# classes: accents that are code points of their own (marks), and digits of any script, belong to
-# words here.
+# Words and characters, counted in any script. `str.split` splits at spaces only and `re` has no
+# Unicode classes: here combining marks and digits of any script are parts of words.
 
 # Letters, marks and digits; an apostrophe or hyphen between two of them does not end the word. Han,
 # Hiragana, Thai and the like write no spaces: each of their characters counts as a word.

@@ -26,7 +26,7 @@ MERGE_NAMES = ("gpt2-merges.txt", "merges.txt", "vocab.bpe")
 
 @contextmanager
 def _reading(what_it_is_not: str, advice: str) -> Iterator[None]:
-    """Whatever a library says of a file that it cannot read, with the file and a way out."""
+    """A library's error about an unreadable file, raised with the file's name and advice."""
     try:
         yield
     except Exception as error:

@@ -1,3 +1,3 @@
-"""Training: a short loop on DeepSpeed's engine, and hooks around it."""
+"""Training: a short loop on a backend's engine, and hooks around it."""
 
 from __future__ import annotations

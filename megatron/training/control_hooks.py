@@ -1,4 +1,4 @@
-"""Hooks that steer a run: reasons to stop, when to save a checkpoint, when to validate."""
+"""Hooks that control a run: when to stop, when to save a checkpoint, when to validate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INTERRUPTED = (EXIT_REQUEUE, EXIT_INTERRUPTED)
 
 
 class StopOnSignal(Hook):
-    """SIGTERM and SIGUSR1 finish the step, save and leave; a second Ctrl-C ends at once."""
+    """SIGTERM and SIGUSR1 finish the step, save and exit; a second Ctrl-C exits at once."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -49,8 +49,8 @@ class StopOnSignal(Hook):
             code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
             trainer.ask_to_stop(f"received {number.name}", exit_code=code)
 
-    # The handlers stay: a launcher that sees one rank leave with 75 sends SIGTERM to the others,
-    # which may still be writing their last lines.
+    # The handlers stay installed: a launcher that sees one rank exit with 75 sends SIGTERM to the
+    # others, which may still be printing.
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received:
@@ -59,31 +59,65 @@ class StopOnSignal(Hook):
 
 
 class StopWhenDiverged(Hook):
-    """Gives up after too many steps in a row whose loss or gradient was not finite."""
+    """Gives up after too many steps in a row whose loss or gradient was not finite.
+
+    Gradients are looked at one by one in the first step and after a bad one, until one is good.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.in_a_row = 0
+        self.in_a_row = self.steps = 0
+        self.first_bad: str | None = None
+        self._watching: list[Any] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._watch(trainer.engine.module)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         bad = is_bad_step(trainer, report)
         self.in_a_row = self.in_a_row + 1 if bad else 0
+        self.steps += 1
         if bad:
+            named = f" (the first in the backward pass: {self.first_bad})" if self.first_bad else ""
             trainer.say(
-                f"step {report.step}: loss {report.loss} or its gradient is not finite; "
+                f"step {report.step}: loss {report.loss} or its gradient is not finite{named}; "
                 f"the step was skipped ({self.in_a_row} in a row)"
             )
+            self._watch(trainer.engine.module)
+        else:
+            for handle in self._watching:
+                handle.remove()
+            self._watching = []
+        self.first_bad = None
         if self.limit and self.in_a_row >= self.limit:
             trainer.ask_to_stop(
                 f"{self.in_a_row} steps in a row were not finite", exit_code=EXIT_DIVERGED
             )
 
+    def on_end(self, trainer: Trainer) -> None:
+        """A run of which every step was skipped has no result."""
+        if trainer.stop_reason is None and 0 < self.steps == self.in_a_row:
+            trainer.say("error: every step was skipped, so nothing was learned or saved")
+            trainer.exit_code = EXIT_DIVERGED
+
+    def _watch(self, module: nn.Module) -> None:
+        if not self._watching:
+            self._watching = [
+                parameter.register_hook(partial(self._look, name))
+                for name, parameter in module.named_parameters()
+                if parameter.requires_grad
+            ]
+
+    def _look(self, name: str, gradient: Tensor) -> None:
+        if self.first_bad is None and not bool(torch.isfinite(gradient).all()):
+            self.first_bad = name
+
 
 def is_bad_step(trainer: Trainer, report: StepReport) -> bool:
-    """A step that counts towards giving up.
+    """Whether a step counts towards `StopWhenDiverged`'s limit.
 
-    With fp16 a skipped step is how the loss scale is found: it counts once the scale has reached
-    its minimum. (DeepSpeed's own answer there is an exception without a checkpoint's name.)
+    With fp16 a skipped step lowers the loss scale: it counts once the scale is at its minimum.
+    (DeepSpeed raises an exception there, which names no checkpoint.)
     """
     if not math.isfinite(report.loss):
         return True
@@ -93,9 +127,9 @@ def is_bad_step(trainer: Trainer, report: StepReport) -> bool:
 
 
 class WatchDivergence(Hook):
-    """Says when the loss has left for good: far above the uniform model's, and not falling.
+    """Warns when the loss diverges: far above a uniform model's loss, and not falling.
 
-    Told once, after three such steps in a row; `exit_on_divergence` ends the run after `PATIENCE`.
+    Printed once, after three such steps in a row; `exit_on_divergence` stops after `PATIENCE`.
     """
 
     WINDOW = 5
@@ -118,7 +152,7 @@ class WatchDivergence(Hook):
             self.told = True
             trainer.say(
                 f"warning: step {report.step}: the training diverges: loss {report.loss:.4g}, "
-                f"where a model that knows nothing has {self.uniform:.4g}. Lower the learning rate "
+                f"where a uniform model has {self.uniform:.4g}. Lower the learning rate "
                 f"(now {report.lr:.2e}); exit_on_divergence: true ends such a run with "
                 f"{EXIT_DIVERGED}."
             )
@@ -140,7 +174,7 @@ class WatchDivergence(Hook):
 
 
 class StopAtInterval(Hook):
-    """`exit_interval`: leave (after saving) at the first step divisible by it."""
+    """`exit_interval`: save and exit at the first step divisible by it."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
@@ -150,8 +184,8 @@ class StopAtInterval(Hook):
             trainer.ask_to_stop(f"exit_interval {self.interval} reached")
 
 
-def name_first_bad_layer(module: nn.Module) -> None:
-    """detect_anomaly: raise at the first leaf layer whose output or gradient is not finite."""
+def raise_at_first_nonfinite_layer(module: nn.Module) -> None:
+    """detect_anomaly: raise at the first leaf layer with a NaN or infinite output or gradient."""
     for name, part in module.named_modules():
         if next(part.children(), None) is None:
             name = name or type(part).__name__
@@ -172,9 +206,9 @@ def _check_finite(name: str, what: str, module: nn.Module, _: Any, found: Any) -
 class SaveCheckpoints(Hook):
     """Every `checkpoint_factor` steps (or at its powers), at extra steps, and when the run ends.
 
-    `async_save` lets the next steps begin while the files are written, one checkpoint at a time. It
-    appears after the first step at whose end every rank has written its files, or when something
-    has to wait for it: the next checkpoint, or the end of the run.
+    `async_save` writes the files while training continues, one checkpoint at a time. The checkpoint
+    becomes visible after the first step at whose end every rank has written its files, or when the
+    next checkpoint or the end of the run waits for it.
     """
 
     def __init__(
@@ -206,7 +240,7 @@ class SaveCheckpoints(Hook):
             self._save(trainer)
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        """One process may finish what it began; several cannot agree on it any more."""
+        """One process completes a pending checkpoint; several cannot synchronise any more."""
         if dist.get_world_size() == 1 and isinstance(error, Exception):
             self._complete(trainer)
         elif self.pending is not None:
@@ -258,7 +292,7 @@ class SaveCheckpoints(Hook):
             self._complete(trainer)
 
     def _complete(self, trainer: Trainer) -> None:
-        """Make the checkpoint that is being written visible, waiting for it if need be."""
+        """Wait for the checkpoint being written, and make it visible."""
         pending, self.pending = self.pending, None
         if pending is not None:
             trainer.say(f"saved {pending.complete()}")
@@ -280,7 +314,7 @@ class Validate(Hook):
             self.validated_step = report.step
 
     def on_end(self, trainer: Trainer) -> None:
-        """Validation, unless this step has had it, and test."""
+        """Validation, unless it ran at this step, and test."""
         if trainer.stop_reason is not None:
             return
         if self.validated_step != trainer.step:

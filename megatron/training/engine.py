@@ -1,4 +1,4 @@
-"""From a config to an engine: the module, the optimizer, and the backend that takes the steps."""
+"""From a config to an engine: the module, the optimizer and the training backend."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.backends import TORCH, chosen_backend
-from megatron.backends.interface import MicroBatch, Parts, TrainingEngine, is_cut
+from megatron.backends.interface import MicroBatch, Parts, TrainingEngine, is_partitioned
 from megatron.backends.optimizers import build_optimizer
 from megatron.backends.plain_torch import TorchEngine
 from megatron.checkpoints.safe_files import TrainingFiles
 from megatron.checkpoints.sharding import Sharding
-from megatron.checkpoints.universal import note_cuts
+from megatron.checkpoints.universal import attach_universal_info
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.embedding import Embedding, Head, TiedHead, UntiedHead
 from megatron.model.layer_list import Layer, LayerFactory
 from megatron.model.loss import head_losses, loss_chunk, masked_mean
 from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.job import current_device
-from megatron.mpu.parallel_layers import after_drawing
+from megatron.mpu.parallel_layers import after_initialisation
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.deepspeed_config import optimizer_kind
 from megatron.neox_arguments.optimization_keys import OptimizationArgs
@@ -35,7 +35,7 @@ from megatron.training.optimizer import (
 
 
 def build_schedule(options: OptimizationArgs) -> Schedule:
-    """The learning rate over the run."""
+    """The learning-rate schedule."""
     return Schedule(
         peak=options.lr,
         minimum=options.min_lr,
@@ -47,7 +47,7 @@ def build_schedule(options: OptimizationArgs) -> Schedule:
 
 
 def weights_dtype(options: OptimizationArgs) -> torch.dtype:
-    """What the forward pass computes with."""
+    """The dtype of the forward pass."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return dtypes.get(options.precision or "fp32", torch.float32)
 
@@ -62,17 +62,17 @@ def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn
 
 
 def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
-    """ZeRO 3: each parameter is drawn whole, as under any layout, and cut up before the next."""
+    """ZeRO 3: each parameter is drawn whole, as in any layout, and partitioned before the next."""
     from megatron.backends.deepspeed_engine import partitioner
 
     config = args.deepspeed_config(dist.get_world_size())
-    cut_up = partitioner(config, parallel.grid, weights_dtype(args.optimization))
-    with after_drawing(cut_up):
+    partition = partitioner(config, parallel.grid, weights_dtype(args.optimization))
+    with after_initialisation(partition):
         module = GPTModel(spec, parallel.tp)
     for parameter in module.parameters():  # norms and kernels, made elsewhere
-        if not is_cut(parameter):
-            cut_up(parameter)
-    for buffer in module.buffers():  # DeepSpeed leaves a module that is in pieces where it is
+        if not is_partitioned(parameter):
+            partition(parameter)
+    for buffer in module.buffers():  # DeepSpeed does not move a partitioned module
         buffer.data = buffer.data.to(current_device())
     return module
 
@@ -141,7 +141,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
         on_gpu=current_device().type == "cuda",
     )
     plan = args.batch_plan(dist.get_world_size())
-    note_cuts(module, Sharding.of(args.model, neox=False), parallel.tp.size)
+    attach_universal_info(module, Sharding.of(args.model, neox=False), parallel.tp.size)
     parts = Parts(
         module=module,
         optimizer=optimizer,
@@ -172,7 +172,9 @@ def _on_backend(args: NeoXArgs, parts: Parts, parallel: ParallelState) -> Traini
     if args.optimization.zero_stage == 3:
         for part in parts.module.modules():
             if isinstance(part, TiedHead):  # it uses the embedding's weight
-                deepspeed_engine.register_borrowed(part, part.embedding.word_embeddings.weight)
+                deepspeed_engine.register_shared_parameter(
+                    part, part.embedding.word_embeddings.weight
+                )
     return engine
 
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: JSON lines always, TensorBoard and wandb when asked; its manifest."""
+"""Metrics of a run: JSON lines always, TensorBoard and wandb if configured; its manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kerple import __version__
 from megatron.atomic_files import atomic_writer, read_json, write_text
 from megatron.checkpoints.run_state import saved_data
 from megatron.checkpoints.store import CheckpointStore
-from megatron.errors import CheckpointError, OutputError
+from megatron.errors import CheckpointError, ConfigError, OutputError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.terminal import install_command, require
@@ -42,11 +42,11 @@ class JsonLines:
     """metrics.jsonl: append-only while running; a resumed run first drops the lines it repeats."""
 
     def __init__(self, path: Path, start_step: int, *, finished: bool = False) -> None:
-        """`finished`: no steps are left to take, the run will only evaluate once more."""
+        """`finished`: no steps are left, the run only evaluates."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._keep(path, start_step, finished)
-            # Unbuffered: a line that found no space must not be tried again later, in the middle.
+            # Unbuffered: after a full disk, a buffered line would be written in the wrong place.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise OutputError(
@@ -59,7 +59,7 @@ class JsonLines:
         try:
             line = json.dumps(_strict({"step": step, **values}), allow_nan=False)
             self._file.write(f"{line}\n".encode())
-        except OSError as error:  # a full disk: the next checkpoint decides, not a line of numbers
+        except OSError as error:  # a full disk: the next checkpoint fails, not a line of metrics
             if not self._complained:
                 print(f"warning: {self._file.name} cannot be written: {error}", flush=True)
             self._complained = True
@@ -81,7 +81,7 @@ class JsonLines:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null stands for both."""
+    """NaN and infinity as null, since JSON has neither."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -90,7 +90,7 @@ def _strict(value: Any) -> Any:
 
 
 def _is_repeated(line: bytes, step: int, finished: bool) -> bool:
-    """Whether a run that goes on after `step` writes this line again; so are lines cut short."""
+    """Whether a run resumed after `step` writes this line again; true for truncated lines."""
     try:
         values = json.loads(line)
         own = int(values["step"])
@@ -104,13 +104,13 @@ def _is_repeated(line: bytes, step: int, finished: bool) -> bool:
 
 
 def flatten(values: Values) -> dict[str, float]:
-    """Numbers by name; lists and nested groups get a name per element."""
+    """Numbers by name; lists (of heads, counted from 1) and groups get a name per element."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
             flat.update(flatten({f"{name}/{key}": item for key, item in value.items()}))
         elif isinstance(value, list):
-            flat.update(flatten({f"{name}/{i}": item for i, item in enumerate(value)}))
+            flat.update(flatten({f"{name}/{i}": item for i, item in enumerate(value, 1)}))
         elif isinstance(value, int | float):
             flat[name] = float(value)
     return flat
@@ -159,16 +159,22 @@ class WeightsAndBiases:
         wandb: Any = require("wandb", "use_wandb: true")
         options = args.logging
         os.environ.setdefault("WANDB_BASE_URL", options.wandb_host)
-        self._run = wandb.init(
-            project=options.wandb_project,
-            group=options.wandb_group,
-            entity=options.wandb_team,
-            name=options.wandb_run_name,
-            dir=str(directory),
-            config=args.to_dict(),
-            resume="allow",
-            id=args.config_hash()[:16],
-        )
+        try:
+            self._run = wandb.init(
+                project=options.wandb_project,
+                group=options.wandb_group,
+                entity=options.wandb_team,
+                name=options.wandb_run_name,
+                dir=str(directory),
+                config=args.to_dict(),
+                resume="allow",
+                id=args.config_hash()[:16],
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"use_wandb: {' '.join(str(error).split()):.200}. Log in once with `wandb login`, "
+                "or set WANDB_MODE=offline, or use_wandb: false."
+            ) from error
 
     def write(self, step: int, values: Values) -> None:
         self._run.log(for_loggers(values), step=step)
@@ -203,7 +209,7 @@ def build_sinks(
 ) -> Sinks:
     """The sinks that the config asks for, on the rank that logs."""
     sinks: list[Sink] = []
-    # Measured alone, maybe at another length, a loss is none of the numbers of a run that is there.
+    # An evaluation alone, maybe at another length, must not be added to an existing run's metrics.
     alone = last_step == 0 and directory is not None and CheckpointStore(directory).steps()
     if not main or alone:
         return Sinks(sinks)
@@ -224,7 +230,7 @@ def build_sinks(
     return Sinks(sinks)
 
 
-# manifest.json: what this run is, and when it ran.
+# manifest.json: config, code version, data and start times of a run.
 
 MANIFEST = "manifest.json"
 FINISHED = "finished"
@@ -295,7 +301,7 @@ def _history(directory: Path) -> list[dict[str, Any]]:
 
 
 def finished_at(directory: Path) -> int | None:
-    """The step at which the run there said that it had finished; None: it has not."""
+    """The step recorded as the run's last; None if it has not finished."""
     history = _history(directory)
     if not history or history[-1].get("reason") != FINISHED:
         return None

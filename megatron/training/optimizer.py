@@ -1,4 +1,4 @@
-"""Which parameters get weight decay; the learning rate over a run; the kernel's own of both."""
+"""Weight-decay groups, learning-rate schedules, and the kernel's own rate and decay."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megatron.backends.interface import Span, TrainingEngine, whole_shape
+from megatron.backends.interface import Span, TrainingEngine, full_shape
 from megatron.mpu.parallel_layers import parameter_facts
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Matrices are decayed; biases and norms never are, kernels by a rule of their own.
+    """Weight decay applies to matrices, not to biases and norms; kernels have their own rule.
 
-    Two groups, never more: ZeRO takes the norm of each group over all pipeline stages, so every
-    stage must have the same ones, and only the first has a kernel.
+    Exactly two groups: ZeRO computes each group's norm over all pipeline stages, so every stage
+    must have the same groups, and only the first has a kernel.
     """
     decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay, "name": "decayed"}
     plain: dict[str, Any] = {"params": [], "weight_decay": 0.0, "name": "plain"}
     for _, parameter in named_parameters:
-        is_decayed = parameter_facts(parameter).is_decayed(whole_shape(parameter))
+        is_decayed = parameter_facts(parameter).is_decayed(full_shape(parameter))
         (decayed if is_decayed else plain)["params"].append(parameter)
     return [group for group in (decayed, plain) if group["params"]]
 
 
-# The learning rate over a run: GPT-NeoX's rule, the official KERPLE fork's, and our first one.
+# Learning-rate schedules: GPT-NeoX's rule, the official KERPLE fork's, and our first one.
 #
 # `step` is the number of optimizer steps already taken, so the first step has the rate of step 0.
 # GPT-NeoX's and the fork's warmup need not be a whole number of steps (1% of 150 steps is 1.5).
@@ -157,10 +157,10 @@ class Scheduler:
 
 # `kerple_lr_scale` and `kerple_weight_decay`: the kernel's own learning rate and decay.
 #
-# Not a parameter group of their own: ZeRO needs the same groups on every pipeline stage, and only
-# the first has a kernel; and a checkpoint's groups could then not change. Instead the kernel's few
-# numbers are corrected after the optimizer's step, wherever DeepSpeed keeps them: an optimizer that
-# moved x by u at rate r has it moved by scale * (u - r * decay * x).
+# They are no parameter group: ZeRO needs the same groups on every pipeline stage, and only the
+# first has a kernel; and the groups of existing checkpoints would change. Instead the kernel's
+# parameters are corrected after the optimizer's step: an update u of x at learning rate r becomes
+# scale * (u - r * decay * x).
 
 
 def scale_kernel_steps(engine: TrainingEngine, *, scale: float, decay: float) -> None:
@@ -171,7 +171,7 @@ def scale_kernel_steps(engine: TrainingEngine, *, scale: float, decay: float) ->
     before: list[tuple[Tensor, Tensor, float]] = []
 
     def note(optimizer: Optimizer, *_: Any) -> None:
-        # ZeRO hands over one group at a time, so what is stepped is known only now.
+        # ZeRO steps one group at a time, so the stepped parameters are known only here.
         before[:] = [
             (piece, piece.clone(), float(group["lr"]))
             for group in optimizer.param_groups
@@ -189,7 +189,7 @@ def scale_kernel_steps(engine: TrainingEngine, *, scale: float, decay: float) ->
 
 
 def _kernel_spans(held: list[Span]) -> list[tuple[int, int]]:
-    """Where the kernel's elements lie in one of the optimizer's tensors."""
+    """Ranges of the kernel's elements in one of the optimizer's tensors."""
     return [
         (start, stop)
         for parameter, start, stop, _ in held

@@ -1,4 +1,4 @@
-"""What a person sees while training, what is recorded, and what is done to kernels after a step."""
+"""Hooks for metrics, progress output, and kernels: their values and their `project` constraint."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RecordMetrics(Hook):
         self.sinks.write(reports[-1].step, values)
 
     def _utilisation(self, tokens_per_second: float) -> dict[str, float]:
-        """Model FLOPs of all ranks, and their share of what the devices could do, if known."""
+        """Model FLOP/s of all ranks, and the MFU if the devices' peak is known."""
         flops = tokens_per_second * self.flops_per_token
         values = {"model_tflops": flops / 1e12}
         peak = peak_flops()
@@ -74,7 +74,7 @@ class RecordMetrics(Hook):
         return values
 
     def _note_spike(self, trainer: Trainer, report: StepReport) -> None:
-        """A loss far above its recent mean is worth a line."""
+        """Print a loss far above its recent mean."""
         if len(self._recent) == self.SPIKE_WINDOW:
             recent = torch.tensor(list(self._recent))
             mean, deviation = float(recent.mean()), float(recent.std())
@@ -102,7 +102,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: str | None = None) -> float | None:
-    """What the device could do at most; None for devices that are not in the table (CPUs)."""
+    """Peak FLOP/s of the device; None for devices that are not in the table (CPUs)."""
     if device is None:
         if not torch.cuda.is_available():
             return None
@@ -239,6 +239,44 @@ class RecordParameterNorms(Hook):
         dist.all_gather_object(stages, own)
         norms = {name: norm for stage in stages for name, norm in stage.items()}
         self.sinks.write(report.step, {"parameter_norms": norms})
+
+
+class RecordZeroGradients(Hook):
+    """`log_grad_pct_zeros`: how many of a step's gradients are 0, over all ranks, in percent."""
+
+    def __init__(self, sinks: Sinks, interval: int) -> None:
+        self.sinks, self.interval = sinks, interval
+        self._counts: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def on_start(self, trainer: Trainer) -> None:
+        names = canonical_names(trainer.engine.module)
+
+        def count(*_: Any) -> None:
+            """Before the optimizer's step, which ZeRO takes group by group."""
+            if (trainer.step + 1) % self.interval:
+                return
+            for master, spans in trainer.engine.master_spans():
+                if master.grad is None:
+                    continue
+                gradient = master.grad.flatten()
+                for parameter, begin, end, first in spans:
+                    zeros = int((gradient[begin:end] == 0).sum())
+                    self._counts[names[parameter], first] = zeros, end - begin
+
+        trainer.engine.optimizer.register_step_pre_hook(count)
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        if report.step % self.interval:
+            return
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, self._counts)
+        self._counts = {}
+        sums: dict[str, list[int]] = {}
+        for (name, _), both in (item for counts in ranks for item in counts.items()):
+            sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0)), both, strict=True)]
+        if sums:  # not of a step that was skipped
+            percent = {name: 100 * zeros / max(size, 1) for name, (zeros, size) in sums.items()}
+            self.sinks.write(report.step, {"pct_grad_zeros": percent})
 
 
 class ProjectKernels(Hook):

@@ -12,7 +12,7 @@ from megatron.checkpoints.resuming import resume
 from megatron.checkpoints.saved_config import (
     RESOLVED,
     args_from,
-    as_it_began,
+    config_to_resume,
     read_config_file,
 )
 from megatron.checkpoints.saving import save_universal
@@ -30,13 +30,15 @@ def reshard(source: Path, target: Path, step: int) -> None:
     store = CheckpointStore(source)
     file = store.path(step) / "configs" / RESOLVED
     saved = args_from(read_config_file(file), file)
-    args = as_it_began(saved.replace(finetune=False, override_lr_scheduler=False), store.path(step))
+    args = config_to_resume(
+        saved.replace(finetune=False, override_lr_scheduler=False), store.path(step)
+    )
     parallel = join_training(args)
     set_seeds(args.runtime.seed, parallel)
     vocabulary = find_vocabulary(args)
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
     engine = build_engine(args, build_module(args, spec, parallel), parallel)
-    # All of the checkpoint, however the run that wrote it had begun.
+    # Load all of the checkpoint, whatever the saved config says about loading.
     everything = args.replace(no_load_optim=False)
     resumed = resume(engine, store, everything, step, parallel)
     save_universal(engine, CheckpointStore(target), args, resumed, parallel, vocabulary.size)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from megatron.backends.interface import whole_shape
+from megatron.backends.interface import full_shape
 from megatron.checkpoints import load_weights
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.store import CheckpointStore
@@ -21,7 +21,7 @@ from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
 from megatron.neox_arguments.model_keys import padded_vocab_size
 from megatron.tokenizer import build_tokenizer
-from megatron.training.batches import build_streams
+from megatron.training.batches import build_streams, with_steps_of_epochs
 from megatron.training.control_hooks import (
     INTERRUPTED,
     SaveCheckpoints,
@@ -30,7 +30,7 @@ from megatron.training.control_hooks import (
     StopWhenDiverged,
     Validate,
     WatchDivergence,
-    name_first_bad_layer,
+    raise_at_first_nonfinite_layer,
 )
 from megatron.training.engine import build_engine, build_module, build_schedule, weights_dtype
 from megatron.training.metrics import Manifest, Sinks, build_sinks, data_identity
@@ -39,6 +39,7 @@ from megatron.training.progress_hooks import (
     RecordKernels,
     RecordMetrics,
     RecordParameterNorms,
+    RecordZeroGradients,
     ShowProgress,
 )
 from megatron.training.run_directory import (
@@ -60,7 +61,7 @@ class Vocabulary:
 
 
 def find_vocabulary(args: NeoXArgs) -> Vocabulary:
-    """Sizes and the end-of-document token; `vocab_size` in the config needs no tokenizer files."""
+    """Vocabulary size and end-of-document id; with `vocab_size` set, no tokenizer file is read."""
     options = args.tokenizer
     eod = 0
     size = options.vocab_size
@@ -78,9 +79,10 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
 
 
 def train(args: NeoXArgs) -> int:
-    """Train as the config says; returns the process's exit code."""
+    """Train; returns the process's exit code."""
     parallel = join_training(args)
     check_ranks_agree(args)
+    args = with_steps_of_epochs(args, dist.get_world_size())
     args, start = plan_start(args)
     if start.finished:
         return 0
@@ -112,7 +114,7 @@ def train(args: NeoXArgs) -> int:
     )
     directory = run_directory(args.checkpoint)
     sinks = build_sinks(args, directory, resumed.step, trainer.train_iters, main=trainer.is_main)
-    _say_what_begins(args, trainer)
+    _print_summary(args, trainer)
     trainer.hooks = build_hooks(args, trainer, plan, sinks, spec, resumed)
     code = trainer.run()
     if code in INTERRUPTED and directory is None:
@@ -130,7 +132,7 @@ def _load_foreign_weights(
     parallel: ParallelState,
     vocabulary: Vocabulary,
 ) -> None:
-    """Start from weights that are no run of ours: official KERPLE, GPT-NeoX or Hugging Face."""
+    """Start from weights of official KERPLE, GPT-NeoX or Hugging Face."""
     found = load_weights(
         module,
         path,
@@ -153,7 +155,7 @@ def build_hooks(
 ) -> list[Hook]:
     """The hooks in the order in which they run after a step."""
     validate = Validate(args.evaluation.eval_interval, args.evaluation.eval_iters, sinks)
-    if trainer.train_iters == 0:  # the official code's way to ask for an evaluation
+    if trainer.train_iters == 0:  # as in the official code: evaluate only
         return [validate, sinks]
     log_interval = args.logging.log_interval
     bad_steps = args.optimization.max_consecutive_nonfinite
@@ -165,7 +167,7 @@ def build_hooks(
     if args.model.kerple_constraint == "project":
         hooks.append(ProjectKernels())
     if args.runtime.detect_anomaly:
-        name_first_bad_layer(trainer.engine.module)
+        raise_at_first_nonfinite_layer(trainer.engine.module)
     hooks += [
         ShowProgress(min(log_interval, args.logging.steps_per_print)),
         RecordMetrics(sinks, log_interval, 3 * outline_of(spec).flops_per_token(spec.seq_length)),
@@ -174,6 +176,8 @@ def build_hooks(
     ]
     if args.logging.log_param_norm:
         hooks.append(RecordParameterNorms(sinks, log_interval))
+    if args.logging.log_grad_pct_zeros:
+        hooks.append(RecordZeroGradients(sinks, log_interval))
     if args.runtime.exit_interval:
         hooks.append(StopAtInterval(args.runtime.exit_interval))
     directory = run_directory(args.checkpoint)
@@ -188,10 +192,10 @@ def build_hooks(
 
 def _count(trainer: Trainer) -> int:
     """Parameters on this rank."""
-    return sum(whole_shape(p).numel() for p in trainer.engine.module.parameters())
+    return sum(full_shape(p).numel() for p in trainer.engine.module.parameters())
 
 
-def _say_what_begins(args: NeoXArgs, trainer: Trainer) -> None:
+def _print_summary(args: NeoXArgs, trainer: Trainer) -> None:
     """One line: the model, the layout, the attention engine and why it is not a faster one."""
     engine = trainer.engine
     attention = explain_engine(

@@ -1,7 +1,7 @@
-"""Where a run begins: anew, from its own newest checkpoint, or from another's weights.
+"""Where a run starts: at step 0, from its own newest checkpoint, or from other weights.
 
-A directory that holds a run is never overwritten: its run is resumed if the config is still its
-own, and refused otherwise. Rank 0 looks and decides; the others are told.
+A directory that holds a run is never overwritten: the run is resumed if the config is unchanged,
+and refused otherwise. Rank 0 decides and broadcasts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch.distributed as dist
 
 from megatron.checkpoints.neox_run import is_neox_run
 from megatron.checkpoints.reading import CheckpointFiles, find_files
+from megatron.checkpoints.run_lock import hold
 from megatron.checkpoints.run_state import saved_batch_size
 from megatron.checkpoints.saved_config import (
-    as_it_began,
     check_agreement,
+    config_to_resume,
     is_ours,
     resolved_config,
 )
-from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
+from megatron.checkpoints.store import CheckpointStore, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
 from megatron.neox_arguments import NeoXArgs
@@ -36,12 +37,12 @@ from megatron.training.metrics import check_data, finished_at
 RUN_FILES = re.compile(
     r"global_step\d+|latest|latest_universal|metrics\.jsonl|manifest\.json|results|\.incomplete"
 )
-"""What a training writes into its directory, and so all that is moved aside."""
+"""Files that training writes into its directory, which `overwrite` moves aside."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins, the same on all ranks."""
+    """How a run starts, the same on all ranks."""
 
     resume_from: Path | None = None
     """A run of ours, its step below, to continue (or with `finetune`, to take the weights of)."""
@@ -60,9 +61,9 @@ def run_directory(options: CheckpointArgs) -> Path | None:
 
 
 def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
-    """Lock the directory, look what is there, refuse what would lose something.
+    """Lock the directory, find what to resume, refuse what would overwrite a run.
 
-    The config is the one to go on with: a run from before a key existed keeps what it did then.
+    The returned config is the one to use: a run older than a key keeps the behaviour of its time.
     """
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -77,7 +78,7 @@ def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
     if start.continues and args.checkpoint.finetune:
         args = args.replace(finetune=False)
     if start.resume_from is not None and start.step is not None:
-        began = as_it_began(args, CheckpointStore(start.resume_from).path(start.step))
+        began = config_to_resume(args, CheckpointStore(start.resume_from).path(start.step))
         if began.optimization.lr_decay_rule != args.optimization.lr_decay_rule:
             start.lines.append(
                 "the run is from before lr_decay_rule existed: it goes on with its schedule "
@@ -105,7 +106,7 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
         start = _continue(save, load, args)
     elif load is None or (load == save and not CheckpointStore(load).steps()):
         if args.checkpoint.iteration is not None and load is not None:
-            CheckpointStore(load).find(args.checkpoint.iteration)  # says what is missing
+            CheckpointStore(load).find(args.checkpoint.iteration)  # raises if it is missing
         return Start(lines=lines)
     else:
         start = _begin_from(load, args)
@@ -116,7 +117,7 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
 
 
 def _continue(save: Path, load: Path | None, args: NeoXArgs) -> Start:
-    """`save` holds a run: it is this one, or nothing is done."""
+    """`save` holds a run: resume it if it is this config's, else refuse."""
     store = CheckpointStore(save)
     if load == save and args.checkpoint.finetune:
         raise CheckpointError(
@@ -150,7 +151,7 @@ def _begin_from(load: Path, args: NeoXArgs) -> Start:
         found = store.path(step)
         if is_training_checkpoint(found) or is_universal(found):
             return Start(load, step)
-    files = find_files(load, args.checkpoint.iteration)  # says what is wrong with it, if anything
+    files = find_files(load, args.checkpoint.iteration)  # raises if it is not a checkpoint
     if step is not None and not args.checkpoint.finetune and is_neox_run(files.directory):
         line = f"{files.directory}: GPT-NeoX's run goes on after step {step}, with its optimizer"
         return Start(load, step, lines=[line])
@@ -159,7 +160,7 @@ def _begin_from(load: Path, args: NeoXArgs) -> Start:
 
 
 def _check_foreign_start(files: CheckpointFiles, args: NeoXArgs) -> None:
-    """Refuse to continue another program's run: without its optimizer it would be a new one."""
+    """Refuse to resume another program's run without its optimizer states."""
     of_a_run = not files.is_hf and not is_ours(resolved_config(files.directory))
     if args.steps_to_train and of_a_run and files.step_in_name and not args.checkpoint.finetune:
         raise CheckpointError(
@@ -170,7 +171,7 @@ def _check_foreign_start(files: CheckpointFiles, args: NeoXArgs) -> None:
 
 
 def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
-    """What to say of changes that are allowed; an error if the config is not the run's."""
+    """Messages about allowed changes; an error if the config is not the run's."""
     assert start.resume_from is not None
     assert start.step is not None
     directory = CheckpointStore(start.resume_from).path(start.step)
@@ -179,7 +180,7 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
         told = check_data(directory, args.data, args.checkpoint.allow_changed or ())
         return told + check_agreement(
             directory,
-            as_it_began(args, directory),
+            config_to_resume(args, directory),
             batch_size=batch_size,
             saved_batch_size=saved_batch_size(directory),
         )
@@ -193,7 +194,7 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
 
 
 def _move_aside(save: Path, args: NeoXArgs, world_size: int) -> list[str]:
-    """overwrite: true. What a training wrote there goes into a directory beside it."""
+    """overwrite: true: move the run's files into a directory beside it."""
     store = CheckpointStore(save)
     if not store.steps() or _began_by_overwriting(store, args, world_size):
         return []
@@ -221,7 +222,7 @@ def _began_by_overwriting(store: CheckpointStore, args: NeoXArgs, world_size: in
 
 
 def command_to_continue() -> str:
-    """The command that goes on with this run: the same again."""
+    """The command that resumes this run: the same again."""
     if command := os.environ.get("KERPLE_COMMAND"):  # deepy.py's own
         return command
     arguments = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""The loop and its step. Everything that is not training a step is a hook."""
+"""The training loop and its step; everything else is a hook."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepReport:
     skipped: bool
     loss_scale: float | None = None  # fp16 with dynamic scaling
     raised: dict[str, int] = field(default_factory=dict)
-    """By name, the number of ranks on which a hook's flag was up."""
+    """Flag name -> the number of ranks on which a hook set it."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -40,13 +40,13 @@ class StepReport:
 
 
 class Hook:
-    """Something that happens around the steps. Called on every rank, in order."""
+    """Callbacks around the steps. Called on every rank, in order."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step."""
 
     def flags(self) -> dict[str, bool]:
-        """What all ranks are told of this one when its step is over; always the same names."""
+        """Flags summed over ranks after each step; always the same names."""
         return {}
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
@@ -56,7 +56,7 @@ class Hook:
         """After the last step, or when something asked to stop."""
 
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
-        """When training raised; the error goes on afterwards."""
+        """When training raised; the error is raised again afterwards."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Trainer:
         return self.exit_code
 
     def _tell_hooks(self, error: BaseException) -> None:
-        """The error that ends the run is the one to report, not what goes wrong because of it."""
+        """Call `on_failure`; errors in it are printed, so that the first one is raised."""
         for hook in self.hooks:
             try:
                 hook.on_failure(self, error)
@@ -135,10 +135,10 @@ class Trainer:
 def agree(
     loss: Tensor, parallel: ParallelState, flags: Mapping[str, bool]
 ) -> tuple[float, dict[str, int]]:
-    """The mean of the replicas' losses, and on how many ranks each flag is up.
+    """The mean of the replicas' losses, and on how many ranks each flag is set.
 
-    One sum over all ranks, which comes to the host at once; of the tensor-parallel ranks, which
-    hold the same loss, the first counts.
+    One all-reduce over all ranks and one copy to the host; of the tensor-parallel ranks, which hold
+    the same loss, the first counts.
     """
     own = loss if parallel.tp.rank == 0 else torch.zeros_like(loss)
     said = torch.cat([own[None], torch.tensor([float(up) for up in flags.values()]).to(loss)])

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoints.run_state import (
     check_layout,
-    continue_streams,
+    restore_random_states,
     rng_file,
     rng_state,
     write_layout,
@@ -33,14 +33,14 @@ def test_random_streams_go_on_where_they_were(tmp_path: Path) -> None:
     torch.save(rng_state(), rng_file(tmp_path))
     expected = [draw() for _ in range(3)]
     draw()
-    continue_streams(tmp_path, 0, ALONE)
+    restore_random_states(tmp_path, 0, ALONE)
     assert [draw() for _ in range(3)] == expected
 
 
 def test_a_rank_that_was_not_there_starts_streams_of_its_own(tmp_path: Path) -> None:
     found = []
     for seed in (7, 7, 8):
-        continue_streams(tmp_path, seed, ALONE)
+        restore_random_states(tmp_path, seed, ALONE)
         found.append(draw())
     assert found[0] == found[1] != found[2]
 
@@ -48,7 +48,7 @@ def test_a_rank_that_was_not_there_starts_streams_of_its_own(tmp_path: Path) -> 
 def test_a_file_without_random_states_is_named_with_the_way_out(tmp_path: Path) -> None:
     torch.save({"torch": 3}, rng_file(tmp_path))
     with pytest.raises(CheckpointError, match=r"rng_rank_00000\.pt.*no_load_rng: true"):
-        continue_streams(tmp_path, 0, ALONE)
+        restore_random_states(tmp_path, 0, ALONE)
 
 
 def test_another_layout_is_refused_with_the_command_to_run(tmp_path: Path) -> None:

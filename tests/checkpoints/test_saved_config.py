@@ -11,7 +11,7 @@ import yaml
 
 import kerple
 from megatron.checkpoints.run_state import LAYOUT
-from megatron.checkpoints.saved_config import as_it_began, meaning_then
+from megatron.checkpoints.saved_config import config_to_resume, values_when_saved
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.optimizer import Schedule
@@ -101,12 +101,12 @@ def test_an_earlier_sgd_run_keeps_its_momentum(
     (tmp_path / "configs").mkdir()
     saved = {**args.to_dict(), "optimizer": block}
     (tmp_path / "configs" / "resolved.yml").write_text(yaml.safe_dump(saved))
-    began = as_it_began(args, tmp_path)
+    began = config_to_resume(args, tmp_path)
     assert began.optimization.optimizer.params.momentum == expected
 
 
 def test_an_earlier_run_keeps_tables_that_no_layer_scales() -> None:
     """apply_query_key_layer_scaling had no effect before scale_tables_by_layer existed."""
     today = {"lr_decay_rule": "neox", "mlp_multiple_of": 1, "apply_query_key_layer_scaling": True}
-    assert meaning_then(today) == {"scale_tables_by_layer": False}
-    assert meaning_then({**today, "scale_tables_by_layer": True}) == {}
+    assert values_when_saved(today) == {"scale_tables_by_layer": False}
+    assert values_when_saved({**today, "scale_tables_by_layer": True}) == {}

@@ -82,7 +82,10 @@ def test_mistakes_exit_with_a_message(
         (["prepare_data", "novels", "--input", ""], "an empty path"),
         (["preprocess_data", "--input", ""], "an empty path"),
         (["train_tokenizer", "--input", ""], "an empty path"),
-        (["prepare_data", "novels", "--input", ".", "--jsonl-key", "a/b"], "'a/b': cannot be part"),
+        (
+            ["prepare_data", "novels", "--input", ".", "--jsonl-key", "a/b"],
+            "'a/b': must be usable in a file name",
+        ),
         (
             ["train_tokenizer", "--input", ".", "--output-dir", "x", "--max-megabytes", "0"],
             "--max-megabytes 0.0: must be above 0",
@@ -180,3 +183,19 @@ def test_the_corpus_in_numbers_and_the_next_command(
 
 def corpus_once(folder: Path) -> Path:
     return folder / "mine" if (folder / "mine").exists() else corpus(folder)
+
+
+def test_the_last_word_is_the_name_also_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--input books books`; without a NAME, a path is not taken for one."""
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("my own text")
+    monkeypatch.chdir(tmp_path)
+    assert command_run("prepare_data", ["-q", "--input", "books", "books"]) == 0
+    assert text_of(tmp_path / "data" / "books" / "books_text_document", 0) == "my own text"
+    assert command_run("prepare_data", ["-q", "books"]) == 0, "made before, from own files"
+    assert "up to date" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command_run("prepare_data", ["-q", "--input", "books", "books/a.txt"])
+    assert "needs a NAME" in capsys.readouterr().err

@@ -113,3 +113,33 @@ def test_mistakes_are_one_line(
     assert run("check_kernel", arguments) == 2
     error = capsys.readouterr().err
     assert reason in error and "Traceback" not in error
+
+
+def test_a_kernel_whose_gradient_is_nan_at_distance_0_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sqrt_kernels.py").write_text(SQRT_KERNELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["--heads", "2", "--points", "8"]
+    assert run("check_kernel", ["sqrt_kernels:NanAtZero", *words]) == 1
+    assert "NO: the gradient of r2 is not finite at distance 0" in capsys.readouterr().out
+    assert run("check_kernel", ["sqrt_kernels:Lifted", *words]) == 1
+    assert "NO: bias: rounding to bf16 moves it by " in capsys.readouterr().out
+    assert run("check_kernel", ["kerple_power", *words]) == 0
+    assert "gradients finite, bf16 moves it by up to 0.0" in capsys.readouterr().out
+
+
+SQRT_KERNELS = """
+import torch
+from megatron.model.positional_embeddings import DistanceKernel, Positive, Uniform
+
+class NanAtZero(DistanceKernel):
+    learnable = {"r1": Positive(Uniform(0, 2)), "r2": Positive(Uniform(0, 1))}
+
+    def bias(self, d, r1, r2):
+        return -r1 * torch.sqrt(torch.log1p(r2 * d))
+
+class Lifted(NanAtZero):
+    def bias(self, d, r1, r2):
+        return 1000 - r1 * torch.log1p(r2 * d)
+"""

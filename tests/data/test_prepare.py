@@ -164,3 +164,16 @@ def test_tokens_of_the_older_reading_are_kept(tmp_path: Path) -> None:
     assert "end_of_text" not in json.loads(manifest.read_text())["tokenizer"]
     assert prepare(tmp_path, "novels", "--input", source, "--force", *vocabulary) == 0
     assert json.loads(manifest.read_text())["tokenizer"]["end_of_text"] == "token"
+
+
+def test_tokens_of_another_tokenizer_are_not_replaced_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine.txt").write_text("some words of my own")
+    words = ["mine", "--input", tmp_path / "mine.txt"]
+    gpt2 = ["-t", "GPT2BPETokenizer"]
+    assert prepare(tmp_path, *words) == 0 and caplog.text == ""
+    assert prepare(tmp_path, "mine", *gpt2) == 2
+    assert "holds tokens of CharLevelTokenizer" in capsys.readouterr().err
+    assert prepare(tmp_path, *words, *gpt2) == 0
+    assert "the tokens of CharLevelTokenizer are replaced by those of GPT2" in caplog.text

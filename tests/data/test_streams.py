@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from megatron.data.chunks import read_chunks
-from megatron.errors import DataError
+from megatron.errors import DataError, MissingPackageError
 from tests.data.samples import TEXTS, documents, ended, jsonl, run
 
 BOMB = """
@@ -125,3 +125,28 @@ def test_truncated_archives_are_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=f"{name}.*(damaged|truncated)"):
         run([tmp_path / name], tmp_path / "out")
     assert not (tmp_path / "out_text_document.idx").exists()
+
+
+def test_parquet_rows_are_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"n": [1, 2, 3], "text": TEXTS}), file)
+    outcome = run([file], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(TEXTS)
+    assert (outcome.documents, outcome.broken_lines) == (3, 0)
+    file.write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+        run([file], tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(MissingPackageError, match=r"needs pyarrow.*requirements-parquet\.txt"):
+        run([file], tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"%PDF-1.7 text", b"\x7fELF\0\0", b"\0" * 9])
+def test_binary_files_are_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "book.pdf").write_bytes(content)
+    with pytest.raises(DataError, match=r"book\.pdf: is not text"):
+        run([tmp_path / "book.pdf"], tmp_path / "out")
+    (tmp_path / "notes").write_text("plain words")
+    run([tmp_path / "notes"], tmp_path / "out")
+    assert documents(tmp_path / "out_text_document") == ended(["plain words"])

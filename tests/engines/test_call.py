@@ -344,6 +344,7 @@ BAD = {
     "more queries": (lambda q, k, v: (q, k[:, :, 1:], v[:, :, 1:]), "more queries than keys"),
     "mixed dtypes": (lambda q, k, v: (q.bfloat16(), k, v), "one floating dtype"),
     "integers": (lambda q, k, v: (q.int(), k.int(), v.int()), "one floating dtype"),
+    "numpy": (lambda q, k, v: (q.numpy(), k, v), "q must be a torch tensor; got ndarray"),
     "empty": (lambda q, k, v: (q[:, :, :0], k, v), "must not be empty"),
 }
 
@@ -365,6 +366,7 @@ def test_bad_tensors_are_named(name: str) -> None:
     ("options", "says"),
     [
         ({"window": 0}, "window=0"),
+        ({"window": 4.5}, "window=4.5: must be a whole number"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"dropout": -0.1}, "dropout=-0.1"),
         ({"scale": math.inf}, "scale=inf"),
@@ -386,3 +388,12 @@ def test_bad_tensors_are_named(name: str) -> None:
 def test_bad_options_are_named(options: dict, says: str) -> None:
     with pytest.raises(EngineError, match=says):
         attention(*plain(), **options)
+
+
+def test_lengths_before_heads_are_told() -> None:
+    """[batch, length, heads, head_dim], as flash-attention takes them."""
+    swapped = [torch.randn(1, 150, 2, 16) for _ in range(3)]
+    with pytest.raises(EngineError, match=r"look like \[batch, length, heads, head_dim\]"):
+        attention(*swapped, torch.zeros(2, 150))
+    with pytest.warns(UserWarning, match=r"150 heads and 2 keys.*transpose\(1, 2\)"):
+        attention(*swapped)

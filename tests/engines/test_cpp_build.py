@@ -13,6 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+import kerple
 from megatron.engines import attention
 from megatron.engines import cpp_build as compiled
 from megatron.errors import EngineError
@@ -37,16 +38,20 @@ def run_small() -> None:
     assert relative_error(out, reference_attention(q, k, v)) < 2e-6
 
 
-def test_builds_once_and_leaves_only_the_library_and_its_lock(fresh: Path) -> None:
+def test_builds_once_and_leaves_only_the_library_and_its_lock(
+    fresh: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert compiled.load_library() is not None
+        assert kerple.warmup()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("compiling the CPU attention engine with ")
     (library,) = fresh.glob("*.so")
     assert sorted(path.suffix for path in fresh.iterdir()) == [".lock", ".so"]
     built = library.stat().st_mtime_ns
     compiled._load_once.cache_clear()
     assert compiled.load_library() is not None
-    assert library.stat().st_mtime_ns == built
+    assert library.stat().st_mtime_ns == built and capsys.readouterr().err == ""
 
 
 def test_without_a_compiler_there_is_one_warning_and_the_same_result(

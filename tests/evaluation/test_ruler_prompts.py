@@ -12,7 +12,7 @@ from megatron.evaluation.ruler_prompts import (
     NOISE,
     RULER_TASKS,
     distinct_words,
-    fitted,
+    longest_prompt,
     smallest_length,
 )
 from megatron.tokenizer import build_tokenizer
@@ -24,11 +24,11 @@ NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (
 @pytest.mark.parametrize("name", RULER_TASKS)
 @pytest.mark.parametrize("length", [2500, 5000, 9000])
 def test_prompts_fill_the_length_with_room_for_the_answer(name: str, length: int) -> None:
-    prompt = fitted(RULER_TASKS[name], BYTES, length, "a", 0.5)
+    prompt = longest_prompt(RULER_TASKS[name], BYTES, length, "a", 0.5)
     used = len(BYTES.tokenize(prompt.text)) + prompt.new_tokens
     assert length - 300 < used <= length
-    assert prompt == fitted(RULER_TASKS[name], BYTES, length, "a", 0.5)
-    assert prompt != fitted(RULER_TASKS[name], BYTES, length, "b", 0.5)
+    assert prompt == longest_prompt(RULER_TASKS[name], BYTES, length, "a", 0.5)
+    assert prompt != longest_prompt(RULER_TASKS[name], BYTES, length, "b", 0.5)
     published = {"vt": 30, "cwe": 120}.get(name, 128)
     answer = sum(len(f" {each}") for each in prompt.answers)
     assert prompt.full == (length >= (7000 if name == "cwe" else 4096))  # in bytes
@@ -38,10 +38,10 @@ def test_prompts_fill_the_length_with_room_for_the_answer(name: str, length: int
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_the_smallest_length_is_enough_and_one_less_is_not(name: str) -> None:
     smallest = smallest_length(RULER_TASKS[name], BYTES)
-    made = fitted(RULER_TASKS[name], BYTES, smallest, "smallest", 0.5)
+    made = longest_prompt(RULER_TASKS[name], BYTES, smallest, "smallest", 0.5)
     assert made.shots == 0
     with pytest.raises(ValueError, match=rf"is {smallest} tokens long; use longer ruler_lengths"):
-        fitted(RULER_TASKS[name], BYTES, smallest - 1, "smallest", 0.5)
+        longest_prompt(RULER_TASKS[name], BYTES, smallest - 1, "smallest", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_common_words(full: bool, often: int, seldom: int) -> None:
 
 def test_an_example_is_put_in_front_when_it_takes_at_most_half() -> None:
     example = len(BYTES.tokenize(RULER_TASKS["vt"].example(Random("a/example"), True)))
-    with_one = fitted(RULER_TASKS["vt"], BYTES, 2 * example + 20, "a", 0.5)
-    without = fitted(RULER_TASKS["vt"], BYTES, 2 * example - 20, "a", 0.5)
+    with_one = longest_prompt(RULER_TASKS["vt"], BYTES, 2 * example + 20, "a", 0.5)
+    without = longest_prompt(RULER_TASKS["vt"], BYTES, 2 * example - 20, "a", 0.5)
     assert (with_one.shots, without.shots) == (1, 0)
     assert with_one.text.count("Question:") == 2 and without.text.count("Question:") == 1
 

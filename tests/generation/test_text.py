@@ -132,7 +132,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = generate_command(tmp_path, "-o", str(tmp_path / "config.yml" / "x"))
-    monkeypatch.setattr("megatron.generation.text.Subject", None)  # the work
+    monkeypatch.setattr("megatron.generation.text.SelectedCheckpoint", None)  # the work
     assert run("generate", command) == 2
     assert capsys.readouterr().err.startswith("error: sample_output_file (-o) ")
 

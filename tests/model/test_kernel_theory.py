@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import KernelAnalysisError
 from megatron.model.kernel_theory import (
+    bf16_error,
     cpd_margin,
     effective_length,
     heads_within,
@@ -18,9 +19,11 @@ from megatron.model.kernel_theory import (
     is_pd,
     kernel_matrix,
     smallest_shift,
+    training_problems,
 )
 from megatron.model.position_base import DistanceKernel, TableEmbedding
-from megatron.model.position_names import kernel
+from megatron.model.position_names import build_positional_embedding, kernel, position_options
+from megatron.neox_arguments.catalogue import METHODS
 
 POINTS = 48
 SCALES = st.floats(0.01, 20)
@@ -215,3 +218,16 @@ class TestEffectiveLength:
         paper = heads_within(effective_length(embedding("alibi", 8)))
         assert paper.shape == (20481,)
         assert paper[512] == 7 and paper[513] == 8
+
+
+def test_what_every_method_of_ours_can_be_trained_with() -> None:
+    """Values and gradients are finite from distance 0 to 4,095, and bf16 is precise enough."""
+    for name in METHODS:
+        module = build_positional_embedding(name, position_options(heads=4, head_dim=32))
+        if isinstance(module, TableEmbedding):
+            assert training_problems(module, 4096) == [], name
+
+
+def test_bf16_error_counts_only_where_the_bias_counts() -> None:
+    assert bf16_error(torch.tensor([[0.0, -1.0, -1e6 - 3]])) == 0.0
+    assert bf16_error(torch.tensor([[1001.0, 1000.0]])) == 1.0

@@ -101,7 +101,7 @@ def test_a_strangers_config_names_no_code(
     allow_kernel(MINE)
     kept = without_code(folder / "model.yml", values)
     assert kept == {"pos_emb": MINE, "num_layers": 2}
-    assert "eval_include_path is not obeyed" in capsys.readouterr().err
+    assert "eval_include_path is ignored" in capsys.readouterr().err
 
 
 def test_the_users_own_file_is_obeyed(tmp_path: Path) -> None:

@@ -70,3 +70,23 @@ def test_files_that_are_too_long_for_an_argument_stay_behind() -> None:
 def test_what_deepy_did_not_write_is_refused(content: bytes) -> None:
     with pytest.raises(ConfigError, match=r"--megatron_config is not a config made by deepy\.py"):
         decode_config(base64.urlsafe_b64encode(content).decode())
+
+
+def test_an_unknown_flag_names_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_command_line("train.py", ["x.yml", "--dryrun"])
+    assert "unrecognized arguments: --dryrun. Did you mean --dry" in capsys.readouterr().err
+
+
+def test_each_script_helps_with_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """All flags work everywhere; --help shows those that matter."""
+    shown = {}
+    for script in ("train.py", "evaluate.py", "generate.py"):
+        with pytest.raises(SystemExit):
+            parse_command_line(script, ["--help"])
+        shown[script] = capsys.readouterr().out
+    assert "--eval_tasks" not in shown["train.py"] and "--wandb_group" in shown["train.py"]
+    assert "--eval_tasks" in shown["evaluate.py"] and "-o SAMPLE" not in shown["evaluate.py"]
+    assert "-o SAMPLE" in shown["generate.py"] and "--eval_tasks" not in shown["generate.py"]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml
+from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_layer
 from tests.neox_arguments.samples import write
 
 
@@ -168,3 +168,10 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         NeoXArgs.from_files([tmp_path / "smal.yml"])
     with pytest.raises(ConfigError, match="directory"):
         NeoXArgs.from_files([tmp_path])
+
+
+def test_a_syntax_error_names_the_file_and_the_line(tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text("a: [1\nb: 2")
+    with pytest.raises(ConfigError, match=r"a\.yml: not valid YAML: .*line 2, column 2") as raised:
+        read_layer(tmp_path / "a.yml", ["a", "b"])
+    assert "unicode string" not in str(raised.value)

@@ -98,3 +98,18 @@ def test_contrary_results_are_reported_as_contrary(suite: Suite) -> None:
     )
     assert first.verdict is Verdict.DISAGREES
     assert "0 of 6" in first.evidence
+
+
+def test_one_seed_that_is_behind_everywhere_disagrees(suite: Suite) -> None:
+    """A test needs two seeds; without one, six of six lengths still count."""
+    results = collect_results(suite)
+    first = min(run.run.seed for run in results.runs)
+    results = ResultSet(tuple(run for run in results.runs if run.run.seed == first))
+    for run in results.runs:
+        if run.run.method == "kerple_log":
+            doubled = {place: value * 2.0 for place, value in run.of(PERPLEXITY).items()}
+            run.of(PERPLEXITY).update(doubled)
+    findings = check_claims(results, "valid", (DataSet(name="stdlib", title="stdlib"),))
+    claim = next(f for f in findings if f.claim == "KERPLE-log is at least as good as KERPLE-power")
+    assert claim.verdict is Verdict.DISAGREES
+    assert claim.evidence == "above power's at 6 of 6 lengths, one seed, untested"

@@ -47,3 +47,10 @@ def test_help_loads_neither_torch_nor_matplotlib() -> None:
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_a_report_without_results_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "--suite", "smoke", "--runs", str(tmp_path)]) == 1
+    assert "no results of the suite's settings: " in capsys.readouterr().out

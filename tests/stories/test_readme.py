@@ -36,12 +36,16 @@ COMMANDS: dict[str, list[str] | None] = {
     "python deepy.py train.py configs/small_bf16.yml configs/local_setup.yml": TWO_STEPS,
     "srun --ntasks=8 --gpus-per-task=1 python train.py": ["--dry-run"],
     "python prepare_data.py -d data --input my_texts/ my_corpus": ["-q"],
-    "python deepy.py evaluate.py": ["--set", "eval_lengths=[128,256]", "eval_num_sequences=2"],
-    "python deepy.py generate.py": ["maximum_tokens=3", "num_samples=1"],
-    "python tools/plot_run.py runs/laptop runs/alibi --out runs/compared.png": [],
-    "python tools/plot_kernels.py runs/laptop": [],
-    "python tools/convert_checkpoint.py runs/laptop exported --to hf": [],
-    "python tools/inspect_checkpoint.py runs/laptop": [],
+    "kerple compare examples.custom_kernel:RationalKernel": [
+        *("--with", "alibi", "--set", "train_iters=2", "eval_iters=1", "eval_lengths=[128]"),
+        *("eval_num_sequences=2", "train_micro_batch_size_per_gpu=2"),
+    ],
+    "python evaluate.py runs/first": ["--set", "eval_lengths=[128,256]", "eval_num_sequences=2"],
+    "python generate.py runs/first": ["maximum_tokens=3", "num_samples=1"],
+    "python tools/plot_run.py runs/first runs/alibi --out runs/compared.png": [],
+    "python tools/plot_kernels.py runs/first": [],
+    "python tools/convert_checkpoint.py runs/first exported --to hf": [],
+    "python tools/inspect_checkpoint.py runs/first": [],
     "python tools/reproduce.py plan --suite paper": [],
     "python tools/reproduce.py run --suite laptop": ["--help"],
     "python tools/reproduce.py submit --suite paper --only main --dry-run": [],
@@ -90,6 +94,8 @@ def _gpt2_data_command() -> list[str]:
 def run(place: Path, command: list[str]) -> str:
     if command[0] == "srun":
         command = command[command.index("python") :]
+    if command[0] == "kerple":
+        command = ["python", "-m", "megatron.commands", *command[1:]]
     assert command[0] == "python"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(place)}
     done = subprocess.run(

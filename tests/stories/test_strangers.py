@@ -16,7 +16,7 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.store import write_checksums
 from megatron.commands import run
 from megatron.errors import KerpleError
-from megatron.generation.pretrained import Subject
+from megatron.generation.pretrained import SelectedCheckpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.terminal import run_command
 from megatron.training import resharding
@@ -97,7 +97,7 @@ def test_resharding_refuses(stranger: Stranger) -> None:
 def test_evaluation_refuses_a_checkpoint_with_another_class(stranger: Stranger) -> None:
     args = small_args(pos_emb="kerple_log", load=str(stranger.folder))
     with pytest.raises(KerpleError, match="--allow-kernel"):
-        _ = Subject(args, "cpu").model
+        _ = SelectedCheckpoint(args, "cpu").model
     assert not stranger.ran
 
 
@@ -138,6 +138,6 @@ def test_other_keys_that_lead_to_programs_are_not_obeyed_there(
         yaml.safe_dump({**content, "pos_emb": "kerple_log", key: str(stranger.folder)})
     )
     assert NeoXArgs.from_files([stranger.config]).to_dict().get(key) is None
-    assert f"{key} is not obeyed" in capsys.readouterr().err
+    assert f"{key} is ignored" in capsys.readouterr().err
     args = NeoXArgs.from_files([stranger.config], sets=[f"{key}=mine"])
     assert args.to_dict()[key] == "mine"

@@ -18,7 +18,7 @@ from megatron.training.control_hooks import (
     EXIT_DIVERGED,
     SaveCheckpoints,
     WatchDivergence,
-    name_first_bad_layer,
+    raise_at_first_nonfinite_layer,
 )
 from megatron.training.trainer import StepReport, Trainer
 from tests.training.cases import write_data
@@ -155,7 +155,7 @@ class _Root(nn.Module):
 
 def test_the_first_bad_layer_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.GELU()))
-    name_first_bad_layer(model)
+    raise_at_first_nonfinite_layer(model)
     model(torch.ones(2, 3)).sum().backward()
     with torch.no_grad():
         model[1][0].weight[0, 0] = float("inf")  # type: ignore[index]
@@ -167,6 +167,6 @@ def test_the_first_bad_gradient_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), _Root(), nn.Identity())
     nn.init.zeros_(model[0].weight)  # type: ignore[arg-type]
     nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
-    name_first_bad_layer(model)
+    raise_at_first_nonfinite_layer(model)
     with pytest.raises(NonFiniteError, match=r"gradient \(Linear\) of 0 is not finite"):
         model(torch.ones(2, 3)).sum().backward()

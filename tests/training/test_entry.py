@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from megatron.commands import run
+from megatron.training.control_hooks import EXIT_DIVERGED
 from megatron.training.entry import text_log
 from tests.conftest import REPOSITORY
 from tests.evaluation.helpers import tiny_config, write_data
@@ -103,8 +104,7 @@ def test_a_first_run_on_the_terminal(tmp_path: Path, config: dict[str, Any]) -> 
     assert "data: 900 training tokens; the run reads 32: 4% of it" in output
     assert "tensorboard is not installed" in output and "requirements-wandb.txt" in output
     assert "WARNING" not in output
-    config = f"{tmp_path}/run/global_step2/configs/resolved.yml"
-    assert errors == f"next: python evaluate.py {config}\n"
+    assert errors == f"next: python evaluate.py {tmp_path}/run\n"
     assert (tmp_path / "logs" / "rank_00000.log").read_text("utf-8") == output + errors
 
 
@@ -180,3 +180,40 @@ def test_without_a_directory_nothing_changes() -> None:
     before = sys.stdout
     with text_log(None, 0):
         assert sys.stdout is before
+
+
+NAN_AT_ZERO = """
+import torch
+from megatron.model.positional_embeddings import DistanceKernel, Positive, Uniform
+
+class NanAtZero(DistanceKernel):
+    learnable = {"r1": Positive(Uniform(0, 2)), "r2": Positive(Uniform(0, 1))}
+
+    def bias(self, d, r1, r2):
+        return -r1 * torch.sqrt(torch.log1p(r2 * d))
+"""
+
+
+@pytest.mark.parametrize("changes", [{}, {"zero_optimization": {"stage": 1}}], ids=["0", "1"])
+def test_a_run_of_skipped_steps_names_the_parameter_and_saves_nothing(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    (tmp_path / "nan_kernel.py").write_text(NAN_AT_ZERO)
+    own = {**config, "pos_emb": "nan_kernel:NanAtZero", "attention_engine": "auto", **changes}
+    path = f"{tmp_path}{os.pathsep}{REPOSITORY}"
+    code, output, errors = train(tmp_path, own, PYTHONPATH=path)
+    assert code == EXIT_DIVERGED
+    assert "(the first in the backward pass: " in output and ".r2); the step was skipped" in output
+    assert "error: every step was skipped, so nothing was learned or saved" in output
+    assert "saved " not in output and "next: " not in errors
+    assert not list((tmp_path / "run").glob("global_step*"))
+
+
+def test_wandb_without_a_login_is_one_line(tmp_path: Path, config: dict[str, Any]) -> None:
+    settings = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
+    settings |= {"NETRC": str(tmp_path / "none")}
+    code, _, errors = train(tmp_path, {**config, "use_wandb": True}, **settings)
+    assert code == 2
+    (line,) = (line for line in errors.splitlines() if line.startswith("error"))
+    assert "use_wandb: " in line and "`wandb login`" in line and "WANDB_MODE=offline" in line
+    assert "Traceback" not in errors

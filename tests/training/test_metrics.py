@@ -173,7 +173,7 @@ def test_changed_data_changes_the_hash(tmp_path: Path) -> None:
 
 def test_nested_values_are_named() -> None:
     values = {"loss": 1, "kernel": {"r1": [2.0, 3.0]}, "text": "x", "none": None}
-    assert flatten(values) == {"loss": 1.0, "kernel/r1/0": 2.0, "kernel/r1/1": 3.0}
+    assert flatten(values) == {"loss": 1.0, "kernel/r1/1": 2.0, "kernel/r1/2": 3.0}
 
 
 def test_without_its_manifest_a_runs_data_is_not_taken_on_trust(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.backends import TORCH, chosen_backend
-from megatron.backends.interface import TrainingEngine, gathered, is_cut, whole_shape
+from megatron.backends.interface import TrainingEngine, full_shape, gathered, is_partitioned
 from megatron.checkpoints import safe_files
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.run_state import rng_state
@@ -151,9 +151,9 @@ def watched_matrices() -> Iterator[list[int]]:
     counts, matrices = [0], []
 
     def look(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if parameter is not None and len(whole_shape(parameter)) >= 2:
+        if parameter is not None and len(full_shape(parameter)) >= 2:
             matrices.append(parameter)
-            counts.append(sum(p.shape == whole_shape(p) for p in matrices))
+            counts.append(sum(p.shape == full_shape(p) for p in matrices))
 
     handle = register_module_parameter_registration_hook(look)
     try:
@@ -236,7 +236,7 @@ class Poison:
     def __init__(self, engine: Any, steps: list[int]) -> None:
         self.steps, self.active = steps, False
         if steps and dist.get_rank() == dist.get_world_size() - 1:
-            small = [p for p in engine.module.parameters() if len(whole_shape(p)) == 1]
+            small = [p for p in engine.module.parameters() if len(full_shape(p)) == 1]
             # Of whole copies, only those of the first tensor-parallel rank are in DeepSpeed's norm.
             slices = [p for p in small if getattr(p, "model_parallel", False)]
             (slices or small)[-1].register_hook(self._spoil)
@@ -295,12 +295,12 @@ def kernel_values(engine: Any, tp: Any) -> dict[str, list[float]]:
 
 def master(parameter: torch.nn.Parameter) -> torch.Tensor:
     """The fp32 value that the optimizer works on."""
-    if is_cut(parameter) or hasattr(parameter, "_hp_mapping"):
+    if is_partitioned(parameter) or hasattr(parameter, "_hp_mapping"):
         from deepspeed.utils import safe_get_full_fp32_param
 
         value = safe_get_full_fp32_param(parameter)
         assert value is not None
-        return value.view(whole_shape(parameter))
+        return value.view(full_shape(parameter))
     return parameter.detach().float()
 
 

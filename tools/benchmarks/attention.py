@@ -23,6 +23,7 @@ from .contenders import (
     Inputs,
     dense_forward,
     flex_forward,
+    inkling_attention,
     sdpa_causal,
     sdpa_dense_bias,
     tiled,
@@ -175,8 +176,12 @@ def measure_terms(args: argparse.Namespace, report: Report) -> None:
     """What key biases, sinks, packed documents and grouped heads cost beside the plain log bias."""
     length = 1024 if args.quick else 4096
     inputs = Inputs(1, HEADS, length, DIM, train=True)
-    at_most = {"key_bias": 1.05, "sink": 1.05, "packed": 0.3, "grouped": 1.0}
-    contenders = {name: with_terms(inputs, name) for name in ("plain", *at_most)}
+    at_most = {
+        **{"key_bias": 1.05, "sink": 1.05, "packed": 0.3, "grouped": 1.0},
+        "features 16": 1.25,
+    }
+    others = ("features 64", "row_scale")
+    contenders = {name: with_terms(inputs, name) for name in ("plain", *at_most, *others)}
     timings = interleave(contenders, args.repeats, clock=_clock(args))
     report.keep(f"terms {length}", timings)
     says = {
@@ -185,6 +190,9 @@ def measure_terms(args: argparse.Namespace, report: Report) -> None:
         "sink": "a sink for each head",
         "packed": f"eight documents of {length // 8}",
         "grouped": f"{HEADS} query heads on {HEADS // 3} key heads",
+        "features 16": "16 query features, distances below 1,024",
+        "features 64": "64 query features, distances below 1,024",
+        "row_scale": "a factor of each query's scores",
     }
     rows = [["", "ms (times plain)", "fastest round (times plain)"]]
     for name, text in says.items():
@@ -194,6 +202,23 @@ def measure_terms(args: argparse.Namespace, report: Report) -> None:
         if name in at_most:
             report.target(f"{text} at {length}: over plain", fastest, at_most[name])
     report.add(f"Forward+backward at {length}, batch 1, with the log bias and", rows)
+
+
+def measure_inkling(args: argparse.Namespace, report: Report) -> None:
+    """Inkling's bias by transformers' own dense attention and by ours, forward and backward."""
+    length = 512 if args.quick else 2048
+    inputs = Inputs(1, HEADS, length, DIM, train=True)
+    contenders = {
+        "transformers": inkling_attention(inputs, dense=True),
+        "tiled": inkling_attention(inputs, dense=False),
+    }
+    timings = interleave(contenders, args.repeats, clock=_clock(args))
+    report.keep(f"inkling {length}", timings)
+    rows = [["", "ms (times transformers)"]]
+    rows += [[name, _ms(timings, name, "transformers")] for name in contenders]
+    report.add(f"Forward+backward at {length}, batch 1, Inkling's bias", rows)
+    over = timings.ratio("tiled", "transformers")
+    report.target(f"Inkling's bias at {length}: over transformers", over, 0.15)
 
 
 def measure_bf16(args: argparse.Namespace, report: Report) -> None:
@@ -278,6 +303,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Report], Any]] = {
     "training": measure_training,
     "kernels": measure_kernels,
     "terms": measure_terms,
+    "inkling": measure_inkling,
     "bf16": measure_bf16,
     "forward": measure_forward_pass,
     "long": measure_long,

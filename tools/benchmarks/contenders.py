@@ -90,6 +90,10 @@ def with_terms(inputs: Inputs, term: str) -> Contender:
         eighth = length // 8
         first = torch.arange(length) // eighth * eighth
         terms["first_key"] = first.expand(batch, -1)
+    elif term.startswith("features"):  # "features 16": so many, to a distance of 1,024
+        terms |= inkling_features(inputs, int(term.split()[1]))
+    elif term == "row_scale":
+        terms["row_scale"] = 1 + torch.rand(1, 1, length)
     elif term == "grouped":
         k, v = (torch.randn(batch, heads // 3, length, dim) for _ in range(2))
     learned = [x.requires_grad_(train) for x in (k, v, *terms.values()) if x.is_floating_point()]
@@ -101,6 +105,49 @@ def with_terms(inputs: Inputs, term: str) -> Contender:
             for tensor in learned:
                 tensor.grad = None
             return out
+
+    return run
+
+
+FEATURES, EXTENT = 16, 1024  # Inkling's
+
+
+def inkling_features(inputs: Inputs, count: int = FEATURES) -> dict[str, Tensor]:
+    batch, heads, length, _ = inputs.q.shape
+    return {
+        "query_features": 0.3 * torch.randn(batch, heads, length, count),
+        "distance_features": 0.3 * torch.randn(1, count, min(EXTENT, length)),
+    }
+
+
+def inkling_attention(inputs: Inputs, *, dense: bool) -> Contender:
+    """Inkling's bias alone: transformers' own attention, which is dense, or ours."""
+    from transformers.models.inkling import modeling_inkling as theirs
+
+    features = inkling_features(inputs)
+    factors: dict[str, Any] = {name: x.requires_grad_() for name, x in features.items()}
+    query, table = factors["query_features"], factors["distance_features"]
+    logits = theirs.InklingRelativeLogits(FEATURES, table.shape[-1])
+    logits.proj = torch.nn.Parameter(table[0].detach())
+    position = torch.arange(inputs.length)
+    mask = torch.full((inputs.length, inputs.length), -math.inf).triu(1)
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 1  # type: ignore[assignment]
+    scale = 1 / inputs.dim
+
+    def run() -> Tensor:
+        operands = (inputs.q, inputs.k, inputs.v)
+        if dense:
+            bias = logits(query.transpose(1, 2), position, position)
+            out, _ = theirs.eager_attention_forward(
+                layer, *operands, mask, scaling=scale, position_bias=bias
+            )
+            out = out.transpose(1, 2)
+        else:
+            out = attention(*operands, **factors, scale=scale, engine="tiled")
+        inputs.finish(out)
+        query.grad = table.grad = logits.proj.grad = None
+        return out
 
     return run
 

@@ -1,4 +1,4 @@
-"""What lies beside the weights in a Hugging Face folder: tokenizer, card, a kernel's source."""
+"""Files beside the weights in a Hugging Face folder: tokenizer, model card, a kernel's source."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> str | None:
         clean_up_tokenization_spaces=False,
     )
     fast.save_pretrained(folder)
-    # transformers 5 writes a class name that 4 does not know; both know this one.
+    # transformers 5 writes a class name that 4 does not have; both have this one.
     file = folder / "tokenizer_config.json"
     settings = {**json.loads(file.read_text("utf-8")), "tokenizer_class": "PreTrainedTokenizerFast"}
     file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -67,7 +67,7 @@ def _byte_level(size: int) -> LibraryTokenizer:
     vocabulary |= {f"<|unused{i}|>": i for i in range(256, size)}
     library = LibraryTokenizer(models.BPE(vocabulary, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # ids that are no byte say nothing
+    # ids that are not bytes decode to nothing
     nothing = decoders.Replace(Regex(r"<\|unused\d+\|>"), "")
     library.decoder = decoders.Sequence([nothing, decoders.ByteLevel()])
     library.add_special_tokens([BYTE_LEVEL_MARK])
@@ -84,22 +84,22 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str(file)}
 
 
-# The source of a positional embedding of the user's own, cut out to travel with an export.
+# The source of a user-defined positional embedding, copied into an export.
 #
 # An exported folder is loaded without our package and without the user's: it holds the class and
-# those top-level statements of its module that the class needs, nothing else of the file. What
-# would not be there on another machine (another module of the user's, a part of our package that
-# does not travel) is refused by name.
+# those top-level statements of its module that the class needs, nothing else of the file. An import
+# that an export does not contain (another module of the user's, another part of our package) is
+# refused by name.
 
 OWN_KERNEL = "own_kernel.py"
-TRAVELLING = (
+EXPORTED_MODULES = (
     "position_base",
     "positional_embeddings",
     "rotary_and_input_positions",
     "layer_formulas",
 )
 """Modules of `megatron.model` that every export holds."""
-ON_ANY_MACHINE = ("torch", "numpy", "einops")  # transformers needs torch and numpy itself
+ALLOWED_IMPORTS = ("torch", "numpy", "einops")  # transformers needs torch and numpy itself
 
 
 def standalone_source(cls: type[PositionalEmbedding], pos_emb: str) -> str:
@@ -112,7 +112,9 @@ def standalone_source(cls: type[PositionalEmbedding], pos_emb: str) -> str:
     needed = _needed(tree, cls, pos_emb)
     # A class's segment begins after its decorators: `@register(...)` stays behind, the export
     # registers by the name in its config.
-    parts = [_travelling(ast.get_source_segment(text, node) or "", node, path) for node in needed]
+    parts = [
+        _exported_statement(ast.get_source_segment(text, node) or "", node, path) for node in needed
+    ]
     return "\n\n".join(
         [
             f'"""{cls.__name__}, taken from {Path(path).name} when this folder was exported."""',
@@ -133,14 +135,14 @@ def _needed(tree: ast.Module, cls: type, pos_emb: str) -> list[ast.stmt]:
     own = bound.get(cls.__name__)
     if not isinstance(own, ast.ClassDef):
         raise CheckpointError(
-            f"pos_emb: {pos_emb!r} is not defined at the top of its file; only such a class can "
-            "travel with an export"
+            f"pos_emb: {pos_emb!r} is not defined at the top level of its file; only such a class "
+            "can be exported"
         )
     called = [each.func for each in own.decorator_list if isinstance(each, ast.Call)]
     registers = [each for each in called if isinstance(each, ast.Name) and each.id == "register"]
     if len(registers) < len(own.decorator_list):
         raise CheckpointError(
-            f"pos_emb: {pos_emb!r}: decorators other than @register do not travel"
+            f"pos_emb: {pos_emb!r}: decorators other than @register cannot be exported"
         )
     own.decorator_list = []
     chosen: set[ast.stmt] = set()
@@ -164,12 +166,12 @@ def _bindings(node: ast.stmt) -> list[str]:
     return [name.id for name in names if isinstance(name.ctx, ast.Store)]
 
 
-def _travelling(text: str, node: ast.stmt, path: str) -> str:
+def _exported_statement(text: str, node: ast.stmt, path: str) -> str:
     """The statement as it is; imports of our formulas made relative, others checked."""
     if isinstance(node, ast.ImportFrom):
         module = "." * node.level + (node.module or "")
         home = module.removeprefix("megatron.model.")
-        if home != module and home in TRAVELLING:
+        if home != module and home in EXPORTED_MODULES:
             return text.replace(f"from {module} ", f"from .{home} ", 1)
         modules = [module]
     elif isinstance(node, ast.Import):
@@ -178,10 +180,10 @@ def _travelling(text: str, node: ast.stmt, path: str) -> str:
         return text
     for module in modules:
         top = module.partition(".")[0]
-        if top not in sys.stdlib_module_names and top not in ON_ANY_MACHINE:
+        if top not in sys.stdlib_module_names and top not in ALLOWED_IMPORTS:
             raise CheckpointError(
-                f"{path}: the class needs `{text.splitlines()[0]}`, which does not travel with an "
-                "export. Use torch, the standard library and megatron.model.positional_embeddings "
+                f"{path}: the class needs `{text.splitlines()[0]}`, which an export does not "
+                "contain. Use torch, the standard library and megatron.model.positional_embeddings "
                 "only."
             )
     return text

@@ -1,6 +1,6 @@
 """Configuration of KERPLE-NeoX models in Hugging Face's form.
 
-This file travels with every exported model: it needs transformers and its neighbours, nothing else.
+Every exported model contains this file: it needs transformers and the files beside it, no other.
 """
 
 from __future__ import annotations

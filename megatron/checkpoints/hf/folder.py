@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import GenerationConfig, GPTNeoXConfig, PretrainedConfig
 
 from megatron.checkpoints.hf.companions import (
+    EXPORTED_MODULES,
     OWN_KERNEL,
-    TRAVELLING,
     model_card,
     standalone_source,
     tokenizer_settings,
@@ -39,7 +39,7 @@ from megatron.neox_arguments.catalogue import METHODS
 from megatron.tokenizer import Tokenizer
 
 MODEL_FILES = ("configuration_kerple.py", "scores_kerple.py", "modeling_kerple.py")
-FORMULA_FILES = tuple(f"{name}.py" for name in TRAVELLING)
+FORMULA_FILES = tuple(f"{name}.py" for name in EXPORTED_MODULES)
 _AUTO_MAP = {
     "AutoConfig": "configuration_kerple.KerpleNeoXConfig",
     "AutoModel": "modeling_kerple.KerpleNeoXModel",
@@ -56,7 +56,7 @@ def write_hf(
 ) -> None:
     """Everything that `AutoModelForCausalLM.from_pretrained(folder)` needs.
 
-    A `pos_emb` of the user's own goes along as source, if `with_kernel_source` says that it may.
+    A user-defined `pos_emb` is included as source, if `with_kernel_source` allows it.
     """
     tokenizer, problem = _tokenizer(checkpoint)
     spec = checkpoint.spec
@@ -71,7 +71,7 @@ def write_hf(
     weights = to_hf_names(cast_weights(checkpoint, dtype), spec, config.model_type)
     save_torch_state_dict(weights, folder, metadata={"format": "pt"})
     _write_config(config, folder, weights["gpt_neox.embed_in.weight"].dtype)
-    for path in folder.glob("*.safetensors"):  # written for their owner's eyes only
+    for path in folder.glob("*.safetensors"):  # safetensors writes them with mode 0600
         path.chmod((folder / "config.json").stat().st_mode)
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
     if ours:

@@ -23,15 +23,15 @@ from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys, int
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_tanh")
 
 
-# What transformers' GPTNeoXConfig can say; any other key must be as it is by default.
+# Keys that transformers' GPTNeoXConfig has; any other key must have its default.
 _SAME_NAME = {
     "num_layers", "hidden_size", "num_attention_heads", "intermediate_size",
     "max_position_embeddings", "gpt_j_residual", "use_bias_in_attn_linear", "hidden_dropout",
     "attention_dropout", "init_method_std",
 }  # fmt: skip
-_SAID_OTHERWISE = {"seq_length", "pos_emb", "rotary_pct", "rotary_emb_base", "activation"}
-# What rotary models never look at.
-_OF_OTHER_POSITIONS = {
+_CONVERTED = {"seq_length", "pos_emb", "rotary_pct", "rotary_emb_base", "activation"}
+# Keys that rotary models do not read.
+_UNUSED_BY_ROTARY = {
     "rpe_num_buckets", "rpe_max_distance", "kerple_constraint", "kerple_bias_scale",
     "kerple_share", "kerple_legacy_bf16",
 }  # fmt: skip
@@ -39,7 +39,7 @@ _OF_OTHER_POSITIONS = {
 
 def is_plain_gpt_neox(spec: ModelSpec) -> bool:
     """Whether transformers' own GPTNeoXForCausalLM computes exactly this model."""
-    free = _SAME_NAME | _SAID_OTHERWISE | _OF_OTHER_POSITIONS
+    free = _SAME_NAME | _CONVERTED | _UNUSED_BY_ROTARY
     shaping = {key.key for key in hugging_face_keys()} - free
     return (
         canonical_name(spec.pos_emb) == "rotary"
@@ -74,7 +74,7 @@ def hf_config(
     if pos_emb not in METHODS and not own_kernel:
         raise CheckpointError(
             f"pos_emb: {spec.pos_emb!r} is a class of your own, whose source an export must hold. "
-            "If whoever gets the folder may read and run it: --with-kernel-source (in Python "
+            "If its users may read and run the source: --with-kernel-source (in Python "
             "write_hf(..., with_kernel_source=True))."
         )
     scaling = spec.rope_scaling
@@ -91,7 +91,7 @@ def hf_config(
 
 
 def _scales_tables(spec: ModelSpec) -> bool:
-    """Whether layers scale their bias, which an export says of all of them at once."""
+    """Whether layers scale their bias; in an export one key holds for all layers."""
     factors = [spec.table_factor(layer) for layer in range(spec.num_layers)]
     scaled = factors == [max(1, layer) for layer in range(spec.num_layers)]
     if not scaled and max(factors) > 1:
@@ -161,11 +161,11 @@ def _from_gpt_neox(config: Any, source: Path) -> dict[str, Any]:
 
 _BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
 HEADS = {"kerple_neox": "lm_head.weight", "gpt_neox": "embed_out.weight"}
-"""What a model of either type calls its head."""
+"""Name of the head's weight by model type."""
 
 
 def _prefixes(spec: ModelSpec, head: str) -> dict[str, str]:
-    """Ours and theirs."""
+    """Our prefix of a layer's names -> the prefix in a Hugging Face file."""
     return {
         f"{index}.{ours}": theirs.format(number=index - FIRST_LAYER, head=head)
         for index, layer in enumerate(LayerFactory(spec).layers())

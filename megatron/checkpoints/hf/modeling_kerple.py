@@ -46,13 +46,13 @@ from .scores_kerple import (
     Tables,
     absolute_positions,
     allowed_keys,
+    append_gates_to_keys,
     attend,
     attend_in_blocks,
     cache_capacity,
     decay,
     fits_at_once,
-    gates_beside,
-    parted_gates,
+    split_gates_from_keys,
 )
 
 
@@ -112,8 +112,8 @@ class Attention(nn.Module):
         where = {"cache_position": q_index}  # for transformers 5.0; later ones count
         if gates is None:
             return (*cache.update(k, v, self.layer_idx, where), None)
-        both, v = cache.update(gates_beside(k, gates), v, self.layer_idx, where)
-        k, all_gates = parted_gates(both, self.config.head_dim)
+        both, v = cache.update(append_gates_to_keys(k, gates), v, self.layer_idx, where)
+        k, all_gates = split_gates_from_keys(both, self.config.head_dim)
         return k, v, all_gates.index_copy(2, q_index, gates)  # the newest carry gradients
 
     def forward(
@@ -276,7 +276,7 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         hidden_states: list[Any] = [x]
         attentions: list[Any] = []
         for layer in self.layers:
-            # each tensor an argument of its own, so that checkpoints carry gradients through all
+            # each tensor is a separate argument, so that activation checkpoints pass its gradient
             x, probabilities = layer(
                 x, bias, weight, cos, sin, scores, past_key_values, want_attentions
             )

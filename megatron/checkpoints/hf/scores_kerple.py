@@ -77,7 +77,7 @@ def decay(sums: Tensor, q_index: Tensor, start: int = 0, stop: int | None = None
     return (own[..., None] - sums[:, :, None]).float()
 
 
-def gates_beside(k: Tensor, gates: Tensor) -> Tensor:
+def append_gates_to_keys(k: Tensor, gates: Tensor) -> Tensor:
     """Keys with gates [B, H, Q] in further columns, so that any cache of keys keeps them too.
 
     Every key head carries the gates of its query heads, as the bits of fp32 numbers: in 16-bit
@@ -88,7 +88,7 @@ def gates_beside(k: Tensor, gates: Tensor) -> Tensor:
     return torch.cat((k, own.view(k.dtype) if narrow else own.to(k.dtype)), -1)
 
 
-def parted_gates(k: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+def split_gates_from_keys(k: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """The keys alone, and the gates that were beside them, [B, H, K] in fp32."""
     keys, beside = k[..., :head_dim], k[..., head_dim:]
     narrow = k.dtype.itemsize < torch.float32.itemsize

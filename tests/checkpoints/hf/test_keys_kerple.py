@@ -20,5 +20,5 @@ def test_every_key_of_the_exported_config_is_read_by_the_exported_code(key: HFKe
     folders |= {name: Path(rotary_and_input_positions.__file__).parent for name in FORMULA_FILES}
     source = "".join((folders[name] / name).read_text() for name in folders)
     told_only = {"train_length"}
-    reading = rf"(config|options)\.({key.name}|{key.key})\b"
+    reading = rf"(config|options)\.({key.name}|{key.key})\b|PerHeadNumber\(\s*\"{key.key}\""
     assert key.name in told_only or re.search(reading, source)

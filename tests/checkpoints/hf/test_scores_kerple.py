@@ -17,7 +17,9 @@ def test_sixteen_bit_keys_carry_gates_bit_for_bit() -> None:
     gates = -torch.rand(2, 4, 9, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         keys = torch.randn(2, 2, 9, 8).to(dtype)
-        found, beside = scores_kerple.parted_gates(scores_kerple.gates_beside(keys, gates), 8)
+        found, beside = scores_kerple.split_gates_from_keys(
+            scores_kerple.append_gates_to_keys(keys, gates), 8
+        )
         assert torch.equal(found, keys) and torch.equal(beside, gates)
 
 

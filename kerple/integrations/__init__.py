@@ -1,0 +1,1 @@
+"""Our attention engines in other libraries' models."""
