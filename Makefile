@@ -5,7 +5,7 @@
 #   make test-quick  the tests of the files that differ from main; without any, a two-minute selection
 #   make test-full   the tests, with the slow ones
 #   make test-slow   the slow ones alone; TESTS="tests/stories" for a part
-#   make test-slurm  a real Slurm on this machine (root only), torn down afterwards
+#   make test-slurm  a real Slurm on this machine, on one host and on several (root only), torn down afterwards
 #   make test-ptx    execute every compiled Triton kernel in the emulator; MUTATE=1: broken ones
 #   make fuzz        spoil N=10000 files of every kind: only our own errors may come of it
 #   make soak        KILLS=100 random kills over layouts, each resumed to the same bits
@@ -77,9 +77,9 @@ test-slurm: $(VENV)/.dev slurm-packages
 	@$(BIN)/python -m pytest -m slurm -q tests/stories
 
 slurm-packages:
-	@command -v slurmctld >/dev/null && command -v munged >/dev/null || { \
+	@command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || { \
 	  [ "$$(id -u)" = 0 ] || { echo "error: make test-slurm needs root, to install and start Slurm."; exit 1; }; \
-	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; }
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2; }
 
 TRITON ?= 3.7.1 3.9.0
 test-ptx: $(VENV)/.dev

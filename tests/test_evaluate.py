@@ -90,7 +90,7 @@ def test_an_lm_eval_task_without_lm_eval_names_its_pip_command(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lm_eval_cli, "find_spec", lambda name: None)
-    monkeypatch.setattr("megatron.evaluation.evaluator.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.evaluation.task_registry.find_spec", lambda name: None)
     assert run("evaluate", [*command, "--eval_tasks", "lambada_openai"]) == 1
     assert "pip install -r requirements/requirements-eval.txt" in capsys.readouterr().err
 

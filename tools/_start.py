@@ -28,8 +28,45 @@ _package.__path__ = [str(Path(__file__).parent)]
 sys.modules.setdefault("tools", _package)
 
 
-def answer(reason: str, command: str) -> NoReturn:
-    """For a tool of GPT-NeoX's that is not here by that name: why, and what to run."""
+_CONVERT = "tools/convert_checkpoint.py"
+_PREPROCESS = "tools/datasets/preprocess_data.py for plain text"
+ANSWERS = {
+    "convert_hf_llama_to_neox": (
+        "one command converts between all formats",
+        f"{_CONVERT} HF_FOLDER NEW_FOLDER --to neox",
+    ),
+    "convert_hf_to_sequential": (
+        "one command converts between all formats",
+        f"{_CONVERT} HF_FOLDER NEW_FOLDER --to neox",
+    ),
+    "convert_neox_to_mamba_ssm": (
+        "Mamba is not implemented here",
+        f"{_CONVERT} RUN NEW_FOLDER --to hf for transformers",
+    ),
+    "convert_raw_llama_weights_to_neox": (
+        "weights in Meta's own files are not read, those in a Hugging Face folder are",
+        f"{_CONVERT} HF_FOLDER NEW_FOLDER --to neox",
+    ),
+    "merge20b": (
+        "one command changes the number of model-parallel ranks",
+        f"{_CONVERT} RUN NEW_FOLDER --to neox --mp 1",
+    ),
+    "upload": (
+        "nothing is uploaded from here; the folder of --to hf can be, by Hugging Face's own tool",
+        f"{_CONVERT} RUN NEW_FOLDER --to hf",
+    ),
+    "preprocess_data_with_chat_template": (
+        "chat templates and label masks are not implemented here",
+        _PREPROCESS,
+    ),
+    "preprocess_data_with_mask": ("label masks are not implemented here", _PREPROCESS),
+}
+"""A tool of GPT-NeoX's that is not here by that name: why, and what to run."""
+
+
+def answer() -> NoReturn:
+    """For the tool that was started."""
+    reason, command = ANSWERS[Path(sys.argv[0]).stem]
     sys.exit(f"error: {Path(sys.argv[0]).name}: {reason}. Use: python {command}")
 
 

@@ -100,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("docs/images/kernels"))
     out = parser.parse_args(argv).out
-    from megatron.model.position_base import POSITIONAL_EMBEDDINGS, TableEmbedding
+    from megatron.model.position_base import TableEmbedding
+    from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 
     out.mkdir(parents=True, exist_ok=True)
     for name, cls in POSITIONAL_EMBEDDINGS.items():

@@ -1,6 +1,6 @@
 """DeepSpeed outside the engine: its runner, its process groups, its config keys and classes.
 
-DeepSpeed takes seconds to import, so each function imports what it needs.
+DeepSpeed and torch take seconds to import, so each function imports what it needs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 RUNNER = "deepspeed.launcher.runner"
 
@@ -35,6 +34,18 @@ def run_runner(arguments: Sequence[str]) -> None:
     """DeepSpeed's runner in this process; it raises SystemExit with the job's code."""
     from deepspeed.launcher import runner
 
+    class Pdsh(runner.PDSHRunner):  # type: ignore[name-defined, misc]
+        """Passes the log level on: its launchers print every command, config and all."""
+
+        def get_cmd(self, environment: Any, resources: Any) -> Any:
+            command, kill, environment = super().get_cmd(environment, resources)
+            place = command.index("deepspeed.launcher.launch") + 1
+            command.insert(place, f"--log_level={self.args.log_level}")
+            return command, kill, environment
+
+    runner.PDSHRunner = Pdsh
+    # Over pdsh it would take SIGINT and SIGTERM from us, and end the ranks before they have saved.
+    runner.signal = SimpleNamespace(SIGINT=None, SIGTERM=None, signal=lambda *_: None)
     runner.main(list(arguments))
 
 
@@ -44,6 +55,7 @@ def run_runner(arguments: Sequence[str]) -> None:
 def join_group(backend: str, timeout: timedelta, *, on_cpu: bool) -> None:
     """Join the process group that the environment names; DeepSpeed reuses an existing one."""
     import deepspeed
+    import torch
     from deepspeed.accelerator import get_accelerator
 
     if on_cpu:

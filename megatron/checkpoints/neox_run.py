@@ -99,7 +99,7 @@ def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tup
     step, count = torch.tensor(0.0), None
     while path := files.zero_optimizer_files.get((len(parts), rank)):
         content = load_mapping(path).get("optimizer_state_dict") or {}
-        masters, base = content.get("single_partition_of_fp32_groups"), _base(content)
+        masters, base = content.get("single_partition_of_fp32_groups"), _base(content, path)
         if not isinstance(masters, list) or len(masters) != len(base):
             raise CheckpointError(f"{path}: holds no fp32 groups of ZeRO stage 1 or 2 with Adam")
         parts.append(
@@ -112,6 +112,13 @@ def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tup
         raise CheckpointError(
             f"{files.directory}: {len(parts)} of {expected or 'the'} optimizer files of "
             f"model-parallel rank {rank} are there; copy all *_optim_states.pt files"
+        )
+    zero = (state.get("ds_config") or {}).get("zero_optimization") or {}
+    if zero.get("round_robin_gradients") and len(parts) > 1:
+        raise CheckpointError(
+            f"{files.directory}: was trained with round_robin_gradients on {len(parts)} ranks, "
+            "whose optimizer files are in another order and not read. Set finetune: true to begin "
+            "a new run with its weights."
         )
     groups = state.get("param_shapes") or []
     columns: Columns = {}
@@ -126,11 +133,14 @@ def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tup
     return columns, step
 
 
-def _base(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The optimizer's state of each group; elastic checkpoints keep a plain list."""
+def _base(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The optimizer's state of each group."""
     base = content.get("base_optimizer_state")
     if isinstance(base, list):
-        return base
+        raise CheckpointError(
+            f"{path}: was saved with elastic_checkpoint, which is not read. Set finetune: true to "
+            "begin a new run with its weights."
+        )
     state = (base or {}).get("state") or {}
     return [state[number] for number in sorted(state)]
 

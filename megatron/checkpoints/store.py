@@ -4,23 +4,18 @@ save/.incomplete/global_step20/...    written and synced here by all ranks,
 save/global_step20/                   renamed when complete, with checksums.json inside,
 save/latest                           replaced last.
 
-Beside it: the checksums, and the lock that lets one training at a time into a directory.
+Beside it: the checksums.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import socket
-import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
-
-from filelock import FileLock, Timeout
 
 from megatron.atomic_files import CHECKSUMS, TEMPORARY, read_json, sync_directory, write_text
 from megatron.errors import CheckpointError
@@ -302,63 +297,3 @@ _OURS = ("layout.json", "universal.json", "rng_rank_*.pt")
 def is_training_checkpoint(directory: Path) -> bool:
     """Whether train.py or the reshard tool wrote this global_stepN."""
     return any(file.is_file() for pattern in _OURS for file in directory.glob(pattern))
-
-
-# One training per directory: a lock that dies with its process.
-
-LOCK = ".lock"
-OWNER = ".lock.owner"
-WAIT_SECONDS = 120  # an NFS 4 lease is 90
-_held: dict[Path, FileLock] = {}
-
-
-def hold(directory: Path) -> None:
-    """Take `directory` for this process until it ends; an error if another has it.
-
-    The kernel releases the lock of a process that is gone, killed or not. Where the file system
-    has no locks, that is said, and two trainings are not told apart.
-    """
-    place = directory.resolve()
-    if place in _held:
-        return
-    lock = FileLock(str(directory / LOCK))
-    try:
-        _acquire(lock, directory)
-    except Timeout:
-        raise CheckpointError(
-            f"save = {directory}: {_owner(directory)} is training into it. Wait for it, stop it, "
-            "or set `save` to another directory."
-        ) from None
-    except (NotImplementedError, OSError) as error:
-        print(
-            f"warning: {directory}: cannot be locked ({error}); make sure that only one training "
-            "writes there",
-            file=sys.stderr,
-        )
-        return
-    _held[place] = lock
-    about = {"host": socket.gethostname(), "process": os.getpid()}
-    write_text(directory / OWNER, json.dumps(about))
-
-
-def _acquire(lock: FileLock, directory: Path) -> None:
-    """At once, unless another machine has it: a server may keep a dead client's lock a while."""
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        here = socket.gethostname()
-        if (read_json(directory / OWNER) or {}).get("host", here) == here:
-            raise
-        print(
-            f"{directory}: locked by {_owner(directory)}; waiting up to {WAIT_SECONDS} s for it "
-            "to end",
-            flush=True,
-        )
-        lock.acquire(timeout=WAIT_SECONDS, poll_interval=1)
-
-
-def _owner(directory: Path) -> str:
-    match read_json(directory / OWNER):
-        case {"host": str(host), "process": int(process)}:
-            return f"process {process} on {host:.80}"
-    return "another process"

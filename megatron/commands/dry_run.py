@@ -123,6 +123,8 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
     steps = args.optimization.train_iters
     if steps:
         lines.append(f"{steps:,} steps = {steps * tokens:,} tokens in all")
+    elif epochs := args.optimization.train_epochs:
+        lines.append(f"train_epochs = {epochs}: the number of steps follows from the data")
     elif steps == 0:
         lines.append("train_iters = 0: evaluation only")
     return "\n".join([title, *lines])

@@ -50,7 +50,7 @@ def deepy(argv: Sequence[str] | None = None) -> int:
         print(_explain(script, args))
         return 0
     plan = plan_launch(script, args)
-    if args.optimization.train_iters:
+    if args.optimization.train_iters or args.optimization.train_epochs:
         args.batch_plan(plan.world_size)
     # The command that an interrupted rank prints: its own arguments are encoded.
     os.environ["KERPLE_COMMAND"] = f"{shown_command('deepy')} {shlex.join(arguments)}"

@@ -61,11 +61,14 @@ def build_datasets(
     *,
     seq_length: int,
     seq_length_val: int | None,
-    num_samples: tuple[int, int, int],
+    num_samples: tuple[int, int, int] | None,
     seed: int,
     vocab_size: int | None = None,
 ) -> tuple[AnyDataset | None, AnyDataset | None, AnyDataset | None]:
-    """Train, valid and test datasets; None for a split that has no data."""
+    """Train, valid and test datasets; None for a split that has no data.
+
+    Without `num_samples` each is one pass over its documents.
+    """
     paths = [_paths(data, name) for name in SPLIT_NAMES]
     if not any(paths):
         if not data.data_path:
@@ -73,7 +76,7 @@ def build_datasets(
         return build_train_valid_test_datasets(
             data.data_path,
             data.split,
-            num_samples,
+            num_samples or (0, 0, 0),
             seq_length,
             seq_length_val,
             seed,
@@ -84,9 +87,10 @@ def build_datasets(
     if data.data_path:
         raise DataError("data_path and train/valid/test_data_paths are both set; keep one of them")
     lengths = (seq_length, seq_length_val or seq_length, seq_length_val or seq_length)
+    counts = num_samples or (None, None, None)
     blends = [
-        _blend(data, name, count, length, seed, vocab_size) if own and count else None
-        for name, own, count, length in zip(SPLIT_NAMES, paths, num_samples, lengths, strict=True)
+        _blend(data, name, count, length, seed, vocab_size) if own and count != 0 else None
+        for name, own, count, length in zip(SPLIT_NAMES, paths, counts, lengths, strict=True)
     ]
     return blends[0], blends[1], blends[2]
 
@@ -102,8 +106,13 @@ def _weights(data: DataArgs, name: str, tokens: Sequence[IndexedDataset]) -> lis
 
 
 def _blend(
-    data: DataArgs, name: str, num_samples: int, length: int, seed: int, vocab_size: int | None
-) -> BlendedDataset:
+    data: DataArgs,
+    name: str,
+    num_samples: int | None,
+    length: int,
+    seed: int,
+    vocab_size: int | None,
+) -> AnyDataset:
     files = [IndexedDataset(path, warmup=data.mmap_warmup) for path in _paths(data, name)]
     weights = _weights(data, name, files)
     parts = [
@@ -119,9 +128,11 @@ def _blend(
             vocab_size=vocab_size,
         )
         for i, (file, samples) in enumerate(
-            zip(files, samples_per_dataset(weights, num_samples), strict=True)
+            zip(files, samples_per_dataset(weights, num_samples or 0), strict=True)
         )
     ]
+    if num_samples is None:
+        return parts[0]
     directory = cache_directory(data.data_cache_dir, files[0].prefix)
     return BlendedDataset(parts, weights, num_samples, directory)
 

@@ -34,7 +34,7 @@ from megatron.terminal import (
     show_traceback_if_asked,
     shown_command,
 )
-from megatron.training.liveness import watched_peers
+from megatron.training.liveness import bounded_join, watched_peers
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -46,8 +46,10 @@ NO_SPLIT = "nothing to measure: do_valid and do_test are both false; leave one o
 
 def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Evaluate as the config says; the exit code is 0 if every task gave a result."""
-    ranks, device = join_evaluation(args, local_rank)
-    with watched_peers(args.runtime.distributed_timeout_minutes):
+    minutes = args.runtime.distributed_timeout_minutes
+    with bounded_join(minutes):
+        ranks, device = join_evaluation(args, local_rank)
+    with watched_peers(minutes):
         return _evaluate(args, ranks, device)
 
 

@@ -18,6 +18,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments.run_keys import LauncherArgs
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 DEFAULT_PORT: int = LauncherArgs.model_fields["master_port"].default
 MAX_HOSTS = 100_000
 
@@ -74,11 +75,13 @@ def _discover(
     for source, (rank, local, size) in _VARIABLES.items():
         if rank not in environ or size not in environ:
             continue
-        found = _integer(environ, local)
+        found, processes = _integer(environ, local), _required(environ, size)
+        if addr is None:
+            _check_one_host(environ, processes)
         return DistributedEnvironment(
             rank=_required(environ, rank),
             local_rank=(local_rank or 0) if found is None else found,
-            world_size=_required(environ, size),
+            world_size=processes,
             master_addr=addr or LOOPBACK,
             master_port=port or DEFAULT_PORT,
             source=source,
@@ -94,6 +97,36 @@ def _discover(
         )
     # One process: no other process needs this port.
     return DistributedEnvironment(0, 0, 1, addr or LOOPBACK, port or free_port(), "single")
+
+
+def _check_one_host(environ: Mapping[str, str], world_size: int) -> None:
+    """Refuse a job over several hosts that names none of them: each would wait for itself."""
+    here = processes_here(environ)
+    if here is not None and here < world_size:
+        raise ConfigError(
+            f"master_addr is not set, and {world_size - here} of the job's {world_size} processes "
+            "run on other hosts. Set master_addr (or MASTER_ADDR) to the host of rank 0."
+        )
+
+
+def processes_here(environ: Mapping[str, str]) -> int | None:
+    """Processes of the job on this host, if the launcher says."""
+    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if (found := _integer(environ, name)) is not None and found > 0:
+            return found
+    return None
+
+
+def spans_hosts(environ: Mapping[str, str]) -> bool:
+    """Whether other hosts may take part in the job of this process (`environment_for` has run)."""
+    here = str(processes_here(environ))
+    loopback = environ.get("MASTER_ADDR", LOOPBACK) in LOOPBACK_NAMES
+    return not loopback and here != environ.get("WORLD_SIZE", "1")
+
+
+def rank_place(rank: int | str) -> str:
+    """`rank 3`, in a job over several hosts `rank 3 on node-2`."""
+    return f"rank {rank} on {socket.gethostname()}" if spans_hosts(os.environ) else f"rank {rank}"
 
 
 def free_port() -> int:

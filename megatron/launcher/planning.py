@@ -6,6 +6,7 @@ list of arguments; the config is encoded in one of them, so no shell interprets 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -13,11 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from megatron.atomic_files import OWNER, read_json
 from megatron.backends.deepspeed_processes import RUNNER, run_runner, selected_slots
 from megatron.errors import ConfigError
 from megatron.launcher.environment import LOOPBACK, expand_hostlist, free_port
@@ -28,6 +31,8 @@ from megatron.terminal import PACKAGE
 
 DEEPSPEED_DEFAULT_HOSTFILE = Path("/job/hostfile")
 HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?")
+# Below critical, DeepSpeed prints the whole command, config and all.
+QUIET = ["--log_level", "critical"]
 LAUNCHABLE = ("train", "evaluate", "eval", "generate")
 
 
@@ -161,8 +166,7 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
     filtered = bool(launcher.include or launcher.exclude or other_accelerator)
     if processes == 1 and not filtered:
         return LaunchPlan(script, args, 1, None, extra)
-    # Below critical, DeepSpeed prints the whole command, config and all, when a process fails.
-    arguments = ["--no_local_rank", "--log_level", "critical"]
+    arguments = ["--no_local_rank", *QUIET]
     arguments += _options(
         master_addr=LOOPBACK,
         master_port=launcher.chosen_port or free_port(),
@@ -206,7 +210,7 @@ def _plan_multi_node(
     if direct and launcher.master_addr is None:
         # These launchers pass no address on; the ranks read it from the config.
         args = args.replace(master_addr=names[0])
-    arguments = _options(
+    arguments = QUIET + _options(
         launcher=launcher.launcher,
         master_port=launcher.master_port,
         master_addr=args.launcher.master_addr,
@@ -270,7 +274,11 @@ def run(plan: LaunchPlan) -> int:
     if plan.runner_arguments is None:
         return run_script(script)
     if plan.hosts is None:
-        return run_job([*plan.runner_arguments, *script])
+        over_pdsh = "pdsh" in plan.runner_arguments
+        signal_job = (
+            partial(_signal_owner, plan.args.checkpoint.save) if over_pdsh else _signal_ranks
+        )
+        return run_job([*plan.runner_arguments, *script], signal_job)
     # DeepSpeed's runner reads it, on this machine only.
     with tempfile.NamedTemporaryFile("w", prefix="hostfile-", encoding="utf-8") as file:
         file.writelines(f"{name} slots={count}\n" for name, count in plan.hosts.items())
@@ -290,11 +298,11 @@ def run_script(arguments: Sequence[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-u", *arguments])  # noqa: S606
 
 
-def run_job(arguments: Sequence[str]) -> int:
+def run_job(arguments: Sequence[str], signal_job: Callable[[int], None] | None = None) -> int:
     """DeepSpeed's runner in this process; the ranks get our signals and we wait for them."""
 
     def forward(number: int, frame: FrameType | None) -> None:
-        _signal_ranks(number)
+        (signal_job or _signal_ranks)(number)
 
     for number in FORWARDED:
         signal.signal(number, forward)
@@ -325,3 +333,27 @@ def _signal_ranks(number: int) -> None:
                 process.send_signal(number)
         except psutil.NoSuchProcess:
             continue
+
+
+def _signal_owner(save: str | None, number: int) -> None:
+    """Over pdsh: pass a signal, by ssh, to the rank that holds `save`; all stop after one step.
+
+    Before a rank holds it there is nothing to save, and the job is ended.
+    """
+    import psutil
+
+    match read_json(Path(save) / OWNER) if save else None:
+        case {"host": str(host), "process": int(process)} if HOST.fullmatch(host):
+            ours = f"ps -o args= -p {process} | grep -q megatron_config"  # not one that came later
+            command = [
+                "ssh",
+                "-o",
+                "BatchMode=yes",
+                host,
+                f"{ours} && kill -{int(number)} {process}",
+            ]
+            if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 0:
+                return
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(signal.SIGTERM)

@@ -17,12 +17,17 @@ import torch.distributed as dist
 from megatron.backends import TORCH, chosen_backend
 from megatron.backends.deepspeed_processes import join_group
 from megatron.errors import ConfigError, EvaluationError
-from megatron.launcher.environment import LOOPBACK, DistributedEnvironment, environment_for
+from megatron.launcher.environment import (
+    LOOPBACK,
+    LOOPBACK_NAMES,
+    DistributedEnvironment,
+    environment_for,
+    spans_hosts,
+)
+from megatron.launcher.interfaces import export_interface
 from megatron.machine import set_deepspeed_accelerator
 from megatron.mpu.collectives import ParallelState, initialize_parallel
 from megatron.neox_arguments import NeoXArgs
-
-LOOPBACK_NAMES = frozenset({LOOPBACK, "localhost", "::1"})
 
 
 def device_index(local_rank: int, visible: int) -> int:
@@ -130,6 +135,8 @@ def _rendezvous_on_loopback(
     Torch's own rendezvous listens on all interfaces, and any client may write to its store.
     """
     if environment.master_addr not in LOOPBACK_NAMES:
+        if spans_hosts(os.environ):
+            export_interface(environment.master_addr)
         return
     for loopback in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import PrivateAttr, ValidationError
 
@@ -13,7 +14,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments import validation
 from megatron.neox_arguments.deepspeed_config import build_deepspeed_config, unknown_zero_keys
 from megatron.neox_arguments.model_keys import ModelArgs
-from megatron.neox_arguments.normalize import normalize, resolve_precision
+from megatron.neox_arguments.normalize import IGNORED, normalize, resolve_precision
 from megatron.neox_arguments.optimization_keys import BatchPlan, OptimizationArgs, plan_batch
 from megatron.neox_arguments.run_keys import (
     CheckpointArgs,
@@ -28,7 +29,7 @@ from megatron.neox_arguments.run_keys import (
 )
 from megatron.neox_arguments.validation import describe_validation_error
 from megatron.neox_arguments.values import Group, copy_plain, facts_of
-from megatron.neox_arguments.yaml_files import dump_yaml, merge, parse_set, read_layer
+from megatron.neox_arguments.yaml_files import dump_yaml, merge, parse_set, parse_yaml, read_layer
 
 
 class NeoXArgs(Group):
@@ -46,6 +47,8 @@ class NeoXArgs(Group):
     launcher: LauncherArgs
     runtime: RuntimeArgs
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _written: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _script: str | None = PrivateAttr(default=None)
 
     @classmethod
     def from_files(
@@ -64,12 +67,6 @@ class NeoXArgs(Group):
         args = cls._from_canonical(merge(base, [*above, *assigned]), problems)
         args._sources.update(_named_texts([(layer.source, layer.text) for layer in base + above]))
         return args
-
-    @classmethod
-    def from_ymls(cls, paths: Sequence[str | Path], overwrite_values: Any = None) -> NeoXArgs:
-        """GPT-NeoX's name: files, and values that take the place of theirs."""
-        args = cls.from_files([Path(path) for path in paths])
-        return args.replace(**overwrite_values) if overwrite_values else args
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NeoXArgs:
@@ -101,18 +98,83 @@ class NeoXArgs(Group):
         validation.check(args)
         return args
 
-    def __getattr__(self, name: str) -> Any:
-        """`args.hidden_size`: a key of any group, as GPT-NeoX's flat arguments (read only)."""
-        if name in OWNER:
-            return getattr(getattr(self, OWNER[name]), name)
-        return super().__getattr__(name)  # type: ignore[misc]
-
     def __eq__(self, other: object) -> bool:
         """The same values; which files they came from does not matter."""
         return isinstance(other, NeoXArgs) and self.to_dict() == other.to_dict()
 
     def __hash__(self) -> int:
         return hash(self.to_yaml())
+
+    # GPT-NeoX's own names of what its scripts and tests do with their arguments.
+
+    @classmethod
+    def from_ymls(cls, paths: Sequence[str | Path], overwrite_values: Any = None) -> NeoXArgs:
+        """Files, and values that take the place of theirs."""
+        args = cls.from_files([Path(path) for path in paths])
+        if overwrite_values:
+            return args.replace(**overwrite_values)
+        for source, text in args.sources.items():
+            found = parse_yaml(text, source) or {}
+            args._written.update({key.replace("-", "_"): value for key, value in found.items()})
+        return args
+
+    @classmethod
+    def consume_deepy_args(cls, input_args: Sequence[str] | None = None) -> NeoXArgs:
+        """deepy.py's command line, `train.py CONF ...`."""
+        script, *rest = sys.argv[1:] if input_args is None else input_args
+        args = cls.consume_neox_args(["deepy.py", *rest])
+        args._script = script
+        return args
+
+    @classmethod
+    def consume_neox_args(cls, input_args: Sequence[str] | None = None) -> NeoXArgs:
+        """The command line of a started script, its name first."""
+        from megatron.neox_arguments.command_line import parse_command_line
+
+        script, *rest = sys.argv if input_args is None else input_args
+        return parse_command_line(script, rest)[0]
+
+    def get_deepspeed_main_args(self) -> list[str]:
+        """The script and this config as one argument: what each process is started with."""
+        from megatron.neox_arguments.command_line import encode_config
+
+        return [self._script or "train.py", "--megatron_config", encode_config(self)]
+
+    def update_value(self, key: str, value: Any) -> None:
+        """Another value of a key of the launcher or logging group, in place; no other can change.
+
+        What a run computes stays what was validated: `replace` gives a new config.
+        """
+        if key == "user_script":
+            self._script = value
+            return
+        if OWNER.get(key) not in _NOT_IN_HASH:
+            raise ConfigError(f"{key} is read only. Use args.replace({key}=...), a new config.")
+        self.__dict__[OWNER[key]] = getattr(self.replace(**{key: value}), OWNER[key])
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in OWNER:
+                self.update_value(name, value)
+            else:
+                super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """`args.hidden_size`: a key of any group; a block is a mapping, as its file wrote it."""
+        if name in OWNER:
+            value = getattr(getattr(self, OWNER[name]), name)
+            if not isinstance(value, Group):
+                return value
+            return self._written.get(name, value.model_dump(exclude_none=True))
+        if name in IGNORED:
+            return self._written.get(name)
+        return super().__getattr__(name)  # type: ignore[misc]
+
+    @property
+    def megatron_config(self) -> dict[str, Any]:
+        """What `get_deepspeed_main_args` passes on."""
+        return self.to_dict()
 
     @property
     def sources(self) -> dict[str, str]:

@@ -91,7 +91,6 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "sequence and context parallelism": _keys(
         "sequence_parallel", context_parallel_size=(0, 1), requires_attention_mask=(True,)
     ),
-    "training by epochs": _keys("train_epochs"),
     "bitsandbytes optimizers": _keys("use_bnb_optimizer"),
     "Comet": _keys(
         "use_comet comet_workspace comet_project comet_experiment_name comet_tags comet_others "

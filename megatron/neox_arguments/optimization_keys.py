@@ -33,6 +33,11 @@ class OptimizationArgs(Group):
     train_iters: values.NonNegativeInt | None = key(
         None, "Optimizer steps; 0: evaluate what is loaded.", resume="free"
     )
+    train_epochs: values.PositiveInt | None = key(
+        None,
+        "Passes over the training data, in the same order each; the number of steps follows from "
+        "its size. In place of train_iters.",
+    )
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
         "linear", "Shape of the learning-rate decay after warmup."
     )

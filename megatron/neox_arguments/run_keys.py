@@ -325,8 +325,8 @@ class LoggingArgs(Group):
     )
     log_grad_pct_zeros: bool = key(
         False,
-        "Log the share of zeros in each gradient.",
-        refused="the share of zero gradients is not logged",
+        "Log the percentage of zeros in each parameter's gradient, `pct_grad_zeros/NAME`, every "
+        "log_interval steps.",
     )
     flops_profiler: dict[str, Any] | None = key(None, "DeepSpeed's flops_profiler, passed on.")
     comms_logger: dict[str, Any] | None = key(None, "DeepSpeed's comms_logger, passed on.")

@@ -38,6 +38,8 @@ def check(args: NeoXArgs) -> None:
     _check_allowed_changes(args.checkpoint.allow_changed or [], known)
     split_shares(args.data.split)
     _check_blends(args.data)
+    if args.optimization.train_epochs is not None:
+        _check_epochs(args.data)
     _check_evaluation(args.evaluation, args.model.validation_length)
     _check_launcher(args.launcher)
     _check_not_implemented(args)
@@ -259,6 +261,16 @@ def _check_blends(data: DataArgs) -> None:
             )
         if sum(weights) <= 0 or sum(weights) == float("inf"):
             raise ConfigError(f"{name}_data_weights = {weights!r:.80}: not all may be 0.")
+
+
+def _check_epochs(data: DataArgs) -> None:
+    """GPT-NeoX counts no epochs of weighted data; nor do we of several files."""
+    lists = [getattr(data, f"{name}_data_paths") or () for name in ("train", "valid", "test")]
+    if any(len(paths) > 1 for paths in lists):
+        raise ConfigError(
+            "train_epochs needs one dataset per split, and *_data_paths lists several. Merge them "
+            "(tools/merge_datasets.py), or use train_iters."
+        )
 
 
 def _check_evaluation(evaluation: EvaluationArgs, validation_length: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from megatron.checkpoints.run_lock import WAIT_SECONDS
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments.allowed_code import classes_in
@@ -119,7 +120,8 @@ def execute_run(
     try:
         # At most one of us works on a run, also across jobs on one file system. train.py has its
         # own lock on the same directory.
-        with FileLock(run.directory / ".reproduce.lock", timeout=0):
+        state = read_state(run.directory)
+        with FileLock(run.directory / ".reproduce.lock", timeout=_patience(state)):
             state = read_state(run.directory)
             for step in filter(only_steps, run.steps):
                 if step.name in done_steps(run):
@@ -134,6 +136,12 @@ def execute_run(
             return state
     except Timeout as error:
         raise ReproduceError(f"{run.directory}: another process works on this run") from error
+
+
+def _patience(state: RunState) -> float:
+    """How long to wait for the lock: a server may keep it for a host that is gone."""
+    elsewhere = state.state == State.RUNNING and state.host not in ("", socket.gethostname())
+    return WAIT_SECONDS if elsewhere else 0
 
 
 def _execute_step(

@@ -17,7 +17,7 @@ from megatron.data.loader import (
     document_starts,
     get_labels_and_mask,
 )
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import current_device
 from megatron.neox_arguments import BatchPlan, NeoXArgs
@@ -35,12 +35,13 @@ def build_streams(
     start: Resumed,
 ) -> tuple[Stream, Stream, Stream]:
     """Training data after the samples consumed; validation and test from where they would be."""
+    by_epochs = args.optimization.train_epochs is not None
 
-    def stream(dataset: Any, consumed: int, *, wrap: bool) -> Stream:
+    def stream(dataset: Any, consumed: int, *, wrap: bool, workers: int = 0) -> Stream:
         if dataset is None or len(dataset) == 0:
             return None
         sampler = ResumableBatchSampler(
-            total_samples=len(dataset),
+            total_samples=(by_epochs and _whole_batches(dataset, plan)) or len(dataset),
             consumed_samples=consumed,
             micro_batch_size=plan.micro_batch_size,
             dp_rank=parallel.dp_rank,
@@ -51,7 +52,7 @@ def build_streams(
         loader = build_data_loader(
             dataset,
             sampler,
-            num_workers=0 if wrap else args.data.num_workers,
+            num_workers=workers,
             pin_memory=torch.cuda.is_available(),
             seed=args.runtime.seed,
         )
@@ -61,23 +62,45 @@ def build_streams(
     evaluations_done = start.step // args.evaluation.eval_interval
     validated = evaluations_done * args.evaluation.eval_iters * plan.train_batch_size
     return (
-        stream(train, start.consumed_samples, wrap=False),
+        stream(train, start.consumed_samples, wrap=by_epochs, workers=args.data.num_workers),
         stream(valid, validated, wrap=True),
         stream(test, 0, wrap=True),
     )
 
 
+def _whole_batches(dataset: Any, plan: BatchPlan) -> int:
+    """The samples of one pass in batches of all ranks; as in GPT-NeoX the rest is left out."""
+    batch = plan.micro_batch_size * plan.data_parallel_size
+    return len(dataset) // batch * batch
+
+
+def with_steps_of_epochs(args: NeoXArgs, world_size: int) -> NeoXArgs:
+    """`train_epochs` as train_iters: the whole steps in so many passes over the training data."""
+    options = args.optimization
+    if options.train_epochs is None or args.evaluation.do_train is False:
+        return args
+    plan = args.batch_plan(world_size)
+    train = _build(args, None, None)[0]
+    samples = 0 if train is None else _whole_batches(train, plan) * options.train_epochs
+    steps = samples // plan.train_batch_size
+    if not steps:
+        raise DataError(
+            f"train_epochs = {options.train_epochs} is less than one step of "
+            f"{plan.train_batch_size} samples. Use more text, or a smaller train_batch_size."
+        )
+    if options.train_iters not in (None, steps):
+        raise ConfigError(
+            f"train_epochs = {options.train_epochs} is {steps} steps on this data, and train_iters "
+            f"is {options.train_iters}. Keep one of them."
+        )
+    return args.replace(train_iters=steps)
+
+
 def _datasets(
     args: NeoXArgs, plan: BatchPlan, start: Resumed, eod: int, vocab_size: int
 ) -> tuple[Any, Any, Any]:
-    datasets = build_datasets(
-        args.data,
-        seq_length=args.model.seq_length,
-        seq_length_val=args.model.seq_length_val,
-        num_samples=_sample_counts(args, plan, start),
-        seed=args.runtime.seed if args.data.data_seed is None else args.data.data_seed,
-        vocab_size=vocab_size,
-    )
+    by_epochs = args.optimization.train_epochs is not None
+    datasets = _build(args, None if by_epochs else _sample_counts(args, plan, start), vocab_size)
     train, length, steps = datasets[0], args.model.seq_length, args.steps_to_train
     if train is not None:
         _check_enough(train, length)
@@ -91,6 +114,19 @@ def _datasets(
     if steps and dist.get_rank() == 0:
         print(_amount(train, steps * plan.train_batch_size * length))
     return datasets
+
+
+def _build(
+    args: NeoXArgs, num_samples: tuple[int, int, int] | None, vocab_size: int | None
+) -> tuple[Any, Any, Any]:
+    return build_datasets(
+        args.data,
+        seq_length=args.model.seq_length,
+        seq_length_val=args.model.seq_length_val,
+        num_samples=num_samples,
+        seed=args.runtime.seed if args.data.data_seed is None else args.data.data_seed,
+        vocab_size=vocab_size,
+    )
 
 
 def _check_enough(train: Any, length: int) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.atomic_files import check_folder_writable
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import ConfigError, KerpleError, NonFiniteError
-from megatron.launcher.environment import environment_for
+from megatron.launcher.environment import environment_for, processes_here, rank_place
 from megatron.machine import memory_bytes
 from megatron.model.sizes import memory_shortage
 from megatron.mpu.job import join_job
@@ -30,7 +30,7 @@ from megatron.terminal import (
     shown_command,
 )
 from megatron.training.control_hooks import EXIT_DIVERGED
-from megatron.training.liveness import EXIT_PEER_LOST, explain, start_heartbeat
+from megatron.training.liveness import EXIT_PEER_LOST, bounded_join, explain, start_heartbeat
 from megatron.training.run import train
 
 
@@ -49,9 +49,11 @@ def _run(args: NeoXArgs, rank: int) -> int:
     try:
         if args.checkpoint.save and rank == 0:
             check_folder_writable(Path(args.checkpoint.save), "save =")
-        join_job(args)
-        check_memory(args)
-        heartbeat = start_heartbeat(args.runtime.distributed_timeout_minutes)
+        minutes = args.runtime.distributed_timeout_minutes
+        with bounded_join(minutes):
+            join_job(args)
+            check_memory(args)
+            heartbeat = start_heartbeat(minutes)
         code = train(args)
         finished = True
     except NonFiniteError as error:
@@ -63,12 +65,16 @@ def _run(args: NeoXArgs, rank: int) -> int:
         if describe_error(error) is None:
             raise
         _say(error, rank)
+        if heartbeat is not None:
+            heartbeat.tell_code(EXIT_USER_ERROR)
         return EXIT_USER_ERROR
     except RuntimeError as error:
         if not explain(heartbeat, error):
             raise
         sys.stdout.flush()
-        os._exit(EXIT_PEER_LOST)  # what is left of the process group would wait for the dead
+        os._exit(
+            heartbeat.code if heartbeat else EXIT_PEER_LOST
+        )  # what is left of the process group would wait for the dead
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)
@@ -81,7 +87,9 @@ def _run(args: NeoXArgs, rank: int) -> int:
 
 def _hint(args: NeoXArgs) -> None:
     """The likely next command."""
-    if not args.checkpoint.save or not args.optimization.train_iters:
+    if not args.checkpoint.save or not (
+        args.optimization.train_iters or args.optimization.train_epochs
+    ):
         return
     newest = CheckpointStore(Path(args.checkpoint.save)).newest()
     if newest is not None:
@@ -99,7 +107,8 @@ def check_memory(args: NeoXArgs) -> None:
         total = memory_bytes()
         if total is None:
             return
-        here = _processes_here()
+        tasks = os.environ.get("SLURM_NTASKS_PER_NODE", "")
+        here = processes_here(os.environ) or (int(tasks) if tasks.isdigit() else 0) or 1
         available = total // here
         where = "this machine" if here == 1 else f"each of {here} processes on this machine"
     shortage = memory_shortage(args, dist.get_world_size(), available, where)
@@ -107,21 +116,12 @@ def check_memory(args: NeoXArgs) -> None:
         raise ConfigError(shortage)
 
 
-def _processes_here() -> int:
-    """Processes of the job on this machine; 1 if nothing says."""
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
-            return int(text)
-    return 1
-
-
 def _say(error: BaseException, rank: int) -> None:
     """`error (rank N): ...`, once for all ranks that would say the same."""
     text = describe_error(error) or str(error)
     if _is_first_to_say(text):
         show_traceback_if_asked(error)
-        print(f"error (rank {rank}): {text}", file=sys.stderr, flush=True)
+        print(f"error ({rank_place(rank)}): {text}", file=sys.stderr, flush=True)
 
 
 def _is_first_to_say(text: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sys
 import threading
@@ -24,10 +25,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.launcher.environment import rank_place, spans_hosts
+from megatron.launcher.interfaces import VARIABLE
+
 EXIT_PEER_LOST = 77
 INTERVAL = 1.0  # seconds between heartbeats
 FINISHED_BEAT = "done"  # of a rank that has ended on purpose
 DEAD = "kerple/dead"  # where the first rank that finds a dead one writes which
+
+ENDED = re.compile(r"ended with code (\d+)")  # there, if it was an error of that rank
 
 
 def _boot_id() -> str:
@@ -63,6 +69,7 @@ class Heartbeat:
         self._watched = (rank + 1) % world_size
         self._last: tuple[int, float] | None = None  # the watched rank's count, and when
         self._count = 0
+        self.code = EXIT_PEER_LOST  # of this rank when a peer is lost
         self._lock = threading.Lock()
         self._answered = time.monotonic()  # when the store last answered
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -84,6 +91,19 @@ class Heartbeat:
             self._store.set(self._key(self.rank), FINISHED_BEAT)
         except RuntimeError:
             return  # the rank that keeps the store has left already
+
+    def tell_code(self, code: int) -> None:
+        """Tell peers that this rank ends with `code` by an error that it has printed.
+
+        They end with the same one: srun returns the highest, and EXIT_PEER_LOST would hide it. The
+        rank that keeps the store stays until the others have looked.
+        """
+        self._stop.set()
+        with contextlib.suppress(RuntimeError):
+            place = f"rank {self.rank} on {socket.gethostname()}"
+            self._store.set(DEAD, f"{place} ended with code {code}; see its error")
+            if self.rank == 0:
+                time.sleep(2 * INTERVAL)
 
     def find_dead(self, patience: float = 10.0) -> str | None:
         """Name a rank that is dead, watching for up to `patience` seconds; None if all live."""
@@ -125,7 +145,7 @@ class Heartbeat:
         if self._stop.is_set():
             return
         _say(self.rank, dead)
-        os._exit(EXIT_PEER_LOST)
+        os._exit(self.code)
 
     def turn(self, silence: float) -> str | None:
         """Beat once and look around once; the rank that is dead, if one is known to be."""
@@ -133,7 +153,10 @@ class Heartbeat:
             self._count += 1
             self._store.set(self._key(self.rank), f"{self._count} {self._own}")
             if self._store.check([DEAD]):
-                return str(self._store.get(DEAD).decode(errors="replace"))
+                dead = str(self._store.get(DEAD).decode(errors="replace"))
+                if match := ENDED.search(dead):
+                    self.code = int(match[1])
+                return dead
             dead = self._look(silence)
             if dead is not None:
                 self._store.set(DEAD, dead)
@@ -168,7 +191,7 @@ class Heartbeat:
 
 def _say(rank: int, dead: str) -> None:
     print(
-        f"error (rank {rank}): {dead}; ending this rank. "
+        f"error ({rank_place(rank)}): {dead}; ending this rank. "
         "Checkpoints are complete: start the job again to continue from the newest.",
         file=sys.stderr,
         flush=True,
@@ -193,6 +216,27 @@ def start_heartbeat(timeout_minutes: float) -> Heartbeat | None:
 
 
 @contextlib.contextmanager
+def bounded_join(timeout_minutes: float) -> Iterator[None]:
+    """End this process if the block, which joins the other ranks, takes more than two timeouts.
+
+    One to find all ranks in the store, one to connect to each. By itself gloo waits longer for a
+    peer that has given up.
+    """
+
+    def give_up() -> None:
+        explain(None, dist.DistNetworkError("not connected after two timeouts"))
+        os._exit(EXIT_PEER_LOST)
+
+    timer = threading.Timer(2 * timeout_minutes * 60 + 5 * INTERVAL, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
 def watched_peers(timeout_minutes: float) -> Iterator[None]:
     """Inside the block a lost peer is named and ends this process with `EXIT_PEER_LOST`."""
     heartbeat, finished = start_heartbeat(timeout_minutes), False
@@ -203,7 +247,9 @@ def watched_peers(timeout_minutes: float) -> Iterator[None]:
         if not explain(heartbeat, error):
             raise
         sys.stdout.flush()
-        os._exit(EXIT_PEER_LOST)  # what is left of the process group would wait for the dead
+        os._exit(
+            heartbeat.code if heartbeat else EXIT_PEER_LOST
+        )  # what is left of the process group would wait for the dead
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)
@@ -220,10 +266,11 @@ def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
         return False  # no peers
     if heartbeat is None:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        place = rank_place(os.environ.get("RANK", "0"))
         print(
-            f"error (rank {os.environ.get('RANK', '0')}): the job's processes did not all come "
-            f"together ({reason.rstrip('.')}). See what the others said, and start the job again; "
-            "distributed_timeout_minutes is how long they wait for each other.",
+            f"error ({place}): the job's processes did not all come together"
+            f" ({reason.rstrip('.')}). See what the others said, and start the job again; "
+            f"distributed_timeout_minutes is how long they wait for each other.{_interface()}",
             file=sys.stderr,
             flush=True,
         )
@@ -232,6 +279,17 @@ def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
     if dead is not None:
         _say(heartbeat.rank, dead)
     return dead is not None
+
+
+def _interface() -> str:
+    """Which interface gloo took, in a job that other hosts take part in."""
+    if not spans_hosts(os.environ):
+        return ""
+    used = os.environ.get(VARIABLE)
+    known = f"is {used}" if used else f"is not set: gloo uses the address of {socket.gethostname()}"
+    return (
+        f" {VARIABLE} {known}; it must name the interface through which the hosts reach each other."
+    )
 
 
 def _is_communication_error(error: BaseException | None) -> bool:

@@ -241,6 +241,44 @@ class RecordParameterNorms(Hook):
         self.sinks.write(report.step, {"parameter_norms": norms})
 
 
+class RecordZeroGradients(Hook):
+    """`log_grad_pct_zeros`: how many of a step's gradients are 0, over all ranks, in percent."""
+
+    def __init__(self, sinks: Sinks, interval: int) -> None:
+        self.sinks, self.interval = sinks, interval
+        self._counts: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def on_start(self, trainer: Trainer) -> None:
+        names = canonical_names(trainer.engine.module)
+
+        def count(*_: Any) -> None:
+            """Before the optimizer's step, which ZeRO takes group by group."""
+            if (trainer.step + 1) % self.interval:
+                return
+            for master, spans in trainer.engine.master_spans():
+                if master.grad is None:
+                    continue
+                gradient = master.grad.flatten()
+                for parameter, begin, end, first in spans:
+                    zeros = int((gradient[begin:end] == 0).sum())
+                    self._counts[names[parameter], first] = zeros, end - begin
+
+        trainer.engine.optimizer.register_step_pre_hook(count)
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        if report.step % self.interval:
+            return
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, self._counts)
+        self._counts = {}
+        sums: dict[str, list[int]] = {}
+        for (name, _), both in (item for counts in ranks for item in counts.items()):
+            sums[name] = [a + b for a, b in zip(sums.get(name, (0, 0)), both, strict=True)]
+        if sums:  # not of a step that was skipped
+            percent = {name: 100 * zeros / max(size, 1) for name, (zeros, size) in sums.items()}
+            self.sinks.write(report.step, {"pct_grad_zeros": percent})
+
+
 class ProjectKernels(Hook):
     """kerple_constraint `project`: put parameters back into their bounds after every step."""
 

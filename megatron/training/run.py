@@ -21,7 +21,7 @@ from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
 from megatron.neox_arguments.model_keys import padded_vocab_size
 from megatron.tokenizer import build_tokenizer
-from megatron.training.batches import build_streams
+from megatron.training.batches import build_streams, with_steps_of_epochs
 from megatron.training.control_hooks import (
     INTERRUPTED,
     SaveCheckpoints,
@@ -39,6 +39,7 @@ from megatron.training.progress_hooks import (
     RecordKernels,
     RecordMetrics,
     RecordParameterNorms,
+    RecordZeroGradients,
     ShowProgress,
 )
 from megatron.training.run_directory import (
@@ -81,6 +82,7 @@ def train(args: NeoXArgs) -> int:
     """Train; returns the process's exit code."""
     parallel = join_training(args)
     check_ranks_agree(args)
+    args = with_steps_of_epochs(args, dist.get_world_size())
     args, start = plan_start(args)
     if start.finished:
         return 0
@@ -174,6 +176,8 @@ def build_hooks(
     ]
     if args.logging.log_param_norm:
         hooks.append(RecordParameterNorms(sinks, log_interval))
+    if args.logging.log_grad_pct_zeros:
+        hooks.append(RecordZeroGradients(sinks, log_interval))
     if args.runtime.exit_interval:
         hooks.append(StopAtInterval(args.runtime.exit_interval))
     directory = run_directory(args.checkpoint)

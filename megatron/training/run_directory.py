@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.checkpoints.neox_run import is_neox_run
 from megatron.checkpoints.reading import CheckpointFiles, find_files
+from megatron.checkpoints.run_lock import hold
 from megatron.checkpoints.run_state import saved_batch_size
 from megatron.checkpoints.saved_config import (
     check_agreement,
@@ -25,7 +26,7 @@ from megatron.checkpoints.saved_config import (
     is_ours,
     resolved_config,
 )
-from megatron.checkpoints.store import CheckpointStore, hold, is_training_checkpoint
+from megatron.checkpoints.store import CheckpointStore, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
 from megatron.neox_arguments import NeoXArgs

@@ -16,7 +16,7 @@ from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.store import ChecksummedFile
 from megatron.checkpoints.writing import write_native, write_neox
 from megatron.errors import CheckpointError
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from tests.checkpoints.small_models import (
     assert_equal_weights,
     at_rest,
@@ -47,7 +47,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "none": {"pos_emb": "none", "activation": "swiglu", "mlp_multiple_of": 4},
     "grouped": {"pos_emb": "rotary", "num_kv_heads": 2},
-    "glu": {"pos_emb": "alibi", "activation": "glu", "norm": "non_parametric_layernorm"},
+    "glu": {
+        "pos_emb": "alibi",
+        "activation": "glu",
+        "mlp_multiple_of": 4,
+        "norm": "non_parametric_layernorm",
+    },
 }
 
 

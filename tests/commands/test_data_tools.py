@@ -82,7 +82,10 @@ def test_mistakes_exit_with_a_message(
         (["prepare_data", "novels", "--input", ""], "an empty path"),
         (["preprocess_data", "--input", ""], "an empty path"),
         (["train_tokenizer", "--input", ""], "an empty path"),
-        (["prepare_data", "novels", "--input", ".", "--jsonl-key", "a/b"], "'a/b': cannot be part"),
+        (
+            ["prepare_data", "novels", "--input", ".", "--jsonl-key", "a/b"],
+            "'a/b': must be usable in a file name",
+        ),
         (
             ["train_tokenizer", "--input", ".", "--output-dir", "x", "--max-megabytes", "0"],
             "--max-megabytes 0.0: must be above 0",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -125,8 +126,8 @@ def test_inputs_that_are_bf16_numbers() -> None:
 def test_the_tiles_of_half_precision_in_exact_arithmetic(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def half_tiles(kernel: str, block_d: int, _: torch.dtype, weighted: bool, arch: int) -> Tiles:
-        return tiles_of(kernel, block_d, torch.bfloat16, weighted, arch)
+    def half_tiles(kernel: str, block_d: int, _: torch.dtype, *others: Any) -> Tiles:
+        return tiles_of(kernel, block_d, torch.bfloat16, *others)
 
     monkeypatch.setattr(triton_launch, "tiles_of", half_tiles)
     check(case, tolerance=2e-5)

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     lm, _ = adapter(tmp_path)
     with pytest.raises(EvaluationError, match="does not fit into a context of 48"):
         lm.loglikelihood([request("a", "b" * 60)], disable_tqdm=True)
-    with pytest.raises(EvaluationError, match="max_gen_toks = 48 leaves no room"):
+    with pytest.raises(EvaluationError, match="max_gen_toks = 48 leaves no tokens for a prompt"):
         lm.generate_until([request("a", {"until": [], "max_gen_toks": 48})], disable_tqdm=True)
 
 

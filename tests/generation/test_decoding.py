@@ -11,7 +11,7 @@ from megatron.errors import GenerationError
 from megatron.generation import Sampling, complete, generate
 from megatron.generation.decoding import restrict
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from tests.evaluation.helpers import sharpened
 
 PROMPTS = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]

@@ -12,6 +12,7 @@ from megatron.launcher.environment import (
     DistributedEnvironment,
     environment_for,
     expand_hostlist,
+    rank_place,
 )
 from megatron.neox_arguments.run_keys import LauncherArgs
 
@@ -126,3 +127,36 @@ def test_hostlists(text: str, hosts: list[str]) -> None:
 def test_broken_hostlists(text: str) -> None:
     with pytest.raises(ConfigError):
         expand_hostlist(text)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        },
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+    ],
+)
+def test_several_hosts_need_an_address(environ: dict[str, str]) -> None:
+    """Every host would look for rank 0 on itself, until the timeout."""
+    with pytest.raises(ConfigError, match="master_addr is not set, and 2 of the job's 4 processes"):
+        discover(dict(environ))
+    found = discover(dict(environ), master_addr="node-1")
+    assert (found.rank, found.master_addr) == (3, "node-1")
+    name = next(name for name in environ if "LOCAL" in name)
+    assert discover({**environ, name: "4"}).master_addr == "127.0.0.1"
+
+
+def test_a_rank_is_named_with_its_host_if_there_are_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert rank_place(1) == "rank 1"
+    monkeypatch.setenv("MASTER_ADDR", "node-1")
+    assert rank_place(1) == f"rank 1 on {socket.gethostname()}"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert rank_place(1) == "rank 1"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model import ModelSpec
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS, DistanceKernel, PositionOptions
-from megatron.model.position_names import position_options
+from megatron.model.position_base import DistanceKernel, PositionOptions
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS, position_options
 from megatron.model.positional_embeddings import Exponent, Positive, Uniform, register
 from tests.checkpoints.small_models import small_args
 from tests.model.position_helpers import CONSTRAINTS, KERNELS, build, kernel, options, present

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -151,5 +152,34 @@ def test_gpt_neoxs_way_to_read_files_and_keys(tmp_path: Path) -> None:
     assert args.hidden_size == args.model.hidden_size
     with pytest.raises(AttributeError):
         args.no_such_key  # noqa: B018
-    with pytest.raises((AttributeError, TypeError, ValueError)):
+    with pytest.raises(ConfigError, match="hidden_size is read only"):
         args.hidden_size = 3
+    with pytest.raises(ConfigError, match=r"args.replace\(seed="):
+        args.update_value("seed", 3)
+
+
+def test_blocks_are_mappings_as_their_file_wrote_them(tmp_path: Path) -> None:
+    block = {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}}
+    file = write(tmp_path, "a.yml", json.dumps({**TINY, "optimizer": block, "global_num_gpus": 1}))
+    args = NeoXArgs.from_ymls([file])
+    assert args.optimizer == block
+    assert args.optimization.optimizer.type == "adam"
+    assert args.global_num_gpus == 1
+    changed = NeoXArgs.from_ymls([file], {"optimizer": {"type": "Adam", "params": {"lr": 0.002}}})
+    assert changed.optimizer["params"]["lr"] == 0.002
+
+
+def test_gpt_neoxs_way_from_one_command_line_to_the_next(tmp_path: Path) -> None:
+    file = str(write(tmp_path, "a.yml", json.dumps(TINY)))
+    args = NeoXArgs.consume_deepy_args(["train.py", file, "--wandb_group", "first"])
+    other = NeoXArgs.from_ymls([file])
+    before = other.config_hash()
+    assert other != args
+    other.wandb_group = "first"
+    assert (other, other.config_hash()) == (args, before)
+    with pytest.raises(ConfigError, match="wandb_group"):
+        other.wandb_group = 3
+    words = args.get_deepspeed_main_args()
+    assert words[0] == "train.py"
+    started = NeoXArgs.consume_neox_args(words)
+    assert started.megatron_config == args.megatron_config

@@ -147,7 +147,7 @@ def test_official_position_names_are_known_here_and_to_the_model(name: str) -> N
 
 
 def test_every_registered_position_is_accepted() -> None:
-    from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+    from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 
     for name in POSITIONAL_EMBEDDINGS:
         assert NeoXArgs.from_dict({**TINY, "pos_emb": name}).model.pos_emb == name

@@ -18,7 +18,7 @@ from megatron.errors import ReproduceError
 from megatron.paper import execute
 from megatron.paper.execute import Launcher
 from megatron.paper.local import run_suite
-from megatron.paper.run_files import State, read_state
+from megatron.paper.run_files import RunState, State, read_state, write_state
 from megatron.paper.suite import TRAIN, Run, Step, Suite, load_suite
 from megatron.terminal import EXIT_INTERRUPTED
 from tests.conftest import REPOSITORY
@@ -174,6 +174,27 @@ def test_two_commands_do_not_work_on_one_run(tmp_path: Path, pretend) -> None:  
         code, text = run(suite)
     assert code == 1
     assert "another process works on this run" in text
+
+
+def test_the_lock_of_another_host_is_waited_for(
+    tmp_path: Path,
+    pretend,  # type: ignore[no-untyped-def]
+) -> None:
+    """A requeued job: the file server still has the lock of the node that was lost."""
+    suite = smoke(tmp_path, "alibi", "*.1235")
+    directory = suite.runs[0].directory
+    directory.mkdir(parents=True)
+    write_state(directory, RunState(State.RUNNING, "train", None, 1.0, 7, "lost-node"))
+    lock = FileLock(directory / ".reproduce.lock", thread_local=False)
+    lock.acquire()
+    import threading
+
+    pretend({"seconds": "0"})
+    timer = threading.Timer(1.0, lock.release)
+    timer.start()
+    code, text = run(suite)
+    timer.join()
+    assert code == 0, text
 
 
 def test_the_real_thing_once(tmp_path: Path) -> None:

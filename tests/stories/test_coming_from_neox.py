@@ -122,6 +122,10 @@ def test_the_numbers_of_files_are_those_that_are_tested() -> None:
 TOOLS = [
     "ckpts/convert_hf_llama_to_neox",
     "ckpts/convert_hf_to_sequential",
+    "ckpts/convert_neox_to_mamba_ssm",
+    "ckpts/convert_raw_llama_weights_to_neox",
+    "ckpts/merge20b",
+    "ckpts/upload",
     "datasets/preprocess_data_with_chat_template",
     "datasets/preprocess_data_with_mask",
 ]
@@ -137,6 +141,28 @@ def test_tools_that_are_not_here_answer_with_a_command(tool: str) -> None:
     (line,) = done.stderr.splitlines()
     (named,) = re.findall(r"Use: python (tools/\S+\.py)", line)
     assert (REPOSITORY / named).is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "told"),
+    [
+        (["{}"], 0, "weights (layer index.name)"),
+        (["{},{}", "--compare", "--diff"], 0, "differences (first | second)\n  none"),
+        (["{},{}", "-c", "-d"], 0, "differences (first | second)\n  none"),
+        (["{}", "-c"], 2, "not two paths"),
+        (["{}", "-i"], 2, "kerple.load_pretrained"),
+        (["{}", "--attributes", "module/lr"], 2, "Use --json"),
+    ],
+)
+def test_checkpoints_are_inspected_with_gpt_neoxs_flags(
+    flags: list[str], code: int, told: str
+) -> None:
+    script = REPOSITORY / "tools" / "ckpts" / "inspect_checkpoints.py"
+    words = [flag.replace("{}", str(unpacked("neox_runs") / "zero1")) for flag in flags]
+    command = [sys.executable, str(script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr
+    assert told in done.stdout + done.stderr
 
 
 def test_tokens_are_counted_by_gpt_neoxs_tool() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.model import GPTModel
 from megatron.model.layer_formulas import ACTIVATIONS, GATED
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from tests.model.small_spec import SPEC
 
 LENGTH = 40

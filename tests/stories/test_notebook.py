@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from tests.conftest import REPOSITORY
 
 NOTEBOOK = REPOSITORY / "examples" / "kernels_by_hand.ipynb"

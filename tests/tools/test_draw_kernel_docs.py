@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.model.position_base import POSITIONAL_EMBEDDINGS, TableEmbedding
+from megatron.model.position_base import TableEmbedding
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 
 from megatron.checkpoints.resuming import Resumed
+from megatron.errors import ConfigError, DataError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.training import batches
-from tests.training.cases import tiny_config
+from tests.training.cases import tiny_config, write_data
+from tests.training.runs import losses, run, run_config
 
 
 class Text:
@@ -74,3 +78,79 @@ def test_the_loader_pins_memory_where_there_is_a_gpu(
     start, plan = Resumed(0, 0), args.batch_plan(1)
     batches.build_streams(args, plan, alone, eod=0, vocab_size=9, start=start)
     assert asked["pin_memory"] is cuda
+
+
+def by_epochs(tmp_path: Path, **changes: Any) -> NeoXArgs:
+    """48 documents of 50 tokens to train on: 149 samples, of which GPT-NeoX counts 148."""
+    config = tiny_config(write_data(tmp_path), train_epochs=2, **changes)
+    return NeoXArgs.from_dict({**config, "train_iters": changes.get("train_iters")})
+
+
+def samples_of(args: NeoXArgs, rank: int, ranks: int, consumed: int = 0) -> Any:
+    """The training micro-batches of one data-parallel rank."""
+    plan, parallel = args.batch_plan(ranks), SimpleNamespace(dp_rank=rank, dp_size=ranks)
+    start = Resumed(0, consumed)
+    stream, _, _ = batches.build_streams(args, plan, parallel, eod=0, vocab_size=64, start=start)  # type: ignore[arg-type]
+    return ([tuple(row.tolist()) for row in tokens] for tokens, _ in stream)  # type: ignore[union-attr]
+
+
+def test_epochs_are_gpt_neoxs_steps_and_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 micro-batches of 6 an epoch, then again from the first."""
+    monkeypatch.setattr(batches.dist, "get_rank", lambda: 1)
+    sizes = {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 3}
+    args = batches.with_steps_of_epochs(by_epochs(tmp_path, **sizes), 2)
+    assert args.optimization.train_iters == 24 * 2 // 5 == 9
+    assert args.optimization.decay_iters == 9
+    seen = [list(islice(samples_of(args, rank, 2), 48)) for rank in (0, 1)]
+    assert all(rank[:24] == rank[24:] for rank in seen)
+    once = [sample for rank in seen for batch in rank[:24] for sample in batch]
+    assert len(once) == len(set(once)) == 24 * 6
+    later = samples_of(args, 1, 2, consumed=8 * 30)
+    assert next(later) == seen[1][40 % 24]
+
+
+def test_one_dataset_in_a_list_is_the_same_as_data_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches.dist, "get_rank", lambda: 1)
+    args = by_epochs(tmp_path, split="1,0,0")
+    listed = args.replace(data_path=None, train_data_paths=[args.data.data_path])
+    args, listed = (batches.with_steps_of_epochs(each, 1) for each in (args, listed))
+    assert args.optimization.train_iters == listed.optimization.train_iters == 186 * 2 // 4
+    assert list(islice(samples_of(args, 0, 1), 9)) == list(islice(samples_of(listed, 0, 1), 9))
+
+
+def test_epochs_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train_epochs = 2 is 74 steps .* train_iters is 8"):
+        batches.with_steps_of_epochs(by_epochs(tmp_path, train_iters=8), 1)
+    both = by_epochs(tmp_path, train_iters=74)
+    assert batches.with_steps_of_epochs(both, 1) == both  # a saved config holds both
+    with pytest.raises(DataError, match="less than one step of 400 samples"):
+        batches.with_steps_of_epochs(by_epochs(tmp_path, train_batch_size=400), 1)
+    with pytest.raises(DataError, match="less than one step of 200 samples"):
+        large = {"train_batch_size": 200, "train_micro_batch_size_per_gpu": 200}
+        batches.with_steps_of_epochs(by_epochs(tmp_path, **large), 1)
+    with pytest.raises(ConfigError, match="one dataset per split"):
+        by_epochs(tmp_path).replace(data_path=None, train_data_paths=["a", "b"])
+
+
+def test_a_run_by_epochs_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Two passes of three steps; the second run stops in the second pass."""
+    data = write_data(tmp_path)
+    sizes = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 12, "num_workers": 1}
+    found = []
+    for name in ("whole", "stopped"):
+        config = run_config(data, tmp_path / name, train_epochs=2, **sizes)
+        del config["train_iters"]
+        if name == "stopped":
+            run({**config, "exit_interval": 4}, tmp_path / "c", 2)
+        output = run(config, tmp_path / "c", 2)
+        found.append(losses(tmp_path / name))
+    assert "resuming after step 4" in output
+    assert list(found[0]) == [1, 2, 3, 4, 5, 6]
+    assert found[0] == found[1]
+    saved = tmp_path / "whole" / "global_step6" / "configs" / "resolved.yml"
+    again = NeoXArgs.from_files([saved])
+    assert (again.train_epochs, again.train_iters) == (2, 6)

@@ -136,3 +136,31 @@ def test_a_rank_that_waits_for_the_stores_host_ends_within_the_timeout() -> None
     assert done.returncode == 77, done.stdout + done.stderr
     assert "rank 0, which keeps the job's store, is silent for" in done.stderr
     assert "found" not in done.stdout and time.monotonic() - start < 50
+
+
+def test_an_error_of_one_rank_is_the_code_of_all() -> None:
+    """srun returns the highest code: 77 of the others would hide the 2 of the one that failed."""
+    _, ranks = job(3)
+    assert ranks[0].code == 77
+    ranks[1].tell_code(2)
+    found = ranks[0].turn(silence=60.0)
+    assert found is not None and "rank 1 on" in found and "ended with code 2" in found
+    assert ranks[0].code == 2
+
+
+NEVER_JOINED = """
+import os, time
+from megatron.training import liveness
+os.environ.update(RANK="1", WORLD_SIZE="2")
+liveness.INTERVAL = 0.1
+with liveness.bounded_join(0.01):
+    time.sleep(60)  # as gloo connects to a peer that has given up
+"""
+
+
+def test_joining_ends_after_two_timeouts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER_JOINED], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert "error (rank 1): the job's processes did not all come together" in done.stderr

@@ -62,3 +62,30 @@ def test_the_norm_of_each_parameter(tmp_path: Path) -> None:
     assert norms.keys() == weights.keys()
     for name, tensor in weights.items():
         assert norms[name] == pytest.approx(float(tensor.float().norm()), rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"precision": "fp32"},
+        {"precision": "bf16", "zero_optimization": {"stage": 2}},
+        {"precision": "bf16", "zero_optimization": {"stage": 3}},
+        {"precision": "fp32", "model_parallel_size": 2},
+        {"precision": "fp32", "pipe_parallel_size": 2},
+    ],
+    ids=["one", "zero2", "zero3", "mp2", "pp2"],
+)
+def test_the_percentage_of_gradients_that_are_zero(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Three of four learned positions are beyond seq_length and have none."""
+    save, processes = tmp_path / "run", 1 if layout == {"precision": "fp32"} else 2
+    config = run_config(write_data(tmp_path), save, train_iters=2, log_interval=2)
+    config |= {"pos_emb": "learned", "max_position_embeddings": 64, "log_grad_pct_zeros": True}
+    run({**config, **layout}, tmp_path, processes)
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").open()]
+    ((step, shares),) = [
+        (line["step"], line["pct_grad_zeros"]) for line in lines if "pct_grad_zeros" in line
+    ]
+    assert step == 2
+    assert shares.keys() == read_checkpoint(save).weights.keys()
+    assert shares["0.position_embeddings.weight"] == pytest.approx(75, abs=0.5)
+    assert all(share < 5 for name, share in shares.items() if "layernorm" in name)

@@ -42,6 +42,7 @@ def config(directory: Path, **changes: object) -> Path:
         "log_interval": 1,
         "optimizer": {"type": "Adam", "params": {"lr": 0.0}},
         "load": str(FIXTURES / "official_kerple_log"),
+        "finetune": True,
         "save": str(directory / "run"),
     }
     path = directory / "config.yml"

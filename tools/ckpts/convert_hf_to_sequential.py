@@ -7,8 +7,4 @@ from pathlib import Path
 from runpy import run_path
 
 if __name__ == "__main__":
-    beside = run_path(str(Path(__file__).resolve().parents[1] / "_start.py"))
-    beside["answer"](
-        "one command converts between all formats",
-        "tools/convert_checkpoint.py HF_FOLDER NEW_FOLDER --to neox",
-    )
+    run_path(str(Path(__file__).resolve().parents[1] / "_start.py"))["answer"]()

@@ -7,8 +7,4 @@ from pathlib import Path
 from runpy import run_path
 
 if __name__ == "__main__":
-    beside = run_path(str(Path(__file__).resolve().parents[1] / "_start.py"))
-    beside["answer"](
-        "chat templates and label masks are not implemented here",
-        "tools/datasets/preprocess_data.py for plain text",
-    )
+    run_path(str(Path(__file__).resolve().parents[1] / "_start.py"))["answer"]()

@@ -19,13 +19,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "sinfo")
 _SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
 
 CONFIG = """ClusterName=throwaway
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -34,11 +35,11 @@ AuthInfo=socket={directory}/munge.sock,cred_expire=10
 SlurmctldPort={controller_port}
 SlurmdPort={node_port}
 StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool
+SlurmdSpoolDir={directory}/spool{node}
 SlurmctldPidFile={directory}/slurmctld.pid
-SlurmdPidFile={directory}/slurmd.pid
+SlurmdPidFile={directory}/slurmd{node}.pid
 SlurmctldLogFile={directory}/slurmctld.log
-SlurmdLogFile={directory}/slurmd.log
+SlurmdLogFile={directory}/slurmd{node}.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -52,7 +53,8 @@ JobRequeue=1
 KillWait=20
 InactiveLimit=0
 MinJobAge=600
-GresTypes=gpu
+"""
+NODES = """GresTypes=gpu
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=16000 Gres=gpu:a100:{gpus} State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 PartitionName=a100 Nodes={host} MaxTime=INFINITE State=UP
@@ -95,28 +97,36 @@ def start(directory: Path, cpus: int = 4, gpus: int = 2) -> None:
     directory.chmod(0o755)
     for name in ("state", "spool"):
         (directory / name).mkdir(exist_ok=True)
-    _start_munge(directory)
-    ports = _free_ports(2)
-    config = CONFIG.format(
-        host=socket.gethostname().split(".")[0],
-        directory=directory,
-        controller_port=ports[0],
-        node_port=ports[1],
-        cpus=cpus,
-        gpus=gpus,
-    )
-    (directory / "slurm.conf").write_text(config, encoding="utf-8")
+    start_munge(directory)
+    host = socket.gethostname().split(".")[0]
+    nodes = NODES.format(host=host, cpus=cpus, gpus=gpus)
+    write_config(directory, f"{host}(127.0.0.1)", nodes, _free_ports(2))
     for number in range(gpus):  # Slurm only asks whether a GPU's file is there
         (directory / f"gpu{number}").touch()
     gres = f"Name=gpu Type=a100 File={directory}/gpu[0-{gpus - 1}]\n"
     (directory / "gres.conf").write_text(gres, encoding="utf-8")
+    daemon(directory, ["slurmctld", "-i"])
+    daemon(directory, ["slurmd"])
+    wait_for_nodes(directory)
+
+
+def write_config(
+    directory: Path, controller: str, nodes: str, ports: Sequence[int], node: str = ""
+) -> None:
+    """slurm.conf; `node` is %n in the names of what each of several nodes has."""
+    config = CONFIG.format(
+        controller=controller,
+        directory=directory,
+        controller_port=ports[0],
+        node_port=ports[1],
+        node=node,
+    )
+    (directory / "slurm.conf").write_text(config + nodes, encoding="utf-8")
     (directory / "cgroup.conf").write_text("CgroupAutomount=no\n", encoding="utf-8")
-    _daemon(directory, ["slurmctld", "-i"])
-    _daemon(directory, ["slurmd"])
-    _wait_for_node(directory)
 
 
-def _start_munge(directory: Path) -> None:
+def start_munge(directory: Path, enter: Sequence[str] = ()) -> None:
+    """munged; `enter` are words before the command, which let it run on another host."""
     key = directory / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
@@ -124,10 +134,10 @@ def _start_munge(directory: Path) -> None:
     options |= {"pid-file": directory / "munged.pid", "log-file": directory / "munged.log"}
     options |= {"seed-file": directory / "munged.seed"}
     flags = [f"--{name}={path}" for name, path in options.items()]
-    _daemon(directory, ["munged", "--force", "--num-threads=2", *flags])
+    daemon(directory, [*enter, "munged", "--force", "--num-threads=2", *flags])
 
 
-def _daemon(directory: Path, command: list[str]) -> None:
+def daemon(directory: Path, command: list[str]) -> None:
     result = subprocess.run(
         command,
         env={**os.environ, **environment(directory)},
@@ -142,7 +152,7 @@ def _daemon(directory: Path, command: list[str]) -> None:
         raise SlurmSetupError(f"{command[0]} failed: {result.stderr.strip()}\n{_logs(directory)}")
 
 
-def _ask(directory: Path, *command: str) -> str:
+def ask(directory: Path, *command: str) -> str:
     """What one of Slurm's programs answers, if it does."""
     variables = {**os.environ, **environment(directory)}
     done = subprocess.run(
@@ -151,15 +161,15 @@ def _ask(directory: Path, *command: str) -> str:
     return done.stdout.strip()
 
 
-def _wait_for_node(directory: Path, seconds: float = 30.0) -> None:
+def wait_for_nodes(directory: Path, enter: Sequence[str] = (), seconds: float = 30.0) -> None:
     state = ""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        state = _ask(directory, "sinfo", "--noheader", "--format=%T")
+        state = ask(directory, *enter, "sinfo", "--noheader", "--format=%T", "--partition=main")
         if state in ("idle", "mixed"):
             return
         time.sleep(0.5)
-    raise SlurmSetupError(f"the node did not become idle (state {state!r})\n{_logs(directory)}")
+    raise SlurmSetupError(f"the nodes did not become idle (state {state!r})\n{_logs(directory)}")
 
 
 def _logs(directory: Path) -> str:
@@ -173,8 +183,8 @@ def _logs(directory: Path) -> str:
 def stop(directory: Path) -> None:
     """Cancel all jobs and end the daemons that this directory's pid files name."""
     if (directory / "slurmctld.pid").exists():
-        _ask(directory, "scancel", "--user=root", "--signal=KILL", "--full")
-        _ask(directory, "scancel", "--user=root")
+        ask(directory, "scancel", "--user=root", "--signal=KILL", "--full")
+        ask(directory, "scancel", "--user=root")
         time.sleep(1)
     for name in ("slurmd", "slurmctld", "munged"):
         _end(directory / f"{name}.pid")

@@ -1,0 +1,222 @@
+"""One job over several hosts: srun on two nodes, a lost link, a stopped rank, a killed node.
+
+The hosts are namespaces of this machine (tests/stories/hosts.py) with a real Slurm over them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.stories.hosts import CONTROLLER, TRAIN, Hosts, unusable
+from tests.stories.test_real_slurm import throwaway
+from tests.training.cases import write_data
+from tests.training.runs import losses, run_config
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+
+TIMEOUT_SECONDS = 12
+TWO_NODES = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    reason = unusable()
+    if reason is not None:
+        pytest.skip(f"several hosts on one machine: {reason}")
+    found = Hosts(tmp_path_factory.mktemp("hosts"), throwaway())
+    try:
+        found.start()
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+def written(data: str, tmp_path: Path, **changes: Any) -> str:
+    """The config's file; without dropout, whose streams depend on the layout."""
+    keys = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "train_iters": 8}
+    config = {**run_config(data, tmp_path / "run", **keys), **changes}
+    config.setdefault("distributed_timeout_minutes", 0.5)
+    file = tmp_path / "config.yml"
+    file.write_text(yaml.safe_dump(config))
+    return str(file)
+
+
+def test_two_nodes_train_what_one_process_does(hosts: Hosts, data: str, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    alone = hosts.run("n3", *TRAIN, written(data, tmp_path / "one"))
+    assert alone.returncode == 0, alone.stdout
+    done = hosts.run(CONTROLLER, *TWO_NODES, *TRAIN, written(data, tmp_path))
+    assert done.returncode == 0, done.stdout
+    expected, found = losses(tmp_path / "one" / "run"), losses(tmp_path / "run")
+    assert list(found) == list(range(1, 9))
+    assert all(math.isclose(found[step], expected[step], rel_tol=1e-5) for step in expected)
+
+
+def test_a_directory_of_each_host_is_refused(hosts: Hosts, data: str, tmp_path: Path) -> None:
+    file = written(data, tmp_path, save=str(hosts.private / "run"))
+    done = hosts.run(CONTROLLER, *TWO_NODES, *TRAIN, file)
+    assert done.returncode == 2, done.stdout
+    assert "Every host must share that directory" in done.stdout
+    assert re.search(r"not seen by rank 1 on n[123]", done.stdout)
+
+
+def test_names_that_mean_loopback(hosts: Hosts, data: str, tmp_path: Path) -> None:
+    """Debian's 127.0.1.1: gloo would listen where no other host can connect."""
+    try:
+        for name in ("n1", "n2", "n3"):
+            hosts.names_file(name, own="127.0.1.1")
+        done = hosts.run(CONTROLLER, *TWO_NODES, *TRAIN, written(data, tmp_path))
+    finally:
+        for name in ("n1", "n2", "n3"):
+            hosts.names_file(name)
+    assert done.returncode == 0, done.stdout
+    assert list(losses(tmp_path / "run")) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("fault", ["link", "stop rank 0"])
+def test_a_lost_host_ends_the_others_within_the_timeout(
+    hosts: Hosts, data: str, tmp_path: Path, fault: str
+) -> None:
+    minutes = TIMEOUT_SECONDS / 60
+    endless = {"train_iters": 100_000, "distributed_timeout_minutes": minutes}
+    ranks = hosts.start_ranks(["n1", "n2"], [*TRAIN, written(data, tmp_path, **endless)])
+    stopped = int(fault[-1]) if fault.startswith("stop") else None
+    process = None
+    try:
+        wait_for_step(tmp_path / "run", ranks)
+        start = time.monotonic()
+        if stopped is None:
+            hosts.link("n2", "down")
+        else:
+            process = child_of(ranks[stopped])
+            os.kill(process, signal.SIGSTOP)
+        left = [rank for number, rank in enumerate(ranks) if number != stopped]
+        outputs = [rank.communicate(timeout=60)[0] for rank in left]
+        seconds = time.monotonic() - start
+    finally:
+        hosts.link("n2", "up")
+        for rank in ranks:
+            if rank.poll() is None:
+                os.kill(process or child_of(rank), signal.SIGKILL)
+                rank.send_signal(signal.SIGCONT)  # nsenter stops with its child
+                rank.kill()
+            rank.wait(timeout=20)
+    assert [rank.returncode for rank in left] == [77] * len(left), outputs
+    assert all(re.search(r"error \(rank \d on n[12]\): .*rank \d", text) for text in outputs)
+    assert seconds < TIMEOUT_SECONDS + 20
+
+
+@pytest.fixture(scope="module")
+def ssh(hosts: Hosts) -> Hosts:
+    if not Path("/usr/sbin/sshd").exists():
+        pytest.skip("not installed: openssh-server")
+    hosts.start_sshd()
+    return hosts
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="not installed: pdsh")
+def test_pdsh_passes_a_signal_on_and_prints_no_config(
+    ssh: Hosts, data: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
+    endless = {"train_iters": 100_000, "checkpoint_factor": 100_000, "no_ssh_check": True}
+    keys = {"hostfile": str(tmp_path / "hostfile"), "master_addr": "n1", **endless}
+    command = [sys.executable, "deepy.py", "train.py", written(data, tmp_path, **keys)]
+    job = subprocess.Popen(
+        [*ssh.hosts[CONTROLLER].enter, *command],
+        env=ssh.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and len(losses(tmp_path / "run")) > 5, metrics, 60)
+        os.kill(child_of(job), signal.SIGINT)
+        output = job.communicate(timeout=40)[0]
+    finally:
+        job.kill()
+    assert job.returncode == 130, output
+    assert max(map(len, output.splitlines())) < 500, output
+    assert (
+        tmp_path / "run" / "latest"
+    ).read_text() == f"global_step{max(losses(tmp_path / 'run'))}"
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="not installed: mpirun")
+def test_mpirun_needs_the_address_of_rank_0(ssh: Hosts, data: str, tmp_path: Path) -> None:
+    mpirun = ["mpirun", "--allow-run-as-root", "-np", "2", "--host", "n1,n2"]
+    mpirun += ["-x", "PYTHONPATH", "-x", "DS_ACCELERATOR", "-x", "OMP_NUM_THREADS", *TRAIN]
+    file = written(data, tmp_path)
+    without = ssh.run(CONTROLLER, *mpirun, file)
+    assert without.returncode == 2 and "master_addr is not set" in without.stdout, without.stdout
+    done = ssh.run(CONTROLLER, *mpirun, file, "--set", "master_addr=n1")
+    assert done.returncode == 0, done.stdout
+    assert list(losses(tmp_path / "run")) == list(range(1, 9))
+
+
+def test_a_killed_node_requeues_the_job(hosts: Hosts, data: str, tmp_path: Path) -> None:
+    """Last of all: the node does not come back."""
+    file = written(data, tmp_path, train_iters=400, checkpoint_factor=50)
+    script = tmp_path / "job.sh"
+    command = " ".join(["srun", "--kill-on-bad-exit=0", "--wait=60", *TRAIN, file])
+    script.write_text(f"#!/bin/bash\n{command}\n")
+    options = ["--nodes=2", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
+    log = tmp_path / "job.log"
+    start = ["sbatch", "--parsable", *options, f"--output={log}", str(script)]
+    job = hosts.run(CONTROLLER, *start).stdout.strip()
+    assert job.isdigit(), job
+    run = tmp_path / "run"
+    wait_until(lambda: (run / "latest").exists(), log, 60)
+    nodes = hosts.run(CONTROLLER, "squeue", "--noheader", "--jobs", job, "--format=%N").stdout
+    first, second = ("n" + number for number in re.findall(r"\d+", nodes)[:2])
+    assert first < second
+    hosts.kill(second)
+    wait_until(lambda: finished(run, 400), log, 120)
+    shown = hosts.run(CONTROLLER, "scontrol", "show", "job", job).stdout
+    assert "Restarts=1" in shown, shown
+    assert list(losses(run)) == list(range(1, 401))
+
+
+def wait_for_step(run: Path, ranks: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 60
+    while not (run / "latest").exists():
+        for rank in ranks:
+            assert rank.poll() is None, rank.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def wait_until(condition: Any, log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+        time.sleep(0.3)
+
+
+def finished(run: Path, steps: int) -> bool:
+    latest = run / "latest"
+    return latest.exists() and latest.read_text().strip() == f"global_step{steps}"
+
+
+def child_of(rank: subprocess.Popen[str]) -> int:
+    """The rank itself: nsenter starts it as a child, to be in the host's process table."""
+    return int(Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()[0])
