@@ -8,6 +8,7 @@
 #   make test-slurm  a real Slurm on this machine, on one host and on several (root only), torn down afterwards
 #   make test-ptx    execute every compiled Triton kernel in the emulator; MUTATE=1: broken ones
 #   make fuzz        spoil N=10000 files of every kind: only our own errors may come of it
+#   make mutate      break N=300 places of the code: does a test see it? MINUTES=60 for a part
 #   make soak        KILLS=100 random kills over layouts, each resumed to the same bits
 #   make lint        ruff and mypy
 #   make bench       attention, data, evaluation and step benchmarks
@@ -23,7 +24,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install install-dev demo test test-quick test-full test-slow test-slurm slurm-packages test-ptx fuzz soak lint format bench gpu-check docs docs-check dist clean
+.PHONY: help install install-dev demo test test-quick test-full test-slow test-slurm slurm-packages test-ptx fuzz mutate soak lint format bench gpu-check docs docs-check dist clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -90,6 +91,11 @@ N ?= 10000
 SEED ?= 0
 fuzz: $(VENV)/.dev
 	@$(BIN)/python -m tests.fuzz.harness $(N) --seed $(SEED)
+
+MINUTES ?= 600
+mutate: N := $(if $(filter file,$(origin N)),300,$(N))
+mutate: $(VENV)/.dev
+	@$(BIN)/python -m tests.mutation.harness $(N) --seed $(SEED) --minutes $(MINUTES)
 
 KILLS ?= 100
 soak: $(VENV)/.dev

@@ -69,6 +69,14 @@ def sync_directory(directory: Path) -> None:
             raise
 
 
+def make_directories(directory: Path) -> None:
+    """`directory` with its parents; what had to be made is durable."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent)
+
+
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that appears under ``path`` only when the block ends without error."""
@@ -98,7 +106,7 @@ def new_directory(
     """
     target = Path(path)
     _check_replaceable(target, overwrite, replaceable, sources)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(target.parent)
     temporary = temporary_name(target)
     temporary.mkdir()
     try:
@@ -108,8 +116,8 @@ def new_directory(
         if target.exists():
             target.rename(old)
         temporary.rename(target)
+        sync_directory(target.parent)  # else a power cut could delete what still has the name
         shutil.rmtree(old, ignore_errors=True)
-        sync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -152,7 +160,7 @@ def check_writable(path: Path, option: str, shown: Path | None = None) -> None:
     """Refuse now what could not be written after the work; makes the folder if need be."""
     probe = temporary_name(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(path.parent)
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         probe.touch()
@@ -173,7 +181,7 @@ def check_folder_writable(folder: Path, option: str) -> None:
 def write_text(path: Path, text: str, *, parents: bool = False) -> None:
     """The old content or the new, never a part; with `parents`, in a folder made if need be."""
     if parents:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(path.parent)
     with atomic_writer(path) as handle:
         handle.write(text.encode())
 

@@ -73,18 +73,29 @@ def run_command(main: Main, argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def exit_with(code: int) -> NoReturn:
-    """End the process with this code after the exit handlers, without finalizing the interpreter.
+def exit_with(call: Callable[[], Any]) -> NoReturn:
+    """Call, then end the process with the code that it returns: the end of every entry point.
 
-    DeepSpeed keeps process groups after `destroy_process_group`. A thread of theirs that takes the
-    GIL during finalization would end the process with SIGABRT instead of the code.
+    The exit handlers run, but the interpreter is not finalized, after an error neither: DeepSpeed
+    keeps process groups after `destroy_process_group`. A thread of theirs that takes the GIL during
+    finalization would end the process with SIGABRT instead of the code.
     """
+    try:
+        code = call()
+    except SystemExit as ending:
+        code = ending.code
+    except BaseException as error:  # a defect of ours
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    if isinstance(code, str):  # as sys.exit(text) does
+        print(code, file=sys.stderr)
+        code = 1
     threading._shutdown()  # type: ignore[attr-defined]  # pools end their idle threads, others join
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()
-    os._exit(code)
+    os._exit(code or 0)
 
 
 @contextmanager

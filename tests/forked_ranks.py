@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,17 +148,7 @@ def _run(arguments: list[str], environment: dict[str, str], output: int) -> None
     sys.argv = arguments
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [str(Path(arguments[0]).resolve().parent), *given]
-    code: Any = 0
-    try:
-        runpy.run_path(arguments[0], run_name="__main__")
-    except SystemExit as error:
-        code = error.code
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    exit_with(code if isinstance(code, int) else 0 if code is None else 1)
+    exit_with(lambda: runpy.run_path(arguments[0], run_name="__main__") and None)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def test_a_package_imports_only_packages_above_it() -> None:
     assert wrong == []
 
 
-CROSSING = ("stories", "fuzz", "ptx")
+CROSSING = ("stories", "fuzz", "ptx", "mutation")
 
 
 def test_every_test_file_belongs_to_a_module() -> None:

@@ -60,6 +60,9 @@ import atexit, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from megatron.terminal import exit_with
 
+def command():
+    CALL
+
 class Torn:
     def __del__(self):
         print("torn down")
@@ -69,20 +72,39 @@ atexit.register(print, "exit work")
 threading.Thread(target=lambda: (time.sleep(0.2), print("thread done"))).start()
 pool = ThreadPoolExecutor(1)  # left open, as libraries do: its idle thread waits to be told
 pool.submit(int).result()
-exit_with(7)
+exit_with(command)
 """
 
 
-def test_leaving_does_the_exit_work_and_spares_the_teardown() -> None:
+@pytest.mark.parametrize(
+    ("call", "code", "text"),
+    [
+        ("return 7", 7, r""),
+        ("return None", 0, r""),
+        ("raise SystemExit(2)", 2, r""),
+        ("raise SystemExit('a message')", 1, r"a message\n"),
+        ("1 / 0", 1, r"Traceback[\s\S]*ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_leaving_does_the_exit_work_and_spares_the_teardown(
+    call: str, code: int, text: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LEAVING],
+        [sys.executable, "-c", LEAVING.replace("CALL", call)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (7, "")
+    assert done.returncode == code and re.fullmatch(text, done.stderr)
     assert done.stdout.splitlines() == ["thread done", "exit work"]
+
+
+def test_every_entry_point_ends_by_exit_with() -> None:
+    """Whoever calls sys.exit finalizes the interpreter while threads of gloo may be alive."""
+    package = (REPOSITORY / "megatron").rglob("*.py")
+    for path in [*package, *REPOSITORY.glob("*.py"), *(REPOSITORY / "tools").glob("*.py")]:
+        assert not re.search(r"\bsys\.exit\((run|main|kerple)", path.read_text()), path
 
 
 def test_a_missing_package_is_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:

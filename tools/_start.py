@@ -20,7 +20,7 @@ if find_spec("pydantic") is None:
     )
 
 from megatron.commands import start as start
-from megatron.terminal import Main, run_command
+from megatron.terminal import Main, exit_with, run_command
 
 # `import tools.X` works in a script started from any folder, as in the tests.
 _package = ModuleType("tools")
@@ -72,4 +72,4 @@ def answer() -> NoReturn:
 
 def start_main(main: Main) -> NoReturn:
     """`start` for a tool that is not a command of the package."""
-    sys.exit(run_command(main))
+    exit_with(lambda: run_command(main))

@@ -34,7 +34,9 @@ def run_runner(arguments: Sequence[str]) -> None:
     """DeepSpeed's runner in this process; it raises SystemExit with the job's code."""
     from deepspeed.launcher import runner
 
-    class Pdsh(runner.PDSHRunner):  # type: ignore[name-defined, misc]
+    base: Any = runner.PDSHRunner
+
+    class Pdsh(base):
         """Passes the log level on: its launchers print every command, config and all."""
 
         def get_cmd(self, environment: Any, resources: Any) -> Any:

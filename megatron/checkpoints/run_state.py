@@ -52,12 +52,13 @@ def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
     }
 
 
-def write_layout(directory: Path, args: NeoXArgs) -> None:
-    """Beside each checkpoint: the layout that its files were written under."""
+def write_layout(directory: Path, args: NeoXArgs, data: dict[str, Any] | None = None) -> None:
+    """Beside each checkpoint: the layout that its files were written under, and `data`'s hashes."""
     world_size = dist.get_world_size()
     content = layout_of(args, world_size)
     # Not part of the layout, but of what a resumed run is compared with.
     content["train_batch_size"] = args.batch_plan(world_size).train_batch_size
+    content["data"] = data
     write_text(directory / LAYOUT, json.dumps(content, indent=1))
 
 
@@ -87,6 +88,12 @@ def saved_batch_size(directory: Path) -> int | None:
         return None
     ranks = max(saved.get("pipe_parallel_size", 0), 1) * saved.get("model_parallel_size", 1)
     return micro * accumulation * (int(layout["world_size"]) // ranks)
+
+
+def saved_data(directory: Path) -> dict[str, Any] | None:
+    """Sizes and hashes of the data that this checkpoint was trained on; None if it has none."""
+    data = read_layout(directory).get("data") if (directory / LAYOUT).is_file() else None
+    return data if isinstance(data, dict) else None
 
 
 def check_layout(directory: Path, args: NeoXArgs) -> None:

@@ -52,8 +52,12 @@ def save_run(
     progress: dict[str, int],
     *,
     background: bool = False,
+    data: dict[str, Any] | None = None,
 ) -> Save:
-    """Checkpoint `step` of a training, to be completed by all ranks after the same steps."""
+    """Checkpoint `step` of a training, to be completed by all ranks after the same steps.
+
+    `data`: sizes and hashes of what it was trained on, as rank 0 found them at the start.
+    """
     tag, files = tag_of(step), _files_of(engine)
     staged = store.staging / tag
 
@@ -63,7 +67,7 @@ def save_run(
             files.save(rng_state(), str(rng_file(staged)))
         if _is_main():
             write_configs(staged / "configs", args)
-            write_layout(staged, args)
+            write_layout(staged, args, data)
 
     keep = args.checkpoint.keep_last_n_checkpoints
     return Save(files, store, step, hand_over, background=background, keep=keep)

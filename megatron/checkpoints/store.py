@@ -90,8 +90,9 @@ class CheckpointStore:
         """
         staged, final = self.staging / tag_of(step), self.path(step)
         write_checksums(staged, sums)
-        for directory in {p.parent for p in staged.rglob("*") if p.is_file()}:
-            sync_directory(directory)
+        for path in [staged, *staged.rglob("*")]:
+            if path.is_dir() and not path.is_symlink():
+                sync_directory(path)
         replaced = self._set_aside(step) if final.exists() else None
         staged.rename(final)
         sync_directory(self.directory)
@@ -135,6 +136,7 @@ class CheckpointStore:
         trash = self.directory / f".deleted_{tag_of(step)}"
         shutil.rmtree(trash, ignore_errors=True)
         self.path(step).rename(trash)
+        sync_directory(self.directory)
         return trash
 
     def verify(self, step: int, needed: Iterable[Path] | None = None) -> bool:

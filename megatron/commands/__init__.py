@@ -81,15 +81,14 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 def start(name: str) -> NoReturn:
     """A script of the checkout: one command with this process's arguments, and its exit code."""
-    exit_with(run(name, sys.argv[1:]))
+    exit_with(lambda: run(name, sys.argv[1:]))
 
 
 def kerple(argv: Sequence[str] | None = None) -> int:
     """The console script: `kerple NAME ARGUMENTS...`; hyphens and underscores are the same."""
-    code = run_command(_kerple, argv)
     if argv is None:
-        exit_with(code)
-    return code
+        exit_with(lambda: run_command(_kerple))
+    return run_command(_kerple, argv)
 
 
 def _kerple(argv: Sequence[str] | None) -> int:

@@ -16,4 +16,4 @@ if __name__ == "__main__":
 from megatron.commands import kerple
 
 if __name__ == "__main__":
-    sys.exit(kerple())
+    kerple()

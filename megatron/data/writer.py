@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megatron.atomic_files import (
     atomic_writer,
+    make_directories,
     publish,
     remove_leftovers,
     temporary_name,
@@ -58,7 +59,7 @@ class IndexedDatasetWriter:
         if self.dtype not in CODES:
             names = ", ".join(d.name for d in DTYPES.values())
             raise DataError(f"dtype {self.dtype} cannot be stored; use one of {names}")
-        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        make_directories(self.prefix.parent)
         self._sizes = array("i")
         self._boundaries = array("q", [0])
         self._open_tokens = 0  # length so far of a document written in pieces
@@ -266,7 +267,7 @@ def merge_datasets(inputs: Sequence[str | Path], output: str | Path) -> IndexedD
     if any(dataset.prefix.resolve() == output.resolve() for dataset in datasets):
         raise DataError(f"{output}: the merged dataset cannot replace one of its inputs")
     needed = sum(d.total_tokens * d.dtype.itemsize for d in datasets)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(output.parent)
     free = shutil.disk_usage(output.parent).free
     if needed > free:
         raise DataError(f"{output}: needs {needed} bytes, only {free} are free on that disk")

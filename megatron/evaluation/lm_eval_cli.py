@@ -22,7 +22,7 @@ from typing import Any
 from megatron.errors import EvaluationError, KerpleError
 from megatron.evaluation.tasks import Context, EvaluationOptions, WindowedTask
 from megatron.evaluation.text_tables import text_table
-from megatron.terminal import require, run_command
+from megatron.terminal import exit_with, require, run_command
 
 INCLUDE_DEFAULTS = True  # lm-eval's own tasks; reading their files takes it several seconds
 
@@ -169,4 +169,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    exit_with(lambda: run_command(main))

@@ -17,7 +17,7 @@ from megatron.paper.cells import ALPHA
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
-from megatron.terminal import command_parser, run_command
+from megatron.terminal import command_parser, exit_with, run_command
 
 if TYPE_CHECKING:
     from megatron.paper.tables import Table
@@ -364,4 +364,4 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    exit_with(lambda: run_command(main))

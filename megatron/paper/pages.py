@@ -79,7 +79,7 @@ def _templates() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {"tex": _latex_escape, "latex_row": latex_row, "markdown": to_markdown}
-    environment.filters["code"] = _code
+    environment.filters |= {"code": _code, "prose": _markdown_prose, "cell": _markdown_text}
     environment.globals["groups"] = _groups
     return environment
 
@@ -103,10 +103,10 @@ def to_latex(table: Table) -> str:
 def to_markdown(table: Table) -> str:
     """GitHub Markdown; the paper's number follows ours in small type."""
     beside = f" {table.beside}" if table.published else ""
-    parts = [f"**{table.key}.** {table.caption}{beside}"]
+    parts = [f"**{table.key}.** {_markdown_prose(table.caption + beside)}"]
     for block in table.blocks:
         if block.title:
-            parts.append(f"#### {block.title}")
+            parts.append(f"#### {_markdown_prose(block.title)}")
         rows = [
             [_markdown_text(row.label), *map(_markdown_cell, row.entries)] for row in block.rows
         ]
@@ -132,9 +132,16 @@ def fill_tables(page: str, tables: Mapping[str, str]) -> str:
     return _TABLE_PLACE.sub(filled, page)
 
 
+def _markdown_prose(text: str) -> str:
+    """A suite's own words: `names` in backticks stay, but no tag, link, image or heading."""
+    parts = re.split(r"((?<![`\\])`[^`]+`(?!`))", re.sub(r"\s+", " ", text).strip())
+    parts[::2] = [re.sub(r"[\\\[\]]", r"\\\g<0>", p).replace("<", "&lt;") for p in parts[::2]]
+    return re.sub(r"^(>|[#+*=-]+(?=\s|$))", r"\\\1", "".join(parts))
+
+
 def _markdown_text(text: str) -> str:
-    """A suite's own words, which are no markup and end no cell."""
-    return text.replace("<", "&lt;").replace("|", "\\|")
+    """The same in a table, whose cell they do not end."""
+    return _markdown_prose(text).replace("|", r"\|")
 
 
 def _markdown_cell(entry: Entry) -> str:

@@ -212,9 +212,14 @@ class SaveCheckpoints(Hook):
     """
 
     def __init__(
-        self, store: CheckpointStore, options: CheckpointArgs, start: Resumed, samples_per_step: int
+        self,
+        store: CheckpointStore,
+        options: CheckpointArgs,
+        start: Resumed,
+        samples_per_step: int,
+        data: dict[str, Any] | None = None,
     ) -> None:
-        self.store, self.options = store, options
+        self.store, self.options, self.data = store, options, data
         self.extra_steps = options.extra_save_iters or []
         self.start, self.samples_per_step = start, samples_per_step
         self.saved_step = -1
@@ -272,10 +277,16 @@ class SaveCheckpoints(Hook):
             "iteration": trainer.step,
             "consumed_samples": self.start.samples_at(trainer.step, self.samples_per_step),
         }
-        engine, background = trainer.engine, self.options.async_save
+        background = self.options.async_save
         self.saved_step = trainer.step
         self.pending = save_run(
-            engine, self.store, trainer.args, trainer.step, progress, background=background
+            trainer.engine,
+            self.store,
+            trainer.args,
+            trainer.step,
+            progress,
+            background=background,
+            data=self.data,
         )
         if not background:
             self._complete(trainer)

@@ -153,10 +153,10 @@ class Heartbeat:
             self._count += 1
             self._store.set(self._key(self.rank), f"{self._count} {self._own}")
             if self._store.check([DEAD]):
-                dead = str(self._store.get(DEAD).decode(errors="replace"))
-                if match := ENDED.search(dead):
+                told = str(self._store.get(DEAD).decode(errors="replace"))
+                if match := ENDED.search(told):
                     self.code = int(match[1])
-                return dead
+                return told
             dead = self._look(silence)
             if dead is not None:
                 self._store.set(DEAD, dead)

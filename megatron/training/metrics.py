@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from kerple import __version__
 from megatron.atomic_files import atomic_writer, read_json, write_text
+from megatron.checkpoints.run_state import saved_data
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError, ConfigError, OutputError
 from megatron.neox_arguments import NeoXArgs
@@ -308,18 +309,21 @@ def finished_at(directory: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) -> list[str]:
-    """Refuse to go on with other data than the run in `directory` recorded, wherever it lies.
+def check_data(checkpoint: Path, data: DataArgs, allow_changed: Iterable[str]) -> list[str]:
+    """Refuse to go on with other data than `checkpoint` was trained on, wherever it lies.
 
-    Returns what to print: without a manifest, the data cannot be compared.
+    The checkpoint says so itself, or else (one of an earlier version) the manifest beside it.
+    Returns what to print: without both, the data cannot be compared.
     """
     if {"data_path", "train_data_paths"} & set(allow_changed):
         return []
-    path = directory / MANIFEST
-    manifest = read_json(path) if path.exists() else {}
-    if manifest is not None and "data" not in manifest:
-        return [f"warning: {path} names no data: whether this data is the run's is not checked"]
-    recorded = (manifest or {}).get("data")
+    path, recorded = checkpoint, saved_data(checkpoint)
+    if recorded is None:
+        path = checkpoint.parent / MANIFEST
+        manifest = read_json(path) if path.exists() else {}
+        if manifest is not None and "data" not in manifest:
+            return [f"warning: {path} names no data: whether this data is the run's is not checked"]
+        recorded = (manifest or {}).get("data")
     if not isinstance(recorded, dict):
         raise CheckpointError(
             f"{path}: is damaged, so that the data cannot be compared with the run's. Put a copy "
@@ -332,9 +336,9 @@ def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) ->
     changed = [prefix for (prefix, identity), before in pairs if identity != before]
     if changed:
         raise CheckpointError(
-            f"{directory}: was trained on other data than {', '.join(changed)} holds now (another "
-            "size or hash than in manifest.json). Use the same files; or start a new run with "
-            "another `save`; or add allow_changed: [data_path]."
+            f"{path}: was trained on other data than {', '.join(changed)} holds now (another size "
+            "or hash). Use the same files; or start a new run with another `save`; or add "
+            "allow_changed: [data_path]."
         )
     return []
 
@@ -342,7 +346,14 @@ def check_data(directory: Path, data: DataArgs, allow_changed: Iterable[str]) ->
 class Manifest(Hook):
     """Written at every start and stop; the history of earlier starts is kept."""
 
-    def __init__(self, directory: Path, args: NeoXArgs, parameters: int, world_size: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        args: NeoXArgs,
+        parameters: int,
+        world_size: int,
+        data: dict[str, Any],
+    ) -> None:
         self.path = directory / MANIFEST
         self.content: dict[str, Any] = {
             "kerple_neox": __version__,
@@ -355,7 +366,7 @@ class Manifest(Hook):
             "python": platform.python_version(),
             "packages": _versions(),
             "command": sys.argv[:1],
-            "data": data_identity(args.data),
+            "data": data,
             "world_size": world_size,
             "history": _history(directory),
         }

@@ -53,4 +53,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(run_command(main))
+    exit_with(lambda: run_command(main))

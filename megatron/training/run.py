@@ -33,7 +33,7 @@ from megatron.training.control_hooks import (
     raise_at_first_nonfinite_layer,
 )
 from megatron.training.engine import build_engine, build_module, build_schedule, weights_dtype
-from megatron.training.metrics import Manifest, Sinks, build_sinks
+from megatron.training.metrics import Manifest, Sinks, build_sinks, data_identity
 from megatron.training.progress_hooks import (
     ProjectKernels,
     RecordKernels,
@@ -182,13 +182,11 @@ def build_hooks(
         hooks.append(StopAtInterval(args.runtime.exit_interval))
     directory = run_directory(args.checkpoint)
     if directory is not None:
-        hooks.append(
-            SaveCheckpoints(
-                CheckpointStore(directory), args.checkpoint, resumed, plan.train_batch_size
-            )
-        )
-        if trainer.is_main:
-            hooks.append(Manifest(directory, args, _count(trainer), dist.get_world_size()))
+        store, samples = CheckpointStore(directory), plan.train_batch_size
+        data = data_identity(args.data) if trainer.is_main else None
+        hooks.append(SaveCheckpoints(store, args.checkpoint, resumed, samples, data))
+        if data is not None:
+            hooks.append(Manifest(directory, args, _count(trainer), dist.get_world_size(), data))
     return [*hooks, sinks]
 
 

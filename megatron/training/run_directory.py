@@ -177,7 +177,7 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
     directory = CheckpointStore(start.resume_from).path(start.step)
     batch_size = args.batch_plan(world_size).train_batch_size
     try:
-        told = check_data(start.resume_from, args.data, args.checkpoint.allow_changed or ())
+        told = check_data(directory, args.data, args.checkpoint.allow_changed or ())
         return told + check_agreement(
             directory,
             config_to_resume(args, directory),

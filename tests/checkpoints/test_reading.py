@@ -12,6 +12,7 @@ import yaml
 
 import kerple
 from megatron.checkpoints import find_files, read_checkpoint
+from megatron.checkpoints.reading import open_files
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.store import write_checksums
 from megatron.checkpoints.writing import write_native
@@ -25,6 +26,7 @@ from tests.checkpoints.small_models import (
     tokens,
 )
 from tests.conftest import FIXTURES
+from tests.fuzz.checkpoint_targets import universal
 
 LOG = FIXTURES / "official_kerple_log"
 POWER = FIXTURES / "official_kerple_power_mp2"
@@ -237,3 +239,19 @@ def test_a_fifo_or_a_device_in_a_checkpoint_does_not_hang(
         (step / name).symlink_to("/dev/zero")
     with pytest.raises(CheckpointError):
         kerple.load_pretrained(tmp_path)
+
+
+def test_every_weight_of_a_universal_checkpoint_is_verified(tmp_path: Path) -> None:
+    """Optimizer states are not read here, and so may be damaged."""
+    universal(tmp_path)
+    weights = sorted((tmp_path / "global_step5" / "zero").glob("*/*.pt"))
+    assert len(weights) > 50
+    for file in weights:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        if file.name == "fp32.pt":
+            with pytest.raises(CheckpointError, match=r"damaged: .*fp32\.pt does not match"):
+                open_files(tmp_path)
+        else:
+            open_files(tmp_path)
+        file.write_bytes(content)

@@ -158,7 +158,7 @@ def test_a_shared_cache_directory_is_not_trusted(
     monkeypatch.setenv("KERPLE_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     assert compiled._cache_directory() == tmp_path
-    tmp_path.chmod(0o777)
+    tmp_path.chmod(0o1777)  # as /tmp: others write there, but cannot rename what is ours
     own = compiled._cache_directory()
     assert own == tmp_path / f"user-{os.getuid()}"
     assert own.stat().st_mode & 0o077 == 0
@@ -167,7 +167,9 @@ def test_a_shared_cache_directory_is_not_trusted(
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     own.rmdir()
+    assert compiled.is_private(private)
     own.symlink_to(private)  # or leads us to ours, and elsewhere before we load from it
+    assert not compiled.is_private(own)
     assert not compiled._cache_directory().is_relative_to(tmp_path)
 
 
@@ -175,6 +177,11 @@ def test_a_folder_below_another_users_is_not_private(tmp_path: Path) -> None:
     """Whoever owns the folder above can put another one in its place."""
     mine = tmp_path / "theirs" / "mine"
     mine.mkdir(parents=True, mode=0o700)
+    assert compiled.is_private(mine)
+    for mode in (0o720, 0o702, 0o722):  # its group or all others write there
+        mine.chmod(mode)
+        assert not compiled.is_private(mine)
+    mine.chmod(0o755)
     assert compiled.is_private(mine)
     mine.parent.chmod(0o777)
     assert not compiled.is_private(mine)

@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 
 from megatron.paper.cells import Cell
+from megatron.paper.claims import Finding, Verdict
 from megatron.paper.pages import (
     Chapter,
+    Listing,
     Page,
     latex_row,
     page_html,
+    page_markdown,
     to_csv,
     to_latex,
     to_markdown,
@@ -201,3 +204,28 @@ def test_a_suites_words_are_text_in_every_format() -> None:
     assert "<script>" not in markdown and r"&lt;script>\|&lt;/script>" in markdown
     cells = [row["row"] for row in csv.DictReader(io.StringIO(to_csv(shown)))]
     assert f"'{HOSTILE}" in cells and HOSTILE not in cells
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("the key `a<b` and a < b", "the key `a<b` and a &lt; b"),
+        ("# Not\na heading", r"\# Not a heading"),
+        ("> no quote", r"\> no quote"),
+        ("[here](http://x) ![y](z)", r"\[here\](http://x) !\[y\](z)"),
+        (r"\[here](x) \`<b>`", r"\\\[here\](x) \\`&lt;b>`"),
+        ("``<b>` and `<i>``", "``&lt;b>` and `&lt;i>``"),
+        ("- 5 of 6, -3% and #1", r"\- 5 of 6, -3% and #1"),
+    ],
+)
+def test_prose_in_markdown_has_no_markup_but_names(text: str, shown: str) -> None:
+    finding = Finding(f"{text}|", "d", Verdict.AGREES, text)
+    chapter = Chapter(f"about {text}", notes=[text], findings=[finding])
+    listing = Listing("Files", text, ["a`<b>`\n# c"])
+    page = page_markdown(Page(f"t {text}", text, [("Command", f"x {text}")], [chapter], [listing]))
+    lines = page.splitlines()
+    assert lines.count(shown) == 3 and "- `a'<b>' # c`" in lines
+    for start in ("# t ", "## about ", "- Command: x "):
+        line = next(line for line in lines if line.startswith(start))
+        assert line.removeprefix(start).lstrip("\\") == shown.lstrip("\\")
+    assert not [line for line in lines if line.startswith("# ") and line != lines[0]]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import CheckpointError
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.training.metrics import (
@@ -177,19 +179,59 @@ def test_nested_values_are_named() -> None:
 def test_without_its_manifest_a_runs_data_is_not_taken_on_trust(tmp_path: Path) -> None:
     prefix = write_data(tmp_path)
     data = DataArgs(data_path=str(prefix))
-    assert "names no data" in check_data(tmp_path, data, ())[0]  # a reshard has none
+    step = tmp_path / "global_step1"
+    assert "names no data" in check_data(step, data, ())[0]  # a reshard has none
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps({"data": data_identity(data)}))
-    assert check_data(tmp_path, data, ()) == []
+    assert check_data(step, data, ()) == []
     tokens = Path(f"{prefix}.bin")
     tokens.write_bytes(tokens.read_bytes()[::-1])
     with pytest.raises(CheckpointError, match="was trained on other data"):
-        check_data(tmp_path, data, ())
+        check_data(step, data, ())
     for damaged in (manifest.read_text()[:-9], "[]", '{"data": 3}', ""):
         manifest.write_text(damaged)
         with pytest.raises(CheckpointError, match=r"manifest.json: is damaged.*allow_changed"):
-            check_data(tmp_path, data, ())
-        assert check_data(tmp_path, data, ["data_path"]) == []
+            check_data(step, data, ())
+        assert check_data(step, data, ["data_path"]) == []
+
+
+def test_a_checkpoint_knows_its_data_without_a_manifest(
+    restarted: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    directory, config = restarted
+    newest = CheckpointStore(directory / "run").newest()
+    assert newest is not None
+    step = shutil.copytree(directory / "run" / f"global_step{newest}", tmp_path / "global_step1")
+    data = DataArgs(data_path=config["data_path"])
+    assert not (tmp_path / "manifest.json").exists()
+    assert check_data(step, data, ()) == []
+    other = tmp_path / "other"
+    for suffix in (".idx", ".bin"):
+        shutil.copyfile(f"{config['data_path']}{suffix}", f"{other}{suffix}")
+    assert check_data(step, DataArgs(data_path=str(other)), ()) == []  # wherever it lies
+    tokens = bytearray(Path(f"{other}.bin").read_bytes())
+    tokens[0] ^= 1
+    Path(f"{other}.bin").write_bytes(tokens)
+    with pytest.raises(CheckpointError, match="global_step1: was trained on other data"):
+        check_data(step, DataArgs(data_path=str(other)), ())
+    assert check_data(step, DataArgs(data_path=str(other)), ["data_path"]) == []
+
+
+def test_the_samples_of_the_tokens_are_64_blocks(tmp_path: Path) -> None:
+    """64 blocks of 64 KiB spread over the file, the first and the last among them."""
+    data, tokens = DataArgs(data_path=str(tmp_path / "data")), tmp_path / "data.bin"
+    (tmp_path / "data.idx").write_bytes(b"index")
+    with tokens.open("wb") as file:
+        file.truncate(127 << 16)
+    seen, before = [], data_identity(data)
+    for block in range(127):
+        with tokens.open("r+b") as file:
+            file.seek(block << 16)
+            file.write(b"x")
+        now = data_identity(data)
+        seen += [block] if now != before else []
+        before = now
+    assert seen == list(range(0, 127, 2))
 
 
 def test_loggers_get_gpt_neoxs_names() -> None:

@@ -124,7 +124,8 @@ def inkling_attention(inputs: Inputs, *, dense: bool) -> Contender:
     """Inkling's bias alone: transformers' own attention, which is dense, or ours."""
     from transformers.models.inkling import modeling_inkling as theirs
 
-    factors = {name: x.requires_grad_() for name, x in inkling_features(inputs).items()}
+    features = inkling_features(inputs)
+    factors: dict[str, Any] = {name: x.requires_grad_() for name, x in features.items()}
     query, table = factors["query_features"], factors["distance_features"]
     logits = theirs.InklingRelativeLogits(FEATURES, table.shape[-1])
     logits.proj = torch.nn.Parameter(table[0].detach())
