@@ -1,4 +1,4 @@
-"""`kerple compare` and `kerple init`: a comparison and a config of one's own, made from the demo's."""
+"""`kerple compare` and `kerple init`: your own comparison and config, made from the demo's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron.neox_arguments.command_line import add_set_argument
 from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_text
 from megatron.terminal import command_parser, print_next_command, shown_command
 
-RIVALS = ("kerple_log", "alibi", "rpe", "rotary")
+BASELINES = ("kerple_log", "alibi", "rpe", "rotary")
 FEW = 20  # documents: a twentieth of them is at least one
-COMPARE = """Train kernels of your own and known ones alike on this machine, evaluate them to 32 times
-their training length, and write a report with tables, statistics and the learned kernels.
+COMPARE = """Train your own kernels and known ones on this machine, evaluate them to 32 times their
+training length, and write a report with tables, statistics and the learned kernels.
 
 kerple compare my_kernels:SqrtLog                        beside log, ALiBi, T5's bias and rotary
 kerple compare my_kernels:SqrtLog --with kerple_power    beside one
@@ -64,9 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         "--with",
         dest="rivals",
         nargs="*",
-        default=list(RIVALS),
+        default=list(BASELINES),
         metavar="METHOD",
-        help=f"methods to compare with ({' '.join(RIVALS)})",
+        help=f"methods to compare with ({' '.join(BASELINES)})",
     )
     parser.add_argument("--input", nargs="+", metavar="PATH", help="text of your own, as bytes")
     parser.add_argument(

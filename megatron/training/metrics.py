@@ -310,7 +310,7 @@ def finished_at(directory: Path) -> int | None:
 
 
 def check_data(checkpoint: Path, data: DataArgs, allow_changed: Iterable[str]) -> list[str]:
-    """Refuse to go on with other data than `checkpoint` was trained on, wherever it lies.
+    """Refuse to resume `checkpoint` with data whose content differs from its training data.
 
     The checkpoint says so itself, or else (one of an earlier version) the manifest beside it.
     Returns what to print: without both, the data cannot be compared.
