@@ -312,8 +312,8 @@ def finished_at(directory: Path) -> int | None:
 def check_data(checkpoint: Path, data: DataArgs, allow_changed: Iterable[str]) -> list[str]:
     """Refuse to resume `checkpoint` with data whose content differs from its training data.
 
-    The checkpoint says so itself, or else (one of an earlier version) the manifest beside it.
-    Returns what to print: without both, the data cannot be compared.
+    The checkpoint records its data; for one of an earlier version the manifest beside it does.
+    Returns warnings: without both, the data cannot be compared.
     """
     if {"data_path", "train_data_paths"} & set(allow_changed):
         return []
