@@ -63,7 +63,7 @@ def _evaluate(args: NeoXArgs, ranks: Ranks, device: str) -> int:
     config = selected.checkpoint / "configs" / "resolved.yml"
     if code == 0 and ranks.is_main and config.is_file():
         allowed = allow_flags(args.to_dict())
-        print_next_command(f"{shown_command('generate')} {subject.checkpoint}{allowed}")
+        print_next_command(f"{shown_command('generate')} {selected.checkpoint}{allowed}")
     return code
 
 
