@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn, TextIO
 
-from megatron.errors import KerpleError, MissingPackageError
+from megatron.errors import KerpleError, MissingPackageError, did_you_mean
 
 EXIT_USER_ERROR = 2
 EXIT_REQUEUE = 75  # sysexits.h: "temporary failure; try again": the sbatch templates requeue on it
@@ -188,13 +188,10 @@ class Parser(argparse.ArgumentParser):
     """argparse's, which also names the flag that an unknown one is nearest to."""
 
     def error(self, message: str) -> NoReturn:
-        from difflib import get_close_matches
-
         _, _, unknown = message.partition("unrecognized arguments: ")
-        for word in unknown.split():
-            if close := get_close_matches(word, self._option_string_actions, 1, 0.7):
-                message += f". Did you mean {close[0]}?"
-                break
+        flags = [word for word in unknown.split() if word.startswith("-")]
+        if flags and (advice := did_you_mean(flags[0], self._option_string_actions, "")):
+            message += f". {advice}"
         super().error(message)
 
 

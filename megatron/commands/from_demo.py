@@ -1,24 +1,26 @@
-"""`kerple compare MODULE:CLASS...`: kernels of one's own beside the known ones, as a suite."""
+"""`kerple compare` and `kerple init`: a comparison and a config of one's own, made from the demo's."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.atomic_files import check_writable, write_text
-from megatron.errors import ReproduceError
+from megatron.errors import ConfigError, ReproduceError
+from megatron.neox_arguments import GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.allowed_code import allow_kernel, is_import_path
-from megatron.neox_arguments.catalogue import check_position_name, label_of
+from megatron.neox_arguments.catalogue import METHODS, check_position_name, label_of
 from megatron.neox_arguments.command_line import add_set_argument
 from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_text
-from megatron.terminal import command_parser
+from megatron.terminal import command_parser, print_next_command, shown_command
 
 RIVALS = ("kerple_log", "alibi", "rpe", "rotary")
 FEW = 20  # documents: a twentieth of them is at least one
-TEXT = """Train kernels of your own and known ones alike on this machine, evaluate them to 32 times
+COMPARE = """Train kernels of your own and known ones alike on this machine, evaluate them to 32 times
 their training length, and write a report with tables, statistics and the learned kernels.
 
 kerple compare my_kernels:SqrtLog                        beside log, ALiBi, T5's bias and rotary
@@ -56,7 +58,7 @@ def compare(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("kerple compare", TEXT)
+    parser = command_parser("kerple compare", COMPARE)
     parser.add_argument("kernels", nargs="+", metavar="MODULE:CLASS", help="or a method's name")
     parser.add_argument(
         "--with",
@@ -135,3 +137,53 @@ def _check_gradients(name: str) -> None:
     module = build_positional_embedding(name, position_options(heads=4, head_dim=32))
     if isinstance(module, TableEmbedding) and (problems := training_problems(module, 4096)):
         raise ReproduceError(f"{name}: {problems[0]}")
+
+
+# kerple init.
+
+INIT = """Write a first config, to edit: the demo's model, which trains on two CPU cores in minutes.
+
+kerple init                      first.yml, with pos_emb: kerple_log
+kerple init mine --set pos_emb=alibi train_iters=1000
+"""
+
+
+def init(argv: Sequence[str] | None = None) -> int:
+    from megatron.paper.suite import load_suite
+
+    parser = command_parser("kerple init", INIT)
+    parser.add_argument("name", nargs="?", default="first", help="NAME.yml; runs/NAME (first)")
+    add_set_argument(parser, "other values, e.g. pos_emb=alibi")
+    options = parser.parse_args(argv)
+    path = Path(options.name).with_suffix(".yml")
+    if path.exists():
+        raise ConfigError(f"{path}: is there already; give another NAME, or delete it.")
+    check_writable(path, "NAME")
+    run = f"runs/{path.stem}"
+    config = dict(load_suite("demo").runs[0].config)
+    config |= {"save": run, "load": run}
+    for key in ("num_gpus", "zero_optimization"):
+        config.pop(key, None)
+    given = [f"{key}={json.dumps(value)}" for key, value in config.items()]
+    args = NeoXArgs.from_files([], sets=[*given, *options.sets]).to_dict()
+    keys = {*config, *(item.partition("=")[0].partition(".")[0] for item in options.sets)}
+    values = {key: value for key, value in args.items() if key in keys}
+    write_text(path, explained(values))
+    print(f"{path}: {len(values)} keys; every other key: docs/neox_arguments.md")
+    if not Path(f"{config['data_path']}.idx").is_file():
+        print_next_command(f"{shown_command('prepare_data')} stdlib")
+    print_next_command(f"{shown_command('train')} {path}")
+    return 0
+
+
+def explained(values: dict[str, object]) -> str:
+    """YAML with the meaning of each key above it, group by group."""
+    lines = [f"# pos_emb: {', '.join(METHODS)}, or module:Class of yours."]
+    for group, fields in GROUPS.items():
+        own = {key: value for key, value in values.items() if OWNER.get(key) == group}
+        if own:
+            lines += ["", f"# --- {group} ---"]
+        for key, value in own.items():
+            meaning = (fields.model_fields[key].description or "").split("\n")[0]
+            lines += [f"# {meaning}", dump_yaml({key: value}).rstrip("\n")]
+    return "\n".join(lines) + "\n"
