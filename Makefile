@@ -95,7 +95,7 @@ fuzz: $(VENV)/.dev
 MINUTES ?= 600
 mutate: N := $(if $(filter file,$(origin N)),300,$(N))
 mutate: $(VENV)/.dev
-	@$(BIN)/python -m tests.mutation.harness $(N) --seed $(SEED) --minutes $(MINUTES)
+	@$(BIN)/python -m tests.mutation.harness $(N) --seed $(SEED) --minutes $(MINUTES) --only '$(ONLY)'
 
 KILLS ?= 100
 soak: $(VENV)/.dev

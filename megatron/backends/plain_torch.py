@@ -1,7 +1,7 @@
 """Training in one process with torch alone: fp32, no ZeRO, no pipeline, no DeepSpeed.
 
-Its numbers are bit-identical to DeepSpeed's in that setting, and so are its checkpoint files: a run
-may be resumed with the other backend.
+Its numbers are bit-identical to DeepSpeed's in that setting, and it writes the same checkpoint
+files: a run may be resumed with the other backend.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One training per directory: a lock that dies with its process, and a file that says whose it is.
+"""One training per directory: a lock released when its process ends, and a file with its owner.
 
-Some network file systems keep locks on each host alone (sshfs, NFS and Lustre by mount option), and
-some have none. So the owner also writes `.lock.owner` anew every few seconds, and a training on
-another host that sees it change is refused.
+On some network file systems a lock is visible on its own host only (sshfs, NFS and Lustre by mount
+option), and some have no locks. So the owner also rewrites `.lock.owner` every few seconds, and a
+training on another host that sees it change is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WATCH_SECONDS = 20.0  # four refreshes; another host's clock is not trusted
 _held: dict[Path, FileLock] = {}
 
 
-def hold(directory: Path) -> None:
-    """Take `directory` for this process until it ends; an error if another has it.
+def lock_directory(directory: Path) -> None:
+    """Lock `directory` for this process until it ends; an error if another process holds it.
 
     The kernel releases the lock of a process that is gone, killed or not.
     """
@@ -63,7 +63,7 @@ def _taken(directory: Path) -> CheckpointError:
 
 
 def _acquire(lock: FileLock, directory: Path) -> None:
-    """At once, unless another machine has it: a server may keep a dead client's lock a while."""
+    """At once, unless another host holds it: an NFS server keeps a dead client's lock a while."""
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -83,7 +83,7 @@ def _is_elsewhere(owner: dict[str, Any] | None) -> bool:
 
 
 def _is_refreshed(directory: Path) -> bool:
-    """Whether another host's owner, if there is one, is seen to write its file again."""
+    """Whether an owner on another host rewrites its file while we watch."""
     first = read_json(directory / OWNER)
     if not _is_elsewhere(first) or "refreshed" not in (first or {}):
         return False
@@ -102,7 +102,7 @@ def _is_refreshed(directory: Path) -> bool:
 
 
 def _keep_owner(directory: Path) -> None:
-    """Write whose directory this is, again and again until the process ends."""
+    """Rewrite the owner's file periodically until the process ends."""
     about = {"host": socket.gethostname(), "process": os.getpid()}
     ended = threading.Event()
 
@@ -116,7 +116,7 @@ def _keep_owner(directory: Path) -> None:
             try:
                 write(count)
             except OSError:
-                continue  # a full disk, or a server that is away: training says so itself
+                continue  # a full disk or an unreachable server: training reports it itself
 
     def leave() -> None:
         if os.getpid() != about["process"]:

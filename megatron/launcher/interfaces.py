@@ -1,7 +1,7 @@
-"""The network interface through which gloo talks, where the host's own name leads nowhere.
+"""The network interface for gloo, if the host's own name resolves to loopback or to nothing.
 
 Gloo listens on the address of the host's name. Debian and Ubuntu write `127.0.1.1 NAME` into
-/etc/hosts, and some hosts know no address for their name: no other host can connect to either.
+/etc/hosts, and some hosts have no address for their name: no other host can connect to either.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import struct
 from collections.abc import MutableMapping
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
-ELSEWHERE = "192.0.2.1"  # kept for documents: no host has it, and the default route leads there
+ELSEWHERE = "192.0.2.1"  # reserved for documentation: packets to it take the default route
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def export_interface(master_addr: str, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts, if it is needed.
+    """Set GLOO_SOCKET_IFNAME to the interface with a route to the other hosts, if it is needed.
 
     Left alone: what a user has set, a name with an address of its own, and a host that has no
     interface but loopback.
@@ -33,7 +33,7 @@ def export_interface(master_addr: str, environ: MutableMapping[str, str] | None 
 
 
 def name_is_loopback() -> bool:
-    """Whether this host's name has no address, or first one that only this host reaches."""
+    """Whether this host's name has no address, or its first one is a loopback address."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -63,7 +63,7 @@ def _source_address(destination: str) -> str | None:
 
 
 def interface_addresses() -> dict[str, str]:
-    """IPv4 address -> interface, without loopback; empty where this is not asked as on Linux."""
+    """IPv4 address -> interface, without loopback; empty on systems other than Linux."""
     addresses = {}
     with contextlib.suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
         import fcntl

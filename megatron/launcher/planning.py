@@ -299,7 +299,7 @@ def run_script(arguments: Sequence[str]) -> int:
 
 
 def run_job(arguments: Sequence[str], signal_job: Callable[[int], None] | None = None) -> int:
-    """DeepSpeed's runner in this process; the ranks get our signals and we wait for them."""
+    """DeepSpeed's runner in this process; signals are forwarded to the ranks."""
 
     def forward(number: int, frame: FrameType | None) -> None:
         (signal_job or _signal_ranks)(number)

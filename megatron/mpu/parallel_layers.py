@@ -115,7 +115,7 @@ def declare(parameter: nn.Parameter, **facts: Any) -> None:
 # Linear layers and an embedding, split over the tensor-parallel ranks.
 
 
-_after_drawing: ContextVar[Callable[[nn.Parameter], None] | None] = ContextVar(
+_after_initialisation: ContextVar[Callable[[nn.Parameter], None] | None] = ContextVar(
     "after_initialisation", default=None
 )
 
@@ -126,11 +126,11 @@ def after_initialisation(action: Callable[[nn.Parameter], None]) -> Iterator[Non
 
     ZeRO 3 partitions it then: no process ever holds more than one whole parameter.
     """
-    token = _after_drawing.set(action)
+    token = _after_initialisation.set(action)
     try:
         yield
     finally:
-        _after_drawing.reset(token)
+        _after_initialisation.reset(token)
 
 
 def _parameter(data: Tensor, facts: ParameterFacts, tp: TensorParallel) -> nn.Parameter:
@@ -140,7 +140,7 @@ def _parameter(data: Tensor, facts: ParameterFacts, tp: TensorParallel) -> nn.Pa
     marks = {"facts": vars(facts), "model_parallel": is_slice, "tensor_model_parallel": is_slice}
     for name, value in marks.items():
         setattr(parameter, name, value)
-    action = _after_drawing.get()
+    action = _after_initialisation.get()
     if action is not None:
         action(parameter)
     return parameter

@@ -34,7 +34,7 @@ def build_streams(
     vocab_size: int,
     start: Resumed,
 ) -> tuple[Stream, Stream, Stream]:
-    """Training data after the samples consumed; validation and test from where they would be."""
+    """Training data after the consumed samples; validation and test at the matching position."""
     by_epochs = args.optimization.train_epochs is not None
 
     def stream(dataset: Any, consumed: int, *, wrap: bool, workers: int = 0) -> Stream:

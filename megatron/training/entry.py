@@ -30,7 +30,7 @@ from megatron.terminal import (
     shown_command,
 )
 from megatron.training.control_hooks import EXIT_DIVERGED
-from megatron.training.liveness import EXIT_PEER_LOST, bounded_join, explain, start_heartbeat
+from megatron.training.liveness import bounded_join, exit_or_raise, start_heartbeat
 from megatron.training.run import train
 
 
@@ -69,12 +69,7 @@ def _run(args: NeoXArgs, rank: int) -> int:
             heartbeat.tell_code(EXIT_USER_ERROR)
         return EXIT_USER_ERROR
     except RuntimeError as error:
-        if not explain(heartbeat, error):
-            raise
-        sys.stdout.flush()
-        os._exit(
-            heartbeat.code if heartbeat else EXIT_PEER_LOST
-        )  # what is left of the process group would wait for the dead
+        exit_or_raise(heartbeat, error)
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)

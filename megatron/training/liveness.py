@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -244,15 +244,18 @@ def watched_peers(timeout_minutes: float) -> Iterator[None]:
         yield
         finished = True
     except RuntimeError as error:
-        if not explain(heartbeat, error):
-            raise
-        sys.stdout.flush()
-        os._exit(
-            heartbeat.code if heartbeat else EXIT_PEER_LOST
-        )  # what is left of the process group would wait for the dead
+        exit_or_raise(heartbeat, error)
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)
+
+
+def exit_or_raise(heartbeat: Heartbeat | None, error: BaseException) -> NoReturn:
+    """End this process if a lost peer caused `error`: leaving the group would wait for the peer."""
+    if not explain(heartbeat, error):
+        raise error
+    sys.stdout.flush()
+    os._exit(heartbeat.code if heartbeat else EXIT_PEER_LOST)
 
 
 def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:

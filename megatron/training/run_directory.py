@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.checkpoints.neox_run import is_neox_run
 from megatron.checkpoints.reading import CheckpointFiles, find_files
-from megatron.checkpoints.run_lock import hold
+from megatron.checkpoints.run_lock import lock_directory
 from megatron.checkpoints.run_state import saved_batch_size
 from megatron.checkpoints.saved_config import (
     check_agreement,
@@ -98,7 +98,7 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
     load = save if wanted == "auto" else Path(wanted) if wanted else None
     lines: list[str] = []
     if save is not None:
-        hold(save)
+        lock_directory(save)
         if trains and args.checkpoint.overwrite:
             lines += _move_aside(save, args, world_size)
         CheckpointStore(save).clean()

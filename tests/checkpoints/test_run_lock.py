@@ -13,7 +13,7 @@ import pytest
 
 from megatron.atomic_files import OWNER, read_json, write_text
 from megatron.checkpoints import run_lock
-from megatron.checkpoints.run_lock import hold
+from megatron.checkpoints.run_lock import lock_directory
 from megatron.errors import CheckpointError
 
 
@@ -44,7 +44,7 @@ def test_another_hosts_living_training_is_refused(tmp_path: Path) -> None:
     thread.start()
     try:
         with pytest.raises(CheckpointError, match="process 7 on node-2 is training into it"):
-            hold(tmp_path)
+            lock_directory(tmp_path)
     finally:
         ended.set()
         thread.join()
@@ -52,7 +52,7 @@ def test_another_hosts_living_training_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_dead_host_left_is_taken_over(tmp_path: Path) -> None:
     elsewhere(tmp_path, 5)
-    hold(tmp_path)
+    lock_directory(tmp_path)
     first = read_json(tmp_path / OWNER)
     assert first is not None and first["host"] != "node-2"
     deadline = time.monotonic() + 10
@@ -64,8 +64,8 @@ def test_what_a_dead_host_left_is_taken_over(tmp_path: Path) -> None:
 def test_an_ended_training_leaves_no_owner(tmp_path: Path) -> None:
     program = """
 import pathlib, sys
-from megatron.checkpoints.run_lock import OWNER, hold
-hold(pathlib.Path(sys.argv[1]))
+from megatron.checkpoints.run_lock import OWNER, lock_directory
+lock_directory(pathlib.Path(sys.argv[1]))
 print((pathlib.Path(sys.argv[1]) / OWNER).exists())
 """
     done = subprocess.run(

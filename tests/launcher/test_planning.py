@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron.errors import ConfigError
@@ -125,3 +128,23 @@ def test_a_saved_config_does_not_choose_the_default_port() -> None:
     assert saved.to_dict()["master_port"] == 29500
     plan = plan_launch(["train.py"], saved, {"DS_ACCELERATOR": "cpu"})
     assert runner_options(plan.runner_arguments).master_port != 29500
+
+
+def test_over_pdsh_a_signal_goes_to_the_rank_that_holds_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/said\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(psutil.Process, "children", lambda _: [])  # pdsh, which would be ended
+    (tmp_path / ".lock.owner").write_text('{"host": "node-2", "process": 4711}')
+    launcher._signal_owner(str(tmp_path), signal.SIGINT)
+    *_, host, command = (tmp_path / "said").read_text().splitlines()
+    assert host == "node-2" and command.endswith(
+        "-p 4711 | grep -q megatron_config && kill -2 4711"
+    )
+    (tmp_path / "said").unlink()
+    (tmp_path / ".lock.owner").write_text('{"host": "-oProxyCommand=x", "process": 4711}')
+    launcher._signal_owner(str(tmp_path), signal.SIGINT)
+    assert not (tmp_path / "said").exists()

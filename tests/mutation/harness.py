@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -43,11 +44,12 @@ def modules() -> list[str]:
     return sorted([*names, *FILES])
 
 
-def sample(count: int, seed: int) -> list[tuple[str, Mutant]]:
+def sample(count: int, seed: int, only: str = "") -> list[tuple[str, Mutant]]:
     """The same for the same code, whatever N: the first ones of a fixed order."""
     everything = [
         (name, mutant)
         for name in modules()
+        if re.search(only, name)
         for mutant in mutants_of((REPOSITORY / "megatron" / name).read_text(encoding="utf-8"))
     ]
     random.Random(seed).shuffle(everything)
@@ -118,12 +120,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=600, help="begin no mutant after these")
     parser.add_argument("--longest", type=float, default=300, help="of a test file, in seconds")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="modules of this name")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
     killed, skipped, survivors = 0, 0, []
     with tempfile.TemporaryDirectory(prefix="mutate-") as place:
         checkout = Checkout(Path(place) / "checkout", options.longest)
-        for name, mutant in sample(options.count, options.seed):
+        for name, mutant in sample(options.count, options.seed, options.only):
             if time.monotonic() > end:
                 break
             seen = checkout.kills(name, mutant)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.processes import REPOSITORY, run_ranks
 
 WORKER = str(REPOSITORY / "tests" / "training" / "parity_worker.py")
@@ -24,13 +24,13 @@ KERNELS = {"kernel_bias_p": "r1", "kernel_bias_a": "r2", "kernel_weight": "weigh
 
 
 def recorded(name: str) -> dict[str, Any]:
-    with np.load(FIXTURES / "official_training" / name / "training.npz") as content:
+    with np.load(unpacked("official_training") / name / "training.npz") as content:
         return dict(content)
 
 
 def train(name: str, directory: Path, *sets: str) -> list[dict[str, Any]]:
     output = directory / "steps.json"
-    run_ranks([WORKER, str(FIXTURES / "official_training" / name), str(output), *sets])
+    run_ranks([WORKER, str(unpacked("official_training") / name), str(output), *sets])
     steps: list[dict[str, Any]] = json.loads(output.read_text())
     return steps
 

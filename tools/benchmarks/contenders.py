@@ -144,7 +144,13 @@ def inkling_attention(inputs: Inputs, *, dense: bool) -> Contender:
             )
             out = out.transpose(1, 2)
         else:
-            out = attention(*operands, **factors, scale=scale, engine="tiled")
+            out = attention(
+                *operands,
+                query_features=query,
+                distance_features=table,
+                scale=scale,
+                engine="tiled",
+            )
         inputs.finish(out)
         query.grad = table.grad = logits.proj.grad = None
         return out
