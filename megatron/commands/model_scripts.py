@@ -142,7 +142,7 @@ def generate(argv: Sequence[str] | None = None) -> int:
 
 # kerple compare: kernels of one's own beside the known ones, as a suite.
 
-RIVALS = ("kerple_log", "alibi", "rpe", "rotary")
+BASELINES = ("kerple_log", "alibi", "rpe", "rotary")
 FEW = 20  # documents: a twentieth of them is at least one
 COMPARE = """Train kernels of your own and known ones here, evaluate them to 32 times their
 training length, and write a report with tables, statistics and the learned kernels.
@@ -188,9 +188,9 @@ def _compare_parser() -> argparse.ArgumentParser:
         "--with",
         dest="rivals",
         nargs="*",
-        default=list(RIVALS),
+        default=list(BASELINES),
         metavar="METHOD",
-        help=f"methods to compare with ({' '.join(RIVALS)})",
+        help=f"methods to compare with ({' '.join(BASELINES)})",
     )
     parser.add_argument("--input", nargs="+", metavar="PATH", help="text of your own, as bytes")
     parser.add_argument(

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megatron.commands import run
-from megatron.commands.model_scripts import RIVALS, suite_content
+from megatron.commands.model_scripts import BASELINES, suite_content
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import REPOSITORY
 from tests.neox_arguments.samples import TINY
@@ -273,11 +273,11 @@ def test_a_kernel_that_cannot_be_trained_is_refused_at_once(
 
 
 def test_the_suite_is_the_demos_with_other_methods() -> None:
-    content = suite_content(["a:B", *RIVALS], "stdlib", [1, 2])
+    content = suite_content(["a:B", *BASELINES], "stdlib", [1, 2])
     demo = REPOSITORY / "megatron" / "paper" / "suites" / "demo.yml"
     assert content["models"] == yaml.safe_load(demo.read_text("utf-8"))["models"]
     section = content["sections"]["main"]
-    assert section["methods"] == ["a:B", *RIVALS] and content["seeds"] == [1, 2]
+    assert section["methods"] == ["a:B", *BASELINES] and content["seeds"] == [1, 2]
     assert section["table"]["mark_significance"] and "published" not in section["table"]
 
 
