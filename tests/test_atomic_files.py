@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from megatron.atomic_files import (
     check_writable,
     new_directory,
     read_json,
+    sync_directory,
     write_json,
     write_text,
 )
@@ -74,3 +77,18 @@ def test_json_that_is_no_object_is_none(tmp_path: Path, content: bytes) -> None:
     assert read_json(path) == {"b": 1}
     path.write_bytes(content)
     assert read_json(path) is None and read_json(tmp_path / "absent.json") is None
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EIO])
+def test_a_directory_that_cannot_be_synced_is_no_error_but_a_failed_sync_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            sync_directory(tmp_path)
+    else:
+        sync_directory(tmp_path)

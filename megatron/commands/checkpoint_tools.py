@@ -258,6 +258,9 @@ def neox_to_hf(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="accepted, unused")
     parser.add_argument("--no_save_tokenizer", action="store_true", help="accepted, unused")
+    parser.add_argument(
+        "--pad-token-id", type=int, choices=[-1], help="of reward models, which are not exported"
+    )
     options = parser.parse_args(argv)
     if options.architecture != "neox":
         print(

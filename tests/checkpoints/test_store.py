@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.checkpoints.store import CheckpointStore, checksum, write_checksums
+from megatron.checkpoints.store import CheckpointStore, ChecksummedFile, checksum, write_checksums
 from megatron.errors import CheckpointError
 
 
@@ -266,3 +267,14 @@ def test_a_file_that_another_host_wrote_elsewhere_is_missed(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match=r"1 files .* not here \(layer_01.pt\).*shares"):
         write_checksums(tmp_path, known)
     assert not (tmp_path / "checksums.json").exists()
+
+
+def test_a_file_is_summed_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as handle:
+        summed = ChecksummedFile(handle)
+        for part in (b"one", b"", b"two"):
+            assert summed.write(part) == len(part)
+    assert (
+        (summed.size, summed.checksum) == (6, checksum(path)) == (6, f"{zlib.crc32(b'onetwo'):08x}")
+    )

@@ -58,8 +58,10 @@ def test_gpt_neoxs_export_tool_is_a_door_to_ours(tmp_path: Path) -> None:
     output = tmp_path / "hf"
     words = ["--input_dir", str(LOG / "global_step7"), "--output_dir", str(output)]
     words += ["--config_file", str(LOG / "global_step7" / "configs" / "model.yml")]
-    words += ["--precision", "fp32", "--architecture", "neox"]
-    subprocess.run([sys.executable, str(tool), *words], check=True, cwd=tmp_path)
+    words += ["--precision", "fp32", "--architecture", "llama", "--vocab-is-hf-tokenizer"]
+    command = [sys.executable, str(tool), *words]
+    done = subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
+    assert "--architecture llama: the export is a kerple_neox model" in done.stderr
     expected = np.load(LOG / "expected.npz")
     logits = logits_of(kerple.load_pretrained(output), torch.from_numpy(expected["tokens"]))
     np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4, rtol=0)

@@ -106,7 +106,8 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_every_flag_that_is_named_is_taken() -> None:
-    help_text = build_script_parser("train.py").format_help()
+    scripts = ("train.py", "evaluate.py")
+    help_text = "".join(build_script_parser(script).format_help() for script in scripts)
     for flag in re.findall(r"`(--wandb_\w+|--eval_tasks|--iteration|--override|--set)\b", PAGE):
         assert flag in help_text
 

@@ -183,7 +183,12 @@ BF16 = {
 }
 
 
-def test_a_kernel_takes_the_steps_of_adamw_with_its_own_rate_and_decay() -> None:
+@pytest.mark.parametrize(
+    ("scale", "decay"), [(KERNEL_SCALE, KERNEL_DECAY), (2.0, 0.0), (1.0, 1.0), (1.0, 0.0)]
+)
+def test_a_kernel_takes_the_steps_of_adamw_with_its_own_rate_and_decay(
+    scale: float, decay: float
+) -> None:
     """The twin: torch's AdamW with a group of its own for the kernel."""
 
     def parameters() -> list[nn.Parameter]:
@@ -198,9 +203,9 @@ def test_a_kernel_takes_the_steps_of_adamw_with_its_own_rate_and_decay() -> None
     mine = build_optimizer("adam", groups, settings)
     spans = [(group.master, group.own_spans()) for group in plain_groups(mine)]
     engine: Any = SimpleNamespace(optimizer=mine, master_spans=lambda: spans)
-    scale_kernel_steps(engine, scale=KERNEL_SCALE, decay=KERNEL_DECAY)
+    scale_kernel_steps(engine, scale=scale, decay=decay)
     weight = {"params": theirs[:1], "weight_decay": 0.1}
-    kernel = {"params": theirs[1:], "weight_decay": KERNEL_DECAY, "lr": KERNEL_SCALE * 0.01}
+    kernel = {"params": theirs[1:], "weight_decay": decay, "lr": scale * 0.01}
     twin = torch.optim.AdamW([weight, kernel], **settings)
     generator = torch.Generator().manual_seed(1)
     for _ in range(8):

@@ -93,3 +93,14 @@ def test_a_tied_head_trains_under_zero_3(tmp_path: Path) -> None:
     )
     (output,) = run_ranks(["train.py", str(path)])
     assert "step 1/1: loss" in output
+
+
+def test_a_first_rate_above_the_peak_is_warned_of(tmp_path: Path) -> None:
+    """GPT-NeoX's formula of a warmup of less than one step."""
+    path = config(
+        tmp_path, warmup=0.1, optimizer={"type": "Adam", "params": {"lr": 0.001}}, pos_emb="alibi",
+        load=None, finetune=False,
+    )  # fmt: skip
+    (output,) = run_ranks(["train.py", str(path)])
+    assert "warning: warmup = 0.1 of 1 steps is less than one step" in output
+    assert "the first rate is 0.01, above lr = 0.001" in output

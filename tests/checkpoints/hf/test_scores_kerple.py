@@ -38,3 +38,13 @@ def test_long_inputs_are_scored_in_blocks_with_the_same_result(
     torch.testing.assert_close(blocks[0], whole[0])
     torch.testing.assert_close(blocks[1, 11:], whole[1, 11:])
     assert_same(logits_of(model, tokens(120)), logits_of(exported, tokens(120)))
+
+
+def test_absolute_positions_leave_out_padding_on_the_left() -> None:
+    x = torch.zeros(2, 3, 8)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    assert scores_kerple.absolute_positions(None, mask, 2, x).tolist() == [[0, 1, 2], [2, 3, 4]]
+    given = torch.tensor([[7, 8, 9]])
+    assert scores_kerple.absolute_positions(given, mask, 2, x) is given
+    for whole in (None, torch.ones(2, 1, 3, 5)):  # a mask of four dimensions counts no padding
+        assert scores_kerple.absolute_positions(None, whole, 2, x).tolist() == [[2, 3, 4]]
