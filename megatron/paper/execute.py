@@ -18,7 +18,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from megatron.checkpoints.run_lock import WAIT_SECONDS
 from megatron.errors import ReproduceError
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments.allowed_code import classes_in
@@ -140,6 +139,8 @@ def execute_run(
 
 def _patience(state: RunState) -> float:
     """How long to wait for the lock: a server may keep it for a host that is gone."""
+    from megatron.checkpoints.run_lock import WAIT_SECONDS  # its package imports torch
+
     elsewhere = state.state == State.RUNNING and state.host not in ("", socket.gethostname())
     return WAIT_SECONDS if elsewhere else 0
 
