@@ -279,7 +279,7 @@ def init(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name", nargs="?", default="first", help="NAME.yml; runs/NAME (first)")
     add_set_argument(parser, "other values, e.g. pos_emb=alibi")
     options = parser.parse_args(argv)
-    path = Path(options.name).with_suffix(".yml")
+    path = Path(options.name.removesuffix(".yml") + ".yml")
     if path.exists():
         raise ConfigError(f"{path}: is there already; give another NAME, or delete it.")
     check_writable(path, "NAME")
@@ -289,8 +289,11 @@ def init(argv: Sequence[str] | None = None) -> int:
     for key in ("num_gpus", "zero_optimization"):
         config.pop(key, None)
     given = [f"{key}={json.dumps(value)}" for key, value in config.items()]
+    named = {item.partition("=")[0].replace("-", "_"): item for item in options.sets}
+    if "save" in named and "load" not in named:
+        given.append(f"load={named['save'].partition('=')[2]}")
     args = NeoXArgs.from_files([], sets=[*given, *options.sets]).to_dict()
-    keys = {*config, *(item.partition("=")[0].partition(".")[0] for item in options.sets)}
+    keys = {*config, *(name.partition(".")[0] for name in named)}
     values = {key: value for key, value in args.items() if key in keys}
     write_text(path, explained(values))
     print(f"{path}: {len(values)} keys; every other key: docs/neox_arguments.md")

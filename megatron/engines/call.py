@@ -236,6 +236,8 @@ def _check_terms(call: Call) -> None:
             f" got {tuple(call.sink.shape)}"
         )
     if first_key is not None:
+        if not isinstance(first_key, Tensor):
+            raise EngineError(f"first_key must be a tensor; got {type(first_key).__name__}")
         if first_key.dtype not in (torch.int32, torch.int64) or first_key.device != q.device:
             raise EngineError(
                 f"first_key must hold int32 or int64 on {q.device}; got {first_key.dtype} on"
@@ -287,9 +289,10 @@ def check_values(call: Call) -> None:
     first, scale = call.first_key, call.row_scale
     if call.q.device.type != "cpu":
         return
-    if scale is not None and not bool((scale > 0).all()):
+    if scale is not None and not bool(((scale > 0) & scale.isfinite()).all()):
+        least, largest = (float(x) for x in scale.detach().aminmax())
         raise EngineError(
-            f"row_scale must be positive; its least value is {float(scale.detach().min()):g}: a"
+            f"row_scale must be positive and finite; its values are {least:g} to {largest:g}: a"
             " score times 0 or less would unmask hidden keys"
         )
     if first is None:

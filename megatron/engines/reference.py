@@ -159,7 +159,7 @@ class _FusedSoftmax(torch.autograd.Function):
             logits.add_(key_bias.to(dtype)[:, :, None] - origin)
         unscaled = None
         if row_scale is not None:
-            unscaled = logits + origin if ctx.needs_input_grad[9] else None
+            unscaled = logits.clone() if ctx.needs_input_grad[9] else None  # less the key origin
             factor = row_scale.to(dtype)[..., None]
             origin = origin * factor
             logits.mul_(factor)
@@ -198,7 +198,11 @@ class _FusedSoftmax(torch.autograd.Function):
         grad_bias = grad_weight = grad_scores = grad_key_bias = grad_sink = grad_row_scale = None
         if unscaled is not None:  # a hidden key's -inf has no share
             shares = torch.where(grad_logits == 0, 0.0, grad_logits * unscaled)
-            grad_row_scale = match_operand(shares.sum(-1), row_scale)
+            by_row = shares.sum(-1)
+            if sink_probs is not None and key_bias is not None:  # the origin does not cancel
+                origin = key_origin(key_bias.to(dtype), by_row.shape[-1])
+                by_row += origin * (sink_probs * expected)[..., 0]
+            grad_row_scale = match_operand(by_row, row_scale)
         if row_scale is not None:
             grad_logits.mul_(row_scale.to(dtype)[..., None])
         grad_added = grad_logits.clone() if needs_added else None

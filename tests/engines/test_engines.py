@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.engines import attention
 from megatron.engines.cpu import tiled_forward_with_count
+from megatron.errors import EngineError
 from tests.engines.reference import (
     Case,
     draw_case,
@@ -303,3 +304,34 @@ def test_features_are_repeatable_to_the_bit(tiled: Engine) -> None:
         out = tiled(*case.tensors, **terms)
         runs.append(torch.autograd.grad(out.square().sum(), list(terms.values())))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_row_scale_beside_large_key_biases(
+    engine: Engine, dtype: torch.dtype, sink: bool
+) -> None:
+    """Key biases of 5,000 cancel but for their differences: no rounding of theirs may be left."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 64, 16).to(dtype) for _ in range(3))
+    key_bias = torch.rand(1, 2, 64).mul(160).cumsum(-1)
+    row_scale = (0.5 + torch.rand(1, 1, 64)).requires_grad_()
+    others = {"key_bias": key_bias, "sink": key_bias + torch.randn(1, 2, 1) if sink else None}
+    found = []
+    for attend in (reference_attention, engine):
+        out = attend(q, k, v, row_scale=row_scale, **others)
+        grad = torch.ones_like(out)
+        grad[..., ::2] = -1
+        found.append(torch.autograd.grad(out, row_scale, grad)[0])
+    scale = found[0].abs().max().clamp(min=1.0)
+    tolerance = 2e-4 if dtype == torch.float32 else 5e-2
+    assert float((found[1] - found[0]).abs().max() / scale) < tolerance
+
+
+def test_a_row_scale_that_is_not_positive_and_finite_is_refused() -> None:
+    q = torch.randn(1, 1, 9, 8)
+    for value in (0.0, -1.0, torch.inf, torch.nan):
+        with pytest.raises(EngineError, match="row_scale must be positive and finite"):
+            attention(q, q, q, row_scale=torch.full((1, 1, 9), value))
+    with pytest.raises(EngineError, match="first_key must be a tensor"):
+        attention(q, q, q, first_key=[0] * 9)  # type: ignore[arg-type]
