@@ -13,6 +13,13 @@ from difflib import get_close_matches
 class KerpleError(ValueError):
     """The base of all errors here but `NonFiniteError`."""
 
+    def __str__(self) -> str:
+        """The message alone, where torch's DataLoader put a worker's traceback before it."""
+        text = super().__str__()
+        if not text.startswith("Caught "):
+            return text
+        return text.rpartition(f"{type(self).__module__}.{type(self).__name__}: ")[2].rstrip()
+
 
 class MissingPackageError(KerpleError):
     """Something asked for needs a package that is not installed."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from megatron import errors
 
 
@@ -16,3 +19,17 @@ def test_advice_names_the_nearest_or_says_where_to_look() -> None:
     known = ["train_iters", "eval_iters"]
     assert errors.did_you_mean("train_itres", known, "Look.") == "Did you mean train_iters?"
     assert errors.did_you_mean("zzz", known, "Look.") == "Look."
+
+
+class Unreadable(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        raise errors.DataError("tokens.bin: holds id 300.\nUse another tokenizer.")
+
+
+def test_an_error_in_a_worker_of_the_data_loader_is_its_message_alone() -> None:
+    with pytest.raises(errors.DataError) as caught:
+        next(iter(torch.utils.data.DataLoader(Unreadable(), num_workers=1)))
+    assert str(caught.value) == "tokens.bin: holds id 300.\nUse another tokenizer."

@@ -81,7 +81,7 @@ def test_folders_that_are_not_enough(
     (tmp_path / "empty").mkdir()
     for name, words, fragment in (
         ("generate", ["empty"], "empty: a folder without a saved config"),
-        ("generate", ["run", "--iteration", "7"], "run: a folder without a saved config"),
+        ("generate", ["run", "--iteration", "7"], "run has no such step; there are "),
         ("train", ["run"], "train.py takes YAML files, for instance run/global_step10/configs/"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -118,13 +118,17 @@ def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], lis
     """
     is_step = re.compile(r"global_step\d{1,18}").fullmatch
     root, tag = folder, f"global_step{iteration}" if iteration is not None else None
+    names = [entry.name for entry in folder.iterdir() if is_step(entry.name)]
+    steps = sorted(int(name[11:]) for name in names)
     if is_step(folder.absolute().name):
         root, tag = folder.absolute().parent, folder.absolute().name
+    elif iteration is not None and steps and iteration not in steps:
+        there = ", ".join(map(str, steps))
+        raise ConfigError(f"--iteration {iteration}: {folder} has no such step; there are {there}.")
     elif tag is None and (folder / "latest").is_file():
         tag = (folder / "latest").read_text("utf-8", "replace")[:80].strip()
     elif tag is None:
-        steps = [entry.name for entry in folder.iterdir() if is_step(entry.name)]
-        tag = max(steps, key=lambda name: int(name[11:]), default=None)
+        tag = f"global_step{steps[-1]}" if steps else None
     step = tag[11:] if tag and is_step(tag) else None
     for place in ([root / f"global_step{step}"] if step else []) + [root]:
         configs = place / "configs"
@@ -140,7 +144,7 @@ def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], lis
 def load_config(options: argparse.Namespace, script: str = "") -> NeoXArgs:
     """The config that a parsed command line describes; `script` is what will run with it."""
     if not options.conf_files and not options.override:
-        raise ConfigError("no config file given, e.g. configs/small_bf16.yml.")
+        raise ConfigError("no config file and no run's folder given, e.g. configs/small_bf16.yml.")
     files: list[Path] = []
     sets = list(options.sets)
     if HOSTFILE_VARIABLE in os.environ:
