@@ -297,7 +297,10 @@ def _interface() -> str:
 
 def _is_communication_error(error: BaseException | None) -> bool:
     kinds: tuple[Any, ...] = (dist.DistError,)
-    words = ("gloo", "nccl", "connection", "socket", "timed out", "peer", "store")
+    words = (
+        *("gloo", "nccl", "connection", "socket", "timed out", "timeout", "peer", "store"),
+        "pair closure",  # gloo, in whatever waits when a pair of processes is given up
+    )
     while error is not None:
         text = str(error).lower()
         if isinstance(error, kinds) or (

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
+from megatron.training import liveness
 from megatron.training.liveness import DEAD, FINISHED_BEAT, Heartbeat, explain, process_is_gone
 
 
@@ -164,3 +165,16 @@ def test_joining_ends_after_two_timeouts() -> None:
     )
     assert done.returncode == 77, done.stdout + done.stderr
     assert "error (rank 1): the job's processes did not all come together" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Application timeout caused pair closure",
+        "[gloo/transport/tcp/pair.cc] Connection closed by peer [10.0.0.1]:4242",
+        "Timed out waiting 10000ms for recv operation to complete",
+    ],
+)
+def test_what_gloo_says_of_a_lost_peer_is_known(text: str) -> None:
+    assert liveness._is_communication_error(RuntimeError(text))
+    assert not liveness._is_communication_error(RuntimeError("shape '[2]' is invalid"))
