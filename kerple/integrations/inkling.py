@@ -10,7 +10,6 @@ Here the two factors go to `kerple.attention`, which needs O(length) memory:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -96,9 +95,8 @@ def _attend(
     if attention_mask is not None:
         hidden = ~attention_mask[:, None, -key.shape[2] :].bool()
         key_bias = torch.zeros(hidden.shape, device=query.device).masked_fill(hidden, -torch.inf)
-    features = {} if position_bias is None else vars(position_bias)
-    attend: Callable[..., Tensor] = attention
-    out = attend(
+    features: dict[str, Any] = {} if position_bias is None else vars(position_bias)
+    out = attention(
         *(query, key, value),
         **features,
         key_bias=key_bias,
