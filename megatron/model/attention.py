@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
+from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.embedding import positions_in_documents
 from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharpened
 from megatron.model.position_base import Tables, at_least_fp32
@@ -54,6 +55,7 @@ class SelfAttention(nn.Module):
         rotary: RotaryEmbedding | None,
         qk_norm: nn.Module | None,
         forget_gate: bool,
+        terms: LayerTerms | None,
         per_head: Mapping[str, float | None],
         documents_apart: bool,
         positions_restart: bool,
@@ -73,7 +75,8 @@ class SelfAttention(nn.Module):
         self.dropout, self.window = dropout, window
         self.engine, self.pruning = engine, pruning
         self.documents_apart, self.positions_restart = documents_apart, positions_restart
-        self.rotary, self.qk_layernorm = rotary, qk_norm
+        self.rotary, self.qk_layernorm, self.terms = rotary, qk_norm, terms
+        self.shares_input = forget_gate or terms is not None
         key_size = hidden_size // self.queries_per_key
         self.query_key_value = linear.column(
             "attention.query_key_value",
@@ -81,7 +84,7 @@ class SelfAttention(nn.Module):
             hidden_size + 2 * key_size,
             # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
             parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
-            input_is_shared=forget_gate,
+            input_is_shared=self.shares_input,
         )
         self.forget_gate: ColumnParallelLinear | None = None
         if forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
@@ -110,7 +113,7 @@ class SelfAttention(nn.Module):
         starts_BL: Tensor | None = None,
     ) -> Tensor:
         """Attention of every token; `starts` tells where its document begins."""
-        if self.forget_gate is not None:
+        if self.shares_input:
             x_BLh = copy_to_group(x_BLh, self.tp)
         offset = cache.length if cache is not None else 0
         q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
@@ -127,7 +130,8 @@ class SelfAttention(nn.Module):
                 device=q_BHLD.device,
             )
             q_BHLD = sharpened(q_BHLD, self.softmax_scale, n_BL)
-        key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key)
+        terms = self._terms(x_BLh, offset)
+        key_bias, sink = self._gates_and_sinks(x_BLh, terms.log_gates, cache, first_key)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
         dropout = self.dropout if self.training else 0.0
@@ -140,6 +144,8 @@ class SelfAttention(nn.Module):
             key_bias=key_bias,
             first_key=first_key,
             sink=sink,
+            query_features=terms.query_features,
+            distance_features=terms.distance_features,
             window=self.window,
             dropout=dropout,
             engine=self.engine,
@@ -148,8 +154,21 @@ class SelfAttention(nn.Module):
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
+    def _terms(self, x_BLh: Tensor, offset: int) -> ScoreTerms:
+        """What the input says about the scores; tables of all heads are whole on every rank."""
+        if self.terms is None:
+            return ScoreTerms()
+        terms: ScoreTerms = self.terms(x_BLh, offset + x_BLh.shape[1])
+        if terms.distance_features is None:
+            return terms
+        return terms._replace(distance_features=copy_to_group(terms.distance_features, self.tp))
+
     def _gates_and_sinks(
-        self, x_BLh: Tensor, cache: LayerCache | None, starts_BL: Tensor | None
+        self,
+        x_BLh: Tensor,
+        gates: Tensor | None,
+        cache: LayerCache | None,
+        starts_BL: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
 
@@ -157,9 +176,11 @@ class SelfAttention(nn.Module):
         out. A sink does not have it, so c_m is subtracted there.
         """
         sink = None if self.sinks is None else at_least_fp32(self.sinks)
-        if self.forget_gate is None:
+        if self.forget_gate is not None:
+            forgotten = log_gates(self.forget_gate(x_BLh))
+            gates = forgotten if gates is None else gates + forgotten
+        if gates is None:
             return None, sink
-        gates = log_gates(self.forget_gate(x_BLh))
         sums = gate_sums(gates, None if cache is None else cache.gate_sum, starts_BL)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:

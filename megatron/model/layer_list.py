@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.attention import SelfAttention
+from megatron.model.content_positions import LayerTerms
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, per_head_starts
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
@@ -202,7 +203,7 @@ class LayerFactory:
         shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
         return TransformerLayer(
             input_norm=self._norm(),
-            attention=self._attention(linear(bias=spec.use_bias_in_attn_linear)),
+            attention=self._attention(number, linear(bias=spec.use_bias_in_attn_linear)),
             mlp_norm=None if shares_norm else self._norm(),
             mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
             table_names=cls.table_names if shared and issubclass(cls, TableEmbedding) else (),
@@ -228,6 +229,11 @@ class LayerFactory:
         options = PositionOptions(self.spec, layer, self.tp.rank, self.tp.size)
         return self.position_class(options)
 
+    def layer_terms(self, layer: int) -> LayerTerms | None:
+        """What a layer computes from its input about its scores, by the method of positions."""
+        cls, tp = self.position_class.layer_terms, self.tp
+        return None if cls is None else cls(PositionOptions(self.spec, layer, tp.rank, tp.size))
+
     def _norm(self) -> nn.Module:
         spec = self.spec
         eps = getattr(spec, NORM_EPSILONS[spec.norm])
@@ -245,7 +251,7 @@ class LayerFactory:
             hidden_size=spec.hidden_size,
         )
 
-    def _attention(self, linear: Projections) -> SelfAttention:
+    def _attention(self, number: int, linear: Projections) -> SelfAttention:
         spec = self.spec
         return SelfAttention(
             spec.hidden_size,
@@ -255,6 +261,7 @@ class LayerFactory:
             rotary=self.positions(RotaryEmbedding),
             qk_norm=self._qk_norm(),
             forget_gate=spec.forget_gate,
+            terms=self.layer_terms(number),
             per_head=per_head_starts(spec),
             documents_apart=spec.reset_attention_mask,
             positions_restart=spec.reset_position_ids,

@@ -28,6 +28,8 @@ VARIANTS = {
     "score terms": SPEC.replace(
         pos_emb="none", forget_gate=True, attention_sinks=True, scalable_softmax=True
     ),
+    "query features": SPEC.replace(pos_emb="kerple_inkling", inkling_distances=9),
+    "gates of tokens": SPEC.replace(pos_emb="cable", forget_gate=True),
 }
 
 

@@ -95,6 +95,7 @@ OWN_KERNEL = "own_kernel.py"
 EXPORTED_MODULES = (
     "position_base",
     "positional_embeddings",
+    "content_positions",
     "rotary_and_input_positions",
     "layer_formulas",
 )

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.layer_formulas import (
     GATED,
     PER_HEAD,
@@ -50,7 +51,7 @@ from .scores_kerple import (
     attend,
     attend_in_blocks,
     cache_capacity,
-    decay,
+    content_bias,
     fits_at_once,
     split_gates_from_keys,
 )
@@ -70,6 +71,12 @@ def make_tables(config: KerpleNeoXConfig, layer: int | None = None) -> TableEmbe
     return embedding(PositionOptions(config, layer=layer))
 
 
+def make_terms(config: KerpleNeoXConfig, layer: int) -> LayerTerms | None:
+    """What a layer computes from its input about its scores; None for most methods."""
+    terms = POSITIONAL_EMBEDDINGS[config.pos_emb].layer_terms
+    return None if terms is None else terms(PositionOptions(config, layer=layer))
+
+
 class Attention(nn.Module):
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
@@ -86,6 +93,7 @@ class Attention(nn.Module):
         if config.use_qk_layernorm:
             self.qk_layernorm = make_norm(config, (heads, config.head_dim))
         self.forget_gate = nn.Linear(size, heads) if config.forget_gate else None
+        self.terms = make_terms(config, layer_idx)
         for name, start in per_head_starts(config).items():
             number = None if start is None else nn.Parameter(torch.full((heads,), start))
             self.register_parameter(name, number)
@@ -125,7 +133,11 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.softmax_scale is not None:
             q = sharpened(q, self.softmax_scale, scores.keys_seen())
-        gates = None if self.forget_gate is None else log_gates(self.forget_gate(x))
+        terms = ScoreTerms() if self.terms is None else self.terms(x, scores.keys)
+        gates = terms.log_gates
+        if self.forget_gate is not None:
+            forgotten = log_gates(self.forget_gate(x))
+            gates = forgotten if gates is None else gates + forgotten
         if past_key_values is not None:
             k, v, gates = self.cached(k, v, gates, past_key_values, scores.q_index)
         sums = None if gates is None else gate_sums(gates)
@@ -134,12 +146,12 @@ class Attention(nn.Module):
         eager = output_attentions or self.config._attn_implementation == "eager"
         dropout = self.config.attention_dropout if self.training else 0.0
         run = partial(attend, dropout=dropout, eager=eager, sinks=self.sinks)
+        added = partial(content_bias, scores, sums, *terms[:2])
         if bias is not None:
-            if sums is not None:
-                bias = bias + decay(sums, scores.q_index)
-            out, probabilities = run(q, k, v, bias, weight)
+            more = added()
+            out, probabilities = run(q, k, v, bias if more is None else bias + more, weight)
         else:
-            out, probabilities = attend_in_blocks(run, q, k, v, scores, sums, output_attentions)
+            out, probabilities = attend_in_blocks(run, q, k, v, scores, added, output_attentions)
         return self.dense(out.transpose(1, 2).flatten(2)), probabilities
 
 
@@ -198,7 +210,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embed_in"
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["positions", *PER_HEAD]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["positions", "distance_features", *PER_HEAD]  # noqa: RUF012
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -207,7 +219,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.scale)
         elif isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
-        elif isinstance(module, TableEmbedding):
+        elif isinstance(module, TableEmbedding | LayerTerms):
             _start(module, module.initial_values())
         elif isinstance(module, Attention):
             starts = per_head_starts(module.config).items()
@@ -314,8 +326,9 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self, x: Tensor, past: int | Tensor, cache: Any, attention_mask: Tensor | None
     ) -> Scores:
         keys = cache_capacity(cache) or int(past) + x.shape[1]
-        gates_or_sinks = self.config.forget_gate or self.config.attention_sinks
-        heads = self.config.num_attention_heads if gates_or_sinks else 1
+        by_head = self.config.forget_gate or self.config.attention_sinks
+        by_head = by_head or POSITIONAL_EMBEDDINGS[self.config.pos_emb].layer_terms is not None
+        heads = self.config.num_attention_heads if by_head else 1
         tables: Tables = (None, None) if self.positions is None else self.positions(keys)
         return Scores(
             tables, past, x.shape[1], keys, self.config.attention_window,
