@@ -229,10 +229,10 @@ class LayerFactory:
         options = PositionOptions(self.spec, layer, self.tp.rank, self.tp.size)
         return self.position_class(options)
 
-    def layer_terms(self, layer: int) -> LayerTerms | None:
+    def layer_terms(self, spec: ModelSpec, layer: int) -> LayerTerms | None:
         """What a layer computes from its input about its scores, by the method of positions."""
-        cls, tp = self.position_class.layer_terms, self.tp
-        return None if cls is None else cls(PositionOptions(self.spec, layer, tp.rank, tp.size))
+        cls = positional_embedding_class(spec.pos_emb).layer_terms
+        return cls and cls(PositionOptions(spec, layer, self.tp.rank, self.tp.size))
 
     def _norm(self) -> nn.Module:
         spec = self.spec
@@ -261,7 +261,7 @@ class LayerFactory:
             rotary=self.positions(RotaryEmbedding),
             qk_norm=self._qk_norm(),
             forget_gate=spec.forget_gate,
-            terms=self.layer_terms(number),
+            terms=self.layer_terms(spec, number),
             per_head=per_head_starts(spec),
             documents_apart=spec.reset_attention_mask,
             positions_restart=spec.reset_position_ids,

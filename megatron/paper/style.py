@@ -79,6 +79,7 @@ _METHOD_STYLES = {
     "rpe": LineStyle(_GREEN, "D"),
     "sandwich": LineStyle(_BLACK, "d", ":"),
     "kerple_inkling": LineStyle(_BLUE, "D", "--"),
+    "bam": LineStyle(_SKY, "o", ":"),
     "inkling": LineStyle(_PURPLE, "s"),
     "cable": LineStyle(_GREEN, "P", "--"),
     "rotary": LineStyle(_VERMILION, "v"),
