@@ -44,6 +44,7 @@ class LayerTerms(PositionalEmbedding):
     """Computes terms of the score from a layer's input; each layer has its own."""
 
     kind = "layer"
+    weight: nn.Parameter
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -29,6 +29,8 @@ class Method:
     """The value of `pos_emb` in the official KERPLE code; an alias here."""
     in_neox: bool = False
     """Whether GPT-NeoX has it under the same name."""
+    in_hf: bool = True
+    """Whether the code of a Hugging Face export computes it."""
 
 
 METHODS: dict[str, Method] = {
@@ -71,6 +73,8 @@ METHODS: dict[str, Method] = {
         Method("cable", "CABLE", "each token takes a learned amount off the scores that pass it"),
         Method("rotary", "Rotary", "queries and keys rotated by position",
                in_neox=True),
+        Method("xpos", "xPos", "rotary with scores that decay, fastest in the fastest pairs",
+               in_hf=False),
         Method("sinusoidal", "Sinusoidal", "fixed sines and cosines added to the input",
                in_neox=True),
         Method("learned", "Learned", "a vector per position, none beyond training length",

@@ -83,6 +83,7 @@ _METHOD_STYLES = {
     "inkling": LineStyle(_PURPLE, "s"),
     "cable": LineStyle(_GREEN, "P", "--"),
     "rotary": LineStyle(_VERMILION, "v"),
+    "xpos": LineStyle(_VERMILION, "p", "-."),
     "sinusoidal": LineStyle(_PURPLE, "X"),
     "learned": LineStyle(_GREY, "x", ":"),
     "none": LineStyle(_BLACK, "+", "-."),

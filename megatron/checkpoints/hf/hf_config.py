@@ -77,6 +77,11 @@ def hf_config(
             "If its users may read and run the source: --with-kernel-source (in Python "
             "write_hf(..., with_kernel_source=True))."
         )
+    if pos_emb in METHODS and not METHODS[pos_emb].in_hf:
+        raise CheckpointError(
+            f"pos_emb: {pos_emb} is not in the code of a Hugging Face export; convert to native, "
+            "which kerple.load_pretrained reads."
+        )
     scaling = spec.rope_scaling
     values |= common | {
         "pos_emb": pos_emb,
