@@ -122,16 +122,10 @@ class SelfAttention(nn.Module):
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
         first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
-            n_BL = keys_seen(
-                q_BHLD.shape[2],
-                offset=offset,
-                window=self.window,
-                starts_BL=first_key,
-                device=q_BHLD.device,
-            )
+            n_BL = self._keys_seen(x_BLh, offset, first_key)
             q_BHLD = sharpened(q_BHLD, self.softmax_scale, n_BL)
-        terms = self._terms(x_BLh, offset)
-        key_bias, sink = self._gates_and_sinks(x_BLh, terms.log_gates, cache, first_key)
+        terms = self._terms(x_BLh, offset, first_key)
+        key_bias, sink = self._gates_and_sinks(x_BLh, terms, cache, first_key)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
         dropout = self.dropout if self.training else 0.0
@@ -146,6 +140,7 @@ class SelfAttention(nn.Module):
             sink=sink,
             query_features=terms.query_features,
             distance_features=terms.distance_features,
+            row_scale=terms.row_scale,
             window=self.window,
             dropout=dropout,
             engine=self.engine,
@@ -154,11 +149,21 @@ class SelfAttention(nn.Module):
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
-    def _terms(self, x_BLh: Tensor, offset: int) -> ScoreTerms:
+    def _keys_seen(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> Tensor:
+        return keys_seen(
+            x_BLh.shape[1],
+            offset=offset,
+            window=self.window,
+            starts_BL=starts_BL,
+            device=x_BLh.device,
+        )
+
+    def _terms(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> ScoreTerms:
         """What the input says about the scores; tables of all heads are whole on every rank."""
         if self.terms is None:
             return ScoreTerms()
-        terms: ScoreTerms = self.terms(x_BLh, offset + x_BLh.shape[1])
+        n_BL = self._keys_seen(x_BLh, offset, starts_BL)
+        terms: ScoreTerms = self.terms(x_BLh, offset + x_BLh.shape[1], n_BL)
         if terms.distance_features is None:
             return terms
         return terms._replace(distance_features=copy_to_group(terms.distance_features, self.tp))
@@ -166,16 +171,17 @@ class SelfAttention(nn.Module):
     def _gates_and_sinks(
         self,
         x_BLh: Tensor,
-        gates: Tensor | None,
+        terms: ScoreTerms,
         cache: LayerCache | None,
         starts_BL: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
 
-        The gates' term is c_m - c_n; c_m, constant over a row, cancels in the softmax and is left
-        out. A sink does not have it, so c_m is subtracted there.
+        The gates' term is c_m - c_n, times the row's scale; c_m, constant over a row, cancels in
+        the softmax and is left out. A sink does not have it, so it is subtracted there.
         """
         sink = None if self.sinks is None else at_least_fp32(self.sinks)
+        gates, row_scale = terms.log_gates, terms.row_scale
         if self.forget_gate is not None:
             forgotten = log_gates(self.forget_gate(x_BLh))
             gates = forgotten if gates is None else gates + forgotten
@@ -184,7 +190,8 @@ class SelfAttention(nn.Module):
         sums = gate_sums(gates, None if cache is None else cache.gate_sum, starts_BL)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:
-            sink = (sink[:, None] - sums).to(dtype)
+            own = sums if row_scale is None else sums * row_scale
+            sink = (sink[:, None] - own).to(dtype)
         if cache is not None:
             sums = cache.append_gates(sums)
         return -sums.to(dtype), sink

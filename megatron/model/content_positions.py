@@ -2,7 +2,10 @@
 
     score(m, n) = (q_m . k_n) / sqrt(head_dim) + bias(d) + f_m . P[:, d] + decay,    d = m - n
 
+and all of it times a factor of the query, where a method has one.
+
 Inkling: f_m are R features of the query's token, P a learned table of R x E features of distance.
+BAM: with its SSMax, a factor s log n for a query that sees n keys.
 CABLE: decay is minus the sum of what each token after the key takes off.
 Torch only: every exported model contains this file.
 
@@ -18,13 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .position_base import (
+    CONSTRAINTS,
     PositionalEmbedding,
     PositionalEmbeddingError,
     PositionOptions,
+    Positive,
     at_least_fp32,
     register,
 )
-from .positional_embeddings import KerpleLog
+from .positional_embeddings import Bam, Constant, KerpleLog
 
 MOST_FEATURES = 64  # the attention function's limit
 
@@ -38,6 +43,8 @@ class ScoreTerms(NamedTuple):
     """[1, R, at most E], for all heads."""
     log_gates: Tensor | None = None
     """[B, H, L], at most 0: a score gets those of all tokens after its key."""
+    row_scale: Tensor | None = None
+    """[B or 1, H, L], above 0: all scores of a query, but a sink, times this."""
 
 
 class LayerTerms(PositionalEmbedding):
@@ -54,8 +61,8 @@ class LayerTerms(PositionalEmbedding):
         super().__init__(options)
         self.heads = options.local_heads.stop - options.local_heads.start
 
-    def forward(self, x_BLh: Tensor, keys: int) -> ScoreTerms:
-        """The terms of the queries at x, the last of so many keys."""
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
+        """The terms of the queries at x, the last of so many keys; each sees n of them."""
         raise NotImplementedError
 
     def _add_matrix(self, name: str, rows_per_head: int) -> None:
@@ -134,7 +141,7 @@ class Inkling(LayerTerms):
         heads = self.options.num_heads
         return 2.0 * heads * self.features * (self.options.hidden_size + distances)
 
-    def forward(self, x_BLh: Tensor, keys: int) -> ScoreTerms:
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
         features = F.linear(x_BLh, self.weight.to(x_BLh.dtype))
         by_head = features.unflatten(-1, (self.heads, self.features)).transpose(1, 2)
         table = at_least_fp32(self.distance_features)[None, :, :keys]
@@ -171,6 +178,37 @@ class Cable(LayerTerms):
     def own_flops(self, length: int) -> float:
         return 2.0 * self.options.num_heads * self.options.hidden_size
 
-    def forward(self, x_BLh: Tensor, keys: int) -> ScoreTerms:
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
         logits = F.linear(x_BLh, self.weight.to(x_BLh.dtype), self.bias.to(x_BLh.dtype))
         return ScoreTerms(log_gates=-F.softplus(at_least_fp32(logits)).transpose(1, 2))
+
+
+class ScaledRows(LayerTerms):
+    """SSMax on whole scores: those of a query that sees n keys times s log n, s from 1 per head.
+
+    With one key its factor does not matter, and is that of two.
+    """
+
+    bounds: ClassVar = Positive(Constant(1.0))
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        fixed = {"fp32": True, "decay": False}
+        values = torch.empty(self.heads)
+        self.row_scale = _declared(values, split=0, slices=options.tp_size, **fixed)
+        self._start()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        return {"row_scale": torch.ones(self.heads, device="cpu")}
+
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
+        scale = CONSTRAINTS["ste"].value(at_least_fp32(self.row_scale), self.bounds)
+        log = n_BL.clamp(min=2).to(scale.dtype).log()
+        return ScoreTerms(row_scale=scale[:, None] * log[:, None])
+
+
+@register("bam_ssmax")
+class BamSSMax(Bam):
+    """BAM's prior with the authors' SSMax, which sharpens q.k and the prior alike."""
+
+    layer_terms = ScaledRows

@@ -232,7 +232,8 @@ class LayerFactory:
     def layer_terms(self, spec: ModelSpec, layer: int) -> LayerTerms | None:
         """What a layer computes from its input about its scores, by the method of positions."""
         cls = positional_embedding_class(spec.pos_emb).layer_terms
-        return cls and cls(PositionOptions(spec, layer, self.tp.rank, self.tp.size))
+        options = PositionOptions(spec, layer, self.tp.rank, self.tp.size)
+        return None if cls is None else cls(options)
 
     def _norm(self) -> nn.Module:
         spec = self.spec

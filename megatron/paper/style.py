@@ -80,6 +80,7 @@ _METHOD_STYLES = {
     "sandwich": LineStyle(_BLACK, "d", ":"),
     "kerple_inkling": LineStyle(_BLUE, "D", "--"),
     "bam": LineStyle(_SKY, "o", ":"),
+    "bam_ssmax": LineStyle(_SKY, "D", "-."),
     "inkling": LineStyle(_PURPLE, "s"),
     "cable": LineStyle(_GREEN, "P", "--"),
     "rotary": LineStyle(_VERMILION, "v"),

@@ -21,6 +21,7 @@ KEYS = ("forget_gate", "attention_sinks", "scalable_softmax")
 ALL = dict.fromkeys(KEYS, True)
 INKLING = {"pos_emb": "inkling", "inkling_features": 3, "inkling_distances": 6}
 CABLE = {"pos_emb": "cable"}
+ROWS = {"pos_emb": "bam_ssmax"}
 
 
 def layer(**keys: Any) -> SelfAttention:
@@ -64,6 +65,9 @@ def from_the_papers(attention: SelfAttention, x: Tensor, table: Tensor | None = 
                             logit = logit + torch.log(gate)
                     logit = logit + by_content(weights, x[b], h, i, j)
                     logits.append(logit)
+                if "terms.row_scale" in weights:  # with one key, the factor of two
+                    factor = max(float(weights["terms.row_scale"][h]), 0.01)
+                    logits = [factor * math.log(max(len(seen), 2)) * logit for logit in logits]
                 if "sinks" in weights:
                     logits.append(weights["sinks"][h])
                 shares = torch.stack(logits).exp()
@@ -98,6 +102,7 @@ def by_content(weights: dict[str, Tensor], x: Tensor, head: int, query: int, key
         {**ALL, "sliding_window_width": 4},
         {**ALL, **INKLING},
         {**ALL, **CABLE},
+        {**ALL, **ROWS, "sliding_window_width": 4},
     ],
     ids=lambda keys: "+".join(keys),
 )
@@ -113,7 +118,9 @@ def test_a_layer_is_the_papers_formula(keys: dict[str, Any], engine: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "keys", [{"forget_gate": True}, ALL, INKLING, CABLE], ids=lambda keys: "+".join(keys)
+    "keys",
+    [{"forget_gate": True}, ALL, INKLING, CABLE, {"attention_sinks": True, **ROWS}],
+    ids=lambda keys: "+".join(keys),
 )
 def test_engines_agree_in_every_gradient(keys: dict[str, Any]) -> None:
     found: dict[str, dict[str, Tensor]] = {}

@@ -34,6 +34,7 @@ FORMULAS = {
     "alibi_learned": {"bias": lambda d, r: -r[0] * d},
     "kerple_inkling": {"bias": lambda d, r: -r[0] * math.log(1 + r[1] * d)},  # beside features
     "bam": {"bias": lambda d, r: -math.exp(r[0]) * (d + 1e-5) ** r[1]},
+    "bam_ssmax": {"bias": lambda d, r: -math.exp(r[0]) * (d + 1e-5) ** r[1]},  # and its rows
 }
 
 

@@ -133,7 +133,9 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.softmax_scale is not None:
             q = sharpened(q, self.softmax_scale, scores.keys_seen())
-        terms = ScoreTerms() if self.terms is None else self.terms(x, scores.keys)
+        terms = (
+            ScoreTerms() if self.terms is None else self.terms(x, scores.keys, scores.keys_seen())
+        )
         gates = terms.log_gates
         if self.forget_gate is not None:
             forgotten = log_gates(self.forget_gate(x))
