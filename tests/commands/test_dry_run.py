@@ -38,3 +38,23 @@ def test_a_vocabulary_that_a_library_knows_by_name_is_not_missing(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "vocab.json").write_text("{}")
     assert "found   vocab_file: ~/vocab.json" in files("GPT2BPETokenizer", "~/vocab.json")
+
+
+def test_a_pattern_is_shown_and_counted_layer_by_layer() -> None:
+    """Three layers of four have a window: keys in the cache, flops and kernels are theirs."""
+    pattern = [
+        {"count": 3, "pos_emb": "kerple_log", "sliding_window_width": 3},
+        {"pos_emb": "rpe", "forget_gate": True},
+    ]
+    values = {**TINY, "num_layers": 5, "tokenizer_type": "CharLevelTokenizer", "precision": "bf16"}
+    report = dry_run_report(NeoXArgs.from_dict({**values, "layer_pattern": pattern}))
+    lines = " ".join(report.split())
+    assert "layers 0-2, 4 pos_emb: kerple_log, sliding_window_width: 3" in lines
+    assert "layer 3 pos_emb: rpe, forget_gate: True" in lines
+    assert "kernel of layers 0-2, 4 KERPLE-log" in lines
+    assert f"positions (KERPLE-log + T5 bias) {2 * 4 + 32 * 4}" in lines
+    cached = 2 * 2 * 32 * (4 * 4 + 16) / 2**20  # keys and values, 2 bytes, 32 wide
+    assert f"KV cache of 16 tokens, generating {cached:.2f} MiB" in lines
+    weights = 5 * 2 * 32 * (4 * 32 + 2 * 128) // 2 + 32 * 4 + 32 * 512
+    seen = 4 * (4 - 16 / 32) + 8  # keys on average
+    assert f"{3 * (2 * weights + 4 * 32 * seen):.3g} flops per token" in report

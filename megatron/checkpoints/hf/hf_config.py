@@ -52,6 +52,11 @@ def hf_config(
     spec: ModelSpec, *, iteration: int, eos: int | None, own_kernel: bool
 ) -> PretrainedConfig:
     """GPTNeoXConfig where that is the same model, else KerpleNeoXConfig."""
+    if spec.layer_pattern is not None or spec.attention_temperature is not None:
+        raise CheckpointError(
+            "layer_pattern and attention_temperature are not written to Hugging Face folders yet; "
+            "convert to native"
+        )
     keys = hugging_face_keys()
     values = {key.name: getattr(spec, key.key) for key in keys}
     common = {key.name: values[key.name] for key in keys if key.key in _SAME_NAME} | {
