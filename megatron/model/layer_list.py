@@ -308,7 +308,7 @@ class LayerFactory:
         )
 
     def _attention(self, linear: Projections, spec: ModelSpec) -> SelfAttention:
-        temperature = spec.attention_temperature
+        heat = spec.attention_temperature
         return SelfAttention(
             spec.hidden_size,
             spec.num_attention_heads,
@@ -318,7 +318,7 @@ class LayerFactory:
             qk_norm=self._qk_norm(),
             forget_gate=spec.forget_gate,
             per_head=per_head_starts(spec),
-            temperature=temperature and (temperature.floor, temperature.alpha),
+            temperature=None if heat is None else (heat.floor, heat.alpha),
             documents_apart=spec.reset_attention_mask,
             positions_restart=spec.reset_position_ids,
             dropout=spec.attention_dropout,
