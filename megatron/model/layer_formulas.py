@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .position_base import at_least_fp32
+from .position_base import ALIASES, at_least_fp32
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -166,6 +166,19 @@ def pattern_places(pattern: Sequence[Mapping[str, Any]], num_layers: int) -> lis
     runs = (repeat(place, entry.get("count", 1)) for place, entry in enumerate(pattern))
     once = list(islice(chain.from_iterable(runs), num_layers))
     return list(islice(cycle(once), num_layers))
+
+
+def kernel_groups(configs: Mapping[int, Any], options: Sequence[str]) -> list[list[int]]:
+    """Which layers share a kernel: those with one pos_emb and the same values of its options.
+
+    `configs` has the keys of each layer that has a kernel.
+    """
+    found: dict[tuple[str, ...], list[int]] = {}
+    for number, config in configs.items():
+        values = (repr(getattr(config, key)) for key in options)
+        name = ALIASES.get(config.pos_emb, config.pos_emb)
+        found.setdefault((name, *values), []).append(number)
+    return list(found.values())
 
 
 def softmax_scale_start(length: int, window: int | None = None) -> float:

@@ -28,11 +28,12 @@ from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import (
     NORM_EPSILONS,
     build_norm,
+    kernel_groups,
     pattern_places,
     per_head_starts,
 )
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
-from megatron.model.position_names import canonical_name, positional_embedding_class
+from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary_and_input_positions import (
     InputEmbedding,
     LearnedEmbedding,
@@ -45,6 +46,7 @@ from megatron.model.transformer import (
     TableNames,
     TransformerLayer,
     drop_tables,
+    end_tables,
 )
 from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import (
@@ -56,9 +58,8 @@ from megatron.mpu.parallel_layers import (
     seeded_generator,
 )
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.model_keys import LAYER_KEYS, ModelArgs
+from megatron.neox_arguments.model_keys import POSITION_OPTIONS, ModelArgs
 from megatron.neox_arguments.optimization_keys import OptimizationArgs
-from megatron.neox_arguments.position_keys import PositionKeys
 from megatron.neox_arguments.run_keys import DataArgs, RuntimeArgs
 from megatron.neox_arguments.validation import describe_validation_error
 from megatron.neox_arguments.values import Group, PositiveInt
@@ -142,9 +143,6 @@ class SharedKernel(NamedTuple):
         return cast(type[TableEmbedding], positional_embedding_class(self.spec.pos_emb))
 
 
-OPTIONS = tuple(name for name in LAYER_KEYS if hasattr(PositionKeys, name))
-"""Keys of positions that layers may set: kernels with the same values are one."""
-
 Function = Callable[[State], State | Tensor]
 
 
@@ -171,7 +169,8 @@ class LayerFactory:
             make = partial(self.transformer_layer, number)
             return Layer(TransformerLayer, make, pattern=self._places[number])
         if number == self.spec.num_layers:
-            return drop_tables
+            differ = self.pipelined and self.spec.layer_pattern is not None
+            return end_tables if differ else drop_tables
         if number == self.spec.num_layers + 1:
             return Layer(FinalNorm, lambda: FinalNorm(self._norm()))
         if self.spec.no_weight_tying:
@@ -199,13 +198,15 @@ class LayerFactory:
     @cached_property
     def kernels(self) -> list[SharedKernel]:
         """The kernels at index 1, each with its layers; none with kerple_share: per_layer."""
-        found: dict[Hashable, list[int]] = {}
-        for number, spec in enumerate(self.layer_specs):
-            cls = positional_embedding_class(spec.pos_emb)
-            if self.spec.kerple_share == "all" and issubclass(cls, TableEmbedding):
-                options = (repr(getattr(spec, key)) for key in OPTIONS)
-                found.setdefault((canonical_name(spec.pos_emb), *options), []).append(number)
-        return [SharedKernel(self.layer_specs[used[0]], tuple(used)) for used in found.values()]
+        if self.spec.kerple_share == "per_layer":
+            return []
+        with_tables = {
+            number: spec
+            for number, spec in enumerate(self.layer_specs)
+            if issubclass(positional_embedding_class(spec.pos_emb), TableEmbedding)
+        }
+        groups = kernel_groups(with_tables, POSITION_OPTIONS)
+        return [SharedKernel(self.layer_specs[used[0]], tuple(used)) for used in groups]
 
     def table_names(self, number: int) -> TableNames:
         """What each of the shared kernels' tables is to a layer."""

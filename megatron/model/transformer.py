@@ -8,8 +8,9 @@ position of each token's document, with reset_attention_mask or reset_position_i
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -45,6 +46,24 @@ def unpack(state: State, table_names: TableNames) -> tuple[Tensor, Tensor | None
 def drop_tables(state: State) -> Tensor:
     """The hidden states alone, after the last layer."""
     return state if isinstance(state, Tensor) else state[0]
+
+
+class _EndTables(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *beside: Tensor) -> Tensor:
+        ctx.save_for_backward(*beside)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        beside = (torch.zeros_like(t) if t.is_floating_point() else None for t in ctx.saved_tensors)
+        return grads[0], *beside
+
+
+def end_tables(state: State) -> Tensor:
+    """`drop_tables` where layers differ: the last pipeline stage may use none of a kernel's tables,
+    and DeepSpeed sends the gradient of every activation back. Theirs is 0."""
+    return state if isinstance(state, Tensor) else _EndTables.apply(*state)
 
 
 class PositionTables(nn.Module):

@@ -458,6 +458,11 @@ def hugging_face_keys() -> tuple[HFKey, ...]:
 LAYER_KEYS: tuple[str, ...] = tuple(declared("layer", ModelArgs))
 """Keys that an entry of layer_pattern may set."""
 
+POSITION_OPTIONS: tuple[str, ...] = tuple(
+    name for name in LAYER_KEYS if hasattr(PositionKeys, name)
+)
+"""Those of them that a positional embedding reads: layers with the same values share a kernel."""
+
 KEYS_OF_OURS: frozenset[str] = frozenset(declared("ours", ModelArgs))
 """Model keys that neither GPT-NeoX nor the official KERPLE code knows."""
 

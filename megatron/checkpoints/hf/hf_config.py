@@ -52,11 +52,6 @@ def hf_config(
     spec: ModelSpec, *, iteration: int, eos: int | None, own_kernel: bool
 ) -> PretrainedConfig:
     """GPTNeoXConfig where that is the same model, else KerpleNeoXConfig."""
-    if spec.layer_pattern is not None or spec.attention_temperature is not None:
-        raise CheckpointError(
-            "layer_pattern and attention_temperature are not written to Hugging Face folders yet; "
-            "convert to native"
-        )
     keys = hugging_face_keys()
     values = {key.name: getattr(spec, key.key) for key in keys}
     common = {key.name: values[key.name] for key in keys if key.key in _SAME_NAME} | {
@@ -82,9 +77,11 @@ def hf_config(
             "If its users may read and run the source: --with-kernel-source (in Python "
             "write_hf(..., with_kernel_source=True))."
         )
-    scaling = spec.rope_scaling
+    scaling, heat = spec.rope_scaling, spec.attention_temperature
     values |= common | {
         "pos_emb": pos_emb,
+        "layer_pattern": _exported_pattern(spec),
+        "attention_temperature": heat.model_dump() if heat else None,
         "hidden_act": act,
         "attention_window": spec.attention_window,
         "norm_eps": getattr(spec, NORM_EPSILONS[spec.norm]),
@@ -93,6 +90,20 @@ def hf_config(
         "iteration": iteration,
     }
     return KerpleNeoXConfig(**values)
+
+
+def _exported_pattern(spec: ModelSpec) -> list[dict[str, Any]] | None:
+    """layer_pattern with our names of positions: an export knows no others."""
+    pattern = []
+    for entry in spec.layer_pattern or ():
+        name = canonical_name(entry.get("pos_emb", spec.pos_emb))
+        if name not in METHODS:
+            raise CheckpointError(
+                f"layer_pattern with pos_emb: {name!r:.80}, a class of your own: the export of a "
+                "pattern holds no source of yours. Convert to native."
+            )
+        pattern.append({**entry, "pos_emb": name} if "pos_emb" in entry else entry)
+    return pattern or None
 
 
 def _scales_tables(spec: ModelSpec) -> bool:
