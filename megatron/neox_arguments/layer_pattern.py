@@ -60,6 +60,21 @@ def with_local_layers(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "attention_config": plain, "layer_pattern": pattern}
 
 
+def with_whole_temperatures(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Each attention_temperature of a pattern with what it leaves out, so that equals are equal."""
+    pattern = values.get("layer_pattern")
+    if not isinstance(pattern, list):
+        return values
+    name = "attention_temperature"
+    whole = [
+        {**entry, name: {**defaults, **entry[name]}}
+        if isinstance(entry, dict) and isinstance(entry.get(name), dict)
+        else entry
+        for entry in pattern
+    ]
+    return {**values, "layer_pattern": whole}
+
+
 def check_layer_pattern(model: ModelArgs, allowed: Iterable[str]) -> None:
     """ConfigError unless every entry is a layer's: its count, its keys and their values."""
     pattern = model.layer_pattern

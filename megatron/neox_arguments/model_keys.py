@@ -12,7 +12,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import model_validator
 
-from megatron.neox_arguments.layer_pattern import positions_named, with_local_layers
+from megatron.neox_arguments.layer_pattern import (
+    positions_named,
+    with_local_layers,
+    with_whole_temperatures,
+)
 from megatron.neox_arguments.position_keys import BiasScale, Constraint, PositionKeys
 from megatron.neox_arguments.values import (
     Changes,
@@ -361,7 +365,8 @@ class ModelArgs(Group):
         """`local` layers of attention_config as a pattern; pos_emb from a pattern that names it."""
         if not isinstance(values, dict):
             return values
-        values = with_local_layers(values)
+        alpha = AttentionTemperature.model_fields["alpha"].default
+        values = with_whole_temperatures(with_local_layers(values), {"alpha": alpha})
         named = [name for name in positions_named(values) if name is not None]
         return {"pos_emb": named[0], **values} if named else values
 

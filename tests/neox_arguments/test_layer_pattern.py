@@ -19,7 +19,9 @@ PATTERN = [
 
 def test_a_pattern_is_kept_as_written_and_names_the_position() -> None:
     args = NeoXArgs.from_dict({**TINY, "layer-pattern": [{"sliding-window-width": 3}, *PATTERN]})
-    assert args.model.layer_pattern == [{"sliding_window_width": 3}, *PATTERN]
+    log, none = PATTERN
+    whole = {**none, "attention_temperature": {"floor": 8, "alpha": 0.1}}
+    assert args.model.layer_pattern == [{"sliding_window_width": 3}, log, whole]
     assert args.model.pos_emb == "kerple_log"  # of the entry that names none, too
     assert NeoXArgs.from_dict(args.to_dict()) == args
     assert positions_named(args.to_dict()) == [None, "kerple_log", "none"]

@@ -84,9 +84,11 @@ class Attention(nn.Module):
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
 
-    def __init__(self, config: KerpleNeoXConfig, layer_idx: int, own: KerpleNeoXConfig) -> None:
+    def __init__(
+        self, config: KerpleNeoXConfig, layer_idx: int, layer_config: KerpleNeoXConfig
+    ) -> None:
         super().__init__()
-        self.config, self.layer_idx, self.own = config, layer_idx, own
+        self.config, self.layer_idx, self.layer_config = config, layer_idx, layer_config
         size, bias = config.hidden_size, config.attention_bias
         heads = config.num_attention_heads
         self.groups = heads // (config.num_key_value_heads or heads)
@@ -95,8 +97,8 @@ class Attention(nn.Module):
         self.qk_layernorm: nn.Module | None = None
         if config.use_qk_layernorm:
             self.qk_layernorm = make_norm(config, (heads, config.head_dim))
-        self.forget_gate = nn.Linear(size, heads) if own.forget_gate else None
-        for name, start in per_head_starts(own).items():
+        self.forget_gate = nn.Linear(size, heads) if layer_config.forget_gate else None
+        for name, start in per_head_starts(layer_config).items():
             number = None if start is None else nn.Parameter(torch.full((heads,), start))
             self.register_parameter(name, number)
 
@@ -136,8 +138,10 @@ class Attention(nn.Module):
         if self.softmax_scale is not None:
             q = sharpened(q, self.softmax_scale, scores.keys_seen())
         row_scale = None
-        if self.own.attention_temperature is not None:
-            row_scale = temperatures(scores.positions + 1, **self.own.attention_temperature)
+        if self.layer_config.attention_temperature is not None:
+            row_scale = temperatures(
+                scores.positions + 1, **self.layer_config.attention_temperature
+            )
             q = (q * row_scale[..., None]).to(q.dtype)
         gates = None if self.forget_gate is None else log_gates(self.forget_gate(x))
         if past_key_values is not None:
@@ -174,15 +178,17 @@ class MLP(nn.Module):
 
 
 class Layer(GradientCheckpointingLayer):
-    def __init__(self, config: KerpleNeoXConfig, layer_idx: int, own: KerpleNeoXConfig) -> None:
+    def __init__(
+        self, config: KerpleNeoXConfig, layer_idx: int, layer_config: KerpleNeoXConfig
+    ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config)
-        self.attention = Attention(config, layer_idx, own)
+        self.attention = Attention(config, layer_idx, layer_config)
         shared = config.use_parallel_residual and config.share_parallel_norm
         self.post_attention_layernorm = None if shared else make_norm(config)
         self.mlp = MLP(config)
-        per_layer = config.kerple_share == "per_layer" and has_tables(own)
-        self.positions = make_tables(own, layer_idx) if per_layer else None
+        per_layer = config.kerple_share == "per_layer" and has_tables(layer_config)
+        self.positions = make_tables(layer_config, layer_idx) if per_layer else None
         self.parallel, self.dropout = config.use_parallel_residual, config.hidden_dropout
         scaled = config.apply_query_key_layer_scaling  # layer l's bias is l times the table
         self.table_factor = max(1, layer_idx) if scaled else 1
@@ -228,7 +234,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
         elif isinstance(module, TableEmbedding):
             _start(module, module.initial_values())
         elif isinstance(module, Attention):
-            starts = per_head_starts(module.own).items()
+            starts = per_head_starts(module.layer_config).items()
             _start(module, {name: torch.tensor(v) for name, v in starts if v is not None})
 
 
@@ -319,12 +325,12 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         tables = [(None, None) if k is None else k(geometry.keys) for k in kernels]
         made: dict[Any, Any] = {}
         views = []
-        for number, own in enumerate(self._own):
+        for number, layer_config in enumerate(self._own):
             place = numbers.get(number)
-            key = (place, own.attention_window)
+            key = (place, layer_config.attention_window)
             if key not in made:
                 used = (None, None) if place is None else tables[place]
-                scores = geometry.replaced(tables=used, window=own.attention_window)
+                scores = geometry.replaced(tables=used, window=layer_config.attention_window)
                 in_layer = self.layers[number].positions is not None
                 at_once = not in_layer and fits_at_once(x, scores)
                 made[key] = scores, *(scores.dense() if at_once else (None, None))

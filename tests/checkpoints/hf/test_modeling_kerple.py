@@ -20,7 +20,7 @@ from tests.checkpoints.small_models import logits_of, tokens
 
 PATTERN: list[dict[str, Any]] = [
     {"count": 2, "pos_emb": "kerple_log", "sliding_window_width": 7},
-    {"pos_emb": "none", "attention_temperature": {"floor": 4, "alpha": 0.5}},
+    {"pos_emb": "none", "attention_temperature": {"floor": 4}},
     {"pos_emb": "rotary", "rotary_pct": 0.5, "attention_sinks": False},
     {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 16, "forget_gate": True},
 ]
