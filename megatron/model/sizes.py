@@ -125,6 +125,15 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     )
 
 
+def cache_bytes(args: NeoXArgs, tokens: int) -> int:
+    """Of the keys and values of one sequence in generation: a layer with a window keeps its own."""
+    outline, _ = outline_of_config(args)
+    windows = [spec.attention_window for spec in outline.layer_specs]
+    kept = sum(tokens if window is None else min(tokens, window) for window in windows)
+    width = 4 if args.optimization.precision == "fp32" else 2
+    return 2 * kept * args.model.kv_heads * args.model.head_dim * width
+
+
 def optimizer_bytes(block: OptimizerBlock) -> float:
     """Bytes of optimizer state per parameter; of a user-defined class, measured."""
     if block.states is not None:

@@ -30,6 +30,13 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "per_layer": {"kerple_share": "per_layer"},
     "row_head": {"output_layer_parallelism": "row"},
     "score_terms": {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
+    "pattern": {
+        "num_layers": 3,
+        "layer_pattern": [
+            {"pos_emb": "kerple_log", "sliding_window_width": 5, "forget_gate": True},
+            {"pos_emb": "rpe", "attention_sinks": True, "attention_temperature": {"floor": 4}},
+        ],
+    },
     "packed": {
         "pos_emb": "kerple_log",
         "forget_gate": True,
@@ -40,7 +47,11 @@ POSITIONS: dict[str, dict[str, Any]] = {
 }
 FULL = ("kerple_log", "rpe")
 SOME = ("mp2", "pp2")
-MORE = {"score_terms": (*SOME, "dp2_zero3"), "packed": (*SOME, "dp2_zero3", "pp2_zero1")}
+MORE = {
+    "score_terms": (*SOME, "dp2_zero3"),
+    "pattern": (*SOME, "dp2_zero3", "pp2_zero1"),
+    "packed": (*SOME, "dp2_zero3", "pp2_zero1"),
+}
 PRECISIONS = ("fp32", "bf16")
 # Relative. bf16 keeps 8 bits: sums in another order differ in the last of them.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
