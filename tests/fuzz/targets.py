@@ -327,8 +327,8 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 
 
 COSTLY = {
-    "checkpoint, universal": 5,
-    "crafted bomb": 2,
+    "checkpoint, universal": 1,
+    "crafted bomb": 1,
     **dict.fromkeys(
         (
             "checkpoint, one file",
@@ -346,7 +346,7 @@ COSTLY = {
             "crafted suite",
             "crafted special file",
         ),
-        10,
+        2,
     ),
 }
 """How many cases of a cycle are of the kinds that take long; of the others it is CHEAP."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.fuzz.harness import run_cases
 from tests.fuzz.targets import TARGETS, cycle
 
-CASES = 2 * len(cycle())
+CASES = 5 * len(cycle())
 
 
 def test_every_answer_is_a_result_or_one_of_our_errors(tmp_path: Path) -> None:
