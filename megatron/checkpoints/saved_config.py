@@ -207,7 +207,8 @@ SCHEDULE = frozenset(
 )
 """May differ if the config chooses its own schedule or the checkpoint's."""
 PATHS = frozenset(
-    {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "vocab_file",
+    {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths",
+     "train_label_data_paths", "valid_label_data_paths", "test_label_data_paths", "vocab_file",
      "merge_file"}
 )  # fmt: skip
 """Files may move to another directory; their contents are compared by the run's manifest."""

@@ -15,6 +15,7 @@ ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",
     "slurm_comment": "comment",
     "gas": "gradient_accumulation_steps",
+    "label_data_paths": "train_label_data_paths",
 }
 """Old name -> today's name; the value keeps its meaning."""
 
@@ -63,13 +64,10 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         for sign in ("pos", "neg") for split in ("train", "valid", "test")
         for kind in ("data_paths", "label_data_paths")
     },
-    "label and reward datasets": _keys("label_data_paths") | {
-        f"{split}_{kind}_data_paths": ()
-        for split in ("train", "valid", "test") for kind in ("label", "reward")
-    },
-    "packing other than the default": _keys(
-        "packing", pack_impl=("packed",), allow_chopped=(True,), short_seq_prob=(0.1,)
+    "reward datasets": _keys(
+        "train_reward_data_paths valid_reward_data_paths test_reward_data_paths"
     ),
+    "packing other than the default": _keys("packing", short_seq_prob=(0.1,)),
     "online data and replay": _keys(
         "is_replay_enabled replay_config serve_model_weights",
         online_dataserver_ips=("localhost",), online_dataserver_ports=(10000,),

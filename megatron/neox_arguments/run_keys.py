@@ -41,6 +41,17 @@ class DataArgs(Group):
     test_data_paths: TextList | None = key(
         None, "Prefixes of test datasets.", changes="evaluation", resume="same"
     )
+    train_label_data_paths: TextList | None = key(
+        None,
+        "Labels of the training data, a prefix for each of train_data_paths (label_data_paths is "
+        "the same key): a label for each token, not shifted; below 0 (-100) it carries no loss.",
+    )
+    valid_label_data_paths: TextList | None = key(
+        None, "Labels of the validation data.", changes="evaluation", resume="same"
+    )
+    test_label_data_paths: TextList | None = key(
+        None, "Labels of the test data.", changes="evaluation", resume="same"
+    )
     train_data_weights: WeightList | None = key(None, "Shares of training datasets; null: equal.")
     valid_data_weights: WeightList | None = key(
         None, "Share of each validation dataset.", changes="evaluation", resume="same"
@@ -56,6 +67,15 @@ class DataArgs(Group):
         "infer",
         "Dataset format; .bin/.idx files are memory-mapped either way.",
         changes="execution",
+    )
+    pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
+        "packed",
+        "What a sample is: tokens of the documents end to end (packed), as many whole documents "
+        "as fit (pack_until_overflow), or one document (unpacked); the rest is padding.",
+    )
+    allow_chopped: bool = key(
+        True,
+        "With whole documents: cut those that are longer than a sample; false leaves them out.",
     )
     mmap_warmup: bool = key(False, "Read the files once before training.", changes="execution")
     split: str = key("969, 30, 1", "Shares of train, valid and test in data_path, e.g. 949,50,1.")
@@ -78,6 +98,10 @@ class DataArgs(Group):
     data_cache_dir: str | None = key(
         None, "Folder of sample-index caches; null: beside the data.", changes="execution"
     )
+
+    def label_paths(self, split: str) -> list[str]:
+        """The label files of `train`, `valid` or `test`."""
+        return list(getattr(self, f"{split}_label_data_paths") or ())
 
     @property
     def tells_documents_apart(self) -> bool:

@@ -251,6 +251,12 @@ def _check_blends(data: DataArgs) -> None:
         )
     for name in ("train", "valid", "test"):
         paths = getattr(data, f"{name}_data_paths")
+        labels = data.label_paths(name)
+        if len(labels) != len(paths or []) and (labels or (paths and data.label_paths("train"))):
+            raise ConfigError(
+                f"{name}_label_data_paths has {len(labels)} prefixes for {len(paths or [])} "
+                f"{name}_data_paths. Give one per path; data_path takes no labels."
+            )
         weights = getattr(data, f"{name}_data_weights")
         if weights is None:
             continue
@@ -265,6 +271,11 @@ def _check_blends(data: DataArgs) -> None:
 
 def _check_epochs(data: DataArgs) -> None:
     """GPT-NeoX counts no epochs of weighted data; nor do we of several files."""
+    if data.pack_impl != "packed":
+        raise ConfigError(
+            f"train_epochs with pack_impl = {data.pack_impl}: as in GPT-NeoX, only the tokens of "
+            "packed data are counted in epochs. Use train_iters."
+        )
     lists = [getattr(data, f"{name}_data_paths") or () for name in ("train", "valid", "test")]
     if any(len(paths) > 1 for paths in lists):
         raise ConfigError(

@@ -15,6 +15,7 @@ from tests.training.cases import (
     ADAM,
     DROPOUT,
     ON_TWO,
+    labelled,
     layout,
     precision,
     run_cases,
@@ -34,6 +35,7 @@ ONE = {
     "bf16": {**layout(), **precision("bf16")},
     "bf16_zero1": {**layout(zero=1), **precision("bf16")},
     "fp16": {**layout(), "fp16": {"enabled": True, "initial_scale_power": 14}},
+    "labels": layout(),
 }
 TWO = {
     **ON_TWO,
@@ -59,6 +61,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             warmup=0.2,
             **DROPOUT,
             **{**ONE, **TWO}[name],
+            **(labelled(data, "unpacked") if name == "labels" else {}),
         )
         saved = str(directory / name)
         cases[processes] |= {
