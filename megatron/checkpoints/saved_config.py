@@ -202,7 +202,7 @@ def values_when_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
 SCHEDULE = frozenset(
     {
         *("lr_decay_rule", "lr_decay_style", "lr_decay_iters", "lr_decay_fraction"),
-        *("min_lr", "warmup", "optimizer.params.lr"),
+        *("min_lr", "warmup", "optimizer.params.lr", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
     }
 )
 """May differ if the config chooses its own schedule or the checkpoint's."""

@@ -89,16 +89,13 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "sequence and context parallelism": _keys(
         "sequence_parallel", context_parallel_size=(0, 1), requires_attention_mask=(True,)
     ),
-    "bitsandbytes optimizers": _keys("use_bnb_optimizer"),
     "Comet": _keys(
         "use_comet comet_workspace comet_project comet_experiment_name comet_tags comet_others "
         "comet_experiment"
     ),
     "this kind of logging or profiling": _keys(
-        "log_gradient_noise_scale gradient_noise_scale_cpu_offload memory_profiling "
-        "memory_profiling_path profile peak_theoretical_tflops",
-        gradient_noise_scale_n_batches=(5,), profile_step_start=(10,), profile_step_stop=(12,),
-        tensorboard=({},), wandb=({},), csv_monitor=({},)
+        "log_gradient_noise_scale gradient_noise_scale_cpu_offload peak_theoretical_tflops",
+        gradient_noise_scale_n_batches=(5,), tensorboard=({},), wandb=({},), csv_monitor=({},)
     ),
     "S3 storage": _keys("s3_path", s3_chunk_size=(104_857_600,)),
     "data without a shared file system": _keys(use_shared_fs=(True,)),

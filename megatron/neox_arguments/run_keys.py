@@ -352,6 +352,21 @@ class LoggingArgs(Group):
         "Log the percentage of zeros in each parameter's gradient, `pct_grad_zeros/NAME`, every "
         "log_interval steps.",
     )
+    profile: bool = key(
+        False,
+        "Record the steps after profile_step_start up to profile_step_stop with torch.profiler, on "
+        "every rank: <save>/profile/trace_rank<R>.json.gz, which Perfetto opens.",
+    )
+    profile_step_start: NonNegativeInt = key(10, "The recording begins after this step.")
+    profile_step_stop: PositiveInt = key(12, "The recording ends with this step.")
+    memory_profiling: bool = key(
+        False,
+        "Record the GPU's allocations over the same steps, for torch's memory viewer; a CPU's are "
+        "not recorded.",
+    )
+    memory_profiling_path: str | None = key(
+        None, "Folder of the memory snapshots; null: <save>/profile."
+    )
     flops_profiler: dict[str, Any] | None = key(None, "DeepSpeed's flops_profiler, passed on.")
     comms_logger: dict[str, Any] | None = key(None, "DeepSpeed's comms_logger, passed on.")
     dump_state: bool = key(False, "Let DeepSpeed print its state at start.")
