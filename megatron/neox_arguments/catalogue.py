@@ -67,7 +67,7 @@ METHODS: dict[str, Method] = {
         Method("bam", "BAM", "a generalised Gaussian prior: a power of distance up to 4",
                r"-e^{\,r_1}(d+10^{-5})^{\,r_2}"),
         Method("bam_ssmax", "BAM SSMax", "BAM's prior, and all scores of n keys times s log n",
-               r"-e^{\,r_1}(d+10^{-5})^{\,r_2}", in_hf=False),
+               r"-e^{\,r_1}(d+10^{-5})^{\,r_2}"),
         Method("kerple_inkling", "KERPLE-Inkling",
                "the log variant, and near the query features of query and distance",
                r"-r_1\,\log(1+r_2 d)+\sum_r f_r(x_m)\,P_{r d}"),

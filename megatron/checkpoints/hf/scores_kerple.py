@@ -23,17 +23,20 @@ class Scores:
     def __init__(
         self, tables: Tables, past: int | Tensor, queries: int, keys: int, window: int | None,
         allowed: Tensor | None, device: torch.device, heads: int = 1,
+        positions: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.tables, self.window, self.allowed = tables, window, allowed
         self.queries, self.keys = queries, keys
         self.heads = heads  # how many have scores of their own, whatever the tables
         self.q_index = past + torch.arange(queries, device=device)
         self.k_index = torch.arange(keys, device=device)
+        # of the queries, [B or 1, Q], without padding
+        self.positions = self.q_index[None] if positions is None else positions
 
-    def with_tables(self, tables: Tables) -> Scores:
-        """The same geometry for another kernel."""
+    def replaced(self, **changes: Any) -> Scores:
+        """The same geometry for another kernel (`tables`), or another `window`."""
         copy = Scores.__new__(Scores)
-        copy.__dict__.update(self.__dict__, tables=tables)
+        copy.__dict__.update(self.__dict__, **changes)
         return copy
 
     def dense(self, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor | None]:
@@ -100,6 +103,14 @@ def content_bias(
     return more if bias is None else bias + more
 
 
+def scaled_rows(bias: Tensor, row_scale: Tensor | None, start: int, stop: int | None) -> Tensor:
+    """A bias times the factor [B or 1, H or 1, Q] of some queries; what is masked stays as low."""
+    if row_scale is None:
+        return bias
+    scaled = bias * row_scale[:, :, start:stop, None]
+    return scaled.clamp(min=torch.finfo(torch.float32).min)
+
+
 def append_gates_to_keys(k: Tensor, gates: Tensor) -> Tensor:
     """Keys with gates [B, H, Q] in further columns, so that any cache of keys keeps them too.
 
@@ -146,7 +157,8 @@ def attend(
 
 def attend_in_blocks(
     run: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor,
-    scores: Scores, added: Callable[[int, int], Tensor | None], keep: bool,
+    scores: Scores, added: Callable[[int, int], Tensor | None], row_scale: Tensor | None,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`run` (attend) for so many queries at a time that their scores are not too many.
 
@@ -158,6 +170,7 @@ def attend_in_blocks(
         bias, weight = scores.dense(start, start + rows)
         more = added(start, start + rows)
         bias = bias if more is None else bias + more
+        bias = scaled_rows(bias, row_scale, start, start + rows)
         blocks.append(run(q[:, :, start : start + rows], k, v, bias, weight))
     parts = [part for _, part in blocks if part is not None]
     probabilities = torch.cat(parts, dim=2) if keep and parts else None
