@@ -18,6 +18,7 @@ HEADS, WIDTH = 4, 8
 SPEC = small_spec.SPEC.replace(pos_emb="none")
 KEYS = ("forget_gate", "attention_sinks", "scalable_softmax")
 ALL = dict.fromkeys(KEYS, True)
+HOT = {"attention_temperature": {"floor": 3, "alpha": 0.5}}
 
 
 def layer(**keys: Any) -> SelfAttention:
@@ -59,6 +60,9 @@ def from_the_papers(attention: SelfAttention, x: Tensor, table: Tensor | None = 
                                 + weights["forget_gate.bias"][h]
                             )
                             logit = logit + torch.log(gate)
+                    if attention.temperature is not None:
+                        floor, alpha = attention.temperature
+                        logit = logit * (1 + alpha * math.log(max(1.0, (i + 1) / floor)))
                     logits.append(logit)
                 if "sinks" in weights:
                     logits.append(weights["sinks"][h])
@@ -72,7 +76,7 @@ def from_the_papers(attention: SelfAttention, x: Tensor, table: Tensor | None = 
 @pytest.mark.parametrize("engine", ["naive", "tiled"])
 @pytest.mark.parametrize(
     "keys",
-    [*({key: True} for key in KEYS), ALL, {**ALL, "sliding_window_width": 4}],
+    [*({key: True} for key in KEYS), ALL, {**ALL, "sliding_window_width": 4, **HOT}],
     ids=lambda keys: "+".join(keys),
 )
 def test_a_layer_is_the_papers_formula(keys: dict[str, Any], engine: str) -> None:
@@ -86,7 +90,7 @@ def test_a_layer_is_the_papers_formula(keys: dict[str, Any], engine: str) -> Non
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [{"forget_gate": True}, ALL], ids=lambda keys: "+".join(keys))
+@pytest.mark.parametrize("keys", [{"forget_gate": True}, {**ALL, **HOT}], ids=lambda keys: "+".join(keys))
 def test_engines_agree_in_every_gradient(keys: dict[str, Any]) -> None:
     found: dict[str, dict[str, Tensor]] = {}
     for engine in ("naive", "tiled"):

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpoints.reading import read_checkpoint
 from megatron.training.metrics import Sinks
-from megatron.training.progress_hooks import RecordMetrics, peak_flops
+from megatron.training.progress_hooks import RecordMetrics, kernel_suffix, peak_flops
 from megatron.training.trainer import StepReport
 from tests.training.cases import write_data
 from tests.training.runs import run, run_config
@@ -89,3 +89,16 @@ def test_the_percentage_of_gradients_that_are_zero(layout: dict[str, Any], tmp_p
     assert shares.keys() == read_checkpoint(save).weights.keys()
     assert shares["0.position_embeddings.weight"] == pytest.approx(75, abs=0.5)
     assert all(share < 5 for name, share in shares.items() if "layernorm" in name)
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("sequential.1.embedding.2", "_shared2"),
+        ("sequential.5.positions", "_layer3"),
+        ("5.positions", "_layer3"),
+        ("sequential.1.embedding", ""),
+    ],
+)
+def test_a_kernel_is_recorded_by_its_place(name: str, suffix: str) -> None:
+    assert kernel_suffix(name) == suffix
