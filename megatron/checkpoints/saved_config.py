@@ -202,12 +202,13 @@ def values_when_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
 SCHEDULE = frozenset(
     {
         *("lr_decay_rule", "lr_decay_style", "lr_decay_iters", "lr_decay_fraction"),
-        *("min_lr", "warmup", "optimizer.params.lr"),
+        *("min_lr", "warmup", "optimizer.params.lr", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
     }
 )
 """May differ if the config chooses its own schedule or the checkpoint's."""
 PATHS = frozenset(
-    {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "vocab_file",
+    {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths",
+     "train_label_data_paths", "valid_label_data_paths", "test_label_data_paths", "vocab_file",
      "merge_file"}
 )  # fmt: skip
 """Files may move to another directory; their contents are compared by the run's manifest."""

@@ -61,6 +61,8 @@ COMMANDS = {
         "is a kernel conditionally positive definite, as the theory asks?"),
     "plot_run": Command("commands.plot_run:main",
         "draw a run's loss, rate, gradient norm, tokens/s and kernels"),
+    "watch": Command("commands.watch:main",
+        "a run's loss, rate, tokens/s and kernels as they come, in the terminal or on a page"),
     "reproduce": Command("paper.cli:main", "repeat the paper, on a cluster or in miniature"),
     "lm_eval": Command("evaluation.lm_eval_cli:main",
         "the lm_eval command with --model kerple_neox"),

@@ -114,6 +114,7 @@ def _files_section(tokenizer: TokenizerArgs, data: DataArgs) -> str:
     named = {"data_path": [data.data_path] if data.data_path else []}
     for split in ("train", "valid", "test"):
         named[f"{split}_data_paths"] = getattr(data, f"{split}_data_paths") or []
+        named[f"{split}_label_data_paths"] = data.label_paths(split)
     rows = [(key, path, Path(path).expanduser().exists()) for key, path in wanted if path]
     if tokenizer.tokenizer_type in NAMED_VOCABULARIES:
         rows = [row for row in rows if row[2]]

@@ -90,7 +90,9 @@ def test_a_layer_is_the_papers_formula(keys: dict[str, Any], engine: str) -> Non
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [{"forget_gate": True}, {**ALL, **HOT}], ids=lambda keys: "+".join(keys))
+@pytest.mark.parametrize(
+    "keys", [{"forget_gate": True}, {**ALL, **HOT}], ids=lambda keys: "+".join(keys)
+)
 def test_engines_agree_in_every_gradient(keys: dict[str, Any]) -> None:
     found: dict[str, dict[str, Tensor]] = {}
     for engine in ("naive", "tiled"):
