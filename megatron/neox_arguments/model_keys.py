@@ -56,12 +56,46 @@ GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 class RopeScaling(Group):
     """How rotary angles are stretched beyond the training length."""
 
-    type: Literal["linear", "ntk", "yarn"] = key(
-        ..., "linear (position interpolation), ntk (a larger base) or yarn."
+    type: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"] = key(
+        ...,
+        "linear (position interpolation), ntk (a larger base), dynamic (ntk by each sequence's "
+        "length), yarn, longrope, llama3 or proportional: Hugging Face's rope_type.",
     )
-    factor: PositiveFloat = key(..., "Evaluation length divided by training length, e.g. 4.0.")
+    factor: PositiveFloat | None = key(
+        None,
+        "Evaluation length divided by training length, e.g. 4.0. longrope: null means "
+        "max_position_embeddings / original_max_position.",
+    )
     original_max_position: PositiveInt | None = key(
         None, "Length the model was trained at; null means max_position_embeddings."
+    )
+    attention_factor: PositiveFloat | None = key(
+        None, "yarn, longrope: factor on q and k; null means the method's own."
+    )
+    beta_fast: PositiveFloat | None = key(
+        None, "yarn: dimensions that turn more often over the original length stay; null means 32."
+    )
+    beta_slow: PositiveFloat | None = key(
+        None, "yarn: dimensions that turn less often are interpolated whole; null means 1."
+    )
+    mscale: PositiveFloat | None = key(None, "yarn: weight of ln(factor) in the factor on q and k.")
+    mscale_all_dim: PositiveFloat | None = key(
+        None, "yarn: the same in its divisor; used with mscale only."
+    )
+    truncate: bool | None = key(
+        None, "yarn: round the ends of the ramp to whole dimensions; null means true."
+    )
+    short_factor: list[PositiveFloat] | None = key(
+        None, "longrope: a divisor for each frequency, up to the original length."
+    )
+    long_factor: list[PositiveFloat] | None = key(
+        None, "longrope: a divisor for each frequency, beyond the original length."
+    )
+    low_freq_factor: PositiveFloat | None = key(
+        None, "llama3: below so many turns over the original length, divide by factor."
+    )
+    high_freq_factor: PositiveFloat | None = key(
+        None, "llama3: above so many turns over the original length, leave as it is."
     )
 
 
@@ -165,7 +199,7 @@ class ModelArgs(Group):
     )
     rope_scaling: RopeScaling | None = key(
         None,
-        "Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, original_max_position: 2048}.",
+        "Stretch rotary angles, e.g. {type: yarn, factor: 4.0, original_max_position: 2048}.",
         hf="rotary_scaling",
         ours=True,
         evaluate="free",

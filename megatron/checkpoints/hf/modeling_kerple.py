@@ -293,8 +293,7 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
     def _angles(self, position_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if self.rotary is None:
             return None, None
-        frequencies, factor = self.rotary.frequencies, self.rotary.attention_factor
-        cos, sin = cos_and_sin(position_ids, frequencies, factor)
+        cos, sin = cos_and_sin(position_ids, *self.rotary.frequencies(position_ids))
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _with_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
