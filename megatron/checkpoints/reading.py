@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoints.deepspeed_files import read_zero3_shards
+from megatron.checkpoints.lazy_weights import outlines
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import (
     args_from,
@@ -234,7 +235,7 @@ def _check_complete(files: CheckpointFiles) -> None:
 class Checkpoint:
     """A model read from disk: its config, its weights and where they came from."""
 
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     args: NeoXArgs
     files: CheckpointFiles
     kind: str
@@ -244,7 +245,7 @@ class Checkpoint:
     @property
     def padded_vocab_size(self) -> int:
         """From the weights: the config alone may give another."""
-        return self.weights[EMBEDDING].shape[0]
+        return outlines(self.weights)[EMBEDDING].shape[0]
 
     @property
     def spec(self) -> ModelSpec:
@@ -252,7 +253,7 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.weights.values())
+        return sum(outline.numel() for outline in outlines(self.weights).values())
 
 
 def read_checkpoint(

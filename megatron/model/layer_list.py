@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
-from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, per_head_starts
+from megatron.model.layer_formulas import (
+    NORM_EPSILONS,
+    RMSNorm,
+    build_norm,
+    norm_sizes,
+    per_head_starts,
+)
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
 from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary_and_input_positions import (
@@ -200,10 +206,12 @@ class LayerFactory:
         mlp = linear(bias=spec.use_bias_in_mlp)
         shared, cls = self.has_shared_tables, self.position_class
         shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
+        of_output = spec.norm_placement == "output"
         return TransformerLayer(
-            input_norm=self._norm(),
+            input_norm=None if of_output else self._norm(),
             attention=self._attention(linear(bias=spec.use_bias_in_attn_linear)),
             mlp_norm=None if shares_norm else self._norm(),
+            output_norm=self._norm() if of_output else None,
             mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
             table_names=cls.table_names if shared and issubclass(cls, TableEmbedding) else (),
             own_tables=None if shared else self.positions(TableEmbedding, layer=number),
@@ -251,9 +259,12 @@ class LayerFactory:
             spec.hidden_size,
             spec.num_attention_heads,
             spec.kv_heads,
+            spec.head_dim,
             linear=linear,
             rotary=self.positions(RotaryEmbedding),
             qk_norm=self._qk_norm(),
+            own_norms=self._own_norms(),
+            qkv_bias=spec.use_bias_in_attn_linear or spec.add_qkv_bias,
             forget_gate=spec.forget_gate,
             per_head=per_head_starts(spec),
             documents_apart=spec.reset_attention_mask,
@@ -263,6 +274,11 @@ class LayerFactory:
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
         )
+
+    def _own_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """One norm for queries and one for keys."""
+        sizes, eps = norm_sizes(self.spec), self.spec.rms_norm_epsilon
+        return None if sizes is None else (RMSNorm(sizes[0], eps), RMSNorm(sizes[1], eps))
 
     def _qk_norm(self) -> nn.Module | None:
         """GPT-NeoX's: one norm for queries and keys."""

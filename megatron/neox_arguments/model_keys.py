@@ -115,6 +115,20 @@ class ModelArgs(Group):
         "num_attention_heads; each serves as many query heads in a row. null: one for each.",
         hf="num_key_value_heads",
     )
+    kv_channels: PositiveInt | None = key(
+        None,
+        "Width of one attention head (Hugging Face's head_dim); null: hidden_size / "
+        "num_attention_heads.",
+        hf="head_dim",
+        ours=True,
+    )
+    qk_norm: Literal["per_head", "all_heads"] | None = key(
+        None,
+        "An rmsnorm of queries and another of keys before rotary: over each head, with one weight "
+        "for all (per_head, Qwen3), or over all heads of a token (all_heads, OLMo 2; needs "
+        "model_parallel_size 1).",
+        ours=True,
+    )
     use_qk_layernorm: bool = key(
         False,
         "Norm of queries and keys before their product, with one weight for both, as GPT-NeoX: "
@@ -173,6 +187,11 @@ class ModelArgs(Group):
     )
     norm: Literal["layernorm", "rmsnorm", "scalenorm", "non_parametric_layernorm"] = key(
         "layernorm", "Normalisation layer; non_parametric_layernorm has no weights."
+    )
+    norm_placement: Literal["input", "output"] = key(
+        "input",
+        "Norm of a block's input, x + f(norm(x)), or of its output, x + norm(f(x)) (OLMo 2).",
+        ours=True,
     )
     layernorm_epsilon: PositiveFloat = key(1.0e-5, "Epsilon of layernorm.", hf=None)
     rms_norm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of rmsnorm.", hf=None)
@@ -281,6 +300,11 @@ class ModelArgs(Group):
     )
     use_bias_in_norms: bool = key(True, "Bias in norms.", hf="norm_bias")
     use_bias_in_attn_linear: bool = key(True, "Bias in attention projections.", hf="attention_bias")
+    add_qkv_bias: bool = key(
+        False,
+        "Bias of queries, keys and values though use_bias_in_attn_linear is false (Qwen2).",
+        ours=True,
+    )
     use_bias_in_mlp: bool = key(True, "Bias in MLP projections.", hf="mlp_bias")
     init_method: InitMethod = key(
         "normal", "Initialisation of weights.", hf=None, changes="training", resume="free"
@@ -352,6 +376,17 @@ class ModelArgs(Group):
             return values
         return {key: value for key, value in values.items() if key != "num_kv_heads"}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_usual_head_width(cls, values: Any) -> Any:
+        """Heads of hidden_size / num_attention_heads are what null means."""
+        if not isinstance(values, dict) or not isinstance(values.get("kv_channels"), int):
+            return values
+        heads = values.get("num_attention_heads")
+        if not isinstance(heads, int) or values["kv_channels"] * heads != values.get("hidden_size"):
+            return values
+        return {key: value for key, value in values.items() if key != "kv_channels"}
+
     @property
     def engine_in_effect(self) -> str:
         """The engine that training asks for: GPT-NeoX's key for its fused softmax chooses ours."""
@@ -376,7 +411,7 @@ class ModelArgs(Group):
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def kv_heads(self) -> int:

@@ -199,7 +199,7 @@ def model_card(
     root = checkpoint.files.root
     ours = isinstance(config, KerpleNeoXConfig)
     sections = [
-        _header(checkpoint, ours),
+        _header(checkpoint, config.model_type, ours),
         _usage(ours, tokenizer_problem),
         _facts(checkpoint),
         _evaluation(root, checkpoint.iteration),
@@ -208,8 +208,8 @@ def model_card(
     return "\n".join(section for section in sections if section)
 
 
-def _header(checkpoint: Checkpoint, ours: bool) -> str:
-    tags = ["kerple", "length-extrapolation"] if ours else ["gpt-neox"]
+def _header(checkpoint: Checkpoint, model_type: str, ours: bool) -> str:
+    tags = ["kerple", "length-extrapolation"] if ours else [model_type.replace("_", "-")]
     listed = "".join(f"- {tag}\n" for tag in tags)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
