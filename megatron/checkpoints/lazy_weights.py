@@ -42,6 +42,28 @@ def changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tenso
     return LazyWeights(shapes, lambda name: change(name, weights[name]))
 
 
+def by_layer(
+    weights: Mapping[str, Tensor], read: Callable[[int], Mapping[str, Tensor]]
+) -> LazyWeights:
+    """Weights that are read again with their layer's file, of which one is kept at a time.
+
+    What a layer's file does not have under its name, a shared kernel, is kept as it is.
+    """
+    kept = {name: whole for name, whole in weights.items() if name.startswith("1.")}
+    layer: dict[int, Mapping[str, Tensor]] = {}
+
+    def make(name: str) -> Tensor:
+        index = int(name.partition(".")[0])
+        if name in kept:
+            return kept[name]
+        if index not in layer:
+            layer.clear()
+            layer[index] = read(index)
+        return layer[index][name]
+
+    return LazyWeights(outlines(weights), make)
+
+
 def replaced(
     weights: Mapping[str, Tensor], new: Mapping[str, Tensor], gone: Collection[str] = ()
 ) -> Mapping[str, Tensor]:

@@ -78,7 +78,11 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """The config keys that make our tokenizer from a Hugging Face folder's files."""
     file = folder / TOKENIZER
     if not file.is_file():
-        return {}
+        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        if not (vocabulary.is_file() and merges.is_file()):
+            return {}
+        names = {"vocab_file": str(vocabulary), "merge_file": str(merges)}
+        return {"tokenizer_type": "GPT2BPETokenizer", **names}
     if BYTE_LEVEL_MARK.encode() in file.read_bytes():
         return {"tokenizer_type": "CharLevelTokenizer"}
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str(file)}

@@ -35,6 +35,9 @@ def architecture_of(spec: ModelSpec, wanted: str | None = None) -> Architecture 
 
     An architecture fits if reading what it would write gives the same model.
     """
+    if wanted and wanted not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"architecture {wanted!r:.80} is not known; there are {known}")
     others = [ARCHITECTURES[wanted]] if wanted else list(ARCHITECTURES.values())
     found = next((each for each in others if not _misfits(each, spec)), None)
     if wanted and found is None:
@@ -237,13 +240,14 @@ def _gated(name: str) -> dict[str, Any]:
 
 
 def _their_activation(spec: ModelSpec, *, gated: bool) -> str:
-    """Their name; `unknown:...`, which no architecture reads back, if it has none."""
     name = spec.activation_name
-    if gated:
-        back = {ours: theirs for theirs, ours in _GATES.items()}
-        return back.get(name, f"unknown:{name}")
-    name = _GELU_TANH[0] if name == "gelu_tanh" else name
-    return name if name in ACT2FN else f"unknown:{name}"
+    names = {ours: theirs for theirs, ours in _GATES.items()}
+    if not gated:
+        names = {each: each for each in ACTIVATIONS if each in ACT2FN}
+        names["gelu_tanh"] = _GELU_TANH[0]
+    if name not in names:
+        raise CheckpointError(f"activation = {name} is not one of {', '.join(names)}")
+    return names[name]
 
 
 _ROPE_NAMES = {"type": "rope_type", "original_max_position": "original_max_position_embeddings"}
@@ -269,7 +273,7 @@ def _our_rope(config: Any, architecture: Architecture) -> dict[str, Any]:
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise CheckpointError("rope_parameters by layer type are not converted; one for all is")
     kind = rope.get("rope_type", "default")
-    share = rope.get("partial_rotary_factor")
+    share: Any = rope.get("partial_rotary_factor")
     if share is None:
         share = getattr(config, "rotary_pct", 1.0)
     if architecture.rotary == "whole" and share != 1 and kind != "proportional":

@@ -38,7 +38,7 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, shard_bytes: int, files
 
 def test_tensors_out_of_order_are_not_written_under_other_names(tmp_path: Path) -> None:
     backwards = reversed(list(TENSORS.items()))
-    with pytest.raises(CheckpointError, match="long .* comes as matrix"):
+    with pytest.raises(CheckpointError, match=r"long .* comes as matrix"):
         write_safetensors(tmp_path, outlines(TENSORS), backwards)
 
 
