@@ -16,7 +16,7 @@ from megatron.checkpoints.sharding import EMBEDDING, Sharding, canonical_names, 
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
-from megatron.model.outline import is_of_kernel, split_name
+from megatron.model.outline import outline_of, split_name
 from megatron.model.position_base import CONSTRAINTS, DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel
@@ -105,13 +105,15 @@ def _adapted(
 ) -> Mapping[str, Tensor]:
     weights = with_constraint(checkpoint.weights, checkpoint.spec, spec.kerple_constraint)
     if spec.kerple_share == "per_layer" and checkpoint.spec.kerple_share == "all":
-        shared = [name for name in weights if name.startswith("1.embedding.")]
-        copies = {
-            f"{FIRST_LAYER + layer}.positions.{name.removeprefix('1.embedding.')}": weights[name]
-            for name in shared
-            for layer in range(spec.num_layers)
-        }
-        weights = replaced(weights, copies, shared)
+        copies: dict[str, Tensor] = {}
+        gone: list[str] = []
+        for prefix, _, layers in outline_of(checkpoint.spec).kernels():
+            for name in [name for name in weights if name.startswith(prefix)]:
+                gone.append(name)
+                shared, parameter = weights[name], name.removeprefix(prefix)
+                for layer in layers:
+                    copies[f"{FIRST_LAYER + layer}.positions.{parameter}"] = shared
+        weights = replaced(weights, copies, gone)
     if vocab_size is None:
         return weights
     return replaced(weights, _other_vocabulary(weights, spec, vocab_size))
@@ -120,17 +122,18 @@ def _adapted(
 def with_constraint(
     weights: Mapping[str, Tensor], spec: ModelSpec, constraint: str
 ) -> Mapping[str, Tensor]:
-    """Constraints store the same value differently: a model's kernel as another would store it."""
-    cls = positional_embedding_class(spec.pos_emb)
-    if constraint == spec.kerple_constraint or not issubclass(cls, DistanceKernel):
+    """Constraints store the same value differently: a kernel as another would store it."""
+    if constraint == spec.kerple_constraint:
         return weights
-    old, new = CONSTRAINTS[spec.kerple_constraint], CONSTRAINTS[constraint]
     result: dict[str, Tensor] = {}
-    for name in weights:
-        bounds = cls.learnable.get(name.rpartition(".")[2])
-        if bounds is not None and is_of_kernel(name):
-            with torch.no_grad():
-                result[name] = new.raw(old.value(weights[name].float(), bounds), bounds)
+    old, new = CONSTRAINTS[spec.kerple_constraint], CONSTRAINTS[constraint]
+    for prefix, own, _ in outline_of(spec).kernels():
+        cls = positional_embedding_class(own.pos_emb)
+        for name, bounds in cls.learnable.items() if issubclass(cls, DistanceKernel) else ():
+            raw = weights.get(f"{prefix}{name}")
+            if raw is not None:
+                with torch.no_grad():
+                    result[f"{prefix}{name}"] = new.raw(old.value(raw.float(), bounds), bounds)
     return replaced(weights, result)
 
 

@@ -28,12 +28,13 @@ from tests.checkpoints.small_models import (
     saved_model,
     small_args,
 )
-from tests.conftest import FIXTURES, REPOSITORY
+from tests.conftest import REPOSITORY
+from tests.fixture_archives import unpacked
 
 convert = partial(run, "convert_checkpoint")
 inspect = partial(run, "inspect_checkpoint")
-POWER = FIXTURES / "official_kerple_power_mp2"
-LOG = FIXTURES / "official_kerple_log"
+POWER = unpacked("official_kerple_power_mp2")
+LOG = unpacked("official_kerple_log")
 
 
 def test_any_to_any_keeps_the_official_logits(tmp_path: Path) -> None:
@@ -79,15 +80,15 @@ def test_gpt_neoxs_import_tools_are_doors_to_ours(
     tmp_path: Path, tool: str, flags: tuple[str, str, str]
 ) -> None:
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     theirs = LlamaForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path / "hf")
     values = (tmp_path / "hf", tmp_path / "neox", 2)
     words = [str(word) for pair in zip(flags, values, strict=True) for word in pair]
-    script = REPOSITORY / "tools" / "ckpts" / f"{tool}.py"
-    subprocess.run([sys.executable, str(script), *words], check=True, cwd=tmp_path)
+    assert '("convert_hf_to_neox")' in (REPOSITORY / "tools" / "ckpts" / f"{tool}.py").read_text()
+    assert run("convert_hf_to_neox", words) == 0
     ours = kerple.load_pretrained(tmp_path / "neox")
     assert ours.kind == "neox"
     inputs = torch.arange(40)[None]

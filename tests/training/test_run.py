@@ -16,7 +16,8 @@ from kerple import load_pretrained
 from megatron.data import IndexedDatasetWriter
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
 from megatron.neox_arguments.yaml_files import read_layer
-from tests.conftest import FIXTURES, REPOSITORY
+from tests.conftest import REPOSITORY
+from tests.fixture_archives import unpacked
 from tests.processes import run_ranks
 from tests.training.cases import VOCABULARY, write_data
 from tests.training.runs import losses, run
@@ -48,7 +49,7 @@ def config(directory: Path, **changes: object) -> Path:
         "num_workers": 0,
         "log_interval": 1,
         "optimizer": {"type": "Adam", "params": {"lr": 0.0}},
-        "load": str(FIXTURES / "official_kerple_log"),
+        "load": str(unpacked("official_kerple_log")),
         "finetune": True,
         "save": str(directory / "run"),
     }
@@ -68,7 +69,7 @@ def test_training_starts_from_an_official_checkpoint(
     output = run_ranks(["train.py", str(path)], processes)[0]
     assert "optimizer and step start anew" in output
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    official = load_pretrained(FIXTURES / "official_kerple_log")
+    official = load_pretrained(unpacked("official_kerple_log"))
     kernels = {
         name: value.tolist()
         for module in official.positional_embeddings()
