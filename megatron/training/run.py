@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.backends.interface import full_shape
 from megatron.checkpoints import load_weights
+from megatron.checkpoints.reading import with_tokenizer_of_folder
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.store import CheckpointStore
 from megatron.data.datasets import check_tokenizers
@@ -82,6 +83,7 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
 def train(args: NeoXArgs) -> int:
     """Train; returns the process's exit code."""
     parallel = join_training(args)
+    args = with_tokenizer_of_folder(args)
     check_ranks_agree(args)
     args = with_steps_of_epochs(args, dist.get_world_size())
     args, start = plan_start(args)

@@ -78,7 +78,11 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """The config keys that make our tokenizer from a Hugging Face folder's files."""
     file = folder / TOKENIZER
     if not file.is_file():
-        return {}
+        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        if not (vocabulary.is_file() and merges.is_file()):
+            return {}
+        names = {"vocab_file": str(vocabulary), "merge_file": str(merges)}
+        return {"tokenizer_type": "GPT2BPETokenizer", **names}
     if BYTE_LEVEL_MARK.encode() in file.read_bytes():
         return {"tokenizer_type": "CharLevelTokenizer"}
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str(file)}
@@ -200,7 +204,7 @@ def model_card(
     root = checkpoint.files.root
     ours = isinstance(config, KerpleNeoXConfig)
     sections = [
-        _header(checkpoint, ours),
+        _header(checkpoint, config.model_type, ours),
         _usage(ours, tokenizer_problem),
         _facts(checkpoint),
         _evaluation(root, checkpoint.iteration),
@@ -209,8 +213,8 @@ def model_card(
     return "\n".join(section for section in sections if section)
 
 
-def _header(checkpoint: Checkpoint, ours: bool) -> str:
-    tags = ["kerple", "length-extrapolation"] if ours else ["gpt-neox"]
+def _header(checkpoint: Checkpoint, model_type: str, ours: bool) -> str:
+    tags = ["kerple", "length-extrapolation"] if ours else [model_type.replace("_", "-")]
     listed = "".join(f"- {tag}\n" for tag in tags)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
