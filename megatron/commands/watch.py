@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.atomic_files import read_json
 from megatron.commands.plot_run import RunMetrics, read_run
 from megatron.errors import ConfigError, DataError
-from megatron.paper.run_files import finite
 from megatron.terminal import command_parser
-from megatron.training.metrics import finished_at
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -65,6 +63,9 @@ class Watched:
     @property
     def state(self) -> str:
         """`step 40 of 100, running`, with the time left at the last steps' speed."""
+        from megatron.paper.run_files import finite
+        from megatron.training.metrics import finished_at
+
         total = finite(self.metrics.config.get("train_iters"))
         where = f"step {self.step:,}" + (f" of {total:,.0f}" if total else "")
         if finished_at(self.directory) is not None:
@@ -90,12 +91,14 @@ def evaluation_cells(directory: Path) -> Iterator[tuple[str, float]]:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    from megatron.paper.run_files import finite
+
     number = finite(value)
     if number is not None:
         yield name, number
-    items = value.items() if isinstance(value, dict) else []
+    items = list(value.items()) if isinstance(value, dict) else []
     if isinstance(value, list) and len(value) <= MAX_CELLS:
-        items = enumerate(value)
+        items = list(enumerate(value))
     for key, item in items:
         yield from _numbers(f"{name} {key}", item)
 
