@@ -328,10 +328,18 @@ def _plain(key: str, value: Any) -> Any:
     """A value to compare by."""
     if key == "pos_emb" and isinstance(value, str):
         return canonical_method(value)
+    if key == "layer_pattern" and value is not None:  # counts may be written in several ways
+        return [_plain_entry(entry) for entry in value for _ in range(entry.get("count", 1))]
     if key in PATHS and value is not None:
         return [Path(str(item)).name for item in (value if isinstance(value, list) else [value])]
     return list(value) if isinstance(value, tuple) else value
 
 
+def _plain_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(key, value) for key, value in entry.items() if key != "count"}
+
+
 def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value!r:.400}"
     return "not set" if value is None else f"{value!r:.80}"

@@ -294,7 +294,9 @@ def init(argv: Sequence[str] | None = None) -> int:
     from megatron.paper.suite import load_suite
 
     parser = command_parser("kerple init", INIT)
-    parser.add_argument("name", nargs="?", default="my_model", help="NAME.yml; runs/NAME (my_model)")
+    parser.add_argument(
+        "name", nargs="?", default="my_model", help="NAME.yml; runs/NAME (my_model)"
+    )
     add_set_argument(parser, "other values, e.g. pos_emb=alibi")
     options = parser.parse_args(argv)
     path = Path(options.name.removesuffix(".yml") + ".yml")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.atomic_files import read_json
 from megatron.commands.plot_run import RunMetrics, read_run
 from megatron.errors import ConfigError, DataError
+from megatron.paper.run_files import finite
 from megatron.terminal import command_parser
 
 if TYPE_CHECKING:
@@ -63,8 +64,7 @@ class Watched:
     @property
     def state(self) -> str:
         """`step 40 of 100, running`, with the time left at the last steps' speed."""
-        from megatron.paper.run_files import finite
-        from megatron.training.metrics import finished_at
+        from megatron.training.metrics import finished_at  # imports torch
 
         total = finite(self.metrics.config.get("train_iters"))
         where = f"step {self.step:,}" + (f" of {total:,.0f}" if total else "")
@@ -91,8 +91,6 @@ def evaluation_cells(directory: Path) -> Iterator[tuple[str, float]]:
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    from megatron.paper.run_files import finite
-
     number = finite(value)
     if number is not None:
         yield name, number

@@ -130,6 +130,15 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     )
 
 
+def cache_bytes(args: NeoXArgs, tokens: int) -> int:
+    """Of the keys and values of one sequence in generation: a layer with a window keeps its own."""
+    outline, _ = outline_of_config(args)
+    windows = [spec.attention_window for spec in outline.layer_specs]
+    kept = sum(tokens if window is None else min(tokens, window) for window in windows)
+    width = 4 if args.optimization.precision == "fp32" else 2
+    return 2 * kept * args.model.kv_heads * args.model.head_dim * width
+
+
 def _linear_share(args: NeoXArgs) -> int:
     """Elements of linear layers' matrices on one process."""
     layers = outline_of_config(args)[0].layers()

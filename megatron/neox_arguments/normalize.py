@@ -202,7 +202,15 @@ def _foreign_problems(foreign: list[tuple[str, Any]], source: str) -> list[str]:
 # One layer (a file, a --set) in canonical keys and values.
 
 NESTED_BLOCKS = frozenset(
-    ["optimizer", "zero_optimization", "fp16", "bf16", "activation_checkpointing", "rope_scaling"]
+    [
+        "optimizer",
+        "zero_optimization",
+        "fp16",
+        "bf16",
+        "activation_checkpointing",
+        "rope_scaling",
+        "attention_temperature",
+    ]
 )
 _PRECISION_NAMES = {
     "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
@@ -258,6 +266,8 @@ def _normalize_value(key: str, value: Any, source: str) -> Any:
         if key == "bf16" and isinstance(block, dict):  # written like fp16's, which scales its loss
             return {name: item for name, item in block.items() if name not in _OF_LOSS_SCALING}
         return block
+    if key == "layer_pattern" and isinstance(value, list):
+        return [_underscore_keys(entry) if isinstance(entry, dict) else entry for entry in value]
     if key == "precision" and isinstance(value, str):
         return _PRECISION_NAMES.get(value.lower(), value)
     if key == "pos_emb" and value is None:

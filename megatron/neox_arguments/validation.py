@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
 from megatron.neox_arguments.deepspeed_config import optimizer_family
-from megatron.neox_arguments.model_keys import intermediate_size_for
+from megatron.neox_arguments.layer_pattern import check_layer_pattern
+from megatron.neox_arguments.model_keys import LAYER_KEYS, intermediate_size_for
 from megatron.neox_arguments.normalize import unknown_key
 from megatron.neox_arguments.values import declared
 
@@ -32,6 +33,7 @@ def check(args: NeoXArgs) -> None:
     check_position_name(args.model.pos_emb)
     _check_positions(args.model)
     _check_attention_config(args.model)
+    _check_layers(args.model)
     _check_parallel(args)
     _check_schedule(args.optimization)
     _check_optimizer(args)
@@ -141,6 +143,24 @@ def _check_positions(model: ModelArgs) -> None:
         )
 
 
+def _check_layers(model: ModelArgs) -> None:
+    """Each entry of layer_pattern, and the model that it makes of its layers."""
+    check_layer_pattern(model, LAYER_KEYS)
+    for place, entry in enumerate(model.layer_pattern or ()):
+        keys = {key: value for key, value in entry.items() if key != "count"}
+        values = {**dict(model), "layer_pattern": None, **keys}
+        if "pos_emb" in keys and "rope_scaling" not in keys:
+            rotary = canonical_method(keys["pos_emb"]) == "rotary"
+            values["rope_scaling"] = model.rope_scaling if rotary else None
+        try:
+            _check_positions(type(model).model_validate(values))
+        except ValidationError as error:
+            problems = describe_validation_error(error, type(model))
+            raise ConfigError(f"layer_pattern[{place}]: {problems[0]}") from error
+        except ConfigError as error:
+            raise ConfigError(f"layer_pattern[{place}]: {error}") from error
+
+
 def other_attention(model: ModelArgs) -> list[str]:
     """The kinds of attention in attention_config that are not implemented."""
     kinds: set[str] = set()
@@ -148,11 +168,21 @@ def other_attention(model: ModelArgs) -> list[str]:
         found = entry[0] if isinstance(entry, list) and entry else []
         kinds |= {str(kind) for kind in (found if isinstance(found, list) else [found])}
     others = sorted(kinds - {"global", "flash"})
+    if others == ["local"] and model.layer_pattern is not None:
+        return [
+            "attention_config with `local` and layer_pattern are both set, and both tell which "
+            "layers have a window. Keep layer_pattern."
+        ]
+    if others == ["local"]:
+        return [
+            "attention_config: attention type 'local' is not implemented here without a window "
+            "(GPT-NeoX's is of blocks, sparsity_config). Set sliding_window_width for its layers."
+        ]
     if not others:
         return []
     return [
         f"attention_config: attention type {', '.join(map(repr, others)):.200} is not implemented "
-        "here; only `global` is (`flash` means the same). For a window use sliding_window_width."
+        "here; only `global` is (`flash` means the same), and `local` with sliding_window_width."
     ]
 
 

@@ -311,6 +311,12 @@ def finished_at(directory: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def recorded_data(checkpoint: Path) -> dict[str, Any] | None:
+    """Sizes and hashes of the data that `checkpoint` was trained on, if it is recorded."""
+    data = saved_data(checkpoint) or (read_json(checkpoint.parent / MANIFEST) or {}).get("data")
+    return data if isinstance(data, dict) else None
+
+
 def check_data(checkpoint: Path, data: DataArgs, allow_changed: Iterable[str]) -> list[str]:
     """Refuse to resume `checkpoint` with data whose content differs from its training data.
 

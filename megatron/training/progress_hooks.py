@@ -245,13 +245,19 @@ class Profile(Hook):
 # The learned kernels: their values per head in the metrics, and the `project` constraint.
 
 
-def kernel_modules(module: nn.Module) -> list[TableEmbedding]:
-    """The tables on this rank that learn something."""
-    return [
-        part
-        for part in module.modules()
+def kernel_modules(module: nn.Module) -> dict[str, TableEmbedding]:
+    """The tables on this rank that learn something, by their names in the module."""
+    return {
+        name: part
+        for name, part in module.named_modules()
         if isinstance(part, TableEmbedding) and next(part.parameters(), None) is not None
-    ]
+    }
+
+
+def _suffix(number: int, name: str) -> str:
+    """`_layer3` for the kernel of a layer, `_shared1` for one of several that layers share."""
+    shared = re.search(r"\bembedding\.(\d+)$", name)
+    return f"_shared{shared[1]}" if shared else f"_layer{number}"
 
 
 class RecordKernels(Hook):
@@ -271,14 +277,14 @@ class RecordKernels(Hook):
     @torch.no_grad()
     def _record(self, trainer: Trainer) -> None:
         kernels = kernel_modules(trainer.engine.module)
-        for number, kernel in enumerate(kernels):
+        for number, (module_name, kernel) in enumerate(kernels.items()):
             with gathered(kernel.parameters()):
                 values = {
                     name: gather_from_group(value.float(), trainer.parallel.tp).tolist()
                     for name, value in kernel.kernel_values().items()
                 }
                 bias = kernel(PAPER_MAX_DISTANCE + 1).bias
-            suffix = f"_layer{number}" if len(kernels) > 1 else ""
+            suffix = _suffix(number, module_name) if len(kernels) > 1 else ""
             line: dict[str, Any] = {f"kernel{suffix}": values}
             if bias is not None:
                 everyone = gather_from_group(bias.T, trainer.parallel.tp).T
@@ -351,7 +357,7 @@ class ProjectKernels(Hook):
     """kerple_constraint `project`: put parameters back into their bounds after every step."""
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        for kernel in kernel_modules(trainer.engine.module):
+        for kernel in kernel_modules(trainer.engine.module).values():
             with gathered(kernel.parameters(), write=True):
                 kernel.project_()
             for parameter in kernel.parameters():

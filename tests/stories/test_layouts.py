@@ -38,6 +38,13 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "per_layer": {"kerple_share": "per_layer"},
     "row_head": {"output_layer_parallelism": "row"},
     "score_terms": {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
+    "pattern": {
+        "num_layers": 3,
+        "layer_pattern": [
+            {"pos_emb": "kerple_log", "sliding_window_width": 5, "forget_gate": True},
+            {"pos_emb": "rpe", "attention_sinks": True, "attention_temperature": {"floor": 4}},
+        ],
+    },
     "packed": {
         "pos_emb": "kerple_log",
         "forget_gate": True,
@@ -51,6 +58,7 @@ FULL = ("kerple_log", "rpe")
 SOME = ("mp2", "pp2")
 MORE = {
     "score_terms": (*SOME, "dp2_zero3"),
+    "pattern": (*SOME, "dp2_zero3", "pp2_zero1"),
     "packed": (*SOME, "dp2_zero3", "pp2_zero1"),
     "labels": (*SOME, "dp2"),
 }
