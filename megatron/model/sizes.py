@@ -118,8 +118,9 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     sums = 4 if beside else 0
     # 16-bit training keeps an fp32 copy beside the optimizer's own states.
     states = int(share * (optimizer_bytes(optimization.optimizer) + (4 if half else 0)))
-    if optimization.optimizer.type == "muon":  # of a linear layer's matrix, one state and not two
-        states -= 4 * _linear_share(args)
+    block = optimization.optimizer
+    if (fewer := len(block.states or ()) - len(block.linear_states or ())) > 0:
+        states -= 4 * fewer * _linear_share(args)
     elif optimization.use_bnb_optimizer:
         states -= share * 6  # a byte for each of two states
     return MemoryEstimate(

@@ -109,6 +109,11 @@ class OptimizerBlock(Group):
             return ()
         return OPTIMIZERS.get(self.type)
 
+    @property
+    def linear_states(self) -> tuple[str, ...] | None:
+        """The same for the matrices of linear layers, of which Muon keeps less."""
+        return ("momentum_buffer",) if self.type == "muon" else self.states
+
 
 def optimizer_kind(block: OptimizerBlock) -> Any:
     """The known name, or the user's class."""
