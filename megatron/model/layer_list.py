@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.attention import SelfAttention
+from megatron.model.content_positions import LayerTerms
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import (
     NORM_EPSILONS,
@@ -266,7 +267,7 @@ class LayerFactory:
         of_output = spec.norm_placement == "output"
         return TransformerLayer(
             input_norm=None if of_output else self._norm(),
-            attention=self._attention(linear(bias=spec.use_bias_in_attn_linear), own),
+            attention=self._attention(linear(bias=spec.use_bias_in_attn_linear), own, number),
             mlp_norm=None if shares_norm else self._norm(),
             output_norm=self._norm() if of_output else None,
             mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
@@ -295,6 +296,12 @@ class LayerFactory:
             return None
         return cls(PositionOptions(spec, layer, self.tp.rank, self.tp.size))
 
+    def layer_terms(self, spec: ModelSpec, layer: int) -> LayerTerms | None:
+        """What a layer computes from its input about its scores, by the method of positions."""
+        cls = positional_embedding_class(spec.pos_emb).layer_terms
+        options = PositionOptions(spec, layer, self.tp.rank, self.tp.size)
+        return None if cls is None else cls(options)
+
     def _norm(self) -> nn.Module:
         spec = self.spec
         eps = getattr(spec, NORM_EPSILONS[spec.norm])
@@ -312,7 +319,7 @@ class LayerFactory:
             hidden_size=spec.hidden_size,
         )
 
-    def _attention(self, linear: Projections, spec: ModelSpec) -> SelfAttention:
+    def _attention(self, linear: Projections, spec: ModelSpec, number: int) -> SelfAttention:
         heat = spec.attention_temperature
         return SelfAttention(
             spec.hidden_size,
@@ -325,6 +332,7 @@ class LayerFactory:
             own_norms=self._own_norms(),
             qkv_bias=spec.use_bias_in_attn_linear or spec.add_qkv_bias,
             forget_gate=spec.forget_gate,
+            terms=self.layer_terms(spec, number),
             per_head=per_head_starts(spec),
             temperature=None if heat is None else (heat.floor, heat.alpha),
             documents_apart=spec.reset_attention_mask,

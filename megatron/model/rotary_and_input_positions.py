@@ -307,6 +307,58 @@ class RotaryEmbedding(PositionalEmbedding):
         self._cos_LR, self._sin_LR = _tables(*made_of, next_power_of_two(length), device)
 
 
+XPOS_BASE = 512  # positions after which a pair's factor is taken once more
+XPOS_SHARE = 0.4
+
+
+def xpos_factors(positions: Tensor, rotary_dim: int) -> Tensor:
+    """z^(position / 512) in fp32, [*positions.shape, R]; z of pair i is (2i/R + 0.4) / 1.4."""
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device)
+    logs = ((pairs / rotary_dim + XPOS_SHARE) / (1 + XPOS_SHARE)).log()
+    factors = (positions[..., None].float() / XPOS_BASE * logs).exp()
+    return torch.cat((factors, factors), -1)
+
+
+@register("xpos")
+class XPos(RotaryEmbedding):
+    """Sun et al. 2022: rotary, and q of pair i times z^(m / 512), k times z^(-n / 512).
+
+    So a score decays as z^(d / 512), fastest for the pairs that turn fastest.
+    """
+
+    def forward(
+        self,
+        q_BHLD: Tensor,
+        k_BHLD: Tensor,
+        q_offset: int = 0,
+        k_offset: int = 0,
+        positions_BL: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        q_BHLD, k_BHLD = super().forward(q_BHLD, k_BHLD, q_offset, k_offset, positions_BL)
+        scaled_q = self._scaled(q_BHLD, q_offset, positions_BL, 1)
+        return scaled_q, self._scaled(k_BHLD, k_offset, positions_BL, -1)
+
+    def _scaled(
+        self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None, sign: int
+    ) -> Tensor:
+        end = offset + x_BHLD.shape[-2]
+        # the smallest z to this power must be a normal number of the dtype, and so must 1 / it
+        steepest = math.log((1 + XPOS_SHARE) / XPOS_SHARE) / XPOS_BASE
+        longest = int(-math.log(torch.finfo(x_BHLD.dtype).tiny) / steepest)
+        if end > longest:
+            raise PositionalEmbeddingError(
+                f"pos_emb: xpos at position {end - 1}: its factors are beyond {x_BHLD.dtype} from "
+                f"position {longest} on; shorten the sequence, or use bf16 or fp32."
+            )
+        if positions_BL is None:
+            places = torch.arange(offset, end, device=x_BHLD.device)
+        else:
+            places = positions_BL[:, None]
+        factors = xpos_factors(sign * places, self.rotary_dim)
+        turned, passed = x_BHLD.tensor_split([self.rotary_dim], -1)
+        return torch.cat(((turned * factors).to(x_BHLD.dtype), passed), -1)
+
+
 # Absolute positional embeddings, added to the token embeddings x_BLH (batch, length, hidden).
 
 

@@ -261,6 +261,19 @@ class ModelArgs(Group):
         layer=True,
         evaluate="free",
     )
+    inkling_features: PositiveInt = key(
+        PositionKeys.inkling_features,
+        "inkling and kerple_inkling: features of each query per head (R), at most 64.",
+        ours=True,
+        layer=True,
+    )
+    inkling_distances: PositiveInt = key(
+        PositionKeys.inkling_distances,
+        "inkling and kerple_inkling: distances that have features (E); those beyond have none, and "
+        "a layer has no more than its window.",
+        ours=True,
+        layer=True,
+    )
     kerple_constraint: Constraint = key(
         PositionKeys.kerple_constraint,
         "How kernel parameters stay in their range: a straight-through clamp (what "
@@ -543,6 +556,6 @@ KEYS_OF_OURS: frozenset[str] = frozenset(declared("ours", ModelArgs))
 SCORE_TERMS = tuple(
     entry.key
     for entry in hugging_face_keys()
-    if entry.key in KEYS_OF_OURS and not entry.key.startswith("kerple_")
+    if entry.key in KEYS_OF_OURS and not entry.key.startswith(("kerple_", "inkling_"))
 )
 """Those of them that change what any method computes: further terms of the scores."""

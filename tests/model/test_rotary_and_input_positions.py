@@ -16,6 +16,7 @@ from megatron.errors import PositionalEmbeddingError
 from megatron.model.position_base import PositionOptions
 from megatron.model.position_names import build_positional_embedding
 from megatron.model.rotary_and_input_positions import Rope, RotaryEmbedding, rotary_frequencies
+from tests.model.position_helpers import build
 from tests.model.position_helpers import options as any_options
 
 
@@ -135,6 +136,32 @@ def test_the_layers_of_a_model_share_their_tables() -> None:
     q, first, second = torch.randn(1, 4, 50, 32), rotary(), rotary()
     assert torch.equal(first(q, q, 0, 0)[0], second(q, q, 0, 0)[0])
     assert first._cos_LR.data_ptr() == second._cos_LR.data_ptr()
+
+
+def test_xpos_is_rotary_whose_scores_decay_by_pair() -> None:
+    """Each pair's share of a score is rotary's times ((2i/R + 0.4) / 1.4)^(d / 512)."""
+    q, k = torch.randn(2, 1, 4, 600, 32, dtype=torch.float64).unbind(0)
+    found_q, found_k = build("xpos", heads=4, head_dim=32)(q, k)
+    plain_q, plain_k = rotary()(q, k)
+    for m, n in ((0, 0), (5, 4), (599, 0), (590, 77)):
+        found = (found_q[0, :, m] * found_k[0, :, n]).view(4, 2, 16).sum(1)
+        plain = (plain_q[0, :, m] * plain_k[0, :, n]).view(4, 2, 16).sum(1)
+        decay = [((2 * i / 32 + 0.4) / 1.4) ** ((m - n) / 512) for i in range(16)]
+        expected = plain * torch.tensor(decay, dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_xpos_continues_a_cache_and_refuses_what_its_factors_cannot_hold() -> None:
+    q, k = torch.randn(2, 1, 4, 50, 32).unbind(0)
+    xpos = build("xpos", heads=4, head_dim=32)
+    whole_q, whole_k = xpos(q, k)
+    one_q, one_k = xpos(q[:, :, 40:], k[:, :, 40:], 40, 40)
+    torch.testing.assert_close(one_q, whole_q[:, :, 40:])
+    torch.testing.assert_close(one_k, whole_k[:, :, 40:])
+    with pytest.raises(PositionalEmbeddingError, match="xpos at position 40049"):
+        xpos(q, k, 40000, 40000)
+    with pytest.raises(PositionalEmbeddingError, match=r"torch\.float16"):
+        xpos(q.half(), k.half(), 5000, 5000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -37,6 +37,9 @@ VARIANTS = {
     "score terms": SPEC.replace(
         pos_emb="none", forget_gate=True, attention_sinks=True, scalable_softmax=True
     ),
+    "query features": SPEC.replace(pos_emb="kerple_inkling", inkling_distances=9),
+    "scaled rows": SPEC.replace(pos_emb="bam_ssmax", forget_gate=True, attention_sinks=True),
+    "gates of tokens": SPEC.replace(pos_emb="cable", forget_gate=True),
 }
 
 

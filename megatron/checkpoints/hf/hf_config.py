@@ -102,6 +102,7 @@ def hf_config(
             "If its users may read and run the source: --with-kernel-source (in Python "
             "write_hf(..., with_kernel_source=True))."
         )
+    _check_exported(pos_emb)
     scaling, heat = spec.rope_scaling, spec.attention_temperature
     values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
     values |= common | {
@@ -120,6 +121,14 @@ def hf_config(
     return KerpleNeoXConfig(**values)
 
 
+def _check_exported(pos_emb: str) -> None:
+    if pos_emb in METHODS and not METHODS[pos_emb].in_hf:
+        raise CheckpointError(
+            f"pos_emb: {pos_emb} is not in the code of a Hugging Face export; convert to native, "
+            "which kerple.load_pretrained reads."
+        )
+
+
 def _exported_pattern(spec: ModelSpec) -> list[dict[str, Any]] | None:
     """layer_pattern with our names of positions: an export knows no others."""
     pattern = []
@@ -130,6 +139,7 @@ def _exported_pattern(spec: ModelSpec) -> list[dict[str, Any]] | None:
                 f"layer_pattern with pos_emb: {name!r:.80}, a class of your own: the export of a "
                 "pattern holds no source of yours. Convert to native."
             )
+        _check_exported(name)
         pattern.append({**entry, "pos_emb": name} if "pos_emb" in entry else entry)
     return pattern or None
 

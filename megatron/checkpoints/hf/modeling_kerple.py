@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.layer_formulas import (
     GATED,
     PER_HEAD,
@@ -55,7 +56,7 @@ from .scores_kerple import (
     attend,
     attend_in_blocks,
     cache_capacity,
-    decay,
+    content_bias,
     fits_at_once,
     scaled_rows,
     split_gates_from_keys,
@@ -82,6 +83,12 @@ def make_tables(config: KerpleNeoXConfig, layer: int | None) -> TableEmbedding:
     return tables
 
 
+def make_terms(config: KerpleNeoXConfig, layer: int) -> LayerTerms | None:
+    """What a layer computes from its input about its scores; None for most methods."""
+    terms = POSITIONAL_EMBEDDINGS[config.pos_emb].layer_terms
+    return None if terms is None else terms(PositionOptions(config, layer=layer))
+
+
 class Attention(nn.Module):
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
@@ -106,6 +113,7 @@ class Attention(nn.Module):
         if config.use_qk_layernorm:
             self.qk_layernorm = make_norm(config, (heads, config.head_dim))
         self.forget_gate = nn.Linear(size, heads) if layer_config.forget_gate else None
+        self.terms = make_terms(layer_config, layer_idx)
         for name, start in per_head_starts(layer_config).items():
             number = None if start is None else nn.Parameter(torch.full((heads,), start))
             self.register_parameter(name, number)
@@ -147,13 +155,18 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.softmax_scale is not None:
             q = sharpened(q, self.softmax_scale, scores.keys_seen())
-        row_scale = None
+        terms = ScoreTerms()
+        if self.terms is not None:
+            terms = self.terms(x, scores.keys, scores.keys_seen())
+        gates, row_scale = terms.log_gates, terms.row_scale
         if self.layer_config.attention_temperature is not None:
-            row_scale = temperatures(
-                scores.positions + 1, **self.layer_config.attention_temperature
-            )
+            heat = temperatures(scores.positions + 1, **self.layer_config.attention_temperature)
+            row_scale = heat if row_scale is None else heat * row_scale
+        if row_scale is not None:
             q = (q * row_scale[..., None]).to(q.dtype)
-        gates = None if self.forget_gate is None else log_gates(self.forget_gate(x))
+        if self.forget_gate is not None:
+            forgotten = log_gates(self.forget_gate(x))
+            gates = forgotten if gates is None else gates + forgotten
         if past_key_values is not None:
             k, v, gates = self.cached(k, v, gates, past_key_values, scores.q_index)
         sums = None if gates is None else gate_sums(gates)
@@ -162,14 +175,14 @@ class Attention(nn.Module):
         eager = output_attentions or self.config._attn_implementation == "eager"
         dropout = self.config.attention_dropout if self.training else 0.0
         run = partial(attend, dropout=dropout, eager=eager, sinks=self.sinks)
+        added = partial(content_bias, scores, sums, *terms[:2])
         if bias is not None:
-            if sums is not None:
-                bias = bias + decay(sums, scores.q_index)
-            bias = scaled_rows(bias, row_scale, 0, None)
+            more = added()
+            bias = scaled_rows(bias if more is None else bias + more, row_scale, 0, None)
             out, probabilities = run(q, k, v, bias, weight)
         else:
             out, probabilities = attend_in_blocks(
-                run, q, k, v, scores, sums, row_scale, output_attentions
+                run, q, k, v, scores, added, row_scale, output_attentions
             )
         return self.dense(out.transpose(1, 2).flatten(2)), probabilities
 
@@ -237,7 +250,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embed_in"
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["positions", *PER_HEAD]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["positions", "distance_features", *PER_HEAD]  # noqa: RUF012
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -246,7 +259,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.scale)
         elif isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
-        elif isinstance(module, TableEmbedding):
+        elif isinstance(module, TableEmbedding | LayerTerms):
             _start(module, module.initial_values())
         elif isinstance(module, Attention):
             starts = per_head_starts(module.layer_config).items()
@@ -381,7 +394,12 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self, x: Tensor, past: int | Tensor, cache: Any, mask: Tensor | None, positions: Tensor
     ) -> Scores:
         keys = cache_capacity(cache) or int(past) + x.shape[1]
-        by_head = any(own.forget_gate or own.attention_sinks for own in self._own)
+        by_head = any(
+            own.forget_gate
+            or own.attention_sinks
+            or POSITIONAL_EMBEDDINGS[own.pos_emb].layer_terms is not None
+            for own in self._own
+        )
         heads = self.config.num_attention_heads if by_head else 1
         return Scores(
             (None, None), past, x.shape[1], keys, None, allowed_keys(mask, keys), x.device, heads,

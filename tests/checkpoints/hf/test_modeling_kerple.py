@@ -47,6 +47,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {"pos_emb": "kerple_log", "num_kv_heads": 2},
     "one_key_head": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 1},
     "forget_gate": {"pos_emb": "none", "forget_gate": True},
+    "inkling_pattern": {
+        "inkling_distances": 9,
+        "layer_pattern": [
+            {"pos_emb": "inkling", "sliding_window_width": 5},
+            {"pos_emb": "bam_ssmax", "forget_gate": True, "attention_temperature": {"floor": 8}},
+        ],
+    },
     "sinks": {"pos_emb": "rotary", "attention_sinks": True},
     "scalable_softmax": {"pos_emb": "alibi", "scalable_softmax": True, "sliding_window_width": 9},
     "score_terms": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 2, **SCORE_TERMS},
@@ -97,7 +104,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", METHODS)
+@pytest.mark.parametrize("pos_emb", [name for name in METHODS if METHODS[name].in_hf])
 def test_every_positional_embedding_beyond_the_training_length(
     tmp_path: Path, pos_emb: str, attention: str
 ) -> None:
