@@ -36,7 +36,11 @@ ONE = {
     "bf16_zero1": {**layout(zero=1), **precision("bf16")},
     "fp16": {**layout(), "fp16": {"enabled": True, "initial_scale_power": 14}},
     "labels": layout(),
-    "muon": {**layout(), "optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
+    "muon": {
+        **layout(),
+        "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
+        **dict.fromkeys(DROPOUT, 0.0),  # a checkpoint for any layout has no random states
+    },
 }
 TWO = {
     **ON_TWO,
