@@ -16,7 +16,7 @@ RESULTS = REPOSITORY / "docs" / "results"
 REPORTS = sorted(RESULTS.glob("*/README.md"))
 # All but the pages on GPU kernels, which are about another kind of kernel.
 DOCS = [page for page in sorted((REPOSITORY / "docs").glob("*.md")) if "triton" not in page.name]
-PAGES = [REPOSITORY / "README.md", *DOCS, *REPORTS]
+PAGES = [REPOSITORY / "README.md", *DOCS, RESULTS / "README.md", *REPORTS]
 HEAD = "table,block,group,column,row,mean,std,seeds,bold,dagger,p_value,note\n"
 CELLS = """main,Code,,KERPLE-log,128,5.0,0.1,3,0,0,,
 main,Code,,KERPLE-log,4096,4.5,0.1,3,0,0,,
