@@ -7,21 +7,26 @@ python tools/document_outputs.py --check   run nothing; name the blocks that are
 A block of kind `console` holds commands, each behind `$ `, with what they print to standard output
 (and to standard error if they fail). docs/outputs.yml has for each command the version that made
 its output and a hash of the command, the output and what it depends on: the training settings of
-the suite's runs that it names, and the code that prints the tables of the tasks that it names.
+the suite's runs that it names, and the code that prints the tables of the tasks that it names. The
+notebook's cells are run too, and their outputs stored in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import base64
+import contextlib
 import hashlib
+import io
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from _start import start_main
 
@@ -34,6 +39,7 @@ from megatron.paper.suite import load_suite
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "outputs.yml"
+NOTEBOOK = ROOT / "examples" / "kernels_by_hand.ipynb"
 TOOL = "tools/document_outputs.py"
 _BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.S | re.M)
 _PART = re.compile(r"^\$ (?P<command>(?:.*\\\n)*.*)\n(?P<output>(?:(?!\$ ).*\n)*)", re.M)
@@ -154,6 +160,57 @@ def write_record(shown: Sequence[Shown], old: Record, ran: set[str]) -> None:
     RECORD.write_text(head + yaml.safe_dump(record, sort_keys=False, width=110), encoding="utf-8")
 
 
+# The notebook.
+
+
+def cells_of(notebook: Path) -> Shown:
+    """Its code and stored outputs, as if they were one command's."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = [[cell["source"], cell["outputs"]] for cell in cells if cell["cell_type"] == "code"]
+    return Shown(notebook.relative_to(ROOT).as_posix(), "every cell", json.dumps(code))
+
+
+def run_notebook(notebook: Path) -> None:
+    """Run the cells in one space; store what they print and draw."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    content = json.loads(notebook.read_text(encoding="utf-8"))
+    space: dict[str, Any] = {}
+    number = 0
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            number += 1
+            cell["execution_count"] = number
+            cell["outputs"] = _outputs("".join(cell["source"]), space)
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    notebook.write_text(text, encoding="utf-8")
+
+
+def _outputs(code: str, space: dict[str, Any]) -> list[dict[str, Any]]:
+    """In the notebook's format: a stream of text, then one picture per figure."""
+    import matplotlib.pyplot as plt
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "cell", "exec"), space)  # noqa: S102  our own file
+    outputs: list[dict[str, Any]] = []
+    if printed.getvalue():
+        lines = printed.getvalue().splitlines(keepends=True)
+        outputs.append({"name": "stdout", "output_type": "stream", "text": lines})
+    for number in plt.get_fignums():
+        picture = io.BytesIO()
+        plt.figure(number).savefig(picture, format="png", dpi=70, metadata={"Software": None})
+        data = {"image/png": base64.b64encode(picture.getvalue()).decode("ascii")}
+        outputs.append({"data": data, "metadata": {}, "output_type": "display_data"})
+    plt.close("all")
+    return outputs
+
+
+def all_shown() -> list[Shown]:
+    return [*(one for page in pages() for one in shown_on(page)), cells_of(NOTEBOOK)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Check, or run what is stale."""
     parser = argparse.ArgumentParser(
@@ -163,21 +220,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="run every command")
     options = parser.parse_args(argv)
     record = read_record()
-    shown = [one for page in pages() for one in shown_on(page)]
+    shown = all_shown()
     needed = shown if options.all else stale(shown, record)
     if options.check:
         for one in needed:
             print(f"{one.page}: stale output of: {one.command}", file=sys.stderr)
         return bool(needed)
     for page in sorted({one.page for one in needed}):
+        if ROOT / page == NOTEBOOK:
+            print(page, flush=True)
+            run_notebook(NOTEBOOK)
+            continue
         outputs = {}
         for command in [one.command for one in needed if one.page == page]:
             print(f"$ {command}", flush=True)
             outputs[command] = run(command)
         path = ROOT / page
         path.write_text(updated(path.read_text(encoding="utf-8"), outputs), encoding="utf-8")
-    shown = [one for page in pages() for one in shown_on(page)]
-    write_record(shown, record, {one.command for one in needed})
+    write_record(all_shown(), record, {one.command for one in needed})
     return 0
 
 

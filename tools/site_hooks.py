@@ -36,11 +36,12 @@ _CLASSES = (
 _CSS = """
 .md-typeset img { max-width: 100%; height: auto; }
 .md-typeset__scrollwrap { overflow-x: auto; }
+.md-typeset td:first-child code { white-space: nowrap; }
 .md-typeset math { font-size: 1.05em; }
 /* Figures have a white ground: in the dark they are inverted, hues kept, on the page's ground. */
 [data-md-color-scheme="slate"] .md-typeset img[src$=".png"],
 [data-md-color-scheme="slate"] .md-typeset img[src^="data:"] {
-  filter: invert(0.93) hue-rotate(180deg); mix-blend-mode: screen; }
+  filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; }
 """
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def page_in(folder: Path) -> Path:
 
 
 def test_no_output_of_the_pages_is_stale() -> None:
-    shown = [one for page in document_outputs.pages() for one in shown_on(page)]
+    shown = document_outputs.all_shown()
     assert len(shown) > 10
     assert [f"{one.page}: {one.command}" for one in stale(shown, read_record())] == []
     listed = {(page, e["command"]) for page, entries in read_record().items() for e in entries}
@@ -54,6 +56,20 @@ def test_commands_and_outputs_of_a_page(tmp_path: Path) -> None:
     assert updated(PAGE, {"echo three": "three\n"}) == PAGE.replace("old", "three")
     assert document_outputs.run("echo three; echo four >&2") == "three\n"
     assert document_outputs.run("echo three; echo four >&2; false") == "three\nfour\n"
+
+
+def test_a_notebooks_cells_are_run_in_one_space(tmp_path: Path) -> None:
+    draw = "import matplotlib.pyplot as plt\nplt.plot([1, 2]);"
+    cells = [
+        {"cell_type": "code", "source": [line], "outputs": []}
+        for line in ("x = 2", "print(x + 1)", draw)
+    ]
+    notebook = tmp_path / "small.ipynb"
+    notebook.write_text(json.dumps({"cells": cells}))
+    document_outputs.run_notebook(notebook)
+    nothing, printed, drawn = (c["outputs"] for c in json.loads(notebook.read_text())["cells"])
+    assert nothing == [] and printed[0]["text"] == ["3\n"]
+    assert base64.b64decode(drawn[0]["data"]["image/png"]).startswith(b"\x89PNG")
 
 
 def test_a_changed_command_output_or_setting_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
