@@ -28,14 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _start import start_main
-
-# isort: split
 import yaml
-
-import kerple
-from megatron.errors import ReproduceError
-from megatron.paper.suite import load_suite
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "outputs.yml"
@@ -67,6 +60,9 @@ def pages(root: Path = ROOT) -> list[Path]:
 
 def depends_on(command: str) -> list[str]:
     """The hashes of the settings of the runs, and the code of the tables, that a command names."""
+    from megatron.errors import ReproduceError
+    from megatron.paper.suite import load_suite
+
     found = []
     for suite, name in sorted(set(_RUN.findall(command))):
         runs = {run.name: run for run in load_suite(suite).runs}
@@ -145,6 +141,8 @@ def updated(text: str, outputs: dict[str, str]) -> str:
 
 
 def write_record(shown: Sequence[Shown], old: Record, ran: set[str]) -> None:
+    import kerple
+
     versions = {(p, e["command"]): e["version"] for p, entries in old.items() for e in entries}
     record: Record = {}
     for one in shown:
@@ -242,4 +240,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    from _start import start_main
+
     start_main(main)
