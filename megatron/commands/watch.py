@@ -22,7 +22,6 @@ from megatron.commands.plot_run import RunMetrics, read_run
 from megatron.errors import ConfigError, DataError
 from megatron.paper.run_files import finite
 from megatron.terminal import command_parser
-from megatron.training.metrics import finished_at
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -65,6 +64,8 @@ class Watched:
     @property
     def state(self) -> str:
         """`step 40 of 100, running`, with the time left at the last steps' speed."""
+        from megatron.training.metrics import finished_at  # imports torch
+
         total = finite(self.metrics.config.get("train_iters"))
         where = f"step {self.step:,}" + (f" of {total:,.0f}" if total else "")
         if finished_at(self.directory) is not None:
