@@ -60,10 +60,8 @@ class Reader:
 
     def paste(self, hint: list[str], *more: str) -> list[list[str]]:
         starter, script, *rest = hint
-        if starter == "kerple":
-            return self.start(script, *rest, *more)
-        assert starter == "python" and (REPOSITORY / script).is_file(), hint
-        if script == "deepy.py":  # the launcher's process is the one here
+        assert starter == "kerple" or (starter == "python" and (REPOSITORY / script).is_file())
+        if Path(script).stem == "deepy":  # without the launcher: its one process
             script, *rest = rest
         return self.start(Path(script).stem, *rest, *more)
 
@@ -75,8 +73,9 @@ def reader(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     (tmp_path / "texts").mkdir()
-    for name in ("LICENSE", "README.md", "CONTRIBUTING.md"):
-        (tmp_path / "texts" / f"{name}.txt").write_text((REPOSITORY / name).read_text("utf-8"))
+    paragraphs = (REPOSITORY / "LICENSE").read_text(encoding="utf-8").split("\n\n")
+    for number, paragraph in enumerate(paragraphs):
+        (tmp_path / "texts" / f"{number:03d}.txt").write_text(paragraph, encoding="utf-8")
     return Reader(capsys)
 
 
@@ -95,7 +94,7 @@ def test_from_text_to_generated_text(reader: Reader) -> None:
 def test_from_a_first_config(reader: Reader) -> None:
     prepare, train = reader.start("init")
     assert prepare[1:] == ["prepare_data", "stdlib"], "the README's first command, run by its test"
-    assert train[1:] == ["train", "first.yml"]
+    assert train[1] == "train"
     with pytest.raises(SystemExit) as ended:
-        run("train", ["first.yml", "--dry-run"])
+        run("train", [*train[2:], "--dry-run"])
     assert ended.value.code == 0
