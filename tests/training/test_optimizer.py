@@ -140,6 +140,14 @@ def fresh(**options: Any) -> Scheduler:
     return Scheduler(optimizer, schedule("cosine", rule="neox", **options))
 
 
+def test_a_scheduler_counts_from_nothing() -> None:
+    scheduler = fresh()
+    assert scheduler.steps == 0 and scheduler.get_lr() == [scheduler.schedule(0)]
+    scheduler.step()
+    assert scheduler.get_lr() == [scheduler.schedule(1)]
+    assert scheduler.optimizer.param_groups[0]["lr"] == scheduler.schedule(1)
+
+
 def test_a_restored_scheduler_continues() -> None:
     straight, first = fresh(), fresh()
     for _ in range(40):
