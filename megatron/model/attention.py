@@ -5,15 +5,24 @@ Shape suffixes: B batch, L length, H heads (of this rank), D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
+from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.embedding import positions_in_documents
-from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharpened
+from megatron.model.layer_formulas import (
+    RMSNorm,
+    gate_sums,
+    keys_seen,
+    log_gates,
+    normed_heads,
+    sharpened,
+    temperatures,
+)
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.mpu.collectives import TensorParallel, copy_to_group
@@ -36,11 +45,13 @@ def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Genera
 class SelfAttention(nn.Module):
     """Projections around the one attention function.
 
-    `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `documents_apart`: a
-    token sees its own document only; `positions_restart`: rotary positions begin anew with each
-    document.
+    `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `temperature` is the
+    floor and alpha of attention_temperature. `documents_apart`: a token sees its own document only;
+    `positions_restart`: rotary positions begin anew with each document.
     """
 
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
 
@@ -49,12 +60,17 @@ class SelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         kv_heads: int,
+        head_dim: int,
         *,
         linear: Projections,
         rotary: RotaryEmbedding | None,
         qk_norm: nn.Module | None,
+        own_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        qkv_bias: bool | None = None,
         forget_gate: bool,
+        terms: LayerTerms | None,
         per_head: Mapping[str, float | None],
+        temperature: tuple[int, float] | None,
         documents_apart: bool,
         positions_restart: bool,
         dropout: float,
@@ -68,20 +84,24 @@ class SelfAttention(nn.Module):
         tp.slice_of(kv_heads, "num_kv_heads")
         if num_heads % kv_heads:
             raise ValueError(f"{num_heads} heads cannot share {kv_heads} heads of keys and values")
-        self.head_dim = hidden_size // num_heads
+        self.head_dim = head_dim
         self.queries_per_key = num_heads // kv_heads
         self.dropout, self.window = dropout, window
+        self.temperature = temperature
         self.engine, self.pruning = engine, pruning
         self.documents_apart, self.positions_restart = documents_apart, positions_restart
-        self.rotary, self.qk_layernorm = rotary, qk_norm
-        key_size = hidden_size // self.queries_per_key
+        self.rotary, self.qk_layernorm, self.terms = rotary, qk_norm, terms
+        self.q_norm, self.k_norm = own_norms or (None, None)
+        self.shares_input = forget_gate or terms is not None
+        query_size, key_size = num_heads * head_dim, kv_heads * head_dim
         self.query_key_value = linear.column(
             "attention.query_key_value",
             hidden_size,
-            hidden_size + 2 * key_size,
+            query_size + 2 * key_size,
             # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
-            parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
-            input_is_shared=forget_gate,
+            parts=(query_size, key_size, key_size) if self.queries_per_key > 1 else (),
+            bias=qkv_bias,
+            input_is_shared=self.shares_input,
         )
         self.forget_gate: ColumnParallelLinear | None = None
         if forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
@@ -91,7 +111,7 @@ class SelfAttention(nn.Module):
         for name, start in per_head.items():
             number = None if start is None else per_head_parameter(start, num_heads, tp)
             self.register_parameter(name, number)
-        self.dense = linear.row("attention.dense", hidden_size, hidden_size)
+        self.dense = linear.row("attention.dense", query_size, hidden_size)
 
     def own_flops(self, length: int) -> float:
         """Of q k^T and of its product with v, for one token among `length`, without projections.
@@ -110,7 +130,7 @@ class SelfAttention(nn.Module):
         starts_BL: Tensor | None = None,
     ) -> Tensor:
         """Attention of every token; `starts` tells where its document begins."""
-        if self.forget_gate is not None:
+        if self.shares_input:
             x_BLh = copy_to_group(x_BLh, self.tp)
         offset = cache.length if cache is not None else 0
         q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
@@ -119,15 +139,10 @@ class SelfAttention(nn.Module):
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
         first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
-            n_BL = keys_seen(
-                q_BHLD.shape[2],
-                offset=offset,
-                window=self.window,
-                starts_BL=first_key,
-                device=q_BHLD.device,
-            )
+            n_BL = self._keys_seen(x_BLh, offset, first_key)
             q_BHLD = sharpened(q_BHLD, self.softmax_scale, n_BL)
-        key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key)
+        terms = self._terms(x_BLh, offset, starts_BL)
+        key_bias, sink = self._gates_and_sinks(x_BLh, terms, cache, first_key)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
         dropout = self.dropout if self.training else 0.0
@@ -140,6 +155,9 @@ class SelfAttention(nn.Module):
             key_bias=key_bias,
             first_key=first_key,
             sink=sink,
+            query_features=terms.query_features,
+            distance_features=terms.distance_features,
+            row_scale=terms.row_scale,
             window=self.window,
             dropout=dropout,
             engine=self.engine,
@@ -148,22 +166,56 @@ class SelfAttention(nn.Module):
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
+    def _keys_seen(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> Tensor:
+        return keys_seen(
+            x_BLh.shape[1],
+            offset=offset,
+            window=self.window,
+            starts_BL=starts_BL,
+            device=x_BLh.device,
+        )
+
+    def _terms(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> ScoreTerms:
+        """What the input and the positions say about the scores."""
+        queries, device = x_BLh.shape[1], x_BLh.device
+        terms = ScoreTerms()
+        if self.terms is not None:
+            seen = self._keys_seen(x_BLh, offset, starts_BL if self.documents_apart else None)
+            terms = self.terms(x_BLh, offset + queries, seen)
+        if terms.distance_features is not None:  # of all heads, whole on every rank
+            table = copy_to_group(terms.distance_features, self.tp)
+            terms = terms._replace(distance_features=table)
+        if self.temperature is not None:
+            n_BL = keys_seen(queries, offset=offset, starts_BL=starts_BL, device=device)
+            heat = temperatures(n_BL, *self.temperature)
+            both = heat if terms.row_scale is None else heat * terms.row_scale
+            terms = terms._replace(row_scale=both)
+        return terms
+
     def _gates_and_sinks(
-        self, x_BLh: Tensor, cache: LayerCache | None, starts_BL: Tensor | None
+        self,
+        x_BLh: Tensor,
+        terms: ScoreTerms,
+        cache: LayerCache | None,
+        starts_BL: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
 
-        The gates' term is c_m - c_n; c_m, constant over a row, cancels in the softmax and is left
-        out. A sink does not have it, so c_m is subtracted there.
+        The gates' term is c_m - c_n, times the row's scale; c_m, constant over a row, cancels in
+        the softmax and is left out. A sink does not have it, so it is subtracted there.
         """
         sink = None if self.sinks is None else at_least_fp32(self.sinks)
-        if self.forget_gate is None:
+        gates, row_scale = terms.log_gates, terms.row_scale
+        if self.forget_gate is not None:
+            forgotten = log_gates(self.forget_gate(x_BLh))
+            gates = forgotten if gates is None else gates + forgotten
+        if gates is None:
             return None, sink
-        gates = log_gates(self.forget_gate(x_BLh))
         sums = gate_sums(gates, None if cache is None else cache.gate_sum, starts_BL)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:
-            sink = (sink[:, None] - sums).to(dtype)
+            own = sums if row_scale is None else sums * row_scale
+            sink = (sink[:, None] - own).to(dtype)
         if cache is not None:
             sums = cache.append_gates(sums)
         return -sums.to(dtype), sink
@@ -184,6 +236,11 @@ class SelfAttention(nn.Module):
                     part.repeat_interleave(self.queries_per_key, dim=2) for part in (k_BLHD, v_BLHD)
                 )
             q_BLHD, k_BLHD = self.qk_layernorm(q_BLHD), self.qk_layernorm(k_BLHD)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Each rank normalises its heads with the same weight: their gradients are summed.
+            scales = (copy_to_group(norm.scale, self.tp) for norm in (self.q_norm, self.k_norm))
+            q_BLHD = normed_heads(self.q_norm, q_BLHD, next(scales))
+            k_BLHD = normed_heads(self.k_norm, k_BLHD, next(scales))
         return q_BLHD.transpose(1, 2), k_BLHD.transpose(1, 2), v_BLHD.transpose(1, 2)
 
 
@@ -193,40 +250,66 @@ class SelfAttention(nn.Module):
 class LayerCache:
     """One layer's keys and values, [batch, heads, length, head_dim], and the sums of its gates.
 
-    The buffers double when they are full.
+    With a `window`, the latest `window` tokens are kept, in buffers for at most twice as many.
+    Buffers double when they are full.
     """
 
-    def __init__(self) -> None:
-        self.length = 0
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        self.length = 0  # tokens seen
+        self._room = self._end = 0  # tokens that a buffer holds, and where the newest ends
         self._buffers: dict[str, Tensor] = {}
 
+    @property
+    def kept(self) -> int:
+        """How many of the tokens seen have their keys here."""
+        return self.length if self.window is None else min(self.length, self.window)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest tokens; returns all keys and values, oldest first."""
+        """Add the newest tokens; returns the keys and values kept, and theirs, oldest first."""
         keys, values = self._extended("keys", k), self._extended("values", v)
         self.length += k.shape[2]
+        self._end += k.shape[2]
+        if self.window is not None and self._room > max(2 * self.window, 64):  # a long prompt
+            self._move(self.window)
         return keys, values
 
     def append_gates(self, sums: Tensor) -> Tensor:
-        """Add the newest tokens' sums [batch, heads, new], before their keys; returns all."""
+        """Add the newest tokens' sums [batch, heads, new], before their keys; returns all kept."""
         return self._extended("gates", sums[..., None])[..., 0]
 
     @property
     def gate_sum(self) -> Tensor | None:
         """The sum of the gates of all tokens seen, [batch, heads]; None before the first."""
         gates = self._buffers.get("gates")
-        return None if gates is None else gates[:, :, self.length - 1, 0]
+        return None if gates is None else gates[:, :, self._end - 1, 0]
 
     def _extended(self, name: str, new: Tensor) -> Tensor:
-        end = self.length + new.shape[2]
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape[2] < end:
-            batch, heads, _, width = new.shape
-            grown = new.new_empty(batch, heads, max(end, 2 * self.length, 64), width)
-            if buffer is not None:
-                grown[:, :, : self.length] = buffer[:, :, : self.length]
-            self._buffers[name] = buffer = grown
-        buffer[:, :, self.length : end] = new
-        return buffer[:, :, :end]
+        batch, heads, count, width = new.shape
+        if self._end + count > self._room:
+            most = max(2 * self.kept, 64)
+            if self.window is not None:
+                most = min(most, 2 * self.window)
+            self._move(max(self.kept + count, most))
+        if name not in self._buffers:
+            self._buffers[name] = new.new_empty(batch, heads, self._room, width)
+        end = self._end + count
+        self._buffers[name][:, :, self._end : end] = new
+        return self._buffers[name][:, :, self._end - self.kept : end]
+
+    def _move(self, room: int) -> None:
+        """New buffers for so many tokens, which begin with those kept."""
+        for name, old in self._buffers.items():
+            kept = old[:, :, self._end - self.kept : self._end]
+            new = old.new_empty(*old.shape[:2], room, old.shape[3])
+            new[:, :, : self.kept] = kept
+            self._buffers[name] = new
+        self._room, self._end = room, self.kept
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -235,15 +318,20 @@ class LayerCache:
 
 
 class Cache:
-    """The caches of all layers of a model."""
+    """The caches of all layers of a model, by their windows."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(num_layers)]
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self.layers = [LayerCache(window) for window in windows]
 
     @property
     def length(self) -> int:
         """How many tokens have been seen."""
         return self.layers[0].length if self.layers else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What all layers' buffers take."""
+        return sum(layer.num_bytes for layer in self.layers)
 
     @torch.no_grad()
     def select(self, rows: Tensor) -> None:

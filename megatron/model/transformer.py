@@ -8,8 +8,9 @@ position of each token's document, with reset_attention_mask or reset_position_i
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,24 +20,27 @@ from megatron.model.layer_formulas import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
 from megatron.mpu.parallel_layers import Projections
 
+TableNames = tuple[str | None, ...]
+"""For each table that is passed on: what it is to a layer, None for a table of other layers."""
 
-def pack(hidden: Tensor, starts: Tensor | None, tables: Tables) -> State:
+
+def pack(hidden: Tensor, starts: Tensor | None, *tables: Tables) -> State:
     """The activations for the next layer."""
-    beside = (starts, tables.bias, tables.weight)
+    beside = (starts, *(table for kernel in tables for table in kernel))
     present = tuple(tensor for tensor in beside if tensor is not None)
     return (hidden, *present) if present else hidden
 
 
-def unpack(state: State, table_names: tuple[str, ...]) -> tuple[Tensor, Tensor | None, Tables]:
-    """Hidden states, starts of documents, and tables by the names under which they were packed."""
+def unpack(state: State, table_names: TableNames) -> tuple[Tensor, Tensor | None, Tables]:
+    """Hidden states, starts of documents, and the layer's own tables among those packed."""
     if isinstance(state, Tensor):
         return state, None, Tables()
     hidden, *tables = state
     starts = None
     if tables and not tables[0].is_floating_point():
         starts, *tables = tables
-    named = dict(zip(table_names, tables, strict=True))
-    return hidden, starts, Tables(named.get("bias"), named.get("weight"))
+    named = {name: table for name, table in zip(table_names, tables, strict=True) if name}
+    return hidden, starts, Tables(**named)
 
 
 def drop_tables(state: State) -> Tensor:
@@ -44,22 +48,50 @@ def drop_tables(state: State) -> Tensor:
     return state if isinstance(state, Tensor) else state[0]
 
 
+class _EndTables(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *beside: Tensor) -> Tensor:
+        ctx.save_for_backward(*beside)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        beside = (torch.zeros_like(t) if t.is_floating_point() else None for t in ctx.saved_tensors)
+        return grads[0], *beside
+
+
+def end_tables(state: State) -> Tensor:
+    """`drop_tables` where layers differ: the last pipeline stage may use none of a kernel's tables,
+    and DeepSpeed sends the gradient of every activation back. Theirs is 0."""
+    return state if isinstance(state, Tensor) else _EndTables.apply(*state)
+
+
 class PositionTables(nn.Module):
-    """Holds the shared kernel and computes its tables once for all layers."""
+    """Holds the shared kernels and computes their tables once for all layers.
+
+    One kernel is `embedding`; several, of a layer_pattern, are `embedding.0`, `embedding.1`, ...
+    """
 
     hf_names: ClassVar = {"embedding.": "gpt_neox.positions."}
 
-    def __init__(self, embedding: TableEmbedding, *, pipelined: bool = False) -> None:
+    def __init__(self, *embeddings: TableEmbedding, pipelined: bool = False) -> None:
         super().__init__()
-        self.embedding = embedding
+        alone = len(embeddings) == 1
+        self.embedding = embeddings[0] if alone else nn.ModuleList(embeddings)
         self.pipelined = pipelined
+
+    @property
+    def embeddings(self) -> list[TableEmbedding]:
+        """The kernels, in the order in which layers first use them."""
+        found = self.embedding if isinstance(self.embedding, nn.ModuleList) else [self.embedding]
+        return cast(list[TableEmbedding], list(found))
 
     def forward(self, state: State, offset: int = 0) -> State:
         hidden, starts, _ = unpack(state, ())
-        tables = self.embedding(offset + hidden.shape[1])
+        tables = [embedding(offset + hidden.shape[1]) for embedding in self.embeddings]
         if self.pipelined:
-            tables = Tables(_sendable(tables.bias), _sendable(tables.weight))
-        return pack(hidden, starts, tables)
+            tables = [Tables(*map(_sendable, kernel)) for kernel in tables]
+        return pack(hidden, starts, *tables)
 
 
 def _sendable(table: Tensor | None) -> Tensor | None:
@@ -74,18 +106,22 @@ def _sendable(table: Tensor | None) -> Tensor | None:
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm attention and MLP, one after the other or (`parallel_residual`) side by side."""
+    """Attention and MLP, one after the other or (`parallel_residual`) side by side.
+
+    Norms act on their inputs, or (`output_norm`) on their outputs.
+    """
 
     hf_names: ClassVar = {"": "gpt_neox.layers.{number}."}
 
     def __init__(
         self,
         *,
-        input_norm: nn.Module,
+        input_norm: nn.Module | None,
         attention: SelfAttention,
         mlp_norm: nn.Module | None,
         mlp: MLP,
-        table_names: tuple[str, ...] = (),
+        output_norm: nn.Module | None = None,
+        table_names: TableNames = (),
         own_tables: TableEmbedding | None = None,
         table_factor: int = 1,
         hidden_dropout: float = 0.0,
@@ -95,6 +131,7 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = input_norm
         self.attention = attention
         self.post_attention_layernorm = mlp_norm  # None: both branches share the input norm
+        self.post_feedforward_layernorm = output_norm
         self.mlp = mlp
         self.positions, self.table_factor = own_tables, table_factor
         self.table_names = table_names
@@ -117,6 +154,8 @@ class TransformerLayer(nn.Module):
     def _residual(
         self, x: Tensor, tables: Tables, cache: LayerCache | None, starts: Tensor | None
     ) -> Tensor:
+        if self.input_layernorm is None:
+            return self._residual_of_outputs(x, tables, cache, starts)
         normed = self.input_layernorm(x)
         attended = self._dropout(self.attention(normed, tables, cache, starts))
         if self.parallel_residual:
@@ -126,6 +165,15 @@ class TransformerLayer(nn.Module):
         x = x + attended
         assert self.post_attention_layernorm is not None
         return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
+
+    def _residual_of_outputs(
+        self, x: Tensor, tables: Tables, cache: LayerCache | None, starts: Tensor | None
+    ) -> Tensor:
+        assert self.post_attention_layernorm is not None
+        assert self.post_feedforward_layernorm is not None
+        attended = self.post_attention_layernorm(self.attention(x, tables, cache, starts))
+        x = x + self._dropout(attended)
+        return x + self._dropout(self.post_feedforward_layernorm(self.mlp(x)))
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout else x

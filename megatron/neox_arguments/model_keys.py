@@ -12,6 +12,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import model_validator
 
+from megatron.neox_arguments.layer_pattern import (
+    positions_named,
+    with_local_layers,
+    with_whole_temperatures,
+)
 from megatron.neox_arguments.position_keys import BiasScale, Constraint, PositionKeys
 from megatron.neox_arguments.values import (
     Changes,
@@ -56,13 +61,54 @@ GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 class RopeScaling(Group):
     """How rotary angles are stretched beyond the training length."""
 
-    type: Literal["linear", "ntk", "yarn"] = key(
-        ..., "linear (position interpolation), ntk (a larger base) or yarn."
+    type: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"] = key(
+        ...,
+        "linear (position interpolation), ntk (a larger base), dynamic (ntk by each sequence's "
+        "length), yarn, longrope, llama3 or proportional: Hugging Face's rope_type.",
     )
-    factor: PositiveFloat = key(..., "Evaluation length divided by training length, e.g. 4.0.")
+    factor: PositiveFloat | None = key(
+        None,
+        "Evaluation length divided by training length, e.g. 4.0. longrope: null means "
+        "max_position_embeddings / original_max_position.",
+    )
     original_max_position: PositiveInt | None = key(
         None, "Length the model was trained at; null means max_position_embeddings."
     )
+    attention_factor: PositiveFloat | None = key(
+        None, "yarn, longrope: factor on q and k; null means the method's own."
+    )
+    beta_fast: PositiveFloat | None = key(
+        None, "yarn: dimensions that turn more often over the original length stay; null means 32."
+    )
+    beta_slow: PositiveFloat | None = key(
+        None, "yarn: dimensions that turn less often are interpolated whole; null means 1."
+    )
+    mscale: PositiveFloat | None = key(None, "yarn: weight of ln(factor) in the factor on q and k.")
+    mscale_all_dim: PositiveFloat | None = key(
+        None, "yarn: the same in its divisor; used with mscale only."
+    )
+    truncate: bool | None = key(
+        None, "yarn: round the ends of the ramp to whole dimensions; null means true."
+    )
+    short_factor: list[PositiveFloat] | None = key(
+        None, "longrope: a divisor for each frequency, up to the original length."
+    )
+    long_factor: list[PositiveFloat] | None = key(
+        None, "longrope: a divisor for each frequency, beyond the original length."
+    )
+    low_freq_factor: PositiveFloat | None = key(
+        None, "llama3: below so many turns over the original length, divide by factor."
+    )
+    high_freq_factor: PositiveFloat | None = key(
+        None, "llama3: above so many turns over the original length, leave as it is."
+    )
+
+
+class AttentionTemperature(Group):
+    """Inkling's factor of the scores of a query at position m, counted from 0."""
+
+    floor: PositiveInt = key(..., "The factor is 1 up to this many tokens.")
+    alpha: NonNegativeFloat = key(0.1, "Beyond them it is 1 + alpha * log((m + 1) / floor).")
 
 
 class ModelArgs(Group):
@@ -81,6 +127,20 @@ class ModelArgs(Group):
         "num_attention_heads; each serves as many query heads in a row. null: one for each.",
         hf="num_key_value_heads",
     )
+    kv_channels: PositiveInt | None = key(
+        None,
+        "Width of one attention head (Hugging Face's head_dim); null: hidden_size / "
+        "num_attention_heads.",
+        hf="head_dim",
+        ours=True,
+    )
+    qk_norm: Literal["per_head", "all_heads"] | None = key(
+        None,
+        "An rmsnorm of queries and another of keys before rotary: over each head, with one weight "
+        "for all (per_head, Qwen3), or over all heads of a token (all_heads, OLMo 2; needs "
+        "model_parallel_size 1).",
+        ours=True,
+    )
     use_qk_layernorm: bool = key(
         False,
         "Norm of queries and keys before their product, with one weight for both, as GPT-NeoX: "
@@ -93,17 +153,36 @@ class ModelArgs(Group):
         "layer's input, and a score decays by the gates of all tokens after its key. With any "
         "pos_emb, none included.",
         ours=True,
+        layer=True,
     )
     attention_sinks: bool = key(
         False,
         "A learned logit per head in the denominator of the softmax, so that a head "
         "may attend to nothing.",
         ours=True,
+        layer=True,
     )
     scalable_softmax: bool = key(
         False,
         "Scalable softmax (SSMax): queries times s log n for the n keys they see, s "
         "learned per head, so that attention stays sharp over more keys than in training.",
+        ours=True,
+        layer=True,
+    )
+    attention_temperature: AttentionTemperature | None = key(
+        None,
+        "A factor of all scores of the query at position m (of its document): "
+        "1 + alpha * log(max(1, (m + 1) / floor)), as in Inkling; a sink is not scaled. "
+        "{floor: 512, alpha: 0.1}; null: 1.",
+        ours=True,
+        layer=True,
+        evaluate="free",
+    )
+    layer_pattern: list[dict[str, Any]] | None = key(
+        None,
+        "Keys that layers set otherwise than the model: a list of entries, each for `count` "
+        "layers (1), repeated until num_layers, e.g. [{count: 5, sliding_window_width: 512}, "
+        "{pos_emb: none}]. docs/positional_embeddings.md lists the keys.",
         ours=True,
     )
     intermediate_size: PositiveInt | None = key(
@@ -140,6 +219,11 @@ class ModelArgs(Group):
     norm: Literal["layernorm", "rmsnorm", "scalenorm", "non_parametric_layernorm"] = key(
         "layernorm", "Normalisation layer; non_parametric_layernorm has no weights."
     )
+    norm_placement: Literal["input", "output"] = key(
+        "input",
+        "Norm of a block's input, x + f(norm(x)), or of its output, x + norm(f(x)) (OLMo 2).",
+        ours=True,
+    )
     layernorm_epsilon: PositiveFloat = key(1.0e-5, "Epsilon of layernorm.", hf=None)
     rms_norm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of rmsnorm.", hf=None)
     scalenorm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of scalenorm.", hf=None)
@@ -149,26 +233,46 @@ class ModelArgs(Group):
         "alibi, none, kerple_log, kerple_power, ...), one of the official KERPLE fork's names "
         "(kerple_power_ap_, ...), or `module:ClassName` of your own.",
         hf_default="kerple_log",
+        layer=True,
     )
     rpe_num_buckets: PositiveInt = key(
-        PositionKeys.rpe_num_buckets, "T5 bias: number of distance buckets."
+        PositionKeys.rpe_num_buckets, "T5 bias: number of distance buckets.", layer=True
     )
     rpe_max_distance: PositiveInt = key(
-        PositionKeys.rpe_max_distance, "T5 bias: distances from here share the last bucket."
+        PositionKeys.rpe_max_distance,
+        "T5 bias: distances from here share the last bucket.",
+        layer=True,
     )
-    rotary_pct: Fraction = key(PositionKeys.rotary_pct, "Fraction of each head that is rotated.")
+    rotary_pct: Fraction = key(
+        PositionKeys.rotary_pct, "Fraction of each head that is rotated.", layer=True
+    )
     rotary_emb_base: PositiveFloat = key(
         PositionKeys.rotary_emb_base,
         "Base of the rotary frequencies.",
         hf="rotary_base",
         hf_default=10000.0,
+        layer=True,
     )
     rope_scaling: RopeScaling | None = key(
         None,
-        "Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, original_max_position: 2048}.",
+        "Stretch rotary angles, e.g. {type: yarn, factor: 4.0, original_max_position: 2048}.",
         hf="rotary_scaling",
         ours=True,
+        layer=True,
         evaluate="free",
+    )
+    inkling_features: PositiveInt = key(
+        PositionKeys.inkling_features,
+        "inkling and kerple_inkling: features of each query per head (R), at most 64.",
+        ours=True,
+        layer=True,
+    )
+    inkling_distances: PositiveInt = key(
+        PositionKeys.inkling_distances,
+        "inkling and kerple_inkling: distances that have features (E); those beyond have none, and "
+        "a layer has no more than its window.",
+        ours=True,
+        layer=True,
     )
     kerple_constraint: Constraint = key(
         PositionKeys.kerple_constraint,
@@ -181,6 +285,7 @@ class ModelArgs(Group):
         "Add the bias after q.k/sqrt(d) (post, as the official code) or divide it by "
         "sqrt(d) too (pre, as Eq. 1 of the paper).",
         ours=True,
+        layer=True,
     )
     kerple_share: Literal["all", "per_layer"] = key(
         "all", "One kernel for all layers, or one per layer.", ours=True
@@ -194,8 +299,9 @@ class ModelArgs(Group):
     )
     attention_config: list[Any] | None = key(
         None,
-        'Attention type per layer, e.g. [[["global"], 12]]. Only `global` (or `flash`, '
-        "the same attention) is implemented; use sliding_window_width for a window.",
+        'Attention type per layer, e.g. [[["global", "local"], 6]]: `global` (or `flash`, the '
+        "same attention), or `local` with the window sliding_window_width, which becomes a "
+        "layer_pattern. Without `local`, sliding_window_width holds for all layers.",
         hf=None,
         changes="execution",
     )
@@ -203,6 +309,7 @@ class ModelArgs(Group):
         None,
         "Attend to the query and to this many tokens before it, as GPT-NeoX; null: to all.",
         hf="attention_window",
+        layer=True,
     )
     attention_engine: Literal["auto", "naive", "tiled", "triton", "flex"] = key(
         "auto",
@@ -247,6 +354,11 @@ class ModelArgs(Group):
     )
     use_bias_in_norms: bool = key(True, "Bias in norms.", hf="norm_bias")
     use_bias_in_attn_linear: bool = key(True, "Bias in attention projections.", hf="attention_bias")
+    add_qkv_bias: bool = key(
+        False,
+        "Bias of queries, keys and values though use_bias_in_attn_linear is false (Qwen2).",
+        ours=True,
+    )
     use_bias_in_mlp: bool = key(True, "Bias in MLP projections.", hf="mlp_bias")
     init_method: InitMethod = key(
         "normal", "Initialisation of weights.", hf=None, changes="training", resume="free"
@@ -318,6 +430,28 @@ class ModelArgs(Group):
             return values
         return {key: value for key, value in values.items() if key != "num_kv_heads"}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_usual_head_width(cls, values: Any) -> Any:
+        """Heads of hidden_size / num_attention_heads are what null means."""
+        if not isinstance(values, dict) or not isinstance(values.get("kv_channels"), int):
+            return values
+        heads = values.get("num_attention_heads")
+        if not isinstance(heads, int) or values["kv_channels"] * heads != values.get("hidden_size"):
+            return values
+        return {key: value for key, value in values.items() if key != "kv_channels"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_pattern(cls, values: Any) -> Any:
+        """`local` layers of attention_config as a pattern; pos_emb from a pattern that names it."""
+        if not isinstance(values, dict):
+            return values
+        alpha = AttentionTemperature.model_fields["alpha"].default
+        values = with_whole_temperatures(with_local_layers(values), {"alpha": alpha})
+        named = [name for name in positions_named(values) if name is not None]
+        return {"pos_emb": named[0], **values} if named else values
+
     @property
     def engine_in_effect(self) -> str:
         """The engine that training asks for: GPT-NeoX's key for its fused softmax chooses ours."""
@@ -342,7 +476,7 @@ class ModelArgs(Group):
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def kv_heads(self) -> int:
@@ -408,12 +542,20 @@ def hugging_face_keys() -> tuple[HFKey, ...]:
     )
 
 
+LAYER_KEYS: tuple[str, ...] = tuple(declared("layer", ModelArgs))
+"""Keys that an entry of layer_pattern may set."""
+
+POSITION_OPTIONS: tuple[str, ...] = tuple(
+    name for name in LAYER_KEYS if hasattr(PositionKeys, name)
+)
+"""Those of them that a positional embedding reads: layers with the same values share a kernel."""
+
 KEYS_OF_OURS: frozenset[str] = frozenset(declared("ours", ModelArgs))
 """Model keys that neither GPT-NeoX nor the official KERPLE code knows."""
 
 SCORE_TERMS = tuple(
     entry.key
     for entry in hugging_face_keys()
-    if entry.key in KEYS_OF_OURS and not entry.key.startswith("kerple_")
+    if entry.key in KEYS_OF_OURS and not entry.key.startswith(("kerple_", "inkling_"))
 )
 """Those of them that change what any method computes: further terms of the scores."""

@@ -267,6 +267,8 @@ def data_identity(data: DataArgs) -> dict[str, Any]:
     prefixes = [data.data_path] if data.data_path else []
     for group in (data.train_data_paths, data.valid_data_paths, data.test_data_paths):
         prefixes += list(group or [])
+    for split in ("train", "valid", "test"):
+        prefixes += data.label_paths(split)
     found: dict[str, Any] = {}
     for prefix in dict.fromkeys(map(str, prefixes)):
         index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")

@@ -22,9 +22,10 @@ from tests.training.runs import finish, losses, run, run_config, start_run
 HALF = 3
 BF16 = precision("bf16")
 # Every other way to cut a parameter (T5's table, a gated block, grouped heads, gates, numbers per
-# head, an output layer of its own cut by columns), and norms of a single number.
+# head, an output layer of its own cut by columns), norms of one number, and layers that differ.
 ODD = {
     "pos_emb": "rpe",
+    "layer_pattern": [{}, {"pos_emb": "kerple_log", "forget_gate": False}],
     "norm": "scalenorm",
     "activation": "swiglu",
     "num_kv_heads": 2,

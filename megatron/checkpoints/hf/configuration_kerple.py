@@ -5,6 +5,7 @@ Every exported model contains this file: it needs transformers and the files bes
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -28,11 +29,24 @@ class KerpleNeoXConfig(PretrainedConfig):
     def __init__(self, vocab_size: int = 50304, **kwargs: Any) -> None:
         own = {"norm_eps": 1e-5, "iteration": 0, "use_cache": True}
         self.vocab_size = vocab_size
-        for key, default in (DEFAULTS | own).items():
-            setattr(self, key, kwargs.pop(key, default))
+        keys = {key: kwargs.pop(key, default) for key, default in (DEFAULTS | own).items()}
+        keys["head_dim"] = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
+        for key, value in keys.items():
+            setattr(self, key, value)
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         super().__init__(**{"tie_word_embeddings": False, **tokens, **kwargs})
 
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
+    def of_layers(self, places: list[int]) -> list[KerpleNeoXConfig]:
+        """The config as each layer has it: with the keys of its entry in layer_pattern."""
+        if self.layer_pattern is None:
+            return [self] * self.num_hidden_layers
+        own = []
+        for entry in self.layer_pattern:
+            config = copy(self)
+            for key, value in entry.items():
+                if key == "sliding_window_width":  # without the query itself
+                    config.attention_window = None if value is None else value + 1
+                elif key != "count":
+                    setattr(config, key, value)
+            own.append(config)
+        return [own[place] for place in places]

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.layer_formulas import (
     GATED,
     PER_HEAD,
@@ -27,9 +28,14 @@ from megatron.model.layer_formulas import (
     activation_named,
     build_norm,
     gate_sums,
+    kernel_groups,
     log_gates,
+    norm_sizes,
+    normed_heads,
+    pattern_places,
     per_head_starts,
     sharpened,
+    temperatures,
 )
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
 from megatron.model.positional_embeddings import TableEmbedding
@@ -41,17 +47,18 @@ from megatron.model.rotary_and_input_positions import (
 )
 
 from .configuration_kerple import KerpleNeoXConfig
+from .keys_kerple import POSITION_OPTIONS
 from .scores_kerple import (
     Scores,
-    Tables,
     absolute_positions,
     allowed_keys,
     append_gates_to_keys,
     attend,
     attend_in_blocks,
     cache_capacity,
-    decay,
+    content_bias,
     fits_at_once,
+    scaled_rows,
     split_gates_from_keys,
 )
 
@@ -61,32 +68,53 @@ def make_norm(config: KerpleNeoXConfig, shape: tuple[int, ...] | None = None) ->
     return build_norm(config.norm, size, config.norm_eps, config.norm_bias)
 
 
-def make_tables(config: KerpleNeoXConfig, layer: int | None = None) -> TableEmbedding | None:
-    """The kernel shared by all layers, or the one of a layer; None where it is owned elsewhere."""
-    embedding = POSITIONAL_EMBEDDINGS[config.pos_emb]
-    shared = config.kerple_share == "all"
-    if not issubclass(embedding, TableEmbedding) or shared != (layer is None):
-        return None
-    return embedding(PositionOptions(config, layer=layer))
+def layer_configs(config: KerpleNeoXConfig) -> list[KerpleNeoXConfig]:
+    """The config as each layer has it."""
+    return config.of_layers(pattern_places(config.layer_pattern or [{}], config.num_hidden_layers))
+
+
+def has_tables(config: KerpleNeoXConfig) -> bool:
+    return issubclass(POSITIONAL_EMBEDDINGS[config.pos_emb], TableEmbedding)
+
+
+def make_tables(config: KerpleNeoXConfig, layer: int | None) -> TableEmbedding:
+    tables = POSITIONAL_EMBEDDINGS[config.pos_emb](PositionOptions(config, layer=layer))
+    assert isinstance(tables, TableEmbedding)
+    return tables
+
+
+def make_terms(config: KerpleNeoXConfig, layer: int) -> LayerTerms | None:
+    """What a layer computes from its input about its scores; None for most methods."""
+    terms = POSITIONAL_EMBEDDINGS[config.pos_emb].layer_terms
+    return None if terms is None else terms(PositionOptions(config, layer=layer))
 
 
 class Attention(nn.Module):
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
 
-    def __init__(self, config: KerpleNeoXConfig, layer_idx: int) -> None:
+    def __init__(
+        self, config: KerpleNeoXConfig, layer_idx: int, layer_config: KerpleNeoXConfig
+    ) -> None:
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
+        self.config, self.layer_idx, self.layer_config = config, layer_idx, layer_config
         size, bias = config.hidden_size, config.attention_bias
         heads = config.num_attention_heads
         self.groups = heads // (config.num_key_value_heads or heads)
-        self.query_key_value = nn.Linear(size, size + 2 * size // self.groups, bias=bias)
-        self.dense = nn.Linear(size, size, bias=bias)
+        width = heads * config.head_dim
+        self.query_key_value = nn.Linear(
+            size, width + 2 * width // self.groups, bias=bias or config.add_qkv_bias
+        )
+        self.dense = nn.Linear(width, size, bias=bias)
+        sizes = norm_sizes(config)
+        self.q_norm = None if sizes is None else RMSNorm(sizes[0], config.norm_eps)
+        self.k_norm = None if sizes is None else RMSNorm(sizes[1], config.norm_eps)
         self.qk_layernorm: nn.Module | None = None
         if config.use_qk_layernorm:
             self.qk_layernorm = make_norm(config, (heads, config.head_dim))
-        self.forget_gate = nn.Linear(size, heads) if config.forget_gate else None
-        for name, start in per_head_starts(config).items():
+        self.forget_gate = nn.Linear(size, heads) if layer_config.forget_gate else None
+        self.terms = make_terms(layer_config, layer_idx)
+        for name, start in per_head_starts(layer_config).items():
             number = None if start is None else nn.Parameter(torch.full((heads,), start))
             self.register_parameter(name, number)
 
@@ -103,6 +131,8 @@ class Attention(nn.Module):
             if self.groups > 1:  # the norm has a weight for each query head
                 k, v = (part.repeat_interleave(self.groups, dim=2) for part in (k, v))
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normed_heads(self.q_norm, q), normed_heads(self.k_norm, k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def cached(
@@ -125,7 +155,18 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.softmax_scale is not None:
             q = sharpened(q, self.softmax_scale, scores.keys_seen())
-        gates = None if self.forget_gate is None else log_gates(self.forget_gate(x))
+        terms = ScoreTerms()
+        if self.terms is not None:
+            terms = self.terms(x, scores.keys, scores.keys_seen())
+        gates, row_scale = terms.log_gates, terms.row_scale
+        if self.layer_config.attention_temperature is not None:
+            heat = temperatures(scores.positions + 1, **self.layer_config.attention_temperature)
+            row_scale = heat if row_scale is None else heat * row_scale
+        if row_scale is not None:
+            q = (q * row_scale[..., None]).to(q.dtype)
+        if self.forget_gate is not None:
+            forgotten = log_gates(self.forget_gate(x))
+            gates = forgotten if gates is None else gates + forgotten
         if past_key_values is not None:
             k, v, gates = self.cached(k, v, gates, past_key_values, scores.q_index)
         sums = None if gates is None else gate_sums(gates)
@@ -134,12 +175,15 @@ class Attention(nn.Module):
         eager = output_attentions or self.config._attn_implementation == "eager"
         dropout = self.config.attention_dropout if self.training else 0.0
         run = partial(attend, dropout=dropout, eager=eager, sinks=self.sinks)
+        added = partial(content_bias, scores, sums, *terms[:2])
         if bias is not None:
-            if sums is not None:
-                bias = bias + decay(sums, scores.q_index)
+            more = added()
+            bias = scaled_rows(bias if more is None else bias + more, row_scale, 0, None)
             out, probabilities = run(q, k, v, bias, weight)
         else:
-            out, probabilities = attend_in_blocks(run, q, k, v, scores, sums, output_attentions)
+            out, probabilities = attend_in_blocks(
+                run, q, k, v, scores, added, row_scale, output_attentions
+            )
         return self.dense(out.transpose(1, 2).flatten(2)), probabilities
 
 
@@ -157,14 +201,19 @@ class MLP(nn.Module):
 
 
 class Layer(GradientCheckpointingLayer):
-    def __init__(self, config: KerpleNeoXConfig, layer_idx: int) -> None:
+    def __init__(
+        self, config: KerpleNeoXConfig, layer_idx: int, layer_config: KerpleNeoXConfig
+    ) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config)
-        self.attention = Attention(config, layer_idx)
+        of_output = config.norm_placement == "output"
+        self.input_layernorm = None if of_output else make_norm(config)
+        self.post_feedforward_layernorm = make_norm(config) if of_output else None
+        self.attention = Attention(config, layer_idx, layer_config)
         shared = config.use_parallel_residual and config.share_parallel_norm
         self.post_attention_layernorm = None if shared else make_norm(config)
         self.mlp = MLP(config)
-        self.positions = make_tables(config, layer_idx)
+        per_layer = config.kerple_share == "per_layer" and has_tables(layer_config)
+        self.positions = make_tables(layer_config, layer_idx) if per_layer else None
         self.parallel, self.dropout = config.use_parallel_residual, config.hidden_dropout
         scaled = config.apply_query_key_layer_scaling  # layer l's bias is l times the table
         self.table_factor = max(1, layer_idx) if scaled else 1
@@ -176,16 +225,19 @@ class Layer(GradientCheckpointingLayer):
         if self.positions is not None or self.table_factor > 1:
             own = scores.tables if self.positions is None else self.positions(scores.keys)
             scaled = None if own[0] is None else self.table_factor * own[0]
-            scores = scores.with_tables((scaled, own[1]))
+            scores = scores.replaced(tables=(scaled, own[1]))
             bias, weight = scores.dense() if fits_at_once(x, scores) else (None, None)
-        normed = self.input_layernorm(x)
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
         attended, probabilities = self.attention(
             normed, bias, weight, cos, sin, scores, past_key_values, output_attentions
         )
+        norm, last = self.post_attention_layernorm, self.post_feedforward_layernorm
+        if norm is not None and last is not None:  # norms of outputs
+            x = x + F.dropout(norm(attended), self.dropout, self.training)
+            return x + F.dropout(last(self.mlp(x)), self.dropout, self.training), probabilities
         attended = F.dropout(attended, self.dropout, self.training)
         if not self.parallel:
             x = x + attended
-        norm = self.post_attention_layernorm
         out = self.mlp(normed if norm is None else norm(x))
         out = x + F.dropout(out, self.dropout, self.training)
         return (out + attended if self.parallel else out), probabilities
@@ -198,7 +250,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embed_in"
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["positions", *PER_HEAD]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["positions", "distance_features", *PER_HEAD]  # noqa: RUF012
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -207,10 +259,10 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.scale)
         elif isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
-        elif isinstance(module, TableEmbedding):
+        elif isinstance(module, TableEmbedding | LayerTerms):
             _start(module, module.initial_values())
         elif isinstance(module, Attention):
-            starts = per_head_starts(module.config).items()
+            starts = per_head_starts(module.layer_config).items()
             _start(module, {name: torch.tensor(v) for name, v in starts if v is not None})
 
 
@@ -231,10 +283,19 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self.embed_positions: nn.Embedding | None = (
             nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         )
-        self.positions = make_tables(config)
-        rotates = config.pos_emb == "rotary"
-        self.rotary = RotaryEmbedding(PositionOptions(config)) if rotates else None
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        own = self._own = layer_configs(config)
+        shared = config.kerple_share == "all"
+        with_tables = {i: c for i, c in enumerate(own) if shared and has_tables(c)}
+        self._kernels = kernel_groups(with_tables, POSITION_OPTIONS)
+        made = [
+            make_tables(own[used[0]], used[0] if place else None)
+            for place, used in enumerate(self._kernels)
+        ]
+        # one kernel is `positions`, several are `positions.0`, `positions.1`, ...
+        self.positions = nn.ModuleList(made) if len(made) > 1 else made[0] if made else None
+        rotary = {id(c): RotaryEmbedding(PositionOptions(c)) for c in own if c.pos_emb == "rotary"}
+        self._rotary = [rotary.get(id(c)) for c in own]
+        self.layers = nn.ModuleList(Layer(config, i, c) for i, c in enumerate(own))
         self.final_layer_norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -263,11 +324,8 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         x = F.dropout(
             self._with_positions(x, position_ids), self.config.hidden_dropout, self.training
         )
-        scores = self._scores(x, past, past_key_values, attention_mask)
-        shares_tables = all(layer.positions is None for layer in self.layers)
-        at_once = shares_tables and fits_at_once(x, scores)
-        bias, weight = scores.dense() if at_once else (None, None)
-        cos, sin = self._angles(position_ids)
+        geometry = self._geometry(x, past, past_key_values, attention_mask, position_ids)
+        views = self._views(x, geometry)
         want_attentions = bool(
             self.config.output_attentions if output_attentions is None else output_attentions
         )
@@ -275,11 +333,9 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         hidden_states: list[Any] = [x]
         attentions: list[Any] = []
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             # each tensor is a separate argument, so that activation checkpoints pass its gradient
-            x, probabilities = layer(
-                x, bias, weight, cos, sin, scores, past_key_values, want_attentions
-            )
+            x, probabilities = layer(x, *views[number], past_key_values, want_attentions)
             hidden_states.append(x)
             attentions.append(probabilities)
         x = self.final_layer_norm(x)
@@ -290,11 +346,35 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             attentions=tuple(attentions) if want_attentions else None,
         )
 
-    def _angles(self, position_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if self.rotary is None:
+    def _views(self, x: Tensor, geometry: Scores) -> list[tuple[Any, ...]]:
+        """For each layer: bias, weight, cos, sin, scores. Layers of one kind share theirs."""
+        numbers = {layer: place for place, used in enumerate(self._kernels) for layer in used}
+        kernels = self.positions if isinstance(self.positions, nn.ModuleList) else [self.positions]
+        tables = [(None, None) if k is None else k(geometry.keys) for k in kernels]
+        made: dict[Any, Any] = {}
+        views = []
+        for number, layer_config in enumerate(self._own):
+            place = numbers.get(number)
+            key = (place, layer_config.attention_window)
+            if key not in made:
+                used = (None, None) if place is None else tables[place]
+                scores = geometry.replaced(tables=used, window=layer_config.attention_window)
+                in_layer = self.layers[number].positions is not None
+                at_once = not in_layer and fits_at_once(x, scores)
+                made[key] = scores, *(scores.dense() if at_once else (None, None))
+            rotary = self._rotary[number]
+            if id(rotary) not in made:
+                made[id(rotary)] = self._angles(rotary, geometry.positions)
+            scores, bias, weight = made[key]
+            views.append((bias, weight, *made[id(rotary)], scores))
+        return views
+
+    def _angles(
+        self, rotary: RotaryEmbedding | None, position_ids: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if rotary is None:
             return None, None
-        frequencies, factor = self.rotary.frequencies, self.rotary.attention_factor
-        cos, sin = cos_and_sin(position_ids, frequencies, factor)
+        cos, sin = cos_and_sin(position_ids, *rotary.frequencies(position_ids))
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _with_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
@@ -310,16 +390,20 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             )
         return x + self.embed_positions(position_ids)
 
-    def _scores(
-        self, x: Tensor, past: int | Tensor, cache: Any, attention_mask: Tensor | None
+    def _geometry(
+        self, x: Tensor, past: int | Tensor, cache: Any, mask: Tensor | None, positions: Tensor
     ) -> Scores:
         keys = cache_capacity(cache) or int(past) + x.shape[1]
-        gates_or_sinks = self.config.forget_gate or self.config.attention_sinks
-        heads = self.config.num_attention_heads if gates_or_sinks else 1
-        tables: Tables = (None, None) if self.positions is None else self.positions(keys)
+        by_head = any(
+            own.forget_gate
+            or own.attention_sinks
+            or POSITIONAL_EMBEDDINGS[own.pos_emb].layer_terms is not None
+            for own in self._own
+        )
+        heads = self.config.num_attention_heads if by_head else 1
         return Scores(
-            tables, past, x.shape[1], keys, self.config.attention_window,
-            allowed_keys(attention_mask, keys), x.device, heads=heads,
+            (None, None), past, x.shape[1], keys, None, allowed_keys(mask, keys), x.device, heads,
+            positions,
         )  # fmt: skip
 
 

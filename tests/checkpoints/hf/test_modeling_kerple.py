@@ -18,6 +18,12 @@ from megatron.neox_arguments.catalogue import METHODS
 from tests.checkpoints.hf.exports import SCORE_TERMS, assert_same, both
 from tests.checkpoints.small_models import logits_of, tokens
 
+PATTERN: list[dict[str, Any]] = [
+    {"count": 2, "pos_emb": "kerple_log", "sliding_window_width": 7},
+    {"pos_emb": "none", "attention_temperature": {"floor": 4}},
+    {"pos_emb": "rotary", "rotary_pct": 0.5, "attention_sinks": False},
+    {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 16, "forget_gate": True},
+]
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"pos_emb": "kerple_log"},
     "parallel": {"pos_emb": "kerple_power", "gpt_j_residual": True, "no_weight_tying": True},
@@ -41,15 +47,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {"pos_emb": "kerple_log", "num_kv_heads": 2},
     "one_key_head": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 1},
     "forget_gate": {"pos_emb": "none", "forget_gate": True},
+    "inkling_pattern": {
+        "inkling_distances": 9,
+        "layer_pattern": [
+            {"pos_emb": "inkling", "sliding_window_width": 5},
+            {"pos_emb": "bam_ssmax", "forget_gate": True, "attention_temperature": {"floor": 8}},
+        ],
+    },
     "sinks": {"pos_emb": "rotary", "attention_sinks": True},
     "scalable_softmax": {"pos_emb": "alibi", "scalable_softmax": True, "sliding_window_width": 9},
     "score_terms": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 2, **SCORE_TERMS},
+    "pattern": {"num_layers": 6, "layer_pattern": PATTERN, **SCORE_TERMS},
+    "pattern_per_layer": {
+        "num_layers": 6,
+        "layer_pattern": PATTERN,
+        "kerple_share": "per_layer",
+        "apply_query_key_layer_scaling": True,
+    },
+    "temperature": {"pos_emb": "kerple_bias_wht", "attention_temperature": {"floor": 6}},
     "qk_norm": {"pos_emb": "rotary", "use_qk_layernorm": True},
     "qk_rmsnorm_grouped": {
         "pos_emb": "rotary",
         "use_qk_layernorm": True,
         "norm": "rmsnorm",
         "num_kv_heads": 2,
+    },
+    "olmo2_shape": {
+        "pos_emb": "kerple_log", "norm": "rmsnorm", "norm_placement": "output",
+        "qk_norm": "all_heads", "num_kv_heads": 2, "kv_channels": 12,
+    },
+    "qwen_shape": {
+        "pos_emb": "kerple_log", "norm": "rmsnorm", "qk_norm": "per_head",
+        "use_bias_in_attn_linear": False, "add_qkv_bias": True, "activation": "swiglu",
     },
     "bilinear": {"pos_emb": "none", "norm": "non_parametric_layernorm", "activation": "bilinear"},
     "scaled_tables": {"pos_emb": "rpe", "num_layers": 4, "apply_query_key_layer_scaling": True},
@@ -64,12 +93,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn": {
         "pos_emb": "rotary",
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position": 16},
+        "attention_sinks": True,
     },
-}
+    "dynamic": {
+        "pos_emb": "rotary",
+        "rope_scaling": {"type": "dynamic", "factor": 4.0},
+        "attention_sinks": True,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", METHODS)
+@pytest.mark.parametrize("pos_emb", [name for name in METHODS if METHODS[name].in_hf])
 def test_every_positional_embedding_beyond_the_training_length(
     tmp_path: Path, pos_emb: str, attention: str
 ) -> None:
@@ -85,7 +120,9 @@ def test_every_variant(tmp_path: Path, variant: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_bias_wht", "sinusoidal", "score_terms"])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", "kerple_bias_wht", "sinusoidal", "score_terms", "pattern"]
+)
 def test_generation_with_and_without_cache(tmp_path: Path, pos_emb: str, attention: str) -> None:
     changes = VARIANTS.get(pos_emb, {"pos_emb": pos_emb})
     model, exported = both(tmp_path, **changes, attention=attention)
