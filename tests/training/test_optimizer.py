@@ -143,6 +143,14 @@ def fresh(**options: Any) -> Scheduler:
     return Scheduler(optimizer, schedule("cosine", rule="neox", **options))
 
 
+def test_a_scheduler_counts_from_nothing() -> None:
+    scheduler = fresh()
+    assert scheduler.steps == 0 and scheduler.get_lr() == [scheduler.schedule(0)]
+    scheduler.step()
+    assert scheduler.get_lr() == [scheduler.schedule(1)]
+    assert scheduler.optimizer.param_groups[0]["lr"] == scheduler.schedule(1)
+
+
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_wsd_has_the_rates_of_transformers(style: str) -> None:
     """But for the warmup, which is GPT-NeoX's: theirs begins at the minimum."""

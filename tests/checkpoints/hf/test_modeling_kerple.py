@@ -291,3 +291,17 @@ def test_a_fresh_model_has_kernels_inside_their_bounds() -> None:
     assert values["r1"].min() > 0
     assert values["r2"].max() <= 2
     assert len(set(values["r1"].tolist())) == 4
+
+
+def test_tables_that_no_file_had_start_from_their_values() -> None:
+    """As `from_pretrained` fills what was left empty."""
+    config = KerpleNeoXConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=32, pos_emb="kerple_power",
+    )  # fmt: skip
+    model = KerpleNeoXForCausalLM(config)
+    positions = model.gpt_neox.positions
+    for parameter in positions.parameters():
+        parameter.data.fill_(-1.0)
+    model._init_weights(positions)
+    assert all((parameter > 0).all() for parameter in positions.parameters())
