@@ -20,17 +20,14 @@ from megatron.mpu.collectives import TensorParallel, copy_to_group
 from megatron.mpu.parallel_layers import ColumnParallelLinear, Projections, per_head_parameter
 
 
-def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Generator:
-    """A generator for this layer's attention dropout.
+def _dropout_seed(tp: TensorParallel) -> Tensor:
+    """The seed of this layer's attention dropout, in this forward pass.
 
-    Its seed is drawn from the default CPU generator, which is equal on all tensor-parallel ranks,
-    plus the rank: heads on different ranks get different masks, a recomputed activation gets the
-    same mask again, and only torch's own RNG state need be saved.
+    Drawn from the default CPU generator, which is equal on all tensor-parallel ranks, plus the
+    rank: heads on different ranks get different masks, a recomputed activation gets the same mask
+    again, and only torch's own RNG state need be saved.
     """
-    seed = int(torch.randint(2**62, (), dtype=torch.int64).item())
-    generator = torch.Generator(device=device)
-    generator.manual_seed(seed + tp.rank)
-    return generator
+    return torch.randint(2**62, (), dtype=torch.int64) + tp.rank
 
 
 class SelfAttention(nn.Module):
@@ -144,7 +141,7 @@ class SelfAttention(nn.Module):
             dropout=dropout,
             engine=self.engine,
             pruning=self.pruning,
-            generator=_dropout_generator(x_BLh.device, self.tp) if dropout else None,
+            seed=_dropout_seed(self.tp) if dropout else None,
         )
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
