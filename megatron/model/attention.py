@@ -16,7 +16,14 @@ from megatron.model.embedding import positions_in_documents
 from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharpened
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.mpu.collectives import TensorParallel, copy_to_group
+from megatron.mpu.collectives import (
+    WHOLE,
+    SequenceParallel,
+    TensorParallel,
+    copy_to_group,
+    heads_to_positions,
+    positions_to_heads,
+)
 from megatron.mpu.parallel_layers import ColumnParallelLinear, Projections, per_head_parameter
 
 
@@ -35,7 +42,8 @@ class SelfAttention(nn.Module):
 
     `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `documents_apart`: a
     token sees its own document only; `positions_restart`: rotary positions begin anew with each
-    document.
+    document. With `sp`, the input is this rank's part of the positions; between the projections
+    a rank has all positions of its share of the heads.
     """
 
     sinks: nn.Parameter | None
@@ -58,9 +66,11 @@ class SelfAttention(nn.Module):
         window: int | None,
         engine: str,
         pruning: bool,
+        sp: SequenceParallel = WHOLE,
     ) -> None:
         super().__init__()
-        self.tp = tp = linear.tp
+        self.tp, self.sp = linear.tp, sp
+        tp = linear.tp
         tp.slice_of(num_heads, "num_attention_heads")  # whole heads only
         tp.slice_of(kv_heads, "num_kv_heads")
         if num_heads % kv_heads:
@@ -106,11 +116,12 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
         starts_BL: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every token; `starts` tells where its document begins."""
+        """Attention of every token; `starts` tells where the document of each position begins."""
         if self.forget_gate is not None:
             x_BLh = copy_to_group(x_BLh, self.tp)
         offset = cache.length if cache is not None else 0
-        q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
+        local = self._heads(self.query_key_value(x_BLh))
+        q_BHLD, k_BHLD, v_BHLD = (positions_to_heads(x, self.sp) for x in local)
         if self.rotary is not None:
             places = positions_in_documents(starts_BL) if self.positions_restart else None
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
@@ -123,7 +134,7 @@ class SelfAttention(nn.Module):
                 starts_BL=first_key,
                 device=q_BHLD.device,
             )
-            q_BHLD = sharpened(q_BHLD, self.softmax_scale, n_BL)
+            q_BHLD = sharpened(q_BHLD, self.sp.own(self.softmax_scale, 0), n_BL)
         key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
@@ -132,8 +143,7 @@ class SelfAttention(nn.Module):
             q_BHLD,
             k_BHLD,
             v_BHLD,
-            tables.bias,
-            tables.weight,
+            *(None if x is None else self.sp.own(x, 0) for x in (tables.bias, tables.weight)),
             key_bias=key_bias,
             first_key=first_key,
             sink=sink,
@@ -143,6 +153,7 @@ class SelfAttention(nn.Module):
             pruning=self.pruning,
             seed=_dropout_seed(self.tp) if dropout else None,
         )
+        out_BHLD = heads_to_positions(out_BHLD, self.sp)
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
     def _gates_and_sinks(
@@ -153,10 +164,10 @@ class SelfAttention(nn.Module):
         The gates' term is c_m - c_n; c_m, constant over a row, cancels in the softmax and is left
         out. A sink does not have it, so c_m is subtracted there.
         """
-        sink = None if self.sinks is None else at_least_fp32(self.sinks)
+        sink = None if self.sinks is None else at_least_fp32(self.sp.own(self.sinks, 0))
         if self.forget_gate is None:
             return None, sink
-        gates = log_gates(self.forget_gate(x_BLh))
+        gates = positions_to_heads(log_gates(self.forget_gate(x_BLh)), self.sp)
         sums = gate_sums(gates, None if cache is None else cache.gate_sum, starts_BL)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:

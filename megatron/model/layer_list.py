@@ -34,7 +34,7 @@ from megatron.model.rotary_and_input_positions import (
     RotaryEmbedding,
 )
 from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
-from megatron.mpu.collectives import SERIAL, TensorParallel
+from megatron.mpu.collectives import SERIAL, WHOLE, SequenceParallel, TensorParallel
 from megatron.mpu.parallel_layers import (
     InitMethod,
     Projections,
@@ -127,6 +127,7 @@ class LayerFactory:
     spec: ModelSpec
     tp: TensorParallel = SERIAL
     pipelined: bool = False
+    sp: SequenceParallel = WHOLE
 
     def layers(self) -> list[Layer | Function]:
         """The list: layers, and plain functions between them."""
@@ -180,12 +181,13 @@ class LayerFactory:
             positions,
             spec.hidden_dropout,
             positions_restart=spec.reset_position_ids,
+            sp=self.sp,
         )
 
     def position_tables(self) -> PositionTables:
         tables = self.positions(TableEmbedding)
         assert tables is not None
-        return PositionTables(tables, pipelined=self.pipelined)
+        return PositionTables(tables, pipelined=self.pipelined, sp=self.sp)
 
     def transformer_layer(self, number: int) -> TransformerLayer:
         """Layer `number` of the stack, counted from 0."""
@@ -262,6 +264,7 @@ class LayerFactory:
             window=spec.attention_window,
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
+            sp=self.sp,
         )
 
     def _qk_norm(self) -> nn.Module | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megatron.model import GPTModel, ModelSpec
 from megatron.model.embedding import Embedding, Head, TiedHead, UntiedHead
 from megatron.model.layer_list import Layer, LayerFactory
 from megatron.model.loss import head_losses, loss_chunk, masked_mean
-from megatron.mpu.collectives import ParallelState, TensorParallel
+from megatron.mpu.collectives import WHOLE, ParallelState, SequenceParallel, TensorParallel
 from megatron.mpu.job import current_device
 from megatron.mpu.parallel_layers import after_initialisation
 from megatron.neox_arguments import NeoXArgs
@@ -58,7 +59,7 @@ def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn
         return _build_pipeline(args, spec, parallel)
     if args.optimization.zero_stage == 3:
         return _build_in_pieces(args, spec, parallel)
-    return GPTModel(spec, parallel.tp)
+    return GPTModel(spec, parallel.tp, parallel.sp)
 
 
 def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
@@ -68,7 +69,7 @@ def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -
     config = args.deepspeed_config(dist.get_world_size())
     partition = partitioner(config, parallel.grid, weights_dtype(args.optimization))
     with after_initialisation(partition):
-        module = GPTModel(spec, parallel.tp)
+        module = GPTModel(spec, parallel.tp, parallel.sp)
     for parameter in module.parameters():  # norms and kernels, made elsewhere
         if not is_partitioned(parameter):
             partition(parameter)
@@ -149,7 +150,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
             optimizer, build_schedule(options), keep_saved=options.use_checkpoint_lr_scheduler
         ),
         files=TrainingFiles(),
-        loss=_mean_loss,
+        loss=partial(_mean_loss, sp=parallel.sp),
         accumulation=plan.gradient_accumulation_steps,
         samples_per_step=plan.train_batch_size,
         max_norm=options.gradient_clipping,
@@ -178,6 +179,8 @@ def _on_backend(args: NeoXArgs, parts: Parts, parallel: ParallelState) -> Traini
     return engine
 
 
-def _mean_loss(model: Callable[..., Any], batch: MicroBatch) -> Tensor:
+def _mean_loss(
+    model: Callable[..., Any], batch: MicroBatch, sp: SequenceParallel = WHOLE
+) -> Tensor:
     inputs, (labels, mask) = batch
-    return masked_mean(model(inputs, labels), mask)
+    return masked_mean(model(inputs, labels), mask, sp)
