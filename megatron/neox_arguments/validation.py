@@ -199,11 +199,6 @@ def _check_sequences(args: NeoXArgs) -> None:
     if shared == 1:
         return
     model, what = args.model, f"sequence_parallel_size = {shared}"
-    if args.parallel.pipe_parallel_size:
-        raise ConfigError(
-            f"{what} with pipe_parallel_size = {args.parallel.pipe_parallel_size}: the pipeline's "
-            "loss takes whole sequences. Set pipe_parallel_size: 0."
-        )
     for key, length in (("seq_length", model.seq_length), ("seq_length_val", model.seq_length_val)):
         if length is not None and length % shared:
             raise ConfigError(

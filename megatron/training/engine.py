@@ -84,24 +84,25 @@ def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -
 class PipelineLoss:
     """The last stage's loss against (labels, loss mask); it applies the head itself."""
 
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: int, sp: SequenceParallel) -> None:
+        self.vocabulary, self.sp = vocabulary, sp
         self.head: Head | None = None
 
     def __call__(self, hidden: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels, mask = targets
         assert self.head is not None
-        chunk = loss_chunk(labels.numel(), self.vocabulary)
-        losses = head_losses(self.head.logits, hidden, labels, self.head.vocab_tp, chunk)
-        return masked_mean(losses, mask)
+        own = self.sp.own(labels)
+        chunk = loss_chunk(own.numel(), self.vocabulary)
+        losses = head_losses(self.head.logits, hidden, own, self.head.vocab_tp, chunk)
+        return masked_mean(losses, mask, self.sp)
 
 
-def pipeline_layers(spec: ModelSpec, tp: TensorParallel) -> list[Any]:
+def pipeline_layers(spec: ModelSpec, tp: TensorParallel, sp: SequenceParallel = WHOLE) -> list[Any]:
     """The list of layers for a pipeline; the tied embedding is first layer and head."""
     from megatron.backends.deepspeed_engine import PipelineLayer
 
     layers: list[Any] = []
-    for layer in LayerFactory(spec, tp, pipelined=True).layers():
+    for layer in LayerFactory(spec, tp, pipelined=True, sp=sp).layers():
         if isinstance(layer, Layer):
             # As a layer the tied head does nothing: the loss makes the logits.
             tied = layer.is_tied_head or (layer.kind is Embedding and not spec.no_weight_tying)
@@ -114,9 +115,9 @@ def pipeline_layers(spec: ModelSpec, tp: TensorParallel) -> list[Any]:
 def _build_pipeline(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
     from megatron.backends.deepspeed_engine import build_pipeline
 
-    loss = PipelineLoss(spec.padded_vocab_size)
+    loss = PipelineLoss(spec.padded_vocab_size, parallel.sp)
     module = build_pipeline(
-        pipeline_layers(spec, parallel.tp),
+        pipeline_layers(spec, parallel.tp, parallel.sp),
         parallel.grid,
         loss,
         partition_method=args.parallel.pipe_partition_method,

@@ -49,7 +49,6 @@ def test_a_checkpoint_resumes_with_another_number_of_ranks_for_a_sequence(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"pipe_parallel_size": 1}, "with pipe_parallel_size = 1: .* Set pipe_parallel_size: 0"),
         ({"seq_length": 15}, "does not divide seq_length = 15. Use seq_length 14"),
         ({"num_kv_heads": 1}, "does not divide num_kv_heads = 1: .* sequence_parallel_size 1"),
         ({"model_parallel_size": 4}, "num_attention_heads = 4 / model_parallel_size 4"),

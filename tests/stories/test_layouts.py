@@ -24,6 +24,7 @@ SHARED = {
     "sp2_zero1": layout(sp=2, zero=1),
     "sp2_zero2": layout(sp=2, zero=2),
     "sp2_zero3": layout(sp=2, zero=3),
+    "sp2_pp1": layout(sp=2, pp=1),
 }
 """Two processes that share each sequence."""
 TWO = {**ON_TWO, "pp1_dp2": layout(pp=1), **SHARED}
@@ -33,6 +34,8 @@ FOUR = {
     **{f"sp2_dp2_zero{zero}": layout(sp=2, zero=zero) for zero in range(4)},
     "sp2_mp2": layout(sp=2, mp=2),
     "sp2_mp2_zero1": layout(sp=2, mp=2, zero=1),
+    "sp2_pp2": layout(sp=2, pp=2),
+    "sp2_pp2_zero1": layout(sp=2, pp=2, zero=1),
 }
 POSITIONS: dict[str, dict[str, Any]] = {
     "kerple_log": {},
@@ -57,7 +60,7 @@ FULL = ("kerple_log", "rpe")
 SOME = ("mp2", "pp2", "sp2")
 MORE = {
     "score_terms": (*SOME, "dp2_zero3", "sp2_zero3"),
-    "packed": (*SOME, "dp2_zero3", "pp2_zero1", "sp2_zero1"),
+    "packed": (*SOME, "dp2_zero3", "pp2_zero1", "sp2_zero1", "sp2_pp1"),
 }
 PRECISIONS = ("fp32", "bf16")
 # Relative. bf16 keeps 8 bits: sums in another order differ in the last of them.
@@ -75,7 +78,7 @@ def _table() -> list[tuple[str, str, str, int]]:
             if position in FULL:
                 rows += [(position, name, one, 1) for one in ONE]
             some = MORE.get(position, SOME)
-            full = [two for two in TWO if two not in ("sp2_zero1", "sp2_zero3")]
+            full = [two for two in TWO if two not in ("sp2_zero1", "sp2_zero3", "sp2_pp1")]
             rows += [(position, name, two, 2) for two in (full if position in FULL else some)]
     return rows
 
