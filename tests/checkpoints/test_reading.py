@@ -25,11 +25,11 @@ from tests.checkpoints.small_models import (
     small_args,
     tokens,
 )
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.fuzz.checkpoint_targets import universal
 
-LOG = FIXTURES / "official_kerple_log"
-POWER = FIXTURES / "official_kerple_power_mp2"
+LOG = unpacked("official_kerple_log")
+POWER = unpacked("official_kerple_power_mp2")
 
 
 class Trap:
