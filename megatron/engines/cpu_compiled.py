@@ -138,8 +138,9 @@ class _Job:
         self._set_tables(call, heads, k_len)
         self._set_terms(call)
         self._set_features(call, vector)
-        problem.kept_scale = kept_scale(call.dropout)
+        problem.kept_scale = 1.0
         if call.dropout > 0.0:
+            problem.kept_scale = kept_scale(call.dropout)
             problem.drop_below = threshold(call.dropout)
             rows = row_keys(call).flatten()
             self.set_pointer("row_keys", torch.nn.functional.pad(rows, (0, _MARGIN)))
