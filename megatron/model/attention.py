@@ -12,11 +12,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
+from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.embedding import positions_in_documents
 from megatron.model.layer_formulas import (
+    RMSNorm,
     gate_sums,
     keys_seen,
     log_gates,
+    normed_heads,
     sharpened,
     temperatures,
 )
@@ -53,6 +56,8 @@ class SelfAttention(nn.Module):
     of the heads.
     """
 
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
 
@@ -61,11 +66,15 @@ class SelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         kv_heads: int,
+        head_dim: int,
         *,
         linear: Projections,
         rotary: RotaryEmbedding | None,
         qk_norm: nn.Module | None,
+        own_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        qkv_bias: bool | None = None,
         forget_gate: bool,
+        terms: LayerTerms | None,
         per_head: Mapping[str, float | None],
         temperature: tuple[int, float] | None,
         documents_apart: bool,
@@ -83,21 +92,24 @@ class SelfAttention(nn.Module):
         tp.slice_of(kv_heads, "num_kv_heads")
         if num_heads % kv_heads:
             raise ValueError(f"{num_heads} heads cannot share {kv_heads} heads of keys and values")
-        self.head_dim = hidden_size // num_heads
+        self.head_dim = head_dim
         self.queries_per_key = num_heads // kv_heads
         self.dropout, self.window = dropout, window
         self.temperature = temperature
         self.engine, self.pruning = engine, pruning
         self.documents_apart, self.positions_restart = documents_apart, positions_restart
-        self.rotary, self.qk_layernorm = rotary, qk_norm
-        key_size = hidden_size // self.queries_per_key
+        self.rotary, self.qk_layernorm, self.terms = rotary, qk_norm, terms
+        self.q_norm, self.k_norm = own_norms or (None, None)
+        self.shares_input = forget_gate or terms is not None
+        query_size, key_size = num_heads * head_dim, kv_heads * head_dim
         self.query_key_value = linear.column(
             "attention.query_key_value",
             hidden_size,
-            hidden_size + 2 * key_size,
+            query_size + 2 * key_size,
             # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
-            parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
-            input_is_shared=forget_gate,
+            parts=(query_size, key_size, key_size) if self.queries_per_key > 1 else (),
+            bias=qkv_bias,
+            input_is_shared=self.shares_input,
         )
         self.forget_gate: ColumnParallelLinear | None = None
         if forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
@@ -107,7 +119,7 @@ class SelfAttention(nn.Module):
         for name, start in per_head.items():
             number = None if start is None else per_head_parameter(start, num_heads, tp)
             self.register_parameter(name, number)
-        self.dense = linear.row("attention.dense", hidden_size, hidden_size)
+        self.dense = linear.row("attention.dense", query_size, hidden_size)
 
     def own_flops(self, length: int) -> float:
         """Of q k^T and of its product with v, for one token among `length`, without projections.
@@ -126,7 +138,7 @@ class SelfAttention(nn.Module):
         starts_BL: Tensor | None = None,
     ) -> Tensor:
         """Attention of every token; `starts` tells where the document of each position begins."""
-        if self.forget_gate is not None:
+        if self.shares_input:
             x_BLh = copy_to_group(x_BLh, self.tp)
         offset = cache.length if cache is not None else 0
         local = self._heads(self.query_key_value(x_BLh))
@@ -136,20 +148,10 @@ class SelfAttention(nn.Module):
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
         first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
-            n_BL = keys_seen(
-                q_BHLD.shape[2],
-                offset=offset,
-                window=self.window,
-                starts_BL=first_key,
-                device=q_BHLD.device,
-            )
+            n_BL = self._keys_seen(x_BLh, offset, first_key)
             q_BHLD = sharpened(q_BHLD, self.sp.own(self.softmax_scale, 0), n_BL)
-        row_scale = None
-        if self.temperature is not None:
-            queries, device = q_BHLD.shape[2], q_BHLD.device
-            n_BL = keys_seen(queries, offset=offset, starts_BL=starts_BL, device=device)
-            row_scale = temperatures(n_BL, *self.temperature)
-        key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key, row_scale)
+        terms = self._terms(x_BLh, offset, starts_BL)
+        key_bias, sink = self._gates_and_sinks(x_BLh, terms, cache, first_key)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
         dropout = self.dropout if self.training else 0.0
@@ -161,7 +163,9 @@ class SelfAttention(nn.Module):
             key_bias=key_bias,
             first_key=first_key,
             sink=sink,
-            row_scale=row_scale,
+            query_features=terms.query_features,
+            distance_features=terms.distance_features,
+            row_scale=terms.row_scale,
             window=self.window,
             dropout=dropout,
             engine=self.engine,
@@ -171,12 +175,46 @@ class SelfAttention(nn.Module):
         out_BHLD = heads_to_positions(out_BHLD, self.sp)
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
+    def _keys_seen(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> Tensor:
+        return keys_seen(
+            x_BLh.shape[1] * self.sp.size,
+            offset=offset,
+            window=self.window,
+            starts_BL=starts_BL,
+            device=x_BLh.device,
+        )
+
+    def _terms(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> ScoreTerms:
+        """What the input and the positions say about the scores."""
+        queries, device = x_BLh.shape[1] * self.sp.size, x_BLh.device
+        terms = ScoreTerms()
+        if self.terms is not None:
+            seen = self._keys_seen(x_BLh, offset, starts_BL if self.documents_apart else None)
+            terms = self.terms(x_BLh, offset + queries, self.sp.own(seen))
+            by_position = {"query_features", "log_gates", "row_scale"}
+            terms = terms._replace(
+                **{
+                    name: positions_to_heads(term, self.sp)
+                    for name, term in terms._asdict().items()
+                    if name in by_position and term is not None
+                }
+            )
+        if terms.distance_features is not None:  # of all heads, whole on every rank
+            table = copy_to_group(terms.distance_features, self.tp)
+            terms = terms._replace(distance_features=table)
+        if self.temperature is not None:
+            n_BL = keys_seen(queries, offset=offset, starts_BL=starts_BL, device=device)
+            heat = temperatures(n_BL, *self.temperature)
+            both = heat if terms.row_scale is None else heat * terms.row_scale
+            terms = terms._replace(row_scale=both)
+        return terms
+
     def _gates_and_sinks(
         self,
         x_BLh: Tensor,
+        terms: ScoreTerms,
         cache: LayerCache | None,
         starts_BL: Tensor | None,
-        row_scale: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
 
@@ -184,9 +222,12 @@ class SelfAttention(nn.Module):
         the softmax and is left out. A sink does not have it, so it is subtracted there.
         """
         sink = None if self.sinks is None else at_least_fp32(self.sp.own(self.sinks, 0))
-        if self.forget_gate is None:
+        gates, row_scale = terms.log_gates, terms.row_scale
+        if self.forget_gate is not None:
+            forgotten = positions_to_heads(log_gates(self.forget_gate(x_BLh)), self.sp)
+            gates = forgotten if gates is None else gates + forgotten
+        if gates is None:
             return None, sink
-        gates = positions_to_heads(log_gates(self.forget_gate(x_BLh)), self.sp)
         sums = gate_sums(gates, None if cache is None else cache.gate_sum, starts_BL)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:
@@ -212,6 +253,11 @@ class SelfAttention(nn.Module):
                     part.repeat_interleave(self.queries_per_key, dim=2) for part in (k_BLHD, v_BLHD)
                 )
             q_BLHD, k_BLHD = self.qk_layernorm(q_BLHD), self.qk_layernorm(k_BLHD)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Each rank normalises its heads with the same weight: their gradients are summed.
+            scales = (copy_to_group(norm.scale, self.tp) for norm in (self.q_norm, self.k_norm))
+            q_BLHD = normed_heads(self.q_norm, q_BLHD, next(scales))
+            k_BLHD = normed_heads(self.k_norm, k_BLHD, next(scales))
         return q_BLHD.transpose(1, 2), k_BLHD.transpose(1, 2), v_BLHD.transpose(1, 2)
 
 

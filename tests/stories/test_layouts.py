@@ -56,6 +56,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "per_layer": {"kerple_share": "per_layer"},
     "row_head": {"output_layer_parallelism": "row"},
     "score_terms": {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
+    "query_features": {"pos_emb": "kerple_inkling", "inkling_distances": 7},
     "pattern": {
         "num_layers": 3,
         "layer_pattern": [
@@ -76,6 +77,7 @@ FULL = ("kerple_log", "rpe")
 SOME = ("mp2", "pp2", "sp2")
 MORE = {
     "score_terms": (*SOME, "dp2_zero3", "sp2_zero3"),
+    "query_features": (*SOME, "dp2_zero3"),
     "pattern": (*SOME, "dp2_zero3", "pp2_zero1"),
     "packed": (*SOME, "dp2_zero3", "pp2_zero1", "sp2_zero1", "sp2_pp1"),
     "labels": (*SOME, "dp2"),
