@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Bytes per thread that may live in local memory (it is cached, but a loop should not live there):
 # on the A100 with tables alone, in half precision, at head dims 32, 64 and 128; with features (sums
 # wait there while strips are written); and elsewhere.
-STACK_LIMIT, FEATURES_STACK_LIMIT, WIDE_STACK_LIMIT = 128, 1536, 512
+STACK_LIMIT, FEATURES_STACK_LIMIT, WIDE_STACK_LIMIT = 128, 2048, 512
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 

@@ -141,8 +141,10 @@ def build_problem(call: Call, visible: Tensor | None) -> Problem:
     row_scale = call.row_scale
     if row_scale is not None:
         row_scale = _padded(row_scale.expand(q.shape[:3]), fill=1.0)
-    operands = (q, k, v, call.bias, call.weight, key_bias, first_key, sink)
-    operands += (call.query_features, call.distance_features, row_scale)
+    operands = (
+        *(q, k, v, call.bias, call.weight, key_bias, first_key, sink),
+        *(call.query_features, call.distance_features, row_scale),
+    )
     settings: dict[str, Any] = {"window": call.window, "scale": call.scale, "visible": visible}
     arch = architecture(q.device)
     memory = shared_memory(q.device, arch)

@@ -111,11 +111,11 @@ _SMALL: _Changes = {
 }
 # With query features: the A100's tiles everywhere, or smaller ones, as strips pass through shared
 # memory and take registers in dK and dV.
-_FEATURES: _Changes = {("dkdv", True, False, 128): Tiles(32, 128, 8, 2)}
-_SMALL_FEATURES: _Changes = {
-    ("dkdv", True, False, 128): Tiles(32, 128, 8, 1),
+_FEATURES: _Changes = {
+    ("dkdv", True, False, 128): Tiles(32, 128, 8, 2),
     ("dq", True, False, 128): Tiles(128, 16, 4, 2),
 }
+_SMALL_FEATURES = _FEATURES | {("dkdv", True, False, 128): Tiles(32, 128, 8, 1)}
 # The steep band has the band's workspace, hence its tile, but needs more registers (more warps) and
 # more shared memory (fewer stages): warps and stages by head dimension, in half precision.
 _STEEP = {64: (8, 2)}
