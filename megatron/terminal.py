@@ -46,7 +46,7 @@ EXTRAS = {
 RUNTIME_PACKAGES = frozenset(
     {"torch", "deepspeed", "numpy", "pydantic", "yaml", "tqdm", "scipy", "matplotlib", "ftfy"}
     | {"tokenizers", "tiktoken", "sentencepiece", "safetensors", "regex", "einops", "zstandard"}
-    | {"jinja2", "tabulate", "filelock"}
+    | {"jinja2", "tabulate", "filelock", "rich"}
 )
 """Import names of what the extra [train] brings: requirements/requirements.txt."""
 

@@ -1,4 +1,4 @@
-"""From `optimizer.type` to an optimizer: the known names, Lion, and user-defined classes.
+"""From `optimizer.type` to an optimizer: the known names, Lion, Muon, and user-defined classes.
 
 A user-defined class needs no other file: `optimizer: {type: package.module:Class, params: {}}`.
 Its state is saved, resumed, resharded (`optimizer_states`) and counted.
@@ -32,7 +32,11 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=params["lr"], momentum=params.get("momentum", 0.0))
     if kind == "lion":
         return Lion(groups, lr=params["lr"], betas=params["betas"])
+    if kind == "muon":
+        return Muon(groups, **params)
     adam = {name: params[name] for name in ("lr", "betas", "eps")}
+    if kind == "adam8bit":
+        return _adam_8bit(groups, adam)
     if kind == "cpu_torch_adam":
         return torch.optim.AdamW(groups, **adam)
     if kind in ("fused_adam", "cpu_adam"):
@@ -46,6 +50,18 @@ def build_optimizer(
             fused: Optimizer = FusedAdam(groups, adam_w_mode=True, **adam)
             return fused
     return torch.optim.AdamW(groups, **adam, fused=True)
+
+
+def _adam_8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optimizer:
+    try:
+        from bitsandbytes.optim import Adam8bit
+    except ImportError as error:
+        raise ConfigError(
+            "use_bnb_optimizer = true needs the package bitsandbytes, which is not installed: "
+            "pip install bitsandbytes, or set it to false."
+        ) from error
+    optimizer: Optimizer = Adam8bit(groups, **adam)
+    return optimizer
 
 
 def _compiled_adam(kind: str, groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optimizer:
@@ -105,6 +121,43 @@ class Lion(Optimizer):
                 direction = torch.lerp(gradient, momentum, beta1).sign_()
                 parameter.mul_(1 - rate * group["weight_decay"]).add_(direction, alpha=-rate)
                 momentum.lerp_(gradient, 1 - beta2)
+
+
+LINEAR = "linear"
+"""The name of the group whose parameters are matrices of linear layers."""
+
+
+class Muon(Optimizer):
+    """torch's Muon for the matrices of linear layers, AdamW for the rest, as one optimizer.
+
+    The rate of a matrix is adjusted to the size of AdamW's updates, so that one rate fits both.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        # They keep nothing themselves: their groups and states are this optimizer's.
+        none = [nn.Parameter(torch.zeros(1, 1))]
+        self._muon = torch.optim.Muon(none, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self._adam = torch.optim.AdamW(none, betas=tuple(betas), eps=eps)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer, is_muon in ((self._muon, True), (self._adam, False)):
+            optimizer.state = self.state
+            optimizer.param_groups = [
+                {**optimizer.defaults, **group}
+                for group in self.param_groups
+                if (group.get("name") == LINEAR) is is_muon
+            ]
+            optimizer.step()
 
 
 def measured_state_bytes(build: Callable[[list[dict[str, Any]]], Optimizer]) -> float:

@@ -13,8 +13,7 @@ from megatron.checkpoints.reading import Checkpoint, CheckpointFiles
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.errors import CheckpointError
 from megatron.model.kernel_theory import effective_length
-from megatron.model.layer_list import FIRST_LAYER
-from megatron.model.outline import is_of_kernel, split_name
+from megatron.model.outline import is_of_kernel, outline_of, split_name
 from megatron.model.position_base import PositionOptions, TableEmbedding
 from megatron.model.position_names import build_positional_embedding
 
@@ -33,6 +32,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, object]:
         "layout": _layout_name(files),
         "optimizer_states": _has_optimizer(files),
         "pos_emb": spec.pos_emb,
+        **({"layer_pattern": spec.layer_pattern} if spec.layer_pattern is not None else {}),
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_attention_heads,
@@ -75,18 +75,18 @@ def kernel_of(checkpoint: Checkpoint, longest: int = 20480) -> list[dict[str, An
     """The kernels of a checkpoint: one, or one per layer; none where positions are not tables.
 
     Each with its values per head and each head's effective length (None: beyond `longest`).
+    `layer` is the one that has it, None if layers share it; with a layer_pattern, `layers` lists
+    those that share it and `pos_emb` is its method.
     """
-    spec = checkpoint.spec
-    module = build_positional_embedding(spec.pos_emb, PositionOptions(spec))
-    if not isinstance(module, TableEmbedding):
-        return []
-    prefixes: dict[int | None, str] = {None: "1.embedding."}
-    if spec.kerple_share == "per_layer":
-        prefixes = {n: f"{FIRST_LAYER + n}.positions." for n in range(spec.num_layers)}
-    return [
-        {"layer": layer, **_report(module, checkpoint, prefix, longest)}
-        for layer, prefix in prefixes.items()
-    ]
+    spec, found = checkpoint.spec, []
+    for prefix, own, layers in outline_of(spec).kernels():
+        module = build_positional_embedding(own.pos_emb, PositionOptions(own))
+        assert isinstance(module, TableEmbedding)
+        where: dict[str, Any] = {"layer": layers[0] if spec.kerple_share == "per_layer" else None}
+        if spec.layer_pattern is not None:
+            where |= {"layers": list(layers), "pos_emb": own.pos_emb}
+        found.append({**where, **_report(module, checkpoint, prefix, longest)})
+    return found
 
 
 def _report(

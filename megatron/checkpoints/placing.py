@@ -15,7 +15,7 @@ from megatron.checkpoints.sharding import EMBEDDING, Sharding, canonical_names, 
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
-from megatron.model.outline import is_of_kernel, split_name
+from megatron.model.outline import outline_of, split_name
 from megatron.model.position_base import CONSTRAINTS, DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel
@@ -103,10 +103,11 @@ def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> st
 def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) -> dict[str, Tensor]:
     weights = with_constraint(checkpoint.weights, checkpoint.spec, spec.kerple_constraint)
     if spec.kerple_share == "per_layer" and checkpoint.spec.kerple_share == "all":
-        for name in [name for name in weights if name.startswith("1.embedding.")]:
-            shared, parameter = weights.pop(name), name.removeprefix("1.embedding.")
-            for layer in range(spec.num_layers):
-                weights[f"{FIRST_LAYER + layer}.positions.{parameter}"] = shared
+        for prefix, _, layers in outline_of(checkpoint.spec).kernels():
+            for name in [name for name in weights if name.startswith(prefix)]:
+                shared, parameter = weights.pop(name), name.removeprefix(prefix)
+                for layer in layers:
+                    weights[f"{FIRST_LAYER + layer}.positions.{parameter}"] = shared
     if vocab_size is not None:
         _adapt_vocabulary(weights, spec, vocab_size)
     return weights
@@ -115,17 +116,18 @@ def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) ->
 def with_constraint(
     weights: Mapping[str, Tensor], spec: ModelSpec, constraint: str
 ) -> dict[str, Tensor]:
-    """Constraints store the same value differently: a model's kernel as another would store it."""
-    cls = positional_embedding_class(spec.pos_emb)
-    if constraint == spec.kerple_constraint or not issubclass(cls, DistanceKernel):
-        return dict(weights)
-    old, new = CONSTRAINTS[spec.kerple_constraint], CONSTRAINTS[constraint]
+    """Constraints store the same value differently: a kernel as another would store it."""
     result = dict(weights)
-    for name, raw in weights.items():
-        bounds = cls.learnable.get(name.rpartition(".")[2])
-        if bounds is not None and is_of_kernel(name):
-            with torch.no_grad():
-                result[name] = new.raw(old.value(raw.float(), bounds), bounds)
+    if constraint == spec.kerple_constraint:
+        return result
+    old, new = CONSTRAINTS[spec.kerple_constraint], CONSTRAINTS[constraint]
+    for prefix, own, _ in outline_of(spec).kernels():
+        cls = positional_embedding_class(own.pos_emb)
+        for name, bounds in cls.learnable.items() if issubclass(cls, DistanceKernel) else ():
+            raw = weights.get(f"{prefix}{name}")
+            if raw is not None:
+                with torch.no_grad():
+                    result[f"{prefix}{name}"] = new.raw(old.value(raw.float(), bounds), bounds)
     return result
 
 

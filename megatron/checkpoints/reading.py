@@ -340,7 +340,12 @@ def _with_norm_biases_of_weights(weights: dict[str, Tensor], args: NeoXArgs) -> 
 
 
 def _check_attention_is_used(model: ModelArgs, directory: Path) -> None:
-    """Refuse a GPT-NeoX checkpoint whose layers leave out attention, which ours do not."""
+    """Refuse a GPT-NeoX checkpoint whose attention is another function there than here."""
+    if model.layer_pattern is not None:
+        raise CheckpointError(
+            f"{directory}: attention_config with `local`: in GPT-NeoX these layers see blocks "
+            "(sparsity_config), here a window. Train it again here."
+        )
     if model.gpt_j_residual and not model.use_bias_in_mlp and model.activation in GATED_ACTIVATIONS:
         raise CheckpointError(
             f"{directory}: gpt_j_residual: true with use_bias_in_mlp: false and activation: "

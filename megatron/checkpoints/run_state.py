@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.atomic_files import write_text
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import RESOLVED, resolved_config
+from megatron.checkpoints.universal import INDEX
 from megatron.errors import CheckpointError
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import set_seeds
@@ -92,7 +93,8 @@ def saved_batch_size(directory: Path) -> int | None:
 
 def saved_data(directory: Path) -> dict[str, Any] | None:
     """Sizes and hashes of the data that this checkpoint was trained on; None if it has none."""
-    data = read_layout(directory).get("data") if (directory / LAYOUT).is_file() else None
+    files = [directory / name for name in (LAYOUT, INDEX) if (directory / name).is_file()]
+    data = read_object(files[0]).get("data") if files else None
     return data if isinstance(data, dict) else None
 
 

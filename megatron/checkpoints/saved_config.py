@@ -202,12 +202,13 @@ def values_when_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
 SCHEDULE = frozenset(
     {
         *("lr_decay_rule", "lr_decay_style", "lr_decay_iters", "lr_decay_fraction"),
-        *("min_lr", "warmup", "optimizer.params.lr"),
+        *("min_lr", "warmup", "optimizer.params.lr", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
     }
 )
 """May differ if the config chooses its own schedule or the checkpoint's."""
 PATHS = frozenset(
-    {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "vocab_file",
+    {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths",
+     "train_label_data_paths", "valid_label_data_paths", "test_label_data_paths", "vocab_file",
      "merge_file"}
 )  # fmt: skip
 """Files may move to another directory; their contents are compared by the run's manifest."""
@@ -327,10 +328,18 @@ def _plain(key: str, value: Any) -> Any:
     """A value to compare by."""
     if key == "pos_emb" and isinstance(value, str):
         return canonical_method(value)
+    if key == "layer_pattern" and value is not None:  # counts may be written in several ways
+        return [_plain_entry(entry) for entry in value for _ in range(entry.get("count", 1))]
     if key in PATHS and value is not None:
         return [Path(str(item)).name for item in (value if isinstance(value, list) else [value])]
     return list(value) if isinstance(value, tuple) else value
 
 
+def _plain_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(key, value) for key, value in entry.items() if key != "count"}
+
+
 def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value!r:.400}"
     return "not set" if value is None else f"{value!r:.80}"

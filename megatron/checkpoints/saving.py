@@ -80,8 +80,12 @@ def save_universal(
     at: Resumed,
     parallel: ParallelState,
     vocab_size: int,
+    data: dict[str, Any] | None = None,
 ) -> None:
-    """A universal checkpoint of the engine's state; `vocab_size` is that before padding."""
+    """A universal checkpoint of the engine's state; `vocab_size` is that before padding.
+
+    `data`: sizes and hashes of what it was trained on.
+    """
     staged = store.staging / tag_of(at.step)
     progress = {
         "iteration": at.step,
@@ -92,7 +96,7 @@ def save_universal(
     }
 
     def hand_over() -> None:
-        _write_whole(engine, staged, parallel, args, progress)
+        _write_whole(engine, staged, parallel, args, progress, data)
         if _is_main():
             write_configs(staged / "configs", args)
 
@@ -214,6 +218,7 @@ def _write_whole(
     parallel: ParallelState,
     args: NeoXArgs,
     progress: dict[str, Any],
+    data: dict[str, Any] | None,
 ) -> None:
     """Write this rank's share of a universal checkpoint into `directory` (a global_stepN).
 
@@ -242,7 +247,7 @@ def _write_whole(
         files.save(optimizer_state(groups, step), str(directory / PARAMETERS / OPTIMIZER))
         for file in MODEL_STATES:
             files.save(model_states(progress), str(directory / file))
-        text = json.dumps({"format": 1, **progress}, indent=1)
+        text = json.dumps({"format": 1, **progress, "data": data}, indent=1)
         files.attempt(lambda: write_text(directory / INDEX, text))
 
 

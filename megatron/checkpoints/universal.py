@@ -194,7 +194,10 @@ def _pattern(name: str, canonical: str) -> str:
     """One expression for the same parameter of all layers; DeepSpeed wants every one used."""
     if name.startswith(TIED):
         return f"{re.escape(name)}$"
-    return rf"(sequential\.)?\d+\.{re.escape(split_name(canonical)[1])}$"
+    index, rest = split_name(canonical)
+    # kernels of two layers may be split along different dimensions
+    layer = index if rest.startswith("positions.") else r"\d+"
+    return rf"(sequential\.)?{layer}\.{re.escape(rest)}$"
 
 
 def optimizer_state(param_groups: list[dict[str, Any]], step: Tensor | None) -> dict[str, Any]:

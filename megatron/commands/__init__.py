@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from megatron.errors import KerpleError
+from megatron.errors import KerpleError, did_you_mean
 from megatron.terminal import exit_with, run_command
 
 __all__ = ["COMMANDS", "kerple", "run", "start"]
@@ -37,6 +37,9 @@ COMMANDS = {
         "measure a checkpoint: perplexity by length, retrieval, lm-eval tasks"),
     "eval": Command("commands.model_scripts:evaluate", "evaluate, by GPT-NeoX's name"),
     "generate": Command("commands.model_scripts:generate", "write text with a checkpoint"),
+    "chat": Command("commands.model_scripts:generate",
+        "type the beginning of a text, read how a run's model continues it",
+        ("--text_gen_type", "interactive")),
     "prepare_data": Command("commands.data_tools:prepare_data",
         "fetch a corpus, or take your own text, and tokenize it"),
     "preprocess_data": Command("commands.data_tools:preprocess_data",
@@ -58,6 +61,8 @@ COMMANDS = {
         "is a kernel conditionally positive definite, as the theory asks?"),
     "plot_run": Command("commands.plot_run:main",
         "draw a run's loss, rate, gradient norm, tokens/s and kernels"),
+    "watch": Command("commands.watch:main",
+        "a run's loss, rate, tokens/s and kernels as they come, in the terminal or on a page"),
     "reproduce": Command("paper.cli:main", "repeat the paper, on a cluster or in miniature"),
     "lm_eval": Command("evaluation.lm_eval_cli:main",
         "the lm_eval command with --model kerple_neox"),
@@ -103,7 +108,8 @@ def _kerple(argv: Sequence[str] | None) -> int:
         return 0
     name = words[0].replace("-", "_")
     if name not in COMMANDS:
-        raise KerpleError(f"{words[0]}: no such command. There are: {', '.join(COMMANDS)}.")
+        advice = did_you_mean(name, COMMANDS, f"There are: {', '.join(COMMANDS)}.")
+        raise KerpleError(f"{words[0]}: no such command. {advice}")
     return run(name, words[1:])
 
 

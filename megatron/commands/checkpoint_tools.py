@@ -17,6 +17,7 @@ from megatron.atomic_files import check_folder_writable
 from megatron.errors import CheckpointError
 from megatron.launcher.environment import free_port
 from megatron.machine import set_deepspeed_accelerator
+from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.command_line import add_checkpoint_arguments
 from megatron.terminal import PACKAGE, command_parser, print_next_command, shown_command
 
@@ -81,7 +82,7 @@ def _facts(facts: dict[str, Any]) -> list[str]:
         elif isinstance(value, int) and not isinstance(value, bool):
             value = f"{value:,}"
         elif isinstance(value, list):
-            value = ", ".join(value) or "none"
+            value = ", ".join(map(str, value)) or "none"
         if key != "path":
             lines.append(f"  {key.replace('_', ' '):<22}{value}")
     return lines
@@ -89,8 +90,11 @@ def _facts(facts: dict[str, Any]) -> list[str]:
 
 def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
     from megatron.evaluation.text_tables import text_table
+    from megatron.model.outline import layer_ranges
 
     where = "shared by all layers" if kernel["layer"] is None else f"layer {kernel['layer']}"
+    if "layers" in kernel:
+        where = f"{label_of(kernel['pos_emb'])} of {layer_ranges(kernel['layers'])}"
     columns = dict(kernel["values"])
     if lengths := kernel["effective_lengths"]:
         columns["effective length"] = [

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.atomic_files import check_folder_writable, check_writable
 from megatron.data import merge_datasets as merge
+from megatron.data.chat import ChatTemplate
 from megatron.data.chunks import DOCUMENT_SPLITTERS, read_texts
 from megatron.data.corpora import SOURCES
 from megatron.data.indexed_dataset import prefix_of, read_manifest
@@ -19,6 +20,7 @@ from megatron.data.prepare import PrepareRequest, prepare_corpus, print_problems
 from megatron.data.preprocess import (
     PreprocessOptions,
     available_cores,
+    output_prefixes,
     preprocess,
     terminated_like_interrupted,
 )
@@ -102,6 +104,14 @@ def _add_text_arguments(parser: argparse.ArgumentParser, split: str, meaning: st
         default=split,
         help=f"what a document is in plain text files (default: {meaning})",
     )
+    parser.add_argument(
+        "--chat-template",
+        type=_path,
+        metavar="FILE",
+        help="JSON lines are conversations: a Jinja template, or a tokenizer_config.json that has "
+        "one. Writes PREFIX_messages_document, and PREFIX_messages_label_document for "
+        "train_label_data_paths, with labels where the assistant speaks",
+    )
     parser.add_argument("--ftfy", action="store_true", help="repair broken encodings with ftfy")
     parser.add_argument(
         "--strict",
@@ -114,7 +124,8 @@ def _add_text_arguments(parser: argparse.ArgumentParser, split: str, meaning: st
 
 def _add_jsonl_key(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--jsonl-key", default="text", help="the JSON key that holds the text (default: text)"
+        "--jsonl-key",
+        help="the JSON key that holds the text (default: text; with --chat-template: messages)",
     )
 
 
@@ -122,7 +133,13 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress bars")
 
 
-def _options(args: argparse.Namespace, keys: Sequence[str], **others: Any) -> PreprocessOptions:
+def _options(
+    args: argparse.Namespace, keys: Sequence[str] | None, **others: Any
+) -> PreprocessOptions:
+    template = args.chat_template and ChatTemplate.read(args.chat_template)
+    keys = keys or ["messages" if template else "text"]
+    if template and args.ftfy:
+        raise DataError("--ftfy changes plain text, not conversations. Leave it out.")
     for key in keys:
         if Path(key).name != key:
             raise DataError(f"JSON key {key!r}: must be usable in a file name")
@@ -133,6 +150,7 @@ def _options(args: argparse.Namespace, keys: Sequence[str], **others: Any) -> Pr
         strict=args.strict,
         workers=max(1, args.workers),
         progress=not args.quiet,
+        chat=template,
         **others,
     )
 
@@ -148,6 +166,7 @@ def prepare_data(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if args.input and len(args.names) > 1:
         raise DataError("--input takes one NAME; prepare the others separately")
+    keys = args.jsonl_key and [args.jsonl_key]
     request = PrepareRequest(
         directory=args.data_dir,
         tokenizer_type=args.tokenizer,
@@ -155,7 +174,7 @@ def prepare_data(argv: Sequence[str] | None = None) -> int:
         merge_file=args.merge_file,
         inputs=tuple(args.input),
         force=args.force,
-        options=_options(args, [args.jsonl_key], where=tuple(map(_condition, args.where))),
+        options=_options(args, keys, where=tuple(map(_condition, args.where))),
     )
     check_folder_writable(args.data_dir, "--data-dir")
     with terminated_like_interrupted():
@@ -175,7 +194,12 @@ def _hint(prefix: Path, request: PrepareRequest) -> None:
         return
     kind = manifest["tokenizer"]["type"]
     run = f"runs/{prefix.parent.name}"
-    sets = [f"data_path={prefix}", f"tokenizer_type={kind}", f"save={run}", f"load={run}"]
+    data = [f"data_path={prefix}"]
+    if (keys := request.options.keys) and request.options.chat is not None:
+        label = output_prefixes(prefix.parent / prefix.parent.name, [f"{keys[0]}_label"])[0]
+        data = [f"train_data_paths=[{prefix}]", f"train_label_data_paths=[{label}]"]
+        data.append("pack_impl=unpacked")
+    sets = [*data, f"tokenizer_type={kind}", f"save={run}", f"load={run}"]
     files = {
         "vocab_file": (request.vocab_file, prefix.parent / VOCABULARY),
         "merge_file": (request.merge_file, prefix.parent / MERGES),
@@ -223,9 +247,9 @@ def _preprocess_parser() -> argparse.ArgumentParser:
         "--jsonl-keys",
         "--json-keys",
         nargs="+",
-        default=["text"],
         metavar="KEY",
-        help="JSON keys to tokenize, each into its own dataset (default: text)",
+        help="JSON keys to tokenize, each into its own dataset (default: text; with "
+        "--chat-template: messages)",
     )
     _add_text_arguments(parser, "file", "file")
     add("--tokenizer-type", required=True, choices=sorted(TOKENIZERS))
@@ -332,7 +356,7 @@ def train_tokenizer(argv: Sequence[str] | None = None) -> int:
     if args.max_megabytes is not None and not args.max_megabytes > 0:
         raise DataError(f"--max-megabytes {args.max_megabytes}: must be above 0")
     files, _ = list_files(args.input)
-    texts = read_texts(files, args.jsonl_key, args.max_megabytes)
+    texts = read_texts(files, args.jsonl_key or "text", args.max_megabytes)
     check_folder_writable(args.output_dir, "--output-dir")
     size = train_vocabulary(
         args.type, texts, args.output_dir, args.vocab_size, not args.quiet, args.pattern

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.machine import count_gpus, memory_bytes
+from megatron.model.layer_formulas import pattern_places
+from megatron.model.outline import layer_ranges, position_label
 from megatron.model.sizes import (
+    cache_bytes,
     count_parameters,
     estimate_memory,
     memory_shortage,
@@ -26,6 +29,7 @@ def dry_run_report(args: NeoXArgs, world_size: int = 1, command: Sequence[str] =
     """The whole report as text."""
     sections = [
         _config_section(args),
+        *([_layer_section(args)] if args.model.layer_pattern else []),
         _parameter_section(args),
         _memory_section(args, world_size),
         _batch_section(args, world_size),
@@ -44,11 +48,28 @@ def _config_section(args: NeoXArgs) -> str:
     return "\n".join([*parts, f"# config hash {args.config_hash()}"])
 
 
+def _layer_section(args: NeoXArgs) -> str:
+    """Which layers have which keys of layer_pattern, and which kernels they share."""
+    outline, _ = outline_of_config(args)
+    pattern, number = args.model.layer_pattern or [], args.model.num_layers
+    places = pattern_places(pattern, number)
+    rows = []
+    for place, entry in enumerate(pattern):
+        layers = layer_ranges(layer for layer in range(number) if places[layer] == place)
+        keys = ", ".join(f"{key}: {value}" for key, value in entry.items() if key != "count")
+        rows.append(f"{layers or 'no layer':24s} {keys or 'as the model'}")
+    kernels = [
+        f"{'kernel of ' + layer_ranges(layers):24s} {label_of(spec.pos_emb)}"
+        for _, spec, layers in outline.kernels()
+    ]
+    return "\n".join(["# layers, from 0", *rows, *kernels])
+
+
 def _parameter_section(args: NeoXArgs) -> str:
     count = count_parameters(args)
     rows = [
         ("embedding", count.embedding),
-        (f"positions ({label_of(args.model.pos_emb)})", count.positions),
+        (f"positions ({position_label(args.model)})", count.positions),
         (f"{args.model.num_layers} layers", count.layers),
         ("final norm", count.final_norm),
         ("head" if count.head else "head (tied to the embedding)", count.head),
@@ -70,6 +91,9 @@ def _memory_section(args: NeoXArgs, world_size: int) -> str:
     names = ("parameters", "gradients", "optimizer", "activations (rule of thumb)", "total")
     rows = zip(names, (*memory, memory.total), strict=True)
     lines = [f"{name:34s} {number / 2**30:>14.2f} GiB" for name, number in rows]
+    tokens = args.model.seq_length
+    cached = f"{cache_bytes(args, tokens) / 2**20:>14.2f} MiB"
+    lines.append(f"{f'KV cache of {tokens:,} tokens, generating':34s} {cached}")
     return "\n".join([title, *lines, *_here(args, world_size)])
 
 
@@ -90,6 +114,7 @@ def _files_section(tokenizer: TokenizerArgs, data: DataArgs) -> str:
     named = {"data_path": [data.data_path] if data.data_path else []}
     for split in ("train", "valid", "test"):
         named[f"{split}_data_paths"] = getattr(data, f"{split}_data_paths") or []
+        named[f"{split}_label_data_paths"] = data.label_paths(split)
     rows = [(key, path, Path(path).expanduser().exists()) for key, path in wanted if path]
     if tokenizer.tokenizer_type in NAMED_VOCABULARIES:
         rows = [row for row in rows if row[2]]

@@ -207,6 +207,7 @@ def _of_method(name: str, options: argparse.Namespace) -> Drawn:
 
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     from megatron.generation.pretrained import load_pretrained
+    from megatron.model.outline import layer_ranges, outline_of
     from megatron.model.position_base import TableEmbedding
 
     model = load_pretrained(path, iteration=options.iteration)
@@ -214,10 +215,14 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     if not modules:
         raise KerpleError(f"{path}: {model.spec.pos_emb} has no table over distance to draw")
     length = options.length or 4 * model.config.model.seq_length
-    for number, module in enumerate(modules):
+    kernels = outline_of(model.spec).kernels()  # in the order of the modules
+    for number, (module, (_, own, layers)) in enumerate(zip(modules, kernels, strict=True)):
         layer = f", layer {number + 1}" if len(modules) > 1 else ""
-        title = f"{path.name}: {label_of(model.spec.pos_emb)} at step {model.iteration}{layer}"
         file = path / (f"kernels_layer{number + 1}.png" if layer else "kernels.png")
+        if model.spec.layer_pattern is not None:
+            layer = f", {layer_ranges(layers)}"
+            file = path / (f"kernels_{number}.png" if len(modules) > 1 else "kernels.png")
+        title = f"{path.name}: {label_of(own.pos_emb)} at step {model.iteration}{layer}"
         yield Drawn(title, file, tables_of(module, length))
 
 

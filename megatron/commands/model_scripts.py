@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.atomic_files import check_writable, write_text
-from megatron.errors import ConfigError, ReproduceError
+from megatron.errors import ConfigError, KerpleError, ReproduceError
 from megatron.launcher.planning import find_script, plan_launch, run
 from megatron.machine import set_deepspeed_accelerator
 from megatron.neox_arguments import GROUPS, OWNER, NeoXArgs
@@ -173,12 +173,25 @@ def compare(argv: Sequence[str] | None = None) -> int:
     else:
         corpus = options.corpus or "stdlib"
     content = suite_content(methods, corpus, options.seeds)
-    write_text(suite, dump_yaml(content))
+    words = ["--runs", options.runs, "--data", options.data, "-j", str(options.jobs)]
+    words += [f"--allow-kernel={name}" for name in methods if is_import_path(name)]
+    words += ["--restart-changed"] if options.restart_changed else []
+    words += ["--set", *options.sets] if options.sets else []
+    return _run_suite(suite, dump_yaml(content), words)
+
+
+def _run_suite(suite: Path, content: str, words: Sequence[str]) -> int:
+    """Write and run the suite; the file of the last comparison stays if this one is refused."""
     from megatron.paper.cli import main
 
-    sets = ["--set", *options.sets] if options.sets else []
-    places = ["--runs", options.runs, "--data", options.data]
-    return main(["run", "--suite", str(suite), "-j", str(options.jobs), *places, *sets])
+    before = read_text(suite) if suite.is_file() else None
+    write_text(suite, content)
+    try:
+        return main(["run", "--suite", str(suite), *words])
+    except KerpleError:
+        if before is not None:
+            write_text(suite, before)
+        raise
 
 
 def _compare_parser() -> argparse.ArgumentParser:
@@ -201,6 +214,11 @@ def _compare_parser() -> argparse.ArgumentParser:
     parser.add_argument("-j", "--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
     parser.add_argument("--runs", default="runs", metavar="DIR", help="where runs live (runs)")
     parser.add_argument("--data", default="data", metavar="DIR", help="where data lives (data)")
+    parser.add_argument(
+        "--restart-changed",
+        action="store_true",
+        help="move runs of other settings aside and train them again",
+    )
     add_set_argument(parser, "config values for every run, e.g. train_iters=100")
     return parser
 
@@ -267,7 +285,7 @@ def _check_gradients(name: str) -> None:
 
 INIT = """Write a first config, to edit: the demo's model, which trains on two CPU cores in minutes.
 
-kerple init                      first.yml, with pos_emb: kerple_log
+kerple init                      my_model.yml, with pos_emb: kerple_log
 kerple init mine --set pos_emb=alibi train_iters=1000
 """
 
@@ -276,7 +294,9 @@ def init(argv: Sequence[str] | None = None) -> int:
     from megatron.paper.suite import load_suite
 
     parser = command_parser("kerple init", INIT)
-    parser.add_argument("name", nargs="?", default="first", help="NAME.yml; runs/NAME (first)")
+    parser.add_argument(
+        "name", nargs="?", default="my_model", help="NAME.yml; runs/NAME (my_model)"
+    )
     add_set_argument(parser, "other values, e.g. pos_emb=alibi")
     options = parser.parse_args(argv)
     path = Path(options.name.removesuffix(".yml") + ".yml")

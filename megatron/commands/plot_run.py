@@ -38,6 +38,8 @@ class RunMetrics:
     values: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     kernels: list[tuple[int, dict[str, list[float]]]] = field(default_factory=list)
     config: Mapping[str, Any] = field(default_factory=dict)
+    shared: dict[str, RunMetrics] = field(default_factory=dict)
+    """The kernels of a layer_pattern, each as a run with a kernel, by their names in the file."""
 
 
 def read_run(directory: Path) -> RunMetrics:
@@ -57,10 +59,16 @@ def read_run(directory: Path) -> RunMetrics:
         for name, value in record.items():
             if (number := finite(value)) is not None:
                 run.values.setdefault(name, []).append((step, number))
-        kernel = record.get("kernel")
-        if isinstance(kernel, dict) and (values := kernel_values(kernel)):
-            if same_heads(values, run.kernels[0][1] if run.kernels else values):
-                run.kernels.append((step, values))
+        for name, kernel in record.items():
+            if not (isinstance(kernel, dict) and (values := kernel_values(kernel))):
+                continue
+            owner = run
+            if name.startswith("kernel_shared"):
+                owner = run.shared.setdefault(name, _of_some_layers(run, name))
+            elif name != "kernel":
+                continue
+            if same_heads(values, owner.kernels[0][1] if owner.kernels else values):
+                owner.kernels.append((step, values))
             else:
                 left_out += 1
     if not run.values:
@@ -71,13 +79,29 @@ def read_run(directory: Path) -> RunMetrics:
     return run
 
 
+def _of_some_layers(run: RunMetrics, name: str) -> RunMetrics:
+    """A run for one of the kernels that layers share: named by its layers, with its method."""
+    from megatron.model.outline import layer_ranges
+    from megatron.model.sizes import outline_of_config
+    from megatron.neox_arguments import NeoXArgs
+
+    try:
+        outline, _ = outline_of_config(NeoXArgs.from_dict(run.config))
+        _, own, layers = outline.kernels()[int(name.removeprefix("kernel_shared"))]
+    except (KerpleError, ValueError, IndexError):  # another program's file
+        return RunMetrics(f"{run.name}, {name}", config={})
+    config = {**run.config, "pos_emb": own.pos_emb}
+    return RunMetrics(f"{run.name}, {layer_ranges(layers)}", config=config)
+
+
 def draw(runs: Sequence[RunMetrics], out: Path) -> None:
     """The whole picture."""
     from matplotlib.figure import Figure
 
     from megatron.paper.style import figure_style
 
-    with_kernels = [run for run in runs if len(run.kernels) > 1]
+    owners = [owner for run in runs for owner in (run, *run.shared.values())]
+    with_kernels = [owner for owner in owners if len(owner.kernels) > 1]
     columns = max([4, *(len(run.kernels[0][1]) + 1 for run in with_kernels)])
     rows = 1 + len(with_kernels)
     with figure_style():

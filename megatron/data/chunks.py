@@ -115,6 +115,18 @@ def texts_of_line(
     line: bytes, keys: Sequence[str], where: Sequence[tuple[str, str]] = ()
 ) -> list[str] | None:
     """The texts of a JSON line; None if it is not one of those that ``where`` asks for."""
+    record = record_of_line(line, where)
+    if record is None:
+        return None
+    for key in keys:
+        if not isinstance(record.get(key), str):
+            state = "is not a string" if key in record else "is missing"
+            raise ValueError(f'key "{key}" {state}')
+    return [record[key] for key in keys]
+
+
+def record_of_line(line: bytes, where: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
+    """A JSON line; None if it is not one of those that ``where`` asks for."""
     if not line:
         raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MB")
     try:
@@ -127,11 +139,7 @@ def texts_of_line(
         raise ValueError(f"a JSON object was expected, not {type(record).__name__}")
     if any(_value_at(record, path) != value for path, value in where):
         return None
-    for key in keys:
-        if not isinstance(record.get(key), str):
-            state = "is not a string" if key in record else "is missing"
-            raise ValueError(f'key "{key}" {state}')
-    return [record[key] for key in keys]
+    return record
 
 
 def _value_at(record: Any, path: str) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron.data.gpt_dataset import (
     SPLIT_NAMES,
     GPTDataset,
     Sample,
+    WholeDocuments,
     build_train_valid_test_datasets,
 )
 from megatron.data.index_cache import Arrays, cache_directory, cached_arrays
@@ -83,6 +85,7 @@ def build_datasets(
             cache_dir=data.data_cache_dir,
             mmap_warmup=data.mmap_warmup,
             vocab_size=vocab_size,
+            kind=_kind(data),
         )
     if data.data_path:
         raise DataError("data_path and train/valid/test_data_paths are both set; keep one of them")
@@ -93,6 +96,12 @@ def build_datasets(
         for name, own, count, length in zip(SPLIT_NAMES, paths, counts, lengths, strict=True)
     ]
     return blends[0], blends[1], blends[2]
+
+
+def _kind(data: DataArgs) -> Callable[..., GPTDataset]:
+    if data.pack_impl == "packed":
+        return GPTDataset
+    return partial(WholeDocuments, pack_impl=data.pack_impl, allow_chopped=data.allow_chopped)
 
 
 def _paths(data: DataArgs, name: str) -> list[str]:
@@ -114,9 +123,10 @@ def _blend(
     vocab_size: int | None,
 ) -> AnyDataset:
     files = [IndexedDataset(path, warmup=data.mmap_warmup) for path in _paths(data, name)]
+    labels = data.label_paths(name)
     weights = _weights(data, name, files)
     parts = [
-        GPTDataset(
+        _kind(data)(
             file,
             0,
             len(file),
@@ -126,6 +136,7 @@ def _blend(
             name=f"{name}_{i}",
             cache_dir=data.data_cache_dir,
             vocab_size=vocab_size,
+            labels=IndexedDataset(labels[i], warmup=data.mmap_warmup) if labels else None,
         )
         for i, (file, samples) in enumerate(
             zip(files, samples_per_dataset(weights, num_samples or 0), strict=True)

@@ -9,11 +9,14 @@ neighbouring samples share one token and documents are crossed freely::
 
 Finally the samples themselves are shuffled. Both shuffles come from one ``RandomState(seed)``,
 whose sequence numpy guarantees never to change; that makes the order equal to the official one.
+
+That is `pack_impl: packed`. With `unpacked` a sample is one document, with `pack_until_overflow` as
+many whole documents as fit; what is left of the sample is padding, which carries no loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,8 @@ def build_sample_index(
 SPLIT_NAMES = ("train", "valid", "test")
 INDEX_ARRAYS = ("documents", "ends", "order")
 INDEX_FORMAT = 1  # part of the cache key: raise it whenever the arrays' meaning changes
+NO_LOSS = -100
+"""The label of a token that carries no loss, as in GPT-NeoX and transformers; any below 0 does."""
 Sample = dict[str, npt.NDArray[np.int64]]
 
 
@@ -99,7 +104,9 @@ def read_stream(
 class GPTDataset:
     """At least ``num_samples`` samples from documents ``first`` to ``last`` (exclusive).
 
-    Item i is ``{"text": int64[length + 1]}``: the tokens and, shifted by one, their labels.
+    Item i is ``{"text": int64[length + 1]}``: the tokens and, shifted by one, their labels. With a
+    dataset of ``labels`` it also has ``{"label": int64[length + 1]}``, a label for each token, not
+    shifted either.
     """
 
     def __init__(
@@ -114,10 +121,17 @@ class GPTDataset:
         name: str = "train",
         cache_dir: str | Path | None = None,
         vocab_size: int | None = None,
+        labels: IndexedDataset | None = None,
     ) -> None:
-        if tokens.dtype.kind == "f":
-            raise DataError(f"{tokens.prefix}: holds {tokens.dtype.name}, not token ids")
-        self.tokens = tokens
+        for file in (tokens, labels):
+            if file is not None and file.dtype.kind == "f":
+                raise DataError(f"{file.prefix}: holds {file.dtype.name}, not token ids")
+        if labels is not None and not np.array_equal(labels.sizes, tokens.sizes):
+            raise DataError(
+                f"{labels.prefix}: its documents have other lengths than those of {tokens.prefix}; "
+                "there must be one label for each token. Prepare both in one call."
+            )
+        self.tokens, self.labels = tokens, labels
         self.length = length
         self.name = name
         self.vocab_size = vocab_size
@@ -127,9 +141,8 @@ class GPTDataset:
                 f"{tokens.prefix}: the {name} documents ({first} to {last - 1}) hold no tokens; "
                 "change the split or use more data"
             )
-        epochs = number_of_epochs(self.tokens_per_epoch, length, num_samples)
-        arrays = self._index(first, last, epochs, seed, cache_directory(cache_dir, tokens.prefix))
-        self._documents, self._ends, self._order = (arrays[key] for key in INDEX_ARRAYS)
+        directory = cache_directory(cache_dir, tokens.prefix)
+        self._order = self._index(first, last, num_samples, seed, directory)
         if not len(self._order):
             raise DataError(
                 f"{tokens.prefix}: the {name} documents hold only {self.tokens_per_epoch} tokens, "
@@ -139,9 +152,12 @@ class GPTDataset:
         # where that would be fewer than were asked for.
         self._served = max(len(self._order) - 1, num_samples, 1)
 
-    def _index(self, first: int, last: int, epochs: int, seed: int, directory: Path) -> Arrays:
+    def _index(
+        self, first: int, last: int, num_samples: int, seed: int, directory: Path
+    ) -> npt.NDArray[Any]:
         """The sample index, from the cache if it is there; the key holds all that it depends on."""
         sizes, length = self.tokens.sizes, self.length
+        epochs = number_of_epochs(self.tokens_per_epoch, length, num_samples)
         total_tokens = epochs * self.tokens_per_epoch
         samples = (total_tokens - 1) // length
 
@@ -160,7 +176,7 @@ class GPTDataset:
                 return "it names samples that are not there"
             return None
 
-        return cached_arrays(
+        arrays = cached_arrays(
             {
                 "format": INDEX_FORMAT,
                 "sizes": self.tokens.sizes_digest(),
@@ -174,6 +190,8 @@ class GPTDataset:
             name=f"{self.tokens.prefix.name}_{self.name}",
             check=check,
         )
+        self._documents, self._ends, order = (arrays[key] for key in INDEX_ARRAYS)
+        return order
 
     def __len__(self) -> int:
         return self._served
@@ -181,17 +199,116 @@ class GPTDataset:
     def __getitem__(self, item: int) -> Sample:
         if not -len(self) <= item < len(self):
             raise IndexError(f"{self.name} sample {item} of {len(self)}")
-        sample = int(self._order[item if item >= 0 else item + len(self)])
+        sample = self._read(int(self._order[item if item >= 0 else item + len(self)]))
+        for key, file in (("text", self.tokens), ("label", self.labels)):
+            if self.vocab_size is None or file is None:
+                continue
+            low, high = int(sample[key].min()), int(sample[key].max())
+            wrong = low if low < 0 and key == "text" else high
+            if not 0 <= wrong < self.vocab_size and wrong != NO_LOSS:
+                raise DataError(
+                    f"{file.prefix}: token {wrong} is outside the vocabulary of {self.vocab_size}; "
+                    "the data was made with another tokenizer. Set tokenizer_type, vocab_file and "
+                    "merge_file to the ones it was prepared with."
+                )
+        return sample
+
+    def _read(self, sample: int) -> Sample:
+        files = {"text": self.tokens}
+        if self.labels is not None:
+            files["label"] = self.labels
         start, count = sample * self.length, self.length + 1
-        text = read_stream(self.tokens, self._documents, self._ends, start, count)
-        low, high = int(text.min()), int(text.max())
-        if self.vocab_size is not None and (low < 0 or high >= self.vocab_size):
+        return {
+            key: read_stream(file, self._documents, self._ends, start, count)
+            for key, file in files.items()
+        }
+
+
+class WholeDocuments(GPTDataset):
+    """`pack_impl: unpacked` or `pack_until_overflow`: samples that begin with a document.
+
+    A sample is cut after ``length + 1`` tokens, and padded with token 0 and label NO_LOSS.
+    """
+
+    def __init__(
+        self, *args: Any, pack_impl: str, allow_chopped: bool = True, **options: Any
+    ) -> None:
+        self._one_each, self._chops = pack_impl == "unpacked", allow_chopped
+        super().__init__(*args, **options)
+
+    def _index(
+        self, first: int, last: int, num_samples: int, seed: int, directory: Path
+    ) -> npt.NDArray[Any]:
+        """GPT-NeoX's order. It is not cached: which documents count depends on every label."""
+        count = max(num_samples, 1)
+        generator = np.random.RandomState(seed)
+        order = np.arange(count)
+        generator.shuffle(order)
+        usable = np.array([self._is_usable(number) for number in range(first, last)])
+        if not usable.any():
             raise DataError(
-                f"{self.tokens.prefix}: token {low if low < 0 else high} is outside the "
-                f"vocabulary of {self.vocab_size}; the data was made with another tokenizer. "
-                "Set tokenizer_type, vocab_file and merge_file to the ones it was prepared with."
+                f"{self.tokens.prefix}: none of the {self.name} documents can be used; each is "
+                + ("without a label that carries loss" if self._chops else "longer than seq_length")
+                + ". Use a longer seq_length, or other data."
             )
-        return {"text": text}
+        self.usable_documents = int(usable.sum())
+        if self._one_each:
+            self._documents = np.resize(np.flatnonzero(usable) + first, count)
+            self._firsts = np.arange(count + 1)
+        else:
+            sizes = self.tokens.sizes[first:last]
+            places, firsts = _packed_until_overflow(
+                sizes, usable, self.length + 1, count, generator
+            )
+            self._documents, self._firsts = places + first, firsts
+        return order
+
+    def _is_usable(self, document: int) -> bool:
+        if not self._chops and self.tokens.sizes[document] > self.length + 1:
+            return False
+        if self.labels is None:
+            return bool(self.tokens.sizes[document])
+        seen = self.length if self._one_each else self.length + 1  # as in GPT-NeoX
+        return bool((self.labels.get(document, 0, seen) != NO_LOSS).any())
+
+    def _read(self, sample: int) -> Sample:
+        count = self.length + 1
+        text, label = np.zeros(count, np.int64), np.full(count, NO_LOSS, np.int64)
+        labels, filled = self.tokens if self.labels is None else self.labels, 0
+        for document in self._documents[self._firsts[sample] : self._firsts[sample + 1]]:
+            part = self.tokens.get(int(document), 0, count - filled)
+            stop = filled + len(part)
+            text[filled:stop] = part
+            label[filled:stop] = labels.get(int(document), 0, len(part))
+            filled = stop
+        return {"text": text, "label": label}
+
+
+def _packed_until_overflow(
+    sizes: npt.NDArray[np.int32],
+    usable: npt.NDArray[np.bool_],
+    room: int,
+    count: int,
+    generator: np.random.RandomState,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Documents in the order they are used, and the place in it where each sample begins.
+
+    As in GPT-NeoX, documents are shuffled anew for each epoch, and the last sample has only one.
+    """
+    documents: list[int] = []
+    firsts: list[int] = []
+    order, used = np.arange(len(sizes)), 0
+    while True:
+        generator.shuffle(order)
+        for document in order[usable[order]].tolist():
+            used += int(sizes[document])
+            if not firsts or used > room:
+                firsts.append(len(documents))
+                used = int(sizes[document])
+            documents.append(document)
+            if len(firsts) == count:
+                firsts.append(len(documents))
+                return np.array(documents), np.array(firsts)
 
 
 def build_train_valid_test_datasets(
@@ -205,6 +322,7 @@ def build_train_valid_test_datasets(
     cache_dir: str | Path | None = None,
     mmap_warmup: bool = False,
     vocab_size: int | None = None,
+    kind: Callable[..., GPTDataset] = GPTDataset,
 ) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
     """The three datasets of one token file; None where the split leaves nothing to serve.
 
@@ -220,7 +338,7 @@ def build_train_valid_test_datasets(
             datasets.append(None)  # no documents, or none asked for and none possible
             continue
         datasets.append(
-            GPTDataset(
+            kind(
                 tokens,
                 bounds[i],
                 bounds[i + 1],

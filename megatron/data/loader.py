@@ -115,16 +115,23 @@ class ResumableBatchSampler:
 
 
 def get_labels_and_mask(
-    text: torch.Tensor, eod: int, eod_mask_loss: bool = False
+    text: torch.Tensor,
+    eod: int,
+    eod_mask_loss: bool = False,
+    label: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens [B, L], labels [B, L] and loss mask [B, L] (fp32) from text [B, L + 1].
 
     With ``eod_mask_loss`` positions whose input is the end of a document do not count, because
-    the next document cannot be foreseen.
+    the next document cannot be foreseen. With a ``label`` [B, L + 1] for each token of the text,
+    those below 0 do not count.
     """
     tokens = text[:, :-1].contiguous()
-    labels = text[:, 1:].contiguous()
+    labels = (text if label is None else label)[:, 1:].contiguous()
     loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=text.device)
+    if label is not None:
+        loss_mask[labels < 0] = 0.0
+        labels = labels.clamp(min=0)
     if eod_mask_loss:
         loss_mask[tokens == eod] = 0.0
     return tokens, labels, loss_mask

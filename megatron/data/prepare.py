@@ -223,6 +223,8 @@ def inputs_fingerprint(
     digest = hashlib.blake2b(digest_size=16)
     settings = [tokenizer, options.append_eod, options.ftfy, options.splitter]
     settings += [list(pair) for pair in options.where]
+    if options.chat is not None:
+        settings.append([options.chat.text, options.chat.bos_token, options.chat.eos_token])
     digest.update(json.dumps([*settings, list(options.keys), by_content]).encode())
     for path in files:
         status = path.stat()

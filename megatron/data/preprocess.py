@@ -16,10 +16,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from megatron.data.chat import ChatTemplate, conversations_of_line
 from megatron.data.chunks import Chunk, read_chunks, texts_of_line
 from megatron.data.indexed_dataset import describe_tokenizer
 from megatron.data.streams import list_files, progress_in_bytes
@@ -33,6 +34,7 @@ CHUNKS_PER_WORKER = 8  # how far reading may run ahead; bounds the memory
 PROBLEMS_SHOWN = 10
 MAX_PROBLEMS_PER_CHUNK, MAX_PROBLEMS = 20, 1000
 PARENT_POLL_SECONDS = 2.0
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class PreprocessOptions:
     splitter: str = "file"
     where: tuple[tuple[str, str], ...] = ()
     """Only JSON lines with these values: (("meta.pile_set_name", "Github"),)."""
+    chat: ChatTemplate | None = None
+    """Lines are conversations: tokens, and labels of what the assistant says."""
     strict: bool = False
     workers: int = 1
     progress: bool = True
@@ -98,6 +102,11 @@ class Encoder:
         self._tokenizer = tokenizer
         self._options = options
         self._dtype = dtype
+        self.columns = dict.fromkeys(options.keys, dtype)
+        """What is written: the name in the file's name, and the dtype."""
+        if options.chat is not None:
+            labels = np.dtype("<i4")  # they are -100 where there is no loss
+            self.columns |= {f"{key}_label": labels for key in options.keys}
         self._fix: Callable[[str], str] | None = None
         if options.ftfy:
             from ftfy import fix_text
@@ -106,6 +115,8 @@ class Encoder:
 
     def encode(self, chunk: Chunk) -> Encoded:
         result = Encoded(ends_document=chunk.ends_document, consumed=chunk.consumed)
+        if self._options.chat is not None:
+            return self._encode_conversations(self._options.chat, chunk, result)
         read = self._read_lines if chunk.is_json else self._read_texts
         for texts in read(chunk, result):
             result.text_characters += sum(len(text) for text in texts)
@@ -116,6 +127,35 @@ class Encoder:
                 self._end_documents(ids, chunk)
             result.sizes.append([len(tokens) for tokens in ids])
             result.data.append(b"".join(np.array(tokens, self._dtype).tobytes() for tokens in ids))
+        return result
+
+    def _encode_conversations(
+        self, template: ChatTemplate, chunk: Chunk, result: Encoded
+    ) -> Encoded:
+        """For each key the tokens, then for each the labels."""
+        if not chunk.is_json:
+            raise DataError(f"{chunk.file}: conversations are JSON lines, this is plain text")
+        keys, where = self._options.keys, self._options.where
+        end = self._tokenizer.eod if self._options.append_eod else None
+
+        def read(line: bytes) -> list[tuple[list[int], list[int], int]] | None:
+            found = conversations_of_line(line, keys, where)
+            if found is None:
+                return None
+            return [template.encode(messages, self._tokenizer, end) for messages in found]
+
+        columns: list[list[list[int]]] = [[] for _ in self.columns]
+        for encoded in self._good_lines(chunk, result, read):
+            tokens, labels, characters = zip(*encoded, strict=True)
+            result.text_characters += sum(characters)
+            if not any(tokens):
+                result.empty_documents += 1
+                continue
+            for column, ids in zip(columns, [*tokens, *labels], strict=True):
+                column.append(ids)
+        for column, dtype in zip(columns, self.columns.values(), strict=True):
+            result.sizes.append([len(ids) for ids in column])
+            result.data.append(b"".join(np.array(ids, dtype).tobytes() for ids in column))
         return result
 
     def _end_documents(self, ids: list[list[int]], chunk: Chunk) -> None:
@@ -130,26 +170,36 @@ class Encoder:
         return [texts for _ in self._options.keys]
 
     def _read_lines(self, chunk: Chunk, result: Encoded) -> list[list[str]]:
-        """The text of every key of every line; broken lines are noted, never fatal here."""
-        columns: list[list[str]] = [[] for _ in self._options.keys]
+        """The text of every key of every line."""
+        keys, where = self._options.keys, self._options.where
+        columns: list[list[str]] = [[] for _ in keys]
+        for texts in self._good_lines(chunk, result, lambda line: texts_of_line(line, keys, where)):
+            if not any(texts):
+                result.empty_documents += 1
+                continue
+            for column, text in zip(columns, texts, strict=True):
+                column.append(text)
+        return columns
+
+    @staticmethod
+    def _good_lines(
+        chunk: Chunk, result: Encoded, read: Callable[[bytes], list[Read] | None]
+    ) -> Iterator[list[Read]]:
+        """What `read` makes of every line; broken lines are noted, never fatal here."""
         for number, line in enumerate(chunk.parts, start=chunk.first_line):
             if line.isspace():
                 continue
             try:
-                texts = texts_of_line(line, self._options.keys, self._options.where)
+                found = read(line)
             except (ValueError, RecursionError) as error:
                 result.broken_lines += 1
                 if len(result.problems) < MAX_PROBLEMS_PER_CHUNK:
                     result.problems.append(f"{chunk.file}:{number}: {error}")
                 continue
-            if texts is None:
+            if found is None:
                 result.left_out += 1
-            elif not any(texts):
-                result.empty_documents += 1
             else:
-                for column, text in zip(columns, texts, strict=True):
-                    column.append(text)
-        return columns
+                yield found
 
 
 def available_cores() -> int:
@@ -191,8 +241,12 @@ def preprocess(
     encoder = Encoder(tokenizer, options, dtype)
     with ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedDatasetWriter(prefix, dtype))
-            for prefix in output_prefixes(output_prefix, options.keys)
+            stack.enter_context(IndexedDatasetWriter(prefix, kind))
+            for prefix, kind in zip(
+                output_prefixes(output_prefix, list(encoder.columns)),
+                encoder.columns.values(),
+                strict=True,
+            )
         ]
         outcome = _tokenize(files, encoder, options, writers)
         if not writers[0].num_sequences:
@@ -211,6 +265,7 @@ def preprocess(
                 "ftfy": options.ftfy,
                 "splitter": options.splitter,
                 "where": options.where,
+                **({"chat_template": options.chat.text} if options.chat else {}),
                 **(manifest or {}),
             }
         )

@@ -244,10 +244,10 @@ class WindowedTask(EvaluationTask):
     def run(self, context: Context) -> dict[str, Any]:
         model = context.model
         try:
-            model.set_window(context.options.eval_window or model.spec.attention_window)
+            model.set_window(context.options.eval_window)
             return self.measure(context)
         finally:
-            model.set_window(model.spec.attention_window)
+            model.set_window(None)
 
     @abstractmethod
     def measure(self, context: Context) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Shape suffixes: B batch, L length, H heads (of this rank), D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from einops import rearrange
@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from megatron.engines import attention
 from megatron.model.embedding import positions_in_documents
-from megatron.model.layer_formulas import gate_sums, keys_seen, log_gates, sharpened
+from megatron.model.layer_formulas import (
+    gate_sums,
+    keys_seen,
+    log_gates,
+    sharpened,
+    temperatures,
+)
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.mpu.collectives import TensorParallel, copy_to_group
@@ -36,9 +42,9 @@ def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Genera
 class SelfAttention(nn.Module):
     """Projections around the one attention function.
 
-    `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `documents_apart`: a
-    token sees its own document only; `positions_restart`: rotary positions begin anew with each
-    document.
+    `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `temperature` is the
+    floor and alpha of attention_temperature. `documents_apart`: a token sees its own document only;
+    `positions_restart`: rotary positions begin anew with each document.
     """
 
     sinks: nn.Parameter | None
@@ -55,6 +61,7 @@ class SelfAttention(nn.Module):
         qk_norm: nn.Module | None,
         forget_gate: bool,
         per_head: Mapping[str, float | None],
+        temperature: tuple[int, float] | None,
         documents_apart: bool,
         positions_restart: bool,
         dropout: float,
@@ -71,6 +78,7 @@ class SelfAttention(nn.Module):
         self.head_dim = hidden_size // num_heads
         self.queries_per_key = num_heads // kv_heads
         self.dropout, self.window = dropout, window
+        self.temperature = temperature
         self.engine, self.pruning = engine, pruning
         self.documents_apart, self.positions_restart = documents_apart, positions_restart
         self.rotary, self.qk_layernorm = rotary, qk_norm
@@ -127,7 +135,12 @@ class SelfAttention(nn.Module):
                 device=q_BHLD.device,
             )
             q_BHLD = sharpened(q_BHLD, self.softmax_scale, n_BL)
-        key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key)
+        row_scale = None
+        if self.temperature is not None:
+            queries, device = q_BHLD.shape[2], q_BHLD.device
+            n_BL = keys_seen(queries, offset=offset, starts_BL=starts_BL, device=device)
+            row_scale = temperatures(n_BL, *self.temperature)
+        key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key, row_scale)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
         dropout = self.dropout if self.training else 0.0
@@ -140,6 +153,7 @@ class SelfAttention(nn.Module):
             key_bias=key_bias,
             first_key=first_key,
             sink=sink,
+            row_scale=row_scale,
             window=self.window,
             dropout=dropout,
             engine=self.engine,
@@ -149,12 +163,16 @@ class SelfAttention(nn.Module):
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
     def _gates_and_sinks(
-        self, x_BLh: Tensor, cache: LayerCache | None, starts_BL: Tensor | None
+        self,
+        x_BLh: Tensor,
+        cache: LayerCache | None,
+        starts_BL: Tensor | None,
+        row_scale: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
 
-        The gates' term is c_m - c_n; c_m, constant over a row, cancels in the softmax and is left
-        out. A sink does not have it, so c_m is subtracted there.
+        The gates' term is c_m - c_n, times the row's scale; c_m, constant over a row, cancels in
+        the softmax and is left out. A sink does not have it, so it is subtracted there.
         """
         sink = None if self.sinks is None else at_least_fp32(self.sinks)
         if self.forget_gate is None:
@@ -163,7 +181,8 @@ class SelfAttention(nn.Module):
         sums = gate_sums(gates, None if cache is None else cache.gate_sum, starts_BL)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:
-            sink = (sink[:, None] - sums).to(dtype)
+            own = sums if row_scale is None else sums * row_scale
+            sink = (sink[:, None] - own).to(dtype)
         if cache is not None:
             sums = cache.append_gates(sums)
         return -sums.to(dtype), sink
@@ -193,40 +212,66 @@ class SelfAttention(nn.Module):
 class LayerCache:
     """One layer's keys and values, [batch, heads, length, head_dim], and the sums of its gates.
 
-    The buffers double when they are full.
+    With a `window`, the latest `window` tokens are kept, in buffers for at most twice as many.
+    Buffers double when they are full.
     """
 
-    def __init__(self) -> None:
-        self.length = 0
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+        self.length = 0  # tokens seen
+        self._room = self._end = 0  # tokens that a buffer holds, and where the newest ends
         self._buffers: dict[str, Tensor] = {}
 
+    @property
+    def kept(self) -> int:
+        """How many of the tokens seen have their keys here."""
+        return self.length if self.window is None else min(self.length, self.window)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the buffers take."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest tokens; returns all keys and values, oldest first."""
+        """Add the newest tokens; returns the keys and values kept, and theirs, oldest first."""
         keys, values = self._extended("keys", k), self._extended("values", v)
         self.length += k.shape[2]
+        self._end += k.shape[2]
+        if self.window is not None and self._room > max(2 * self.window, 64):  # a long prompt
+            self._move(self.window)
         return keys, values
 
     def append_gates(self, sums: Tensor) -> Tensor:
-        """Add the newest tokens' sums [batch, heads, new], before their keys; returns all."""
+        """Add the newest tokens' sums [batch, heads, new], before their keys; returns all kept."""
         return self._extended("gates", sums[..., None])[..., 0]
 
     @property
     def gate_sum(self) -> Tensor | None:
         """The sum of the gates of all tokens seen, [batch, heads]; None before the first."""
         gates = self._buffers.get("gates")
-        return None if gates is None else gates[:, :, self.length - 1, 0]
+        return None if gates is None else gates[:, :, self._end - 1, 0]
 
     def _extended(self, name: str, new: Tensor) -> Tensor:
-        end = self.length + new.shape[2]
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape[2] < end:
-            batch, heads, _, width = new.shape
-            grown = new.new_empty(batch, heads, max(end, 2 * self.length, 64), width)
-            if buffer is not None:
-                grown[:, :, : self.length] = buffer[:, :, : self.length]
-            self._buffers[name] = buffer = grown
-        buffer[:, :, self.length : end] = new
-        return buffer[:, :, :end]
+        batch, heads, count, width = new.shape
+        if self._end + count > self._room:
+            most = max(2 * self.kept, 64)
+            if self.window is not None:
+                most = min(most, 2 * self.window)
+            self._move(max(self.kept + count, most))
+        if name not in self._buffers:
+            self._buffers[name] = new.new_empty(batch, heads, self._room, width)
+        end = self._end + count
+        self._buffers[name][:, :, self._end : end] = new
+        return self._buffers[name][:, :, self._end - self.kept : end]
+
+    def _move(self, room: int) -> None:
+        """New buffers for so many tokens, which begin with those kept."""
+        for name, old in self._buffers.items():
+            kept = old[:, :, self._end - self.kept : self._end]
+            new = old.new_empty(*old.shape[:2], room, old.shape[3])
+            new[:, :, : self.kept] = kept
+            self._buffers[name] = new
+        self._room, self._end = room, self.kept
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -235,15 +280,20 @@ class LayerCache:
 
 
 class Cache:
-    """The caches of all layers of a model."""
+    """The caches of all layers of a model, by their windows."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(num_layers)]
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self.layers = [LayerCache(window) for window in windows]
 
     @property
     def length(self) -> int:
         """How many tokens have been seen."""
         return self.layers[0].length if self.layers else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What all layers' buffers take."""
+        return sum(layer.num_bytes for layer in self.layers)
 
     @torch.no_grad()
     def select(self, rows: Tensor) -> None:

@@ -29,7 +29,9 @@ class GPTModel(nn.Module):
         self.spec = spec
         self.tp = tp
         self.sequential = nn.ModuleList()
-        for layer in LayerFactory(spec, tp).layers():
+        factory = LayerFactory(spec, tp)
+        self._layer_specs = factory.layer_specs
+        for layer in factory.layers():
             if not isinstance(layer, Layer):
                 self.sequential.append(FunctionLayer(layer))
             elif layer.is_tied_head:
@@ -94,7 +96,7 @@ class GPTModel(nn.Module):
 
     def new_cache(self) -> Cache:
         """An empty cache of keys and values."""
-        return Cache(self.spec.num_layers)
+        return Cache([layer.attention.window for layer in self.layers])
 
     def positional_embeddings(self) -> Iterator[PositionalEmbedding]:
         """The modules that hold or make positions, each once."""
@@ -110,9 +112,9 @@ class GPTModel(nn.Module):
         return Tables()
 
     def set_window(self, window: int | None) -> None:
-        """Limit every layer to the last `window` distances; None lifts the limit."""
-        for layer in self.layers:
-            layer.attention.window = window
+        """Let every layer see the last `window` distances; None: each its own window again."""
+        for layer, spec in zip(self.layers, self._layer_specs, strict=True):
+            layer.attention.window = window or spec.attention_window
 
     def _run_layers(self, state: State, cache: Cache | None) -> State:
         if self.training and self.spec.checkpoint_activations and torch.is_grad_enabled():

@@ -4,7 +4,9 @@ a layer may learn about its scores: a gate, a sink, a sharper softmax.
 forget_gate       score + c_m - c_n, c the running sum of log sigmoid(gate of the layer's input)
 attention_sinks   one more logit per head in the denominator of the softmax, with no value
 scalable_softmax  q times s log n for a query that sees n keys, s learned per head
+attention_temperature   all scores of a query times a number that grows with its position
 
+Layers may differ in these and in their positions: `pattern_places` reads the key layer_pattern.
 Torch only: every exported model contains this file.
 Shapes: B batch, H heads, L length, D head dimension.
 """
@@ -12,16 +14,17 @@ Shapes: B batch, H heads, L length, D head dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, cycle, islice, repeat
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .position_base import at_least_fp32
+from .position_base import ALIASES, at_least_fp32
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -151,6 +154,31 @@ def sharpened(q_BHLD: Tensor, scale_H: Tensor, n_BL: Tensor) -> Tensor:
     scale_H = at_least_fp32(scale_H)
     factor_BHL = scale_H[:, None] * n_BL.to(scale_H.dtype).log()[:, None]
     return (q_BHLD * factor_BHL[..., None]).to(q_BHLD.dtype)
+
+
+def temperatures(n_BL: Tensor, floor: int, alpha: float) -> Tensor:
+    """1 + alpha * log(max(1, n / floor)) for the n-th token, n from 1, [B or 1, 1, L] in fp32."""
+    return (1 + alpha * (n_BL.float() / floor).clamp(min=1).log())[:, None]
+
+
+def pattern_places(pattern: Sequence[Mapping[str, Any]], num_layers: int) -> list[int]:
+    """Which entry of a layer_pattern each layer takes: the list, repeated until num_layers."""
+    runs = (repeat(place, entry.get("count", 1)) for place, entry in enumerate(pattern))
+    once = list(islice(chain.from_iterable(runs), num_layers))
+    return list(islice(cycle(once), num_layers))
+
+
+def kernel_groups(configs: Mapping[int, Any], options: Sequence[str]) -> list[list[int]]:
+    """Which layers share a kernel: those with one pos_emb and the same values of its options.
+
+    `configs` has the keys of each layer that has a kernel.
+    """
+    found: dict[tuple[str, ...], list[int]] = {}
+    for number, config in configs.items():
+        values = (repr(getattr(config, key)) for key in options)
+        name = ALIASES.get(config.pos_emb, config.pos_emb)
+        found.setdefault((name, *values), []).append(number)
+    return list(found.values())
 
 
 def softmax_scale_start(length: int, window: int | None = None) -> float:

@@ -3,7 +3,7 @@
 `gpt.py` builds it as one module, `training/engine.py` as DeepSpeed's pipeline.
 
 0          Embedding                 tokens -> hidden
-1          PositionTables            computes the tables; a plain function without a kernel
+1          PositionTables            computes the tables; a plain function without a shared kernel
 2 .. L+1   TransformerLayer
 L+2        drop_tables               a function
 L+3        FinalNorm
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.attention import SelfAttention
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
-from megatron.model.layer_formulas import NORM_EPSILONS, build_norm, per_head_starts
+from megatron.model.layer_formulas import (
+    NORM_EPSILONS,
+    build_norm,
+    kernel_groups,
+    pattern_places,
+    per_head_starts,
+)
 from megatron.model.position_base import PositionalEmbedding, PositionOptions, TableEmbedding
 from megatron.model.position_names import positional_embedding_class
 from megatron.model.rotary_and_input_positions import (
@@ -33,7 +39,15 @@ from megatron.model.rotary_and_input_positions import (
     LearnedEmbedding,
     RotaryEmbedding,
 )
-from megatron.model.transformer import MLP, PositionTables, State, TransformerLayer, drop_tables
+from megatron.model.transformer import (
+    MLP,
+    PositionTables,
+    State,
+    TableNames,
+    TransformerLayer,
+    drop_tables,
+    end_tables,
+)
 from megatron.mpu.collectives import SERIAL, TensorParallel
 from megatron.mpu.parallel_layers import (
     InitMethod,
@@ -44,7 +58,7 @@ from megatron.mpu.parallel_layers import (
     seeded_generator,
 )
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.model_keys import ModelArgs
+from megatron.neox_arguments.model_keys import POSITION_OPTIONS, ModelArgs
 from megatron.neox_arguments.optimization_keys import OptimizationArgs
 from megatron.neox_arguments.run_keys import DataArgs, RuntimeArgs
 from megatron.neox_arguments.validation import describe_validation_error
@@ -117,6 +131,18 @@ class Layer:
         return {} if self.is_tied_head else kind.hf_names
 
 
+class SharedKernel(NamedTuple):
+    """A kernel at index 1, and the layers that use it."""
+
+    spec: ModelSpec
+    """The keys as those layers have them."""
+    layers: tuple[int, ...]
+
+    @property
+    def kind(self) -> type[TableEmbedding]:
+        return cast(type[TableEmbedding], positional_embedding_class(self.spec.pos_emb))
+
+
 Function = Callable[[State], State | Tensor]
 
 
@@ -138,26 +164,57 @@ class LayerFactory:
         if index == 0:
             return Layer(Embedding, self.embedding)
         if index == 1:
-            shared = self.has_shared_tables
-            return Layer(PositionTables, self.position_tables) if shared else keep
+            return Layer(PositionTables, self.position_tables) if self.kernels else keep
         if number < self.spec.num_layers:
-            return Layer(TransformerLayer, partial(self.transformer_layer, number))
+            make = partial(self.transformer_layer, number)
+            return Layer(TransformerLayer, make, pattern=self._places[number])
         if number == self.spec.num_layers:
-            return drop_tables
+            differ = self.pipelined and self.spec.layer_pattern is not None
+            return end_tables if differ else drop_tables
         if number == self.spec.num_layers + 1:
             return Layer(FinalNorm, lambda: FinalNorm(self._norm()))
         if self.spec.no_weight_tying:
             return Layer(UntiedHead, self.untied_head)
         return Layer(Embedding, self.embedding, is_tied_head=True)
 
-    @property
-    def position_class(self) -> type[PositionalEmbedding]:
-        return positional_embedding_class(self.spec.pos_emb)
+    @cached_property
+    def _places(self) -> list[int]:
+        """Which entry of layer_pattern each layer takes."""
+        return pattern_places(self.spec.layer_pattern or [{}], self.spec.num_layers)
 
-    @property
-    def has_shared_tables(self) -> bool:
-        """Whether one kernel serves all layers."""
-        return self.spec.kerple_share == "all" and issubclass(self.position_class, TableEmbedding)
+    @cached_property
+    def layer_specs(self) -> list[ModelSpec]:
+        """The keys as each layer has them: its entry's in layer_pattern, else the model's."""
+        if self.spec.layer_pattern is None:
+            return [self.spec] * self.spec.num_layers
+        own = [
+            self.spec.replace(
+                layer_pattern=None, **{k: v for k, v in entry.items() if k != "count"}
+            )
+            for entry in self.spec.layer_pattern
+        ]
+        return [own[place] for place in self._places]
+
+    @cached_property
+    def kernels(self) -> list[SharedKernel]:
+        """The kernels at index 1, each with its layers; none with kerple_share: per_layer."""
+        if self.spec.kerple_share == "per_layer":
+            return []
+        with_tables = {
+            number: spec
+            for number, spec in enumerate(self.layer_specs)
+            if issubclass(positional_embedding_class(spec.pos_emb), TableEmbedding)
+        }
+        groups = kernel_groups(with_tables, POSITION_OPTIONS)
+        return [SharedKernel(self.layer_specs[used[0]], tuple(used)) for used in groups]
+
+    def table_names(self, number: int) -> TableNames:
+        """What each of the shared kernels' tables is to a layer."""
+        return tuple(
+            name if number in kernel.layers else None
+            for kernel in self.kernels
+            for name in kernel.kind.table_names
+        )
 
     def embedding(self) -> Embedding:
         spec = self.spec
@@ -168,7 +225,7 @@ class LayerFactory:
             generator=seeded_generator(spec.seed, 0, "word_embeddings"),
             tp=self.tp,
         )
-        positions = self.positions(InputEmbedding)
+        positions = self.positions(InputEmbedding, spec)
         if isinstance(positions, LearnedEmbedding) and spec.init_method != "normal":
             with torch.no_grad():
                 generator = seeded_generator(spec.seed, 0, "position_embeddings")
@@ -183,9 +240,13 @@ class LayerFactory:
         )
 
     def position_tables(self) -> PositionTables:
-        tables = self.positions(TableEmbedding)
-        assert tables is not None
-        return PositionTables(tables, pipelined=self.pipelined)
+        made = []
+        for place, (spec, layers) in enumerate(self.kernels):
+            # a further kernel has a draw of its own
+            tables = self.positions(TableEmbedding, spec, layers[0] if place else None)
+            assert tables is not None
+            made.append(tables)
+        return PositionTables(*made, pipelined=self.pipelined)
 
     def transformer_layer(self, number: int) -> TransformerLayer:
         """Layer `number` of the stack, counted from 0."""
@@ -197,16 +258,16 @@ class LayerFactory:
             partial(seeded_generator, spec.seed, FIRST_LAYER + number),
             tp=self.tp,
         )
-        mlp = linear(bias=spec.use_bias_in_mlp)
-        shared, cls = self.has_shared_tables, self.position_class
+        mlp, own = linear(bias=spec.use_bias_in_mlp), self.layer_specs[number]
+        per_layer = spec.kerple_share == "per_layer"
         shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
         return TransformerLayer(
             input_norm=self._norm(),
-            attention=self._attention(linear(bias=spec.use_bias_in_attn_linear)),
+            attention=self._attention(linear(bias=spec.use_bias_in_attn_linear), own),
             mlp_norm=None if shares_norm else self._norm(),
             mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
-            table_names=cls.table_names if shared and issubclass(cls, TableEmbedding) else (),
-            own_tables=None if shared else self.positions(TableEmbedding, layer=number),
+            table_names=self.table_names(number),
+            own_tables=self.positions(TableEmbedding, own, number) if per_layer else None,
             table_factor=spec.table_factor(number),
             hidden_dropout=spec.hidden_dropout,
             parallel_residual=spec.gpt_j_residual,
@@ -221,12 +282,14 @@ class LayerFactory:
             return UntiedHead(make.row(*what, input_is_split=False, words=True), in_loss=later)
         return UntiedHead(make.column(*what, words=True), in_loss=later)
 
-    def positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
+    def positions(
+        self, kind: type[Position], spec: ModelSpec, layer: int | None = None
+    ) -> Position | None:
         """The positional embedding if it is of this kind; each `layer` has a draw of its own."""
-        if not issubclass(self.position_class, kind):
+        cls = positional_embedding_class(spec.pos_emb)
+        if not issubclass(cls, kind):
             return None
-        options = PositionOptions(self.spec, layer, self.tp.rank, self.tp.size)
-        return self.position_class(options)
+        return cls(PositionOptions(spec, layer, self.tp.rank, self.tp.size))
 
     def _norm(self) -> nn.Module:
         spec = self.spec
@@ -245,17 +308,18 @@ class LayerFactory:
             hidden_size=spec.hidden_size,
         )
 
-    def _attention(self, linear: Projections) -> SelfAttention:
-        spec = self.spec
+    def _attention(self, linear: Projections, spec: ModelSpec) -> SelfAttention:
+        heat = spec.attention_temperature
         return SelfAttention(
             spec.hidden_size,
             spec.num_attention_heads,
             spec.kv_heads,
             linear=linear,
-            rotary=self.positions(RotaryEmbedding),
+            rotary=self.positions(RotaryEmbedding, spec),
             qk_norm=self._qk_norm(),
             forget_gate=spec.forget_gate,
             per_head=per_head_starts(spec),
+            temperature=None if heat is None else (heat.floor, heat.alpha),
             documents_apart=spec.reset_attention_mask,
             positions_restart=spec.reset_position_ids,
             dropout=spec.attention_dropout,

@@ -3,6 +3,7 @@
 The canonical name of a parameter is `<layer index>.<name inside the layer>`, as in our own model:
 
     0.word_embeddings.weight          1.embedding.r1           (kernel shared by all layers)
+                                      1.embedding.0.r1         (one of several, shared by some)
     2.attention.query_key_value.bias  2.positions.r1           (kernel of one layer)
     L+3.norm.weight                   L+4.final_linear.weight
 
@@ -12,8 +13,8 @@ matrices counts its flops itself (`own_flops`). Here they are only collected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -21,10 +22,12 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.model.embedding import Embedding, TiedHead
-from megatron.model.layer_list import Layer, LayerFactory, ModelSpec, Position
+from megatron.model.layer_list import FIRST_LAYER, Layer, LayerFactory, ModelSpec, Position
 from megatron.model.position_base import TableEmbedding
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.parallel_layers import ParameterFacts, parameter_facts
+from megatron.neox_arguments.catalogue import label_of
+from megatron.neox_arguments.layer_pattern import positions_named
 from megatron.neox_arguments.model_keys import ModelArgs
 
 
@@ -39,17 +42,38 @@ def is_of_kernel(name: str) -> bool:
     return split_name(name)[1].startswith(("embedding.", "positions."))
 
 
+def layer_ranges(numbers: Iterable[int]) -> str:
+    """`layers 0-4, 6` for a list of layers; empty for none."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    told = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs]
+    one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"layer{'' if one else 's'} {', '.join(told)}" if told else ""
+
+
+def position_label(model: ModelArgs) -> str:
+    """The label of pos_emb; of a layer_pattern, the labels of its entries in order."""
+    named = [name or model.pos_emb for name in positions_named(dict(model))]
+    return " + ".join(dict.fromkeys(label_of(name) for name in named or [model.pos_emb]))
+
+
 Facts = dict[str, ParameterFacts]
 """By name inside a layer."""
 
 
 class _MetaFactory(LayerFactory):
-    def positions(self, kind: type[Position], layer: int | None = None) -> Position | None:
+    def positions(
+        self, kind: type[Position], spec: ModelSpec, layer: int | None = None
+    ) -> Position | None:
         try:
-            return super().positions(kind, layer)
+            return super().positions(kind, spec, layer)
         except RuntimeError:  # a user-defined class that needs real values in its constructor
             with torch.device("cpu"):
-                return super().positions(kind, layer)
+                return super().positions(kind, spec, layer)
 
 
 class ModelOutline:
@@ -83,9 +107,29 @@ class ModelOutline:
 
     @cached_property
     def kernel(self) -> Facts:
-        """The facts of the kernel's parameters by their names in it; empty without tables."""
-        module = self._on_meta(lambda: self._factory.positions(TableEmbedding) or nn.Module())
-        return _facts_in(module)
+        """The facts of the parameters of pos_emb's kernel by their names; empty without tables."""
+        make = partial(self._factory.positions, TableEmbedding, self.spec)
+        return _facts_in(self._on_meta(lambda: make() or nn.Module()))
+
+    @property
+    def layer_specs(self) -> list[ModelSpec]:
+        """The model's keys as each layer has them."""
+        return self._factory.layer_specs
+
+    def kernels(self) -> list[tuple[str, ModelSpec, tuple[int, ...]]]:
+        """Each kernel: how its parameters' names begin, its keys, and its layers, from 0."""
+        shared = self._factory.kernels
+        if shared:
+            several = len(shared) > 1
+            return [
+                (f"1.embedding.{place}." if several else "1.embedding.", *kernel)
+                for place, kernel in enumerate(shared)
+            ]
+        return [
+            (f"{FIRST_LAYER + number}.positions.", spec, (number,))
+            for number, spec in enumerate(self.layer_specs)
+            if issubclass(positional_embedding_class(spec.pos_emb), TableEmbedding)
+        ]
 
     def facts_in_layer(self, index: int) -> Facts:
         """The facts of one layer's parameters."""
@@ -134,7 +178,9 @@ def outline_of(model: ModelArgs) -> ModelOutline:
     """
     values = {**dict(model), "seed": 0}
     spec = ModelSpec(**{"padded_vocab_size": 1, **values})
-    key = (positional_embedding_class(spec.pos_emb), repr(spec))
+    named = [spec.pos_emb, *positions_named(values)]
+    classes = tuple(positional_embedding_class(name) for name in named if name is not None)
+    key = (classes, repr(spec))
     if key not in _OUTLINES:
         if len(_OUTLINES) >= 64:
             _OUTLINES.clear()

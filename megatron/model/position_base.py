@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -132,6 +133,7 @@ class TableEmbedding(PositionalEmbedding):
 
     kind = "tables"
     table_names: ClassVar[tuple[str, ...]] = ("bias",)
+    stays_fp32 = False
 
     def forward(self, length: int) -> Tables:
         raise NotImplementedError
@@ -142,11 +144,22 @@ class TableEmbedding(PositionalEmbedding):
             declare_kernel_parameter(param)
         super().register_parameter(name, param)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableEmbedding:
+        """`model.bfloat16()` of a user's own model leaves a kernel of `kernel()` in fp32."""
+        keep = partial(_without_rounding, fn) if self.stays_fp32 else fn
+        return super()._apply(keep, recurse)
+
     def distances(self, length: int) -> Tensor:
         """0, 1, ..., length-1 in fp32."""
         if length < 1:
             raise PositionalEmbeddingError(f"length = {length}: must be at least 1.")
         return torch.arange(length, dtype=torch.float32, device=self.device)
+
+
+def _without_rounding(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What fn makes of a tensor; only its device, where fn would round."""
+    result = fn(tensor)
+    return tensor.to(result.device) if result.itemsize < tensor.itemsize else result
 
 
 # The registry.

@@ -114,4 +114,5 @@ def kernel(
             f"{_ACTS_ON.get(embedding.kind, embedding.kind)}); "
             "build the model with pos_emb instead, or choose a method with tables."
         )
+    embedding.stays_fp32 = True
     return embedding

@@ -14,6 +14,7 @@ from megatron.errors import ConfigError
 from megatron.model.layer_list import ModelSpec
 from megatron.model.outline import ModelOutline, outline_of
 from megatron.model.position_base import PositionalEmbedding
+from megatron.mpu.parallel_layers import parameter_facts
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.deepspeed_config import OptimizerBlock, optimizer_kind
 from megatron.neox_arguments.model_keys import padded_vocab_size
@@ -117,12 +118,33 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     sums = 4 if beside else 0
     # 16-bit training keeps an fp32 copy beside the optimizer's own states.
     states = int(share * (optimizer_bytes(optimization.optimizer) + (4 if half else 0)))
+    if optimization.optimizer.type == "muon":  # of a linear layer's matrix, one state and not two
+        states -= 4 * _linear_share(args)
+    elif optimization.use_bnb_optimizer:
+        states -= share * 6  # a byte for each of two states
     return MemoryEstimate(
         parameters=share * (2 if half else 4) // (copies if stage == 3 else 1),
         gradients=share * ((2 if half else 4) + sums) // (copies if stage >= 2 else 1),
         optimizer=states // (copies if stage >= 1 else 1),
         activations=_activation_bytes(args, world_size),
     )
+
+
+def cache_bytes(args: NeoXArgs, tokens: int) -> int:
+    """Of the keys and values of one sequence in generation: a layer with a window keeps its own."""
+    outline, _ = outline_of_config(args)
+    windows = [spec.attention_window for spec in outline.layer_specs]
+    kept = sum(tokens if window is None else min(tokens, window) for window in windows)
+    width = 4 if args.optimization.precision == "fp32" else 2
+    return 2 * kept * args.model.kv_heads * args.model.head_dim * width
+
+
+def _linear_share(args: NeoXArgs) -> int:
+    """Elements of linear layers' matrices on one process."""
+    layers = outline_of_config(args)[0].layers()
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    linear = [p for p in parameters if parameter_facts(p).is_linear(p.shape)]
+    return sum(p.numel() for p in linear) // args.parallel.processes_per_replica
 
 
 def optimizer_bytes(block: OptimizerBlock) -> float:

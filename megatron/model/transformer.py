@@ -8,8 +8,9 @@ position of each token's document, with reset_attention_mask or reset_position_i
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,24 +20,27 @@ from megatron.model.layer_formulas import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
 from megatron.mpu.parallel_layers import Projections
 
+TableNames = tuple[str | None, ...]
+"""For each table that is passed on: what it is to a layer, None for a table of other layers."""
 
-def pack(hidden: Tensor, starts: Tensor | None, tables: Tables) -> State:
+
+def pack(hidden: Tensor, starts: Tensor | None, *tables: Tables) -> State:
     """The activations for the next layer."""
-    beside = (starts, tables.bias, tables.weight)
+    beside = (starts, *(table for kernel in tables for table in kernel))
     present = tuple(tensor for tensor in beside if tensor is not None)
     return (hidden, *present) if present else hidden
 
 
-def unpack(state: State, table_names: tuple[str, ...]) -> tuple[Tensor, Tensor | None, Tables]:
-    """Hidden states, starts of documents, and tables by the names under which they were packed."""
+def unpack(state: State, table_names: TableNames) -> tuple[Tensor, Tensor | None, Tables]:
+    """Hidden states, starts of documents, and the layer's own tables among those packed."""
     if isinstance(state, Tensor):
         return state, None, Tables()
     hidden, *tables = state
     starts = None
     if tables and not tables[0].is_floating_point():
         starts, *tables = tables
-    named = dict(zip(table_names, tables, strict=True))
-    return hidden, starts, Tables(named.get("bias"), named.get("weight"))
+    named = {name: table for name, table in zip(table_names, tables, strict=True) if name}
+    return hidden, starts, Tables(**named)
 
 
 def drop_tables(state: State) -> Tensor:
@@ -44,22 +48,50 @@ def drop_tables(state: State) -> Tensor:
     return state if isinstance(state, Tensor) else state[0]
 
 
+class _EndTables(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *beside: Tensor) -> Tensor:
+        ctx.save_for_backward(*beside)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        beside = (torch.zeros_like(t) if t.is_floating_point() else None for t in ctx.saved_tensors)
+        return grads[0], *beside
+
+
+def end_tables(state: State) -> Tensor:
+    """`drop_tables` where layers differ: the last pipeline stage may use none of a kernel's tables,
+    and DeepSpeed sends the gradient of every activation back. Theirs is 0."""
+    return state if isinstance(state, Tensor) else _EndTables.apply(*state)
+
+
 class PositionTables(nn.Module):
-    """Holds the shared kernel and computes its tables once for all layers."""
+    """Holds the shared kernels and computes their tables once for all layers.
+
+    One kernel is `embedding`; several, of a layer_pattern, are `embedding.0`, `embedding.1`, ...
+    """
 
     hf_names: ClassVar = {"embedding.": "gpt_neox.positions."}
 
-    def __init__(self, embedding: TableEmbedding, *, pipelined: bool = False) -> None:
+    def __init__(self, *embeddings: TableEmbedding, pipelined: bool = False) -> None:
         super().__init__()
-        self.embedding = embedding
+        alone = len(embeddings) == 1
+        self.embedding = embeddings[0] if alone else nn.ModuleList(embeddings)
         self.pipelined = pipelined
+
+    @property
+    def embeddings(self) -> list[TableEmbedding]:
+        """The kernels, in the order in which layers first use them."""
+        found = self.embedding if isinstance(self.embedding, nn.ModuleList) else [self.embedding]
+        return cast(list[TableEmbedding], list(found))
 
     def forward(self, state: State, offset: int = 0) -> State:
         hidden, starts, _ = unpack(state, ())
-        tables = self.embedding(offset + hidden.shape[1])
+        tables = [embedding(offset + hidden.shape[1]) for embedding in self.embeddings]
         if self.pipelined:
-            tables = Tables(_sendable(tables.bias), _sendable(tables.weight))
-        return pack(hidden, starts, tables)
+            tables = [Tables(*map(_sendable, kernel)) for kernel in tables]
+        return pack(hidden, starts, *tables)
 
 
 def _sendable(table: Tensor | None) -> Tensor | None:
@@ -85,7 +117,7 @@ class TransformerLayer(nn.Module):
         attention: SelfAttention,
         mlp_norm: nn.Module | None,
         mlp: MLP,
-        table_names: tuple[str, ...] = (),
+        table_names: TableNames = (),
         own_tables: TableEmbedding | None = None,
         table_factor: int = 1,
         hidden_dropout: float = 0.0,

@@ -98,6 +98,10 @@ class ParameterFacts:
             return []
         return [part * shape[self.split] // sum(self.parts) for part in self.parts]
 
+    def is_linear(self, shape: Sequence[int]) -> bool:
+        """Whether it is the matrix of a linear layer, and no embedding or head."""
+        return len(shape) == 2 and self.split is not None and not self.words
+
     def is_decayed(self, shape: Sequence[int]) -> bool:
         return len(shape) >= 2 if self.decay is None else self.decay
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.atomic_files import CHECKSUMS, read_json
 from megatron.errors import ConfigError, KerpleError
+from megatron.neox_arguments.layer_pattern import positions_named
 
 # Names of a checkpoint's files, by which `checkpoints.reading` finds weights and this module tells
 # that a folder is a checkpoint. At most five digits: a name must not stand for a billion others.
@@ -88,6 +89,7 @@ def classes_in(values: Mapping[str, Any]) -> list[str]:
     """The classes of the user's own that a config names as pos_emb or optimizer.type."""
     optimizer = values.get("optimizer")
     named = [values.get("pos_emb"), optimizer.get("type") if isinstance(optimizer, dict) else None]
+    named += positions_named(values)
     return [name for name in named if isinstance(name, str) and is_import_path(name)]
 
 

@@ -39,6 +39,7 @@ CONFIG_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "eval_include_path": ("--include_path", {}),
     "num_fewshot": ("--num_fewshot", {"type": int}),
     "hostfile": ("-H --hostfile", {}),
+    "text_gen_type": ("--text_gen_type", {}),
     "sample_input_file": ("-i --sample_input_file", {}),
     "sample_output_file": ("-o --sample_output_file", {}),
 }

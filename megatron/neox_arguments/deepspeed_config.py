@@ -25,18 +25,21 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "cpu_torch_adam": _MOMENTS,
     "sgd": ("momentum_buffer",),
     "lion": ("exp_avg",),
+    "muon": _MOMENTS,
 }
 """The optimizers by name, and what each keeps for every number of the model, in fp32."""
 _DEFAULT_PARAMS: dict[str, dict[str, Any]] = {
     **{name: {"betas": (0.9, 0.999), "eps": 1e-8} for name in OPTIMIZERS},
     "sgd": {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0},
     "lion": {"betas": (0.9, 0.99)},
+    "muon": {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.95},
 }
 
 
 def optimizer_family(kind: str) -> str:
     """The several names of Adam are one arithmetic; every other optimizer is its own."""
-    return "adam" if OPTIMIZERS.get(kind.lower()) == _MOMENTS else kind
+    name = kind.lower()
+    return "adam" if name in OPTIMIZERS and name.endswith(("adam", "adamw")) else kind
 
 
 def _optimizer_name(value: Any) -> Any:
@@ -61,7 +64,9 @@ class OptimizerParams(Group):
         Annotated[tuple[values.Fraction, values.Fraction], BeforeValidator(_list_to_tuple)] | None
     ) = key(None, "Decay rates of the moments; null: [0.9, 0.999], for lion [0.9, 0.99].")
     eps: values.PositiveFloat | None = key(None, "Added to Adam's denominator; null: 1e-8.")
-    momentum: values.Fraction | None = key(None, "Of sgd; null: 0, as in GPT-NeoX.")
+    momentum: values.Fraction | None = key(
+        None, "Of sgd (null: 0, as in GPT-NeoX) and of muon's matrices (null: 0.95)."
+    )
 
 
 class _OwnParams(OptimizerParams):
@@ -77,8 +82,9 @@ class OptimizerBlock(Group):
         "adam",
         "adam or adamw (apex's fused kernel on GPUs if installed, else torch's), "
         "fused_adam or cpu_adam (DeepSpeed's, compiled at first use), cpu_torch_adam (torch's, not "
-        "fused), lion, all with decoupled weight decay as in GPT-NeoX; sgd; upper or lower case. "
-        "Or package.module:Class, a torch.optim.Optimizer of your own.",
+        "fused), lion, all with decoupled weight decay as in GPT-NeoX; muon (torch's, for the "
+        "matrices of linear layers, adamw for the rest); sgd; upper or lower case. Or "
+        "package.module:Class, a torch.optim.Optimizer of your own.",
     )
     params: SerializeAsAny[OptimizerParams] = key(
         OptimizerParams(), "lr, betas, eps, momentum; for a class of your own what it takes."

@@ -12,6 +12,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import model_validator
 
+from megatron.neox_arguments.layer_pattern import (
+    positions_named,
+    with_local_layers,
+    with_whole_temperatures,
+)
 from megatron.neox_arguments.position_keys import BiasScale, Constraint, PositionKeys
 from megatron.neox_arguments.values import (
     Changes,
@@ -65,6 +70,13 @@ class RopeScaling(Group):
     )
 
 
+class AttentionTemperature(Group):
+    """Inkling's factor of the scores of a query at position m, counted from 0."""
+
+    floor: PositiveInt = key(..., "The factor is 1 up to this many tokens.")
+    alpha: NonNegativeFloat = key(0.1, "Beyond them it is 1 + alpha * log((m + 1) / floor).")
+
+
 class ModelArgs(Group):
     """Sizes, norms, positions, attention, initialisation and dropout."""
 
@@ -93,17 +105,36 @@ class ModelArgs(Group):
         "layer's input, and a score decays by the gates of all tokens after its key. With any "
         "pos_emb, none included.",
         ours=True,
+        layer=True,
     )
     attention_sinks: bool = key(
         False,
         "A learned logit per head in the denominator of the softmax, so that a head "
         "may attend to nothing.",
         ours=True,
+        layer=True,
     )
     scalable_softmax: bool = key(
         False,
         "Scalable softmax (SSMax): queries times s log n for the n keys they see, s "
         "learned per head, so that attention stays sharp over more keys than in training.",
+        ours=True,
+        layer=True,
+    )
+    attention_temperature: AttentionTemperature | None = key(
+        None,
+        "A factor of all scores of the query at position m (of its document): "
+        "1 + alpha * log(max(1, (m + 1) / floor)), as in Inkling; a sink is not scaled. "
+        "{floor: 512, alpha: 0.1}; null: 1.",
+        ours=True,
+        layer=True,
+        evaluate="free",
+    )
+    layer_pattern: list[dict[str, Any]] | None = key(
+        None,
+        "Keys that layers set otherwise than the model: a list of entries, each for `count` "
+        "layers (1), repeated until num_layers, e.g. [{count: 5, sliding_window_width: 512}, "
+        "{pos_emb: none}]. docs/positional_embeddings.md lists the keys.",
         ours=True,
     )
     intermediate_size: PositiveInt | None = key(
@@ -149,25 +180,32 @@ class ModelArgs(Group):
         "alibi, none, kerple_log, kerple_power, ...), one of the official KERPLE fork's names "
         "(kerple_power_ap_, ...), or `module:ClassName` of your own.",
         hf_default="kerple_log",
+        layer=True,
     )
     rpe_num_buckets: PositiveInt = key(
-        PositionKeys.rpe_num_buckets, "T5 bias: number of distance buckets."
+        PositionKeys.rpe_num_buckets, "T5 bias: number of distance buckets.", layer=True
     )
     rpe_max_distance: PositiveInt = key(
-        PositionKeys.rpe_max_distance, "T5 bias: distances from here share the last bucket."
+        PositionKeys.rpe_max_distance,
+        "T5 bias: distances from here share the last bucket.",
+        layer=True,
     )
-    rotary_pct: Fraction = key(PositionKeys.rotary_pct, "Fraction of each head that is rotated.")
+    rotary_pct: Fraction = key(
+        PositionKeys.rotary_pct, "Fraction of each head that is rotated.", layer=True
+    )
     rotary_emb_base: PositiveFloat = key(
         PositionKeys.rotary_emb_base,
         "Base of the rotary frequencies.",
         hf="rotary_base",
         hf_default=10000.0,
+        layer=True,
     )
     rope_scaling: RopeScaling | None = key(
         None,
         "Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, original_max_position: 2048}.",
         hf="rotary_scaling",
         ours=True,
+        layer=True,
         evaluate="free",
     )
     kerple_constraint: Constraint = key(
@@ -181,6 +219,7 @@ class ModelArgs(Group):
         "Add the bias after q.k/sqrt(d) (post, as the official code) or divide it by "
         "sqrt(d) too (pre, as Eq. 1 of the paper).",
         ours=True,
+        layer=True,
     )
     kerple_share: Literal["all", "per_layer"] = key(
         "all", "One kernel for all layers, or one per layer.", ours=True
@@ -194,8 +233,9 @@ class ModelArgs(Group):
     )
     attention_config: list[Any] | None = key(
         None,
-        'Attention type per layer, e.g. [[["global"], 12]]. Only `global` (or `flash`, '
-        "the same attention) is implemented; use sliding_window_width for a window.",
+        'Attention type per layer, e.g. [[["global", "local"], 6]]: `global` (or `flash`, the '
+        "same attention), or `local` with the window sliding_window_width, which becomes a "
+        "layer_pattern. Without `local`, sliding_window_width holds for all layers.",
         hf=None,
         changes="execution",
     )
@@ -203,6 +243,7 @@ class ModelArgs(Group):
         None,
         "Attend to the query and to this many tokens before it, as GPT-NeoX; null: to all.",
         hf="attention_window",
+        layer=True,
     )
     attention_engine: Literal["auto", "naive", "tiled", "triton", "flex"] = key(
         "auto",
@@ -318,6 +359,17 @@ class ModelArgs(Group):
             return values
         return {key: value for key, value in values.items() if key != "num_kv_heads"}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_pattern(cls, values: Any) -> Any:
+        """`local` layers of attention_config as a pattern; pos_emb from a pattern that names it."""
+        if not isinstance(values, dict):
+            return values
+        alpha = AttentionTemperature.model_fields["alpha"].default
+        values = with_whole_temperatures(with_local_layers(values), {"alpha": alpha})
+        named = [name for name in positions_named(values) if name is not None]
+        return {"pos_emb": named[0], **values} if named else values
+
     @property
     def engine_in_effect(self) -> str:
         """The engine that training asks for: GPT-NeoX's key for its fused softmax chooses ours."""
@@ -407,6 +459,14 @@ def hugging_face_keys() -> tuple[HFKey, ...]:
         if facts.get("hf", own) is not None
     )
 
+
+LAYER_KEYS: tuple[str, ...] = tuple(declared("layer", ModelArgs))
+"""Keys that an entry of layer_pattern may set."""
+
+POSITION_OPTIONS: tuple[str, ...] = tuple(
+    name for name in LAYER_KEYS if hasattr(PositionKeys, name)
+)
+"""Those of them that a positional embedding reads: layers with the same values share a kernel."""
 
 KEYS_OF_OURS: frozenset[str] = frozenset(declared("ours", ModelArgs))
 """Model keys that neither GPT-NeoX nor the official KERPLE code knows."""

@@ -15,6 +15,7 @@ ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",
     "slurm_comment": "comment",
     "gas": "gradient_accumulation_steps",
+    "label_data_paths": "train_label_data_paths",
 }
 """Old name -> today's name; the value keeps its meaning."""
 
@@ -63,13 +64,10 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         for sign in ("pos", "neg") for split in ("train", "valid", "test")
         for kind in ("data_paths", "label_data_paths")
     },
-    "label and reward datasets": _keys("label_data_paths") | {
-        f"{split}_{kind}_data_paths": ()
-        for split in ("train", "valid", "test") for kind in ("label", "reward")
-    },
-    "packing other than the default": _keys(
-        "packing", pack_impl=("packed",), allow_chopped=(True,), short_seq_prob=(0.1,)
+    "reward datasets": _keys(
+        "train_reward_data_paths valid_reward_data_paths test_reward_data_paths"
     ),
+    "packing other than the default": _keys("packing", short_seq_prob=(0.1,)),
     "online data and replay": _keys(
         "is_replay_enabled replay_config serve_model_weights",
         online_dataserver_ips=("localhost",), online_dataserver_ports=(10000,),
@@ -91,16 +89,13 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
     "sequence and context parallelism": _keys(
         "sequence_parallel", context_parallel_size=(0, 1), requires_attention_mask=(True,)
     ),
-    "bitsandbytes optimizers": _keys("use_bnb_optimizer"),
     "Comet": _keys(
         "use_comet comet_workspace comet_project comet_experiment_name comet_tags comet_others "
         "comet_experiment"
     ),
     "this kind of logging or profiling": _keys(
-        "log_gradient_noise_scale gradient_noise_scale_cpu_offload memory_profiling "
-        "memory_profiling_path profile peak_theoretical_tflops",
-        gradient_noise_scale_n_batches=(5,), profile_step_start=(10,), profile_step_stop=(12,),
-        tensorboard=({},), wandb=({},), csv_monitor=({},)
+        "log_gradient_noise_scale gradient_noise_scale_cpu_offload peak_theoretical_tflops",
+        gradient_noise_scale_n_batches=(5,), tensorboard=({},), wandb=({},), csv_monitor=({},)
     ),
     "S3 storage": _keys("s3_path", s3_chunk_size=(104_857_600,)),
     "data without a shared file system": _keys(use_shared_fs=(True,)),
@@ -207,7 +202,15 @@ def _foreign_problems(foreign: list[tuple[str, Any]], source: str) -> list[str]:
 # One layer (a file, a --set) in canonical keys and values.
 
 NESTED_BLOCKS = frozenset(
-    ["optimizer", "zero_optimization", "fp16", "bf16", "activation_checkpointing", "rope_scaling"]
+    [
+        "optimizer",
+        "zero_optimization",
+        "fp16",
+        "bf16",
+        "activation_checkpointing",
+        "rope_scaling",
+        "attention_temperature",
+    ]
 )
 _PRECISION_NAMES = {
     "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
@@ -263,6 +266,8 @@ def _normalize_value(key: str, value: Any, source: str) -> Any:
         if key == "bf16" and isinstance(block, dict):  # written like fp16's, which scales its loss
             return {name: item for name, item in block.items() if name not in _OF_LOSS_SCALING}
         return block
+    if key == "layer_pattern" and isinstance(value, list):
+        return [_underscore_keys(entry) if isinstance(entry, dict) else entry for entry in value]
     if key == "precision" and isinstance(value, str):
         return _PRECISION_NAMES.get(value.lower(), value)
     if key == "pos_emb" and value is None:

@@ -38,8 +38,18 @@ class OptimizationArgs(Group):
         "Passes over the training data, in the same order each; the number of steps follows from "
         "its size. In place of train_iters.",
     )
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
-        "linear", "Shape of the learning-rate decay after warmup."
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "wsd"] = key(
+        "linear",
+        "Shape of the learning-rate decay after warmup; wsd: warmup, a stable rate, and a decay "
+        "over the last lr_wsd_decay_iters steps.",
+    )
+    lr_wsd_decay_iters: values.PositiveInt | None = key(
+        None,
+        "wsd: how many steps before lr_decay_iters the decay begins (Megatron-LM's key); null: a "
+        "tenth of lr_decay_iters.",
+    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
+        "linear", "wsd: shape of that decay to min_lr, by Megatron-LM's formulas."
     )
     lr_decay_rule: Literal["neox", "kerple", "earlier"] = key(
         "neox",
@@ -65,6 +75,10 @@ class OptimizationArgs(Group):
     )
     use_checkpoint_lr_scheduler: bool = key(
         False, "On resume take the checkpoint's schedule.", resume="free"
+    )
+    use_bnb_optimizer: bool = key(
+        False,
+        "Adam with 8-bit states, of the bitsandbytes package (GPUs only; not measured here).",
     )
     weight_decay: values.NonNegativeFloat = key(
         0.1, "Decoupled decay; not of norms, biases or kernels."
@@ -189,6 +203,11 @@ class OptimizationArgs(Group):
         if self.lr_decay_fraction is not None:
             steps = max(1, math.floor(steps * self.lr_decay_fraction))
         return self.lr_decay_iters or steps
+
+    @property
+    def wsd_decay_iters(self) -> int:
+        """lr_wsd_decay_iters, or a tenth of the schedule."""
+        return self.lr_wsd_decay_iters or max(1, self.decay_iters // 10)
 
 
 # Batch arithmetic: train_batch_size = micro-batch x accumulation x data-parallel size.

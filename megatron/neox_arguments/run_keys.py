@@ -41,6 +41,17 @@ class DataArgs(Group):
     test_data_paths: TextList | None = key(
         None, "Prefixes of test datasets.", changes="evaluation", resume="same"
     )
+    train_label_data_paths: TextList | None = key(
+        None,
+        "Labels of the training data, a prefix for each of train_data_paths (label_data_paths is "
+        "the same key): a label for each token, not shifted; below 0 (-100) it carries no loss.",
+    )
+    valid_label_data_paths: TextList | None = key(
+        None, "Labels of the validation data.", changes="evaluation", resume="same"
+    )
+    test_label_data_paths: TextList | None = key(
+        None, "Labels of the test data.", changes="evaluation", resume="same"
+    )
     train_data_weights: WeightList | None = key(None, "Shares of training datasets; null: equal.")
     valid_data_weights: WeightList | None = key(
         None, "Share of each validation dataset.", changes="evaluation", resume="same"
@@ -56,6 +67,15 @@ class DataArgs(Group):
         "infer",
         "Dataset format; .bin/.idx files are memory-mapped either way.",
         changes="execution",
+    )
+    pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
+        "packed",
+        "What a sample is: tokens of the documents end to end (packed), as many whole documents "
+        "as fit (pack_until_overflow), or one document (unpacked); the rest is padding.",
+    )
+    allow_chopped: bool = key(
+        True,
+        "With whole documents: cut those that are longer than a sample; false leaves them out.",
     )
     mmap_warmup: bool = key(False, "Read the files once before training.", changes="execution")
     split: str = key("969, 30, 1", "Shares of train, valid and test in data_path, e.g. 949,50,1.")
@@ -78,6 +98,10 @@ class DataArgs(Group):
     data_cache_dir: str | None = key(
         None, "Folder of sample-index caches; null: beside the data.", changes="execution"
     )
+
+    def label_paths(self, split: str) -> list[str]:
+        """The label files of `train`, `valid` or `test`."""
+        return list(getattr(self, f"{split}_label_data_paths") or ())
 
     @property
     def tells_documents_apart(self) -> bool:
@@ -327,6 +351,21 @@ class LoggingArgs(Group):
         False,
         "Log the percentage of zeros in each parameter's gradient, `pct_grad_zeros/NAME`, every "
         "log_interval steps.",
+    )
+    profile: bool = key(
+        False,
+        "Record the steps after profile_step_start up to profile_step_stop with torch.profiler, on "
+        "every rank: <save>/profile/trace_rank<R>.json.gz, which Perfetto opens.",
+    )
+    profile_step_start: NonNegativeInt = key(10, "The recording begins after this step.")
+    profile_step_stop: PositiveInt = key(12, "The recording ends with this step.")
+    memory_profiling: bool = key(
+        False,
+        "Record the GPU's allocations over the same steps, for torch's memory viewer; a CPU's are "
+        "not recorded.",
+    )
+    memory_profiling_path: str | None = key(
+        None, "Folder of the memory snapshots; null: <save>/profile."
     )
     flops_profiler: dict[str, Any] | None = key(None, "DeepSpeed's flops_profiler, passed on.")
     comms_logger: dict[str, Any] | None = key(None, "DeepSpeed's comms_logger, passed on.")

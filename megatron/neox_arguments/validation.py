@@ -9,7 +9,9 @@ from pydantic import BaseModel, ValidationError
 
 from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
-from megatron.neox_arguments.model_keys import intermediate_size_for
+from megatron.neox_arguments.deepspeed_config import optimizer_family
+from megatron.neox_arguments.layer_pattern import check_layer_pattern
+from megatron.neox_arguments.model_keys import LAYER_KEYS, intermediate_size_for
 from megatron.neox_arguments.normalize import unknown_key
 from megatron.neox_arguments.values import declared
 
@@ -31,8 +33,10 @@ def check(args: NeoXArgs) -> None:
     check_position_name(args.model.pos_emb)
     _check_positions(args.model)
     _check_attention_config(args.model)
+    _check_layers(args.model)
     _check_parallel(args)
     _check_schedule(args.optimization)
+    _check_optimizer(args)
     _check_checkpoints(args.checkpoint)
     known = [key for _, group in args for key in type(group).model_fields]
     _check_allowed_changes(args.checkpoint.allow_changed or [], known)
@@ -42,6 +46,11 @@ def check(args: NeoXArgs) -> None:
         _check_epochs(args.data)
     _check_evaluation(args.evaluation, args.model.validation_length)
     _check_launcher(args.launcher)
+    start, stop = args.logging.profile_step_start, args.logging.profile_step_stop
+    if stop <= start and (args.logging.profile or args.logging.memory_profiling):
+        raise ConfigError(
+            f"profile_step_stop = {stop} is not after profile_step_start = {start}. Raise it."
+        )
     _check_not_implemented(args)
 
 
@@ -134,6 +143,24 @@ def _check_positions(model: ModelArgs) -> None:
         )
 
 
+def _check_layers(model: ModelArgs) -> None:
+    """Each entry of layer_pattern, and the model that it makes of its layers."""
+    check_layer_pattern(model, LAYER_KEYS)
+    for place, entry in enumerate(model.layer_pattern or ()):
+        keys = {key: value for key, value in entry.items() if key != "count"}
+        values = {**dict(model), "layer_pattern": None, **keys}
+        if "pos_emb" in keys and "rope_scaling" not in keys:
+            rotary = canonical_method(keys["pos_emb"]) == "rotary"
+            values["rope_scaling"] = model.rope_scaling if rotary else None
+        try:
+            _check_positions(type(model).model_validate(values))
+        except ValidationError as error:
+            problems = describe_validation_error(error, type(model))
+            raise ConfigError(f"layer_pattern[{place}]: {problems[0]}") from error
+        except ConfigError as error:
+            raise ConfigError(f"layer_pattern[{place}]: {error}") from error
+
+
 def other_attention(model: ModelArgs) -> list[str]:
     """The kinds of attention in attention_config that are not implemented."""
     kinds: set[str] = set()
@@ -141,11 +168,21 @@ def other_attention(model: ModelArgs) -> list[str]:
         found = entry[0] if isinstance(entry, list) and entry else []
         kinds |= {str(kind) for kind in (found if isinstance(found, list) else [found])}
     others = sorted(kinds - {"global", "flash"})
+    if others == ["local"] and model.layer_pattern is not None:
+        return [
+            "attention_config with `local` and layer_pattern are both set, and both tell which "
+            "layers have a window. Keep layer_pattern."
+        ]
+    if others == ["local"]:
+        return [
+            "attention_config: attention type 'local' is not implemented here without a window "
+            "(GPT-NeoX's is of blocks, sparsity_config). Set sliding_window_width for its layers."
+        ]
     if not others:
         return []
     return [
         f"attention_config: attention type {', '.join(map(repr, others)):.200} is not implemented "
-        "here; only `global` is (`flash` means the same). For a window use sliding_window_width."
+        "here; only `global` is (`flash` means the same), and `local` with sliding_window_width."
     ]
 
 
@@ -203,9 +240,45 @@ def _check_schedule(optimization: OptimizationArgs) -> None:
         raise ConfigError(
             "override_lr_scheduler and use_checkpoint_lr_scheduler contradict each other. Keep one."
         )
+    if optimization.lr_decay_style == "wsd":
+        _check_wsd(optimization)
     betas = optimization.optimizer.params.betas or ()
     if any(beta >= 1 for beta in betas):
         raise ConfigError(f"optimizer.params.betas = {list(betas)}: each must be below 1.")
+
+
+def _check_wsd(optimization: OptimizationArgs) -> None:
+    last, warmup = optimization.wsd_decay_iters, optimization.warmup * optimization.decay_iters
+    if optimization.train_iters and last + warmup > optimization.decay_iters:
+        raise ConfigError(
+            f"lr_decay_style = wsd: warmup takes {warmup:.0f} and lr_wsd_decay_iters {last} of "
+            f"{optimization.decay_iters} steps. Lower one of them."
+        )
+
+
+def _check_optimizer(args: NeoXArgs) -> None:
+    """Muon turns whole matrices; 8-bit states are Adam's."""
+    optimization, kind = args.optimization, args.optimization.optimizer.type
+    if kind == "muon":
+        zero, mp = optimization.zero_stage_in_effect, args.parallel.model_parallel_size
+        if zero:
+            which = f"precision {optimization.precision}, which takes ZeRO 1"
+            if optimization.zero_stage:
+                which = f"zero_optimization.stage {zero}"
+            raise ConfigError(
+                f"optimizer.type = muon with {which}: ZeRO keeps flat pieces of the weights, and "
+                "Muon needs whole matrices. Use precision fp32 with stage 0, or another optimizer."
+            )
+        if mp > 1:
+            raise ConfigError(
+                f"optimizer.type = muon with model_parallel_size = {mp}: ranks hold slices, and "
+                "Muon needs whole matrices. Use model_parallel_size 1, or another optimizer."
+            )
+    if optimization.use_bnb_optimizer and optimizer_family(kind) != "adam":
+        raise ConfigError(
+            f"use_bnb_optimizer = true with optimizer.type = {kind}: only Adam has 8-bit states "
+            "here. Set optimizer.type: Adam, or leave use_bnb_optimizer out."
+        )
 
 
 def _check_checkpoints(checkpoint: CheckpointArgs) -> None:
@@ -251,6 +324,12 @@ def _check_blends(data: DataArgs) -> None:
         )
     for name in ("train", "valid", "test"):
         paths = getattr(data, f"{name}_data_paths")
+        labels = data.label_paths(name)
+        if len(labels) != len(paths or []) and (labels or (paths and data.label_paths("train"))):
+            raise ConfigError(
+                f"{name}_label_data_paths has {len(labels)} prefixes for {len(paths or [])} "
+                f"{name}_data_paths. Give one per path; data_path takes no labels."
+            )
         weights = getattr(data, f"{name}_data_weights")
         if weights is None:
             continue
@@ -265,6 +344,11 @@ def _check_blends(data: DataArgs) -> None:
 
 def _check_epochs(data: DataArgs) -> None:
     """GPT-NeoX counts no epochs of weighted data; nor do we of several files."""
+    if data.pack_impl != "packed":
+        raise ConfigError(
+            f"train_epochs with pack_impl = {data.pack_impl}: as in GPT-NeoX, only the tokens of "
+            "packed data are counted in epochs. Use train_iters."
+        )
     lists = [getattr(data, f"{name}_data_paths") or () for name in ("train", "valid", "test")]
     if any(len(paths) > 1 for paths in lists):
         raise ConfigError(

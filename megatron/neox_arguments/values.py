@@ -83,9 +83,10 @@ def key(default: Any, meaning: str, **facts: Any) -> Any:
     hf          its name in a Hugging Face config of ours (default: the same name; None: not there)
     hf_default  its default there, where that is not the one here
     ours        neither GPT-NeoX nor the official KERPLE code knows it
+    layer       an entry of layer_pattern may set it for its layers
     refused     a flag of GPT-NeoX's that may not be true here, and why
     """
-    known = {"changes", "resume", "evaluate", "hf", "hf_default", "ours", "refused"}
+    known = {"changes", "resume", "evaluate", "hf", "hf_default", "ours", "layer", "refused"}
     if unknown := set(facts) - known:
         raise TypeError(f"key() has no argument {', '.join(unknown)}")
     return Field(default, description=meaning, json_schema_extra=facts or None)

@@ -11,6 +11,7 @@ import yaml
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.allowed_code import allow_kernel, classes_in, without_code
+from megatron.neox_arguments.deepspeed_config import optimizer_family
 from megatron.neox_arguments.normalize import NESTED_BLOCKS, enabled_blocks, normalize
 from megatron.neox_arguments.values import copy_plain
 
@@ -228,6 +229,7 @@ def merge(base: Sequence[Layer], overrides: Sequence[Layer]) -> dict[str, Any]:
     _refuse_two_precisions([layer for layer in overrides if layer.source.startswith("--set ")])
     for layer in overrides:
         merged = _forget_other_precisions(merged, layer.values)
+        merged = _forget_other_optimizer(merged, layer.values)
         merged = _deep_merge(merged, layer.values)
     return merged
 
@@ -270,6 +272,25 @@ def _refuse_two_precisions(assigned: Sequence[Layer]) -> None:
             f"{' and '.join(layer.source for layer in chosen.values())} choose "
             f"{' and '.join(chosen)} at once. Keep one, e.g. --set precision={next(iter(chosen))}."
         )
+
+
+def _forget_other_optimizer(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`--set optimizer.type=lion` on a file with Adam's betas means Lion with its own defaults.
+
+    The learning rate stays; it has no default of an optimizer.
+    """
+    old, new = (_optimizer_of(values) for values in (below, above))
+    kinds = [str(block.get("type", "adam")).lower() for block in (old, new)]
+    if "type" not in new or optimizer_family(kinds[0]) == optimizer_family(kinds[1]):
+        return below
+    params = old.get("params")
+    kept = {"lr": params["lr"]} if isinstance(params, dict) and "lr" in params else {}
+    return {**below, "optimizer": {**old, "params": kept}} if "params" in old else below
+
+
+def _optimizer_of(values: dict[str, Any]) -> dict[str, Any]:
+    block = values.get("optimizer")
+    return block if isinstance(block, dict) else {}
 
 
 def _forget_other_precisions(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

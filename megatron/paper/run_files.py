@@ -56,7 +56,7 @@ def prepare_run(run: Run) -> None:
     if different := training_differences(run):
         raise ReproduceError(
             f"{run.directory} holds a run with another training config ({different}). Move it "
-            "aside, or let `tools/reproduce.py run --restart-changed` do that (nothing is deleted)."
+            "aside, or add --restart-changed, which does that (nothing is deleted)."
         )
     finished = trained(run)
     head = f"# Run {run.name}, written by tools/reproduce.py. Edit the suite, not this file.\n"

@@ -73,6 +73,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
+    def tokenize_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """Of the pieces of one document: without tokens that begin or end every text."""
+        return self.tokenize_batch(texts)
+
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Many texts at once; libraries that can do this faster override it."""
         return [self.tokenize(text) for text in texts]

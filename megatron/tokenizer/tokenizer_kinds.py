@@ -77,9 +77,15 @@ class _LibraryTokenizer(Tokenizer):
             return list(self._library.encode(_valid(text), add_special_tokens=self.special).ids)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encode(texts, self.special)
+
+    def tokenize_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._encode(texts, False)
+
+    def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         valid = [_valid(text) for text in texts]
         with _encoding():
-            encodings = self._library.encode_batch_fast(valid, add_special_tokens=self.special)
+            encodings = self._library.encode_batch_fast(valid, add_special_tokens=special)
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, token_ids: Sequence[int]) -> str:

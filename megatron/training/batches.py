@@ -132,7 +132,7 @@ def _build(
 def _check_enough(train: Any, length: int) -> None:
     """Refuse a corpus shorter than one sequence, which would repeat within a sample."""
     tokens = tokens_of(train)
-    if tokens is not None and tokens <= length:
+    if tokens is not None and tokens <= length and not _documents_of(train):
         raise DataError(
             f"the train split holds {tokens} tokens, too few for one sequence of seq_length = "
             f"{length}. Use more text, a larger share in split, or a shorter seq_length."
@@ -142,6 +142,8 @@ def _check_enough(train: Any, length: int) -> None:
 def _amount(train: Any, tokens_seen: int) -> str:
     """The number of tokens and of epochs."""
     tokens = tokens_of(train)
+    if documents := _documents_of(train):
+        return f"data: {tokens or 0:,} training tokens in {documents:,} documents with loss"
     if tokens is None:
         return f"data: {tokens_seen:,} tokens to train on"
     epochs = tokens_seen / tokens
@@ -155,6 +157,12 @@ def tokens_of(dataset: Any) -> int | None:
     counts = [getattr(part, "tokens_per_epoch", None) for part in parts]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
+
+
+def _documents_of(dataset: Any) -> int:
+    """Documents that are kept whole (`pack_impl`); 0 if they are cut into one stream."""
+    parts = getattr(dataset, "datasets", [dataset])
+    return sum(getattr(part, "usable_documents", 0) for part in parts)
 
 
 def _sample_counts(args: NeoXArgs, plan: BatchPlan, start: Resumed) -> tuple[int, int, int]:
@@ -176,8 +184,10 @@ def _micro_batches(
     masks_ends = data.eod_mask_loss or data.reset_attention_mask
     gives_starts = data.tells_documents_apart
     for batch in loader:
-        text = batch["text"].to(device, non_blocking=True)
-        tokens, labels, mask = get_labels_and_mask(text, eod, masks_ends)
+        found = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        tokens, labels, mask = get_labels_and_mask(
+            found["text"], eod, masks_ends, found.get("label")
+        )
         if gives_starts:
             yield (tokens, document_starts(tokens, eod)), (labels, mask)
         else:

@@ -43,6 +43,8 @@ def build_schedule(options: OptimizationArgs) -> Schedule:
         decay_steps=options.decay_iters,
         style=options.lr_decay_style,
         rule=options.lr_decay_rule,
+        wsd_steps=options.wsd_decay_iters,
+        wsd_style=options.lr_wsd_decay_style,
     )
 
 
@@ -134,9 +136,12 @@ def _build_pipeline(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) ->
 def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> TrainingEngine:
     """The engine around the module, with our optimizer, schedule and files."""
     options = args.optimization
+    kind = "adam8bit" if options.use_bnb_optimizer else optimizer_kind(options.optimizer)
     optimizer = build_optimizer(
-        optimizer_kind(options.optimizer),
-        parameter_groups(module.named_parameters(), options.weight_decay),
+        kind,
+        parameter_groups(
+            module.named_parameters(), options.weight_decay, linear_apart=kind == "muon"
+        ),
         options.optimizer.params.model_dump(exclude_none=True),
         on_gpu=current_device().type == "cuda",
     )

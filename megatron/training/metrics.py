@@ -267,6 +267,8 @@ def data_identity(data: DataArgs) -> dict[str, Any]:
     prefixes = [data.data_path] if data.data_path else []
     for group in (data.train_data_paths, data.valid_data_paths, data.test_data_paths):
         prefixes += list(group or [])
+    for split in ("train", "valid", "test"):
+        prefixes += data.label_paths(split)
     found: dict[str, Any] = {}
     for prefix in dict.fromkeys(map(str, prefixes)):
         index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
@@ -307,6 +309,12 @@ def finished_at(directory: Path) -> int | None:
         return None
     step = history[-1].get("at_step")
     return step if isinstance(step, int) else None
+
+
+def recorded_data(checkpoint: Path) -> dict[str, Any] | None:
+    """Sizes and hashes of the data that `checkpoint` was trained on, if it is recorded."""
+    data = saved_data(checkpoint) or (read_json(checkpoint.parent / MANIFEST) or {}).get("data")
+    return data if isinstance(data, dict) else None
 
 
 def check_data(checkpoint: Path, data: DataArgs, allow_changed: Iterable[str]) -> list[str]:

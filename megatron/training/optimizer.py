@@ -12,23 +12,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megatron.backends.interface import Span, TrainingEngine, full_shape
+from megatron.backends.optimizers import LINEAR
 from megatron.mpu.parallel_layers import parameter_facts
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    *,
+    linear_apart: bool = False,
 ) -> list[dict[str, Any]]:
     """Weight decay applies to matrices, not to biases and norms; kernels have their own rule.
 
     Exactly two groups: ZeRO computes each group's norm over all pipeline stages, so every stage
-    must have the same groups, and only the first has a kernel.
+    must have the same groups, and only the first has a kernel. `linear_apart` makes a third, of the
+    matrices of linear layers, for Muon, which ZeRO does not step.
     """
+    linear: dict[str, Any] = {"params": [], "weight_decay": weight_decay, "name": LINEAR}
     decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay, "name": "decayed"}
     plain: dict[str, Any] = {"params": [], "weight_decay": 0.0, "name": "plain"}
     for _, parameter in named_parameters:
-        is_decayed = parameter_facts(parameter).is_decayed(full_shape(parameter))
-        (decayed if is_decayed else plain)["params"].append(parameter)
-    return [group for group in (decayed, plain) if group["params"]]
+        facts, shape = parameter_facts(parameter), full_shape(parameter)
+        if linear_apart and facts.is_linear(shape):
+            linear["params"].append(parameter)
+        else:
+            (decayed if facts.is_decayed(shape) else plain)["params"].append(parameter)
+    return [group for group in (linear, decayed, plain) if group["params"]]
 
 
 # Learning-rate schedules: GPT-NeoX's rule, the official KERPLE fork's, and our first one.
@@ -50,9 +59,14 @@ class Schedule:
     decay_steps: int
     style: str
     rule: str = "neox"
+    wsd_steps: int = 0
+    """`wsd`: how many of the steps before decay_steps the decay takes."""
+    wsd_style: str = "linear"
 
     def __call__(self, step: int) -> float:
         """The rate of the step that follows `step` steps."""
+        if self.style == "wsd":
+            return wsd_rate(self, step)
         return RULES[self.rule](self, step)
 
     def rises_again(self, last_step: int) -> bool:
@@ -67,6 +81,27 @@ def neox_rate(schedule: Schedule, step: int) -> float:
         return peak * max(1, step) / warmup
     done, end = step - warmup, (schedule.decay_steps - warmup) or 1
     return max(_decayed(schedule, done, end, schedule.minimum), schedule.minimum)
+
+
+def wsd_rate(schedule: Schedule, step: int) -> float:
+    """Warmup as in GPT-NeoX, the peak, and from decay_steps - wsd_steps on a decay to the minimum.
+
+    The formulas of the decay are Megatron-LM's; `lr_decay_rule` does not change them.
+    """
+    peak, least, warmup = schedule.peak, schedule.minimum, schedule.warmup_steps
+    if warmup > 0 and step <= warmup:
+        return peak * max(1, step) / warmup
+    done = (step - (schedule.decay_steps - schedule.wsd_steps)) / schedule.wsd_steps
+    left = WSD_DECAYS[schedule.wsd_style](min(max(done, 0.0), 1.0))
+    return least + left * (peak - least)
+
+
+WSD_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "exponential": lambda done: 2.0 * 0.5**done - 1.0,
+    "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
+}
 
 
 def kerple_rate(schedule: Schedule, step: int) -> float:

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron.checkpoints.sharding import canonical_names
 from megatron.model.kernel_theory import PAPER_MAX_DISTANCE, effective_length
 from megatron.model.position_base import TableEmbedding
 from megatron.mpu.collectives import gather_from_group
+from megatron.neox_arguments.run_keys import LoggingArgs
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, StepReport, Trainer
 
@@ -174,16 +176,88 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
+class Profile(Hook):
+    """`profile` and `memory_profiling`: a trace, and a memory snapshot, of some steps."""
+
+    def __init__(self, options: LoggingArgs, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self._profiler: torch.profiler.profile | None = None
+        self._records_memory = False
+        self._written: list[str] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        if self.options.memory_profiling and not torch.cuda.is_available():
+            trainer.say("memory_profiling: torch records the memory of GPUs, and there is none")
+        if trainer.step == self.options.profile_step_start:
+            self._begin()
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        if report.step == self.options.profile_step_start:
+            self._begin()
+        elif report.step == self.options.profile_step_stop:
+            self._finish()
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._finish()
+        for line in self._written:
+            trainer.say(line)
+        if self.options.profile and not self._written:
+            trainer.say(
+                f"profile: nothing was recorded; the run took no step after profile_step_start = "
+                f"{self.options.profile_step_start}"
+            )
+
+    def on_failure(self, trainer: Trainer, error: BaseException) -> None:
+        self._finish()
+
+    def _begin(self) -> None:
+        if self.options.memory_profiling and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history()
+            self._records_memory = True
+        if self.options.profile:
+            self._profiler = torch.profiler.profile(record_shapes=True)
+            self._profiler.start()
+
+    def _finish(self) -> None:
+        """Write what was recorded; also when the run ends before the last step to record."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if self._profiler is not None:
+            self._profiler.stop()
+            path = self._place(self.folder, f"trace_rank{rank}.json.gz")
+            unfinished = path.with_name(f".{path.name}")
+            self._profiler.export_chrome_trace(str(unfinished))
+            unfinished.replace(path)
+            self._profiler = None
+            self._written.append(f"profile: {path} (open it with Perfetto)")
+        if self._records_memory:
+            folder = self.options.memory_profiling_path
+            path = self._place(Path(folder or self.folder), f"memory_rank{rank}.pickle")
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._records_memory = False
+            self._written.append(f"memory_profiling: {path} (open it with torch's memory viewer)")
+
+    def _place(self, folder: Path, name: str) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
+
+
 # The learned kernels: their values per head in the metrics, and the `project` constraint.
 
 
-def kernel_modules(module: nn.Module) -> list[TableEmbedding]:
-    """The tables on this rank that learn something."""
-    return [
-        part
-        for part in module.modules()
+def kernel_modules(module: nn.Module) -> dict[str, TableEmbedding]:
+    """The tables on this rank that learn something, by their names in the module."""
+    return {
+        name: part
+        for name, part in module.named_modules()
         if isinstance(part, TableEmbedding) and next(part.parameters(), None) is not None
-    ]
+    }
+
+
+def _suffix(number: int, name: str) -> str:
+    """`_layer3` for the kernel of a layer, `_shared1` for one of several that layers share."""
+    shared = re.search(r"\bembedding\.(\d+)$", name)
+    return f"_shared{shared[1]}" if shared else f"_layer{number}"
 
 
 class RecordKernels(Hook):
@@ -203,14 +277,14 @@ class RecordKernels(Hook):
     @torch.no_grad()
     def _record(self, trainer: Trainer) -> None:
         kernels = kernel_modules(trainer.engine.module)
-        for number, kernel in enumerate(kernels):
+        for number, (module_name, kernel) in enumerate(kernels.items()):
             with gathered(kernel.parameters()):
                 values = {
                     name: gather_from_group(value.float(), trainer.parallel.tp).tolist()
                     for name, value in kernel.kernel_values().items()
                 }
                 bias = kernel(PAPER_MAX_DISTANCE + 1).bias
-            suffix = f"_layer{number}" if len(kernels) > 1 else ""
+            suffix = _suffix(number, module_name) if len(kernels) > 1 else ""
             line: dict[str, Any] = {f"kernel{suffix}": values}
             if bias is not None:
                 everyone = gather_from_group(bias.T, trainer.parallel.tp).T
@@ -283,7 +357,7 @@ class ProjectKernels(Hook):
     """kerple_constraint `project`: put parameters back into their bounds after every step."""
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        for kernel in kernel_modules(trainer.engine.module):
+        for kernel in kernel_modules(trainer.engine.module).values():
             with gathered(kernel.parameters(), write=True):
                 kernel.project_()
             for parameter in kernel.parameters():

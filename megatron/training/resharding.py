@@ -22,6 +22,7 @@ from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import allow_kernel
 from megatron.terminal import exit_with, run_command
 from megatron.training.engine import build_engine, build_module
+from megatron.training.metrics import recorded_data
 from megatron.training.run import find_vocabulary
 
 
@@ -41,7 +42,8 @@ def reshard(source: Path, target: Path, step: int) -> None:
     # Load all of the checkpoint, whatever the saved config says about loading.
     everything = args.replace(no_load_optim=False)
     resumed = resume(engine, store, everything, step, parallel)
-    save_universal(engine, CheckpointStore(target), args, resumed, parallel, vocabulary.size)
+    data = recorded_data(store.path(step))
+    save_universal(engine, CheckpointStore(target), args, resumed, parallel, vocabulary.size, data)
     dist.destroy_process_group()
 
 

@@ -35,6 +35,7 @@ from megatron.training.control_hooks import (
 from megatron.training.engine import build_engine, build_module, build_schedule, weights_dtype
 from megatron.training.metrics import Manifest, Sinks, build_sinks, data_identity
 from megatron.training.progress_hooks import (
+    Profile,
     ProjectKernels,
     RecordKernels,
     RecordMetrics,
@@ -178,6 +179,9 @@ def build_hooks(
         hooks.append(RecordParameterNorms(sinks, log_interval))
     if args.logging.log_grad_pct_zeros:
         hooks.append(RecordZeroGradients(sinks, log_interval))
+    if args.logging.profile or args.logging.memory_profiling:
+        folder = run_directory(args.checkpoint) or Path()
+        hooks.append(Profile(args.logging, folder / "profile"))
     if args.runtime.exit_interval:
         hooks.append(StopAtInterval(args.runtime.exit_interval))
     directory = run_directory(args.checkpoint)

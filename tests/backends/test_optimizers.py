@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.backends.optimizers import Lion, build_optimizer, measured_state_bytes
+from megatron.backends.optimizers import LINEAR, Lion, build_optimizer, measured_state_bytes
 from megatron.errors import ConfigError
 from megatron.model.sizes import estimate_memory, optimizer_bytes
 from megatron.mpu.parallel_layers import declare
@@ -73,6 +75,84 @@ def test_lion_takes_the_steps_of_its_paper() -> None:
             momentum.copy_(0.99 * momentum + 0.01 * gradient)
     for (_, own), expected in zip(ours, values, strict=True):
         torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_takes_torchs_steps_and_keeps_its_state_over_a_reload() -> None:
+    """Muon's of the matrix of a linear layer, AdamW's of all others."""
+    ours, theirs = named_parameters(), named_parameters()
+    for found in (ours, theirs):
+        declare(found[0][1], split=0)
+    mine, plain = ([p for _, p in found] for found in (ours, theirs))
+    groups = parameter_groups(ours, DECAY, linear_apart=True)
+    assert [(group["name"], len(group["params"])) for group in groups] == [
+        (LINEAR, 1),
+        ("plain", 3),
+    ]
+    optimizer = build_optimizer("muon", groups, {**SETTINGS, "momentum": 0.9})
+    take_steps(optimizer, mine)
+    again = build_optimizer("muon", groups, {**SETTINGS, "momentum": 0.9})
+    again.load_state_dict(optimizer.state_dict())
+    for group in again.param_groups:
+        group["lr"] = 0.02  # as the scheduler sets it
+    take_steps(again, mine)
+    muon = torch.optim.Muon(
+        plain[:1], lr=0.01, weight_decay=DECAY, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+    )
+    adam = torch.optim.AdamW(plain[1:], **SETTINGS, weight_decay=0.0)
+    for rate in (0.01, 0.02):
+        generator = torch.Generator().manual_seed(1)
+        muon.param_groups[0]["lr"] = adam.param_groups[0]["lr"] = rate
+        for _ in range(6):
+            for parameter in plain:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            muon.step()
+            adam.step()
+    for own, expected in zip(mine, plain, strict=True):
+        torch.testing.assert_close(own, expected)
+
+
+def test_muons_one_state_of_a_matrix_is_counted() -> None:
+    def needed(kind: str) -> int:
+        block = {"type": kind, "params": {"lr": 0.1}}
+        return estimate_memory(
+            NeoXArgs.from_dict(tiny_config("data", optimizer=block)), 1
+        ).optimizer
+
+    hidden, layers = 32, 2
+    assert needed("Adam") - needed("Muon") == 4 * 12 * hidden**2 * layers
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (layout(zero=1), "zero_optimization.stage 1"),
+        (layout(mp=2), "model_parallel_size = 2"),
+        ({"precision": "bf16"}, "precision bf16, which takes ZeRO 1"),
+    ],
+)
+def test_what_muon_does_not_combine_with_is_named(settings: dict[str, Any], named: str) -> None:
+    block = {"type": "Muon", "params": {"lr": 0.1}}
+    with pytest.raises(ConfigError, match=f"optimizer.type = muon with {named}"):
+        NeoXArgs.from_dict(tiny_config("data", optimizer=block, **settings))
+
+
+def test_8bit_adam_without_its_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="needs the package bitsandbytes"):
+        build_optimizer("adam8bit", [{"params": [nn.Parameter(torch.ones(2))]}], SETTINGS)
+    lion = tiny_config("data", use_bnb_optimizer=True, optimizer={"type": "Lion", "params": {}})
+    with pytest.raises(ConfigError, match="only Adam has 8-bit states"):
+        NeoXArgs.from_dict(lion)
+    adam = NeoXArgs.from_dict({**lion, "optimizer": {"type": "Adam", "params": {}}})
+    count = estimate_memory(adam.replace(use_bnb_optimizer=False), 1).optimizer // 8
+    assert estimate_memory(adam, 1).optimizer == 2 * count
+
+
+def test_8bit_adam_gets_adams_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = SimpleNamespace(Adam8bit=lambda groups, **options: (groups, options))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(optim=package))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", package)
+    assert build_optimizer("adam8bit", [], SETTINGS) == ([], SETTINGS)  # type: ignore[comparison-overlap]
 
 
 def test_deepspeeds_adam_without_a_compiler_says_what_to_do(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.inspection import compare, kernel_of
+from megatron.commands.kernel_tools import subjects
 from megatron.errors import CheckpointError
-from tests.checkpoints.small_models import at_rest, random_model, small_args
+from tests.checkpoints.small_models import at_rest, random_model, saved_model, small_args
 
 NAME = "2.attention.dense.bias"
 
@@ -32,3 +36,19 @@ def test_a_kernel_that_does_not_fit_its_config_is_named() -> None:
     checkpoint.weights["1.embedding.r1"] = torch.ones(3)
     with pytest.raises(CheckpointError, match="its kernel does not fit its config"):
         kernel_of(checkpoint)
+
+
+def test_kernels_of_a_pattern_are_told_by_their_layers(tmp_path: Path) -> None:
+    """Each once, whichever layers share it, and drawn so."""
+    pattern = [{"count": 2, "pos_emb": "kerple_log"}, {"pos_emb": "none"}, {"pos_emb": "alibi"}]
+    model = saved_model(tmp_path, num_layers=5, layer_pattern=pattern)
+    log, alibi = kernel_of(read_checkpoint(tmp_path), 64)
+    assert (log["layers"], log["pos_emb"], log["layer"]) == ([0, 1, 4], "kerple_log", None)
+    assert (alibi["layers"], alibi["values"]) == ([3], {})
+    values = next(iter(model.positional_embeddings())).kernel_values()
+    assert log["values"] == {name: value.tolist() for name, value in values.items()}
+    drawn = list(subjects([str(tmp_path)], Namespace(iteration=None, length=32)))
+    assert [(d.title.partition(": ")[2], d.file.name) for d in drawn] == [
+        ("KERPLE-log at step 5, layers 0-1, 4", "kernels_0.png"),
+        ("ALiBi at step 5, layer 3", "kernels_1.png"),
+    ]

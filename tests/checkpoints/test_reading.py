@@ -25,11 +25,11 @@ from tests.checkpoints.small_models import (
     small_args,
     tokens,
 )
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.fuzz.checkpoint_targets import universal
 
-LOG = FIXTURES / "official_kerple_log"
-POWER = FIXTURES / "official_kerple_power_mp2"
+LOG = unpacked("official_kerple_log")
+POWER = unpacked("official_kerple_power_mp2")
 
 
 class Trap:
@@ -159,7 +159,7 @@ def test_saved_keys_that_do_not_change_the_model_do_not_stop_it(tmp_path: Path) 
     others = {
         "sequence_parallel": True, "use_comet": True, "comet_project": "p", "s3_path": "s3://b",
         "profile": True, "memory_profiling": True, "use_bnb_optimizer": True, "train_epochs": 2,
-        "peak_theoretical_tflops": 312, "label_data_paths": ["a"], "pack_impl": "unpacked",
+        "peak_theoretical_tflops": 312, "train_reward_data_paths": ["a"], "packing": True,
         "autotuning": {"enabled": True}, "train_impl": "dpo",
     }  # fmt: skip
     changed(tmp_path / "run", **others)

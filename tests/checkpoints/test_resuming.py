@@ -15,6 +15,7 @@ from tests.training.cases import (
     ADAM,
     DROPOUT,
     ON_TWO,
+    labelled,
     layout,
     precision,
     run_cases,
@@ -34,6 +35,8 @@ ONE = {
     "bf16": {**layout(), **precision("bf16")},
     "bf16_zero1": {**layout(zero=1), **precision("bf16")},
     "fp16": {**layout(), "fp16": {"enabled": True, "initial_scale_power": 14}},
+    "labels": layout(),
+    "muon": {**layout(), "optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
 }
 TWO = {
     **ON_TWO,
@@ -51,15 +54,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases: dict[int, dict[str, Any]] = {1: {}, 2: {}}
     for name, processes in TABLE:
         # train_batch_size 4 with micro-batches of 1: accumulation is on; so is dropout.
-        config = tiny_config(
-            data,
-            optimizer=ADAM,
-            weight_decay=0.1,
-            lr_decay_style="cosine",
-            warmup=0.2,
-            **DROPOUT,
-            **{**ONE, **TWO}[name],
-        )
+        usual = {"optimizer": ADAM, "weight_decay": 0.1, "lr_decay_style": "cosine", "warmup": 0.2}
+        own = labelled(data, "unpacked") if name == "labels" else {}
+        config = tiny_config(data, **{**usual, **DROPOUT, **{**ONE, **TWO}[name], **own})
         saved = str(directory / name)
         cases[processes] |= {
             f"{name}-whole": {

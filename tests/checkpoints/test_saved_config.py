@@ -11,8 +11,13 @@ import yaml
 
 import kerple
 from megatron.checkpoints.run_state import LAYOUT
-from megatron.checkpoints.saved_config import config_to_resume, values_when_saved
+from megatron.checkpoints.saved_config import (
+    check_same_model,
+    config_to_resume,
+    values_when_saved,
+)
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
+from megatron.errors import CheckpointError
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.optimizer import Schedule
 from tests.training.cases import tiny_config, write_data
@@ -110,3 +115,21 @@ def test_an_earlier_run_keeps_tables_that_no_layer_scales() -> None:
     today = {"lr_decay_rule": "neox", "mlp_multiple_of": 1, "apply_query_key_layer_scaling": True}
     assert values_when_saved(today) == {"scale_tables_by_layer": False}
     assert values_when_saved({**today, "scale_tables_by_layer": True}) == {}
+
+
+def test_another_pattern_is_refused_with_both_values() -> None:
+    """However its counts are written; names of the official code are ours."""
+    values = {**tiny_config("x"), "num_layers": 4}
+    values.pop("pos_emb")
+
+    def config(*entries: dict[str, Any]) -> NeoXArgs:
+        return NeoXArgs.from_dict({**values, "layer_pattern": list(entries)})
+
+    power = {"pos_emb": "kerple_power"}
+    saved = config({"count": 2, "pos_emb": "kerple_power_ap_"}, {"pos_emb": "none"})
+    check_same_model(saved, config(power, power, {"pos_emb": "none"}), Path("x"), native=True)
+    other = config({"count": 2, **power}, {"pos_emb": "none", "sliding_window_width": 7})
+    with pytest.raises(CheckpointError) as caught:
+        check_same_model(saved, other, Path("x"), native=True)
+    assert "kerple_power_ap_'}, {'pos_emb': 'none'}] in the checkpoint" in str(caught.value)
+    assert "'sliding_window_width': 7}] in the config" in str(caught.value)

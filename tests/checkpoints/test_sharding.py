@@ -23,10 +23,10 @@ from tests.checkpoints.small_models import (
     small_args,
     tokens,
 )
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 
-LOG = FIXTURES / "official_kerple_log"
-POWER = FIXTURES / "official_kerple_power_mp2"
+LOG = unpacked("official_kerple_log")
+POWER = unpacked("official_kerple_power_mp2")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from argparse import Namespace
@@ -21,9 +22,10 @@ from tests.training.runs import finish, losses, run, run_config, start_run
 HALF = 3
 BF16 = precision("bf16")
 # Every other way to cut a parameter (T5's table, a gated block, grouped heads, gates, numbers per
-# head, an output layer of its own cut by columns), and norms of a single number.
+# head, an output layer of its own cut by columns), norms of one number, and layers that differ.
 ODD = {
     "pos_emb": "rpe",
+    "layer_pattern": [{}, {"pos_emb": "kerple_log", "forget_gate": False}],
     "norm": "scalenorm",
     "activation": "swiglu",
     "num_kv_heads": 2,
@@ -303,6 +305,9 @@ def test_one_command(tmp_path: Path) -> None:
     done = subprocess.run(tool, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (target / "latest_universal").read_text() == "global_step4"
+    index, layout_file = target / "global_step4/universal.json", save / "global_step4/layout.json"
+    known = json.loads(layout_file.read_text())["data"]
+    assert json.loads(index.read_text())["data"] == known and data in known
     assert "resuming after step 4" in run({**single, "load": str(target)}, tmp_path)
     assert sorted(losses(tmp_path / "next")) == [5, 6]
     sgd = {**single, **SGD, "load": str(target), "save": str(tmp_path / "sgd")}

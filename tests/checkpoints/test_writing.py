@@ -113,8 +113,15 @@ def test_native_to_hugging_face_and_back(tmp_path: Path, pos_emb: str) -> None:
     [
         {"kerple_share": "per_layer", "kerple_constraint": "softplus"},
         {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
+        {
+            "layer_pattern": [
+                {"sliding_window_width": 3, "forget_gate": True},
+                {"pos_emb": "rpe", "attention_temperature": {"floor": 4, "alpha": 0.5}},
+            ],
+            "kerple_constraint": "softplus",
+        },
     ],
-    ids=["kernels of layers", "score terms"],
+    ids=["kernels of layers", "score terms", "pattern"],
 )
 def test_what_only_ours_has_survives_hugging_face_and_splitting(
     tmp_path: Path, changes: dict[str, Any]

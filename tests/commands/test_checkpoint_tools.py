@@ -27,12 +27,13 @@ from tests.checkpoints.small_models import (
     saved_model,
     small_args,
 )
-from tests.conftest import FIXTURES, REPOSITORY
+from tests.conftest import REPOSITORY
+from tests.fixture_archives import unpacked
 
 convert = partial(run, "convert_checkpoint")
 inspect = partial(run, "inspect_checkpoint")
-POWER = FIXTURES / "official_kerple_power_mp2"
-LOG = FIXTURES / "official_kerple_log"
+POWER = unpacked("official_kerple_power_mp2")
+LOG = unpacked("official_kerple_log")
 
 
 def test_any_to_any_keeps_the_official_logits(tmp_path: Path) -> None:

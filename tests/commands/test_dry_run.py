@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from megatron.commands.dry_run import dry_run_report
 from megatron.neox_arguments import NeoXArgs
+from tests.conftest import REPOSITORY
 from tests.neox_arguments.samples import TINY
+from tests.training.cases import run_cases, tiny_config, write_data
 
 
 def test_the_stage_of_zero_in_effect_is_named() -> None:
@@ -38,3 +42,52 @@ def test_a_vocabulary_that_a_library_knows_by_name_is_not_missing(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "vocab.json").write_text("{}")
     assert "found   vocab_file: ~/vocab.json" in files("GPT2BPETokenizer", "~/vocab.json")
+
+
+def test_a_pattern_is_shown_and_counted_layer_by_layer() -> None:
+    """Three layers of four have a window: keys in the cache, flops and kernels are theirs."""
+    pattern = [
+        {"count": 3, "pos_emb": "kerple_log", "sliding_window_width": 3},
+        {"pos_emb": "rpe", "forget_gate": True},
+    ]
+    values = {**TINY, "num_layers": 5, "tokenizer_type": "CharLevelTokenizer", "precision": "bf16"}
+    report = dry_run_report(NeoXArgs.from_dict({**values, "layer_pattern": pattern}))
+    lines = " ".join(report.split())
+    assert "layers 0-2, 4 pos_emb: kerple_log, sliding_window_width: 3" in lines
+    assert "layer 3 pos_emb: rpe, forget_gate: True" in lines
+    assert "kernel of layers 0-2, 4 KERPLE-log" in lines
+    assert f"positions (KERPLE-log + T5 bias) {2 * 4 + 32 * 4}" in lines
+    cached = 2 * 2 * 32 * (4 * 4 + 16) / 2**20  # keys and values, 2 bytes, 32 wide
+    assert f"KV cache of 16 tokens, generating {cached:.2f} MiB" in lines
+    weights = 5 * 2 * 32 * (4 * 32 + 2 * 128) // 2 + 32 * 4 + 32 * 512
+    seen = 4 * (4 - 16 / 32) + 8  # keys on average
+    assert f"{3 * (2 * weights + 4 * 32 * seen):.3g} flops per token" in report
+
+
+def test_the_patterns_in_configs_are_described_and_train(tmp_path: Path) -> None:
+    """Two steps each on top of a model of five layers, with windows and floors of a tiny length."""
+    base = tmp_path / "base.yml"
+    model = {"num_layers": 5, "pos_emb": "learned", "train_iters": 2}
+    base.write_text(yaml.safe_dump(tiny_config(write_data(tmp_path), **model)))
+    rows = {
+        "swan": "layers 0, 4 pos_emb: none, attention_temperature",
+        "rnope": "layers 0-2, 4 pos_emb: rotary, sliding_window_width: 255 layer 3 pos_emb: none",
+        "irope": "layer 3 pos_emb: none, attention_temperature",
+    }
+    cases: dict[str, Any] = {}
+    for name, row in rows.items():
+        args = NeoXArgs.from_files(
+            [base], overrides=[REPOSITORY / "configs" / "kerple" / f"{name}.yml"]
+        )
+        assert row in " ".join(dry_run_report(args).split())
+        smaller = {"sliding_window_width": 3, "attention_temperature": {"floor": 8}}
+        pattern = [
+            {key: smaller.get(key, value) for key, value in entry.items()}
+            for entry in args.model.layer_pattern or ()
+        ]
+        config = args.replace(layer_pattern=pattern).to_dict()
+        cases[name] = {"config": config, "steps": 2}
+    found = run_cases(cases, tmp_path, 1)
+    losses = [found[name]["losses"] for name in rows]
+    assert all(first > last for first, last in losses)
+    assert len({first for first, _ in losses}) == 3, "three models"

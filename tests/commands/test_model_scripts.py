@@ -286,13 +286,13 @@ def test_a_first_config_is_complete_and_explained(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("init", []) == 0
-    args = NeoXArgs.from_files(["first.yml"])
-    assert args.model.pos_emb == "kerple_log" and args.checkpoint.save == "runs/first"
-    assert "# Transformer layers.\nnum_layers: 4\n" in Path("first.yml").read_text("utf-8")
+    args = NeoXArgs.from_files(["my_model.yml"])
+    assert args.model.pos_emb == "kerple_log" and args.checkpoint.save == "runs/my_model"
+    assert "# Transformer layers.\nnum_layers: 4\n" in Path("my_model.yml").read_text("utf-8")
     hints = capsys.readouterr().err.splitlines()
-    assert hints == ["next: kerple prepare_data stdlib", "next: kerple train first.yml"]
+    assert hints == ["next: kerple prepare_data stdlib", "next: kerple train my_model.yml"]
     with pytest.raises(SystemExit) as ended:
-        run("train", ["first.yml", "--dry-run"])
+        run("train", ["my_model.yml", "--dry-run"])
     assert ended.value.code == 0
     values = ["pos_emb=alibi", "optimizer.params.lr=1e-3", "sliding_window_width=64"]
     assert run("init", ["mine", "--set", *values]) == 0
@@ -305,7 +305,7 @@ def test_no_file_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "first.yml").write_text("mine")
+    (tmp_path / "my_model.yml").write_text("mine")
     assert run("init", []) == 2
-    assert "first.yml: is there already" in capsys.readouterr().err
-    assert (tmp_path / "first.yml").read_text() == "mine"
+    assert "my_model.yml: is there already" in capsys.readouterr().err
+    assert (tmp_path / "my_model.yml").read_text() == "mine"

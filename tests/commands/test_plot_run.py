@@ -9,6 +9,7 @@ import pytest
 
 from megatron.commands import run
 from megatron.commands.plot_run import read_run
+from tests.neox_arguments.samples import TINY
 
 
 def write_metrics(folder: Path, pos_emb: str = "kerple_log", steps: int = 5) -> Path:
@@ -35,6 +36,25 @@ def test_one_run_and_several(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     both = tmp_path / "new" / "both.svg"
     assert run("plot_run", [str(one), str(other), "--out", str(both)]) == 0
     assert both.read_text("utf-8").startswith("<?xml")
+
+
+def test_the_kernels_of_a_pattern_have_a_row_each(tmp_path: Path) -> None:
+    folder = tmp_path / "pattern"
+    folder.mkdir()
+    pattern = [{"count": 2, "pos_emb": "kerple_log"}, {"pos_emb": "kerple_power"}]
+    config = {**TINY, "num_layers": 3, "layer_pattern": pattern}
+    (folder / "manifest.json").write_text(json.dumps({"config": config}))
+    lines = [
+        {"step": step, "loss": 1.0, "kernel_shared0": {"r1": [step, 1.0], "r2": [1.0, 0.5]},
+         "kernel_shared1": {"r1": [1.0, 2.0], "r2": [0.5, 1.0]}}
+        for step in (1, 2)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first, second = read_run(folder).shared.values()
+    assert (first.name, first.config["pos_emb"]) == ("pattern, layers 0-1", "kerple_log")
+    assert (second.name, second.config["pos_emb"]) == ("pattern, layer 2", "kerple_power")
+    assert [step for step, _ in second.kernels] == [1, 2]
+    assert run("plot_run", [str(folder)]) == 0
 
 
 def test_a_run_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
 from megatron.data.gpt_dataset import (
     GPTDataset,
+    WholeDocuments,
     number_of_epochs,
     split_bounds,
 )
@@ -135,3 +136,79 @@ def test_documents_without_tokens_are_refused(tmp_path: Path) -> None:
         writer.add_document([1])
     with pytest.raises(DataError, match="no tokens"):
         build_train_valid_test_datasets(tmp_path / "d", "2,1,0", (1, 1, 0), 1)
+
+
+# Whole documents: what GPT-NeoX's GPT2Dataset (commit ea7aefd8, seed 3) gives for these documents.
+# A row is the documents of one of its samples; ours leaves out the one token that it takes of the
+# document after them.
+
+SIZES = [5, 3, 9, 2, 4, 6]
+UNPACKED = [[2], [3], [3], [6], [1], [1], [5], [2]]
+NOT_CHOPPED = [[5], [5], [6], [1], [2], [1], [6], [2]]
+PACKED_WHOLE = [[3, 2], [3, 4], [1, 5], [3], [1, 2], [1, 5, 2], [4, 5, 6], [6]]
+
+
+def labelled(tmp_path: Path, masked: int | None) -> tuple[IndexedDataset, IndexedDataset]:
+    """Token 10 * document + place, from 10 on; the first has no loss, nor has document `masked`."""
+    files = []
+    for name in ("text", "label"):
+        with IndexedDatasetWriter(tmp_path / name, np.int32) as writer:
+            for number, size in enumerate(SIZES, start=1):
+                document = 10 * number + np.arange(size)
+                if name == "label":
+                    document[: size if number == masked else 1] = -100
+                writer.add_document(document)
+        files.append(IndexedDataset(tmp_path / name))
+    return files[0], files[1]
+
+
+@pytest.mark.parametrize(
+    ("pack_impl", "chopped", "length", "masked", "expected"),
+    [
+        ("unpacked", True, 7, 4, UNPACKED),
+        ("unpacked", False, 7, 4, NOT_CHOPPED),
+        ("pack_until_overflow", True, 11, None, PACKED_WHOLE),
+    ],
+)
+def test_whole_documents_come_in_gpt_neoxs_order(
+    tmp_path: Path,
+    pack_impl: str,
+    chopped: bool,
+    length: int,
+    masked: int | None,
+    expected: list[list[int]],
+) -> None:
+    tokens, labels = labelled(tmp_path, masked)
+    options = {"pack_impl": pack_impl, "allow_chopped": chopped, "vocab_size": 100}
+    dataset = WholeDocuments(tokens, 0, 6, length, 9, 3, labels=labels, **options)
+    assert len(dataset) == 9
+    for item, numbers in enumerate(expected):
+        text = np.concatenate([10 * n + np.arange(SIZES[n - 1]) for n in numbers])[: length + 1]
+        padding = length + 1 - len(text)
+        np.testing.assert_array_equal(dataset[item]["text"], [*text, *[0] * padding])
+        label = np.where(text % 10 == 0, -100, text)
+        np.testing.assert_array_equal(dataset[item]["label"], [*label, *[-100] * padding])
+
+
+def test_labels_of_packed_samples_follow_the_tokens(tmp_path: Path) -> None:
+    tokens, labels = labelled(tmp_path, None)
+    dataset = GPTDataset(tokens, 0, 6, 7, 9, 3, labels=labels, vocab_size=100)
+    for item in range(len(dataset)):
+        text = dataset[item]["text"]
+        np.testing.assert_array_equal(dataset[item]["label"], np.where(text % 10 == 0, -100, text))
+
+
+def test_labels_that_do_not_belong_to_the_tokens_are_refused(tmp_path: Path) -> None:
+    tokens, labels = labelled(tmp_path, None)
+    with pytest.raises(DataError, match="one label for each token"):
+        GPTDataset(tokens, 0, 6, 7, 9, 3, labels=IndexedDataset(make(tmp_path, 6)))
+    short = {"pack_impl": "unpacked", "allow_chopped": False}
+    with pytest.raises(DataError, match="none of the train documents can be used"):
+        WholeDocuments(tokens, 0, 6, 0, 9, 3, labels=labels, **short)
+    with IndexedDatasetWriter(tmp_path / "ones") as writer:
+        for size in SIZES:
+            writer.add_document([1] * size)
+    ones = IndexedDataset(tmp_path / "ones")
+    other = GPTDataset(ones, 0, 6, 28, 1, 3, labels=labels, vocab_size=60)
+    with pytest.raises(DataError, match="label: token 65 is outside the vocabulary of 60"):
+        other[0]

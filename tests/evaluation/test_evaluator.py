@@ -18,8 +18,9 @@ from megatron.evaluation.evaluator import run_evaluation
 from megatron.generation import pretrained
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
-from tests.conftest import FIXTURES, REPOSITORY
+from tests.conftest import REPOSITORY
 from tests.evaluation.helpers import write_checkpoint, write_data, write_run
+from tests.fixture_archives import unpacked
 from tests.training.cases import tiny_config
 from tests.training.runs import finish, start_run
 
@@ -174,7 +175,7 @@ def test_eval_results_prefix_places_the_files(tmp_path: Path) -> None:
 def test_an_official_checkpoint_with_two_model_parallel_shards(tmp_path: Path) -> None:
     from megatron.checkpoints import read_checkpoint
 
-    source = FIXTURES / "official_kerple_power_mp2"
+    source = unpacked("official_kerple_power_mp2")
     shutil.copytree(source, tmp_path / "official")
     config = read_checkpoint(tmp_path / "official").args.to_dict()
     prefix = write_data(tmp_path / "toy_text_document", vocabulary=128)

@@ -21,7 +21,7 @@ from megatron.checkpoints.universal import parameter_folders, read_progress, rea
 from megatron.checkpoints.writing import write_native, write_neox
 from megatron.training.metrics import finished_at
 from tests.checkpoints.small_models import at_rest, random_model, small_args
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.fuzz.target import Target
 
 
@@ -74,7 +74,7 @@ def neox(folder: Path) -> Target:
 
 
 def official(folder: Path) -> Target:
-    shutil.copytree(FIXTURES / "official_kerple_power_mp2", folder, dirs_exist_ok=True)
+    shutil.copytree(unpacked("official_kerple_power_mp2"), folder, dirs_exist_ok=True)
     return _checkpoint(folder, folder / "global_step7", sums=False)
 
 

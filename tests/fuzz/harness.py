@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 SECONDS_PER_CASE = 20
 MEGABYTES_PER_CASE = 512
-CASES_PER_CHILD = 5_000
+CASES_PER_CHILD = 20_000
 KINDS_OF_FAILURE = ("foreign exception", "silent damage", "hang", "allocation", "crash")
 
 
@@ -42,22 +44,30 @@ def _on_alarm(number: int, frame: FrameType | None) -> None:
 
 
 def run_cases(
-    cases: range, seed: int, root: Path, names: list[str] | None = None, log: Path | None = None
+    cases: range,
+    seed: int,
+    root: Path,
+    names: list[str] | None = None,
+    log: Path | None = None,
+    end: float = math.inf,
 ) -> tuple[Counter[str], list[dict[str, Any]]]:
     """Run these cases in this process; how many of each kind and outcome, and the failures."""
-    from tests.fuzz.targets import build_targets
+    from tests.fuzz.targets import build_targets, cycle
 
     warnings.simplefilter("ignore")
-    targets = list(build_targets(root, names))
-    right = {name: _honest_content(target) for name, target in targets}
+    targets, kinds = dict(build_targets(root, names)), cycle(names)
+    right = {name: _honest_content(target) for name, target in targets.items()}
     signal.signal(signal.SIGALRM, _on_alarm)
     counts: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
     for case in cases:
-        name, target = targets[case % len(targets)]
+        if time.time() > end:
+            break
+        name = kinds[case % len(kinds)]
         if log is not None:
-            log.write_text(json.dumps({"case": case, "kind": name}))
-        outcome, detail = _one_case(name, target, case, seed, right[name])
+            known = {"case": case, "kind": name, "counts": counts, "failures": failures}
+            log.write_text(json.dumps(known))
+        outcome, detail = _one_case(name, targets[name], case, seed, right[name])
         counts[f"{name}|{outcome}"] += 1
         if outcome in KINDS_OF_FAILURE:
             failures.append({"case": case, "kind": name, "outcome": outcome, "detail": detail})
@@ -121,6 +131,7 @@ def run_all(
     names: list[str] | None = None,
     report: Path | None = None,
     jobs: int = 1,
+    end: float = math.inf,
 ) -> tuple[Counter[str], list[dict[str, Any]]]:
     """All cases in child processes, `jobs` at a time."""
     counts: Counter[str] = Counter()
@@ -130,7 +141,7 @@ def run_all(
         for start in range(0, total, CASES_PER_CHILD)
     ]
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch, ThreadPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(_run_part, part, seed, names, Path(scratch)) for part in parts]
+        waiting = [pool.submit(_run_part, part, seed, names, Path(scratch), end) for part in parts]
         for finished in as_completed(waiting):
             found, bad = finished.result()
             counts.update(found)
@@ -142,35 +153,35 @@ def run_all(
 
 
 def _run_part(
-    cases: range, seed: int, names: list[str] | None, scratch: Path
+    cases: range, seed: int, names: list[str] | None, scratch: Path, end: float
 ) -> tuple[Counter[str], list[dict[str, Any]]]:
-    """Some cases in a child process; a crash costs one case, and the others run again."""
+    """Some cases in a child process; after a crash another goes on with the next case."""
     counts: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
-    left = [cases]
-    while left:
-        part = left.pop()
+    part = cases
+    while part and time.time() < end:
         log, answer = scratch / f"case{cases.start}.json", scratch / f"answer{cases.start}.json"
         for file in (log, answer):
             file.unlink(missing_ok=True)
         child = [sys.executable, "-m", "tests.fuzz.harness", "--seed", str(seed)]
         child += ["--child", str(part.start), str(part.stop)]
-        child += ["--log", str(log), "--answer", str(answer)]
+        child += ["--log", str(log), "--answer", str(answer), "--end", str(end)]
         child += [word for name in names or () for word in ("--only", name)]
         done = subprocess.run(child, capture_output=True, text=True, errors="replace")
         if answer.is_file():
             content = json.loads(answer.read_text())
             counts.update(content["counts"])
             failures += content["failures"]
-            continue
+            break
         if not log.is_file():
             raise SystemExit(f"the harness does not start:\n{done.stderr[-3000:]}")
         last = json.loads(log.read_text())
+        counts.update(last["counts"])
         counts[f"{last['kind']}|crash"] += 1
-        failures.append({**last, "outcome": "crash", "detail": done.stderr[-3000:]})
-        # What the child had counted is lost with it.
-        halves = range(part.start, last["case"]), range(last["case"] + 1, part.stop)
-        left += [half for half in halves if half]
+        failures += last["failures"]
+        crash = {"case": last["case"], "kind": last["kind"], "outcome": "crash"}
+        failures.append({**crash, "detail": done.stderr[-3000:]})
+        part = range(last["case"] + 1, part.stop)
     return counts, failures
 
 
@@ -199,19 +210,21 @@ def main() -> int:
     parser.add_argument("--only", action="append")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="child processes at a time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after these")
+    parser.add_argument("--end", type=float, default=math.inf, help=argparse.SUPPRESS)
     parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
-            counts, failures = run_cases(
-                range(*options.child), options.seed, Path(scratch), options.only, options.log
-            )
+            chosen = (options.seed, Path(scratch), options.only, options.log, options.end)
+            counts, failures = run_cases(range(*options.child), *chosen)
         options.answer.write_text(json.dumps({"counts": counts, "failures": failures}))
         return 0
-    chosen = (options.only, options.report, options.jobs)
-    counts, failures = run_all(options.cases, options.seed, *chosen)
+    end = time.time() + 60 * options.minutes
+    given = (options.only, options.report, options.jobs, end)
+    counts, failures = run_all(options.cases, options.seed, *given)
     print(table(counts))
     for failure in failures[:20]:
         print(f"\ncase {failure['case']} ({failure['kind']}): {failure['outcome']}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 import zlib
 from base64 import b64encode
@@ -323,6 +324,41 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
     "jsonl and zst": text_input,
     **CRAFTED,
 }
+
+
+COSTLY = {
+    "checkpoint, universal": 1,
+    "crafted bomb": 1,
+    **dict.fromkeys(
+        (
+            "checkpoint, one file",
+            "checkpoint, layer files",
+            "checkpoint, GPT-NeoX",
+            "checkpoint, official",
+            "checkpoint, ZeRO 3",
+            "run files",
+            "Hugging Face",
+            "index cache",
+            "index cache, forged",
+            "suite",
+            "suite's runs",
+            "crafted tokenizer",
+            "crafted suite",
+            "crafted special file",
+        ),
+        2,
+    ),
+}
+"""How many cases of a cycle are of the kinds that take long; of the others it is CHEAP."""
+CHEAP = 40
+
+
+def cycle(names: list[str] | None = None) -> list[str]:
+    """The kinds of the first cases, which then repeat: few cases of those that take long."""
+    chosen = [name for name in TARGETS if names is None or name in names]
+    kinds = [name for name in chosen for _ in range(COSTLY.get(name, CHEAP))]
+    random.Random(0).shuffle(kinds)
+    return kinds
 
 
 def build_targets(root: Path, names: list[str] | None = None) -> Iterator[tuple[str, Target]]:

@@ -11,21 +11,31 @@ from megatron.errors import GenerationError
 from megatron.generation import Sampling, complete, generate
 from megatron.generation.decoding import restrict
 from megatron.model import GPTModel, ModelSpec
+from megatron.model.attention import Cache
 from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from tests.evaluation.helpers import sharpened
 
 PROMPTS = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 
 
+PATTERN = [
+    {"pos_emb": "rotary", "sliding_window_width": 3, "forget_gate": True},
+    {"pos_emb": "kerple_log", "sliding_window_width": 0},
+    {"pos_emb": "none", "attention_temperature": {"floor": 2, "alpha": 0.5}},
+]
+
+
 def tiny_model(pos_emb: str = "kerple_log", positions: int = 128, **changes: object) -> GPTModel:
     spec = ModelSpec(
-        padded_vocab_size=64,
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        max_position_embeddings=positions,
-        pos_emb=pos_emb,
-        **changes,  # type: ignore[arg-type]
+        **{
+            "padded_vocab_size": 64,
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "max_position_embeddings": positions,
+            "pos_emb": pos_emb,
+            **changes,
+        }
     )
     return sharpened(GPTModel(spec))
 
@@ -59,12 +69,39 @@ def test_greedy_is_the_same_with_and_without_cache(pos_emb: str) -> None:
         {"attention_sinks": True},
         {"scalable_softmax": True, "sliding_window_width": 5},
         {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True, "num_kv_heads": 2},
+        {"forget_gate": True, "attention_sinks": True, "sliding_window_width": 5},
+        {"num_layers": 4, "layer_pattern": PATTERN},
     ],
+    ids=str,
 )
 def test_cache_with_other_attention(changes: dict[str, object]) -> None:
     model = tiny_model(**changes)
     expected = [greedy_by_hand(model, prompt, 20) for prompt in PROMPTS]
     assert generate(model, PROMPTS, max_new_tokens=20) == expected
+
+
+def test_a_window_bounds_its_layers_cache() -> None:
+    """200 tokens in, 200 out: a layer with a window keeps its window, in room for twice as many."""
+    model = tiny_model(num_layers=4, layer_pattern=PATTERN)
+    tokens = torch.randint(64, (2, 400))
+    bounded = model.new_cache()
+    whole = Cache([None] * 4)
+    results = []
+    with torch.no_grad():
+        for cache in (bounded, whole):
+            for start, stop in ((0, 200), *((at, at + 1) for at in range(200, 400))):
+                last = model(tokens[:, start:stop], cache=cache)
+            results.append(last)
+    torch.testing.assert_close(*results)
+    token = 2 * 2 * 32 * 4  # keys and values of two rows, 32 wide, in fp32
+    gates = 2 * 4 * 8  # their sums, four heads, in fp64
+    assert [layer.kept for layer in bounded.layers] == [4, 1, 400, 4]
+    assert bounded.layers[0].num_bytes <= 64 * (token + gates)
+    assert bounded.layers[2].num_bytes >= 400 * token
+    assert bounded.layers[1].num_bytes <= 64 * token
+    assert whole.layers[0].num_bytes >= 400 * (token + gates)
+    bounded.select(torch.tensor([1]))
+    assert bounded.layers[1].num_bytes <= 32 * token
 
 
 def test_works_beyond_the_training_length() -> None:

@@ -16,15 +16,16 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import logits_of, saved_model, tokens
-from tests.conftest import FIXTURES, REPOSITORY
+from tests.conftest import REPOSITORY
+from tests.fixture_archives import unpacked
 
 OFFICIAL = ("official_kerple_log", "official_kerple_power_mp2")
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
 def test_official_checkpoints_give_the_official_logits_beyond_their_length(name: str) -> None:
-    expected = np.load(FIXTURES / name / "expected.npz")
-    model = kerple.load_pretrained(FIXTURES / name, device="cpu")
+    expected = np.load(unpacked(name) / "expected.npz")
+    model = kerple.load_pretrained(unpacked(name), device="cpu")
     inputs = torch.from_numpy(expected["tokens"])
     assert inputs.shape[1] > 2 * model.config.model.seq_length
     logits = logits_of(model, inputs)
@@ -37,7 +38,7 @@ def test_official_checkpoints_give_the_official_logits_beyond_their_length(name:
 
 
 def test_far_beyond_the_training_length_logits_stay_causal_and_finite() -> None:
-    model = kerple.load_pretrained(FIXTURES / OFFICIAL[0])
+    model = kerple.load_pretrained(unpacked(OFFICIAL[0]))
     inputs = torch.randint(128, (1, 1500), generator=torch.Generator().manual_seed(0))
     logits = logits_of(model, inputs)
     assert logits.isfinite().all()
@@ -47,7 +48,7 @@ def test_far_beyond_the_training_length_logits_stay_causal_and_finite() -> None:
 
 def test_a_step_directory_and_an_iteration_select_the_same_model(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(FIXTURES / OFFICIAL[0], run)
+    shutil.copytree(unpacked(OFFICIAL[0]), run)
     shutil.copytree(run / "global_step7", run / "global_step9")
     (run / "latest").write_text("global_step9")
     assert kerple.load_pretrained(run).iteration == 9

@@ -15,7 +15,7 @@ from megatron.neox_arguments import (
     of_the_checkpoint,
     same_on_resume,
 )
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.neox_arguments.samples import TINY, assert_refused, write
 
 OFFICIAL_STYLE = """
@@ -57,7 +57,7 @@ def test_official_kerple_file_loads_with_its_meaning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["official_kerple_log", "official_kerple_power_mp2"])
 def test_configs_inside_official_checkpoints_load(name: str) -> None:
-    args = NeoXArgs.from_files([FIXTURES / name / "global_step7" / "configs" / "model.yml"])
+    args = NeoXArgs.from_files([unpacked(name) / "global_step7" / "configs" / "model.yml"])
     assert args.model.hidden_size == 48
     assert args.model.output_layer_parallelism == "row"
 

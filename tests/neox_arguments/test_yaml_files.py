@@ -96,6 +96,24 @@ def test_set_wins_over_override(base: Path) -> None:
     assert args.checkpoint.load is None
 
 
+@pytest.mark.parametrize(
+    ("sets", "betas"),
+    [
+        (["optimizer.type=lion"], (0.9, 0.99)),
+        (["optimizer.type=lion", "optimizer.params.betas=[0.8, 0.9]"], (0.8, 0.9)),
+        (["optimizer.params.betas=[0.8, 0.9]", "optimizer.type=lion"], (0.9, 0.99)),
+        (["optimizer.type=AdamW"], (0.9, 0.95)),
+    ],
+)
+def test_another_optimizer_has_its_own_defaults(
+    base: Path, sets: list[str], betas: tuple[float, float]
+) -> None:
+    """Adam's betas in the file are not Lion's; the learning rate stays."""
+    adam = ["optimizer={type: Adam, params: {lr: 0.003, betas: [0.9, 0.95]}}"]
+    params = NeoXArgs.from_files([base], sets=[*adam, *sets]).optimization.optimizer.params
+    assert (params.lr, params.betas) == (0.003, betas)
+
+
 def test_two_precisions_in_one_command_are_refused(base: Path) -> None:
     sets = ["fp16.enabled=true", "bf16.enabled=true"]
     with pytest.raises(ConfigError, match=r"--set fp16.enabled and --set bf16.enabled choose"):

@@ -13,7 +13,7 @@ import kerple
 from megatron.errors import ReproduceError
 from megatron.paper.cli import main
 from megatron.paper.released import find_released
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def release(tmp_path: Path) -> Path:
     source = {"kerple_log_github_1235": "official_kerple_log"}
     source["kerple_power_ap__github_1235"] = "official_kerple_power_mp2"
     for name, fixture in source.items():
-        shutil.copytree(FIXTURES / fixture, folder / f"{name}_checkpoints")
+        shutil.copytree(unpacked(fixture), folder / f"{name}_checkpoints")
     return folder
 
 

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from megatron.checkpoints import read_checkpoint
-from tests.training.cases import ON_TWO, layout, precision, run_cases, tiny_config, write_data
+from tests.training.cases import (
+    ON_TWO,
+    labelled,
+    layout,
+    precision,
+    run_cases,
+    tiny_config,
+    write_data,
+)
 
 STEPS = 4
 ONE = {
@@ -30,6 +38,13 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "per_layer": {"kerple_share": "per_layer"},
     "row_head": {"output_layer_parallelism": "row"},
     "score_terms": {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
+    "pattern": {
+        "num_layers": 3,
+        "layer_pattern": [
+            {"pos_emb": "kerple_log", "sliding_window_width": 5, "forget_gate": True},
+            {"pos_emb": "rpe", "attention_sinks": True, "attention_temperature": {"floor": 4}},
+        ],
+    },
     "packed": {
         "pos_emb": "kerple_log",
         "forget_gate": True,
@@ -37,10 +52,16 @@ POSITIONS: dict[str, dict[str, Any]] = {
         "reset_position_ids": True,
         "tokenizer_type": "CharLevelTokenizer",  # whose documents end with 0
     },
+    "labels": {"eod_mask_loss": True, "tokenizer_type": "CharLevelTokenizer"},
 }
 FULL = ("kerple_log", "rpe")
 SOME = ("mp2", "pp2")
-MORE = {"score_terms": (*SOME, "dp2_zero3"), "packed": (*SOME, "dp2_zero3", "pp2_zero1")}
+MORE = {
+    "score_terms": (*SOME, "dp2_zero3"),
+    "pattern": (*SOME, "dp2_zero3", "pp2_zero1"),
+    "packed": (*SOME, "dp2_zero3", "pp2_zero1"),
+    "labels": (*SOME, "dp2"),
+}
 PRECISIONS = ("fp32", "bf16")
 # Relative. bf16 keeps 8 bits: sums in another order differ in the last of them.
 TOLERANCE = {"fp32": 2e-5, "bf16": 2e-2}
@@ -69,14 +90,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("layouts")
     plain = write_data(directory)
     packed = write_data(directory / "packed", documents=400, length=7, end=0)
+    own: dict[str, dict[str, Any]] = {
+        "packed": {"data_path": packed},
+        "labels": labelled(packed, "pack_until_overflow"),
+    }
     cases: dict[int, dict[str, Any]] = {1: {}, 2: {}}
     references = {(position, name, "one", 1) for position, name, _, _ in TABLE}
     for position, name, arrangement, processes in [*sorted(references), *TABLE]:
         place = {"one": layout(), **ONE, **TWO}[arrangement]
         key = f"{position}-{name}-{arrangement}"
-        data = packed if position == "packed" else plain
+        changes = {**POSITIONS[position], **own.get(position, {})}
         cases[processes][key] = {
-            "config": tiny_config(data, **POSITIONS[position], **precision(name), **place),
+            "config": tiny_config(plain, **changes, **precision(name), **place),
             "steps": STEPS,
             "save": str(directory / key) if name == "fp32" else None,
             "validate": True,

@@ -39,12 +39,10 @@ needs_fork = pytest.mark.skipif(not FORK.is_dir(), reason="needs the fork's conf
 REFUSED: dict[str, tuple[str, ...]] = {
     "1-3B-transformer-engine.yml": ("Transformer Engine", "te_layernorm_mlp", "te_mha"),
     "125M-dmoe.yml": ("mixture of experts",),
-    "bnb_125M.yml": ("bitsandbytes",),
     "gmlp_small.yml": ("gmlp", "eps"),
     "llemma/34B.yml": ("attention_type",),
     "llemma/7B.yml": ("decay_lr_to", "warmup_iters"),
     "local_setup_comet.yml": ("Comet",),
-    "prof.yml": ("profile", "memory_profiling"),
     "rwkv/170M.yml": ("rwkv",),
     "sparse.yml": ("sparse attention", "local"),
     **{

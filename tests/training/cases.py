@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data import IndexedDatasetWriter
+from megatron.data import IndexedDataset, IndexedDatasetWriter
 from tests.processes import REPOSITORY, run_ranks
 
 VOCABULARY = 64
@@ -29,6 +29,26 @@ def write_data(
                 document[-1] = end
             writer.add_document(document)
     return str(directory / "tiny_text_document")
+
+
+def write_labels(data: str, masked: int) -> str:
+    """Labels of a corpus without loss on the first `masked` tokens of each document."""
+    tokens = IndexedDataset(data)
+    with IndexedDatasetWriter(f"{data}_label", "i4") as writer:
+        for document in range(len(tokens)):
+            labels = tokens[document].astype(np.int32)
+            labels[:masked] = -100
+            writer.add_document(labels)
+    return f"{data}_label"
+
+
+def labelled(data: str, pack_impl: str, masked: int = 3) -> dict[str, Any]:
+    """Keys that train and validate on a corpus with labels."""
+    paths: dict[str, Any] = {"data_path": None, "pack_impl": pack_impl}
+    for split in ("train", "valid"):
+        paths[f"{split}_data_paths"] = [data]
+        paths[f"{split}_label_data_paths"] = [write_labels(data, masked)]
+    return paths
 
 
 def tiny_config(data: str, **changes: Any) -> dict[str, Any]:

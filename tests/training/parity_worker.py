@@ -37,7 +37,7 @@ class Record(Hook):
         self.steps: list[dict[str, Any]] = []
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        (kernel,) = kernel_modules(trainer.engine.module)
+        (kernel,) = kernel_modules(trainer.engine.module).values()
         values = {name: p.detach().flatten().tolist() for name, p in kernel.named_parameters()}
         named = {"loss": report.loss, "lr": report.lr, "grad_norm": report.grad_norm}
         self.steps.append({**named, "kernel": values})

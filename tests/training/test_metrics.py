@@ -19,6 +19,7 @@ from megatron.training.metrics import (
     data_identity,
     flatten,
     for_loggers,
+    recorded_data,
 )
 from tests.training.cases import write_data
 from tests.training.runs import losses, run, run_config
@@ -180,10 +181,10 @@ def test_without_its_manifest_a_runs_data_is_not_taken_on_trust(tmp_path: Path) 
     prefix = write_data(tmp_path)
     data = DataArgs(data_path=str(prefix))
     step = tmp_path / "global_step1"
-    assert "names no data" in check_data(step, data, ())[0]  # a reshard has none
+    assert "names no data" in check_data(step, data, ())[0]
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps({"data": data_identity(data)}))
-    assert check_data(step, data, ()) == []
+    assert check_data(step, data, ()) == [] and recorded_data(step) == data_identity(data)
     tokens = Path(f"{prefix}.bin")
     tokens.write_bytes(tokens.read_bytes()[::-1])
     with pytest.raises(CheckpointError, match="was trained on other data"):
@@ -215,6 +216,11 @@ def test_a_checkpoint_knows_its_data_without_a_manifest(
     with pytest.raises(CheckpointError, match="global_step1: was trained on other data"):
         check_data(step, DataArgs(data_path=str(other)), ())
     assert check_data(step, DataArgs(data_path=str(other)), ["data_path"]) == []
+    layout = json.loads((step / "layout.json").read_text())
+    (step / "layout.json").rename(step / "universal.json")  # where a reshard has it
+    assert check_data(step, data, ()) == [] and recorded_data(step) == layout["data"]
+    with pytest.raises(CheckpointError, match="global_step1: was trained on other data"):
+        check_data(step, DataArgs(data_path=str(other)), ())
 
 
 def test_the_samples_of_the_tokens_are_64_blocks(tmp_path: Path) -> None:

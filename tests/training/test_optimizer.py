@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from torch import nn
 
 from megatron.backends.optimizer_states import plain_groups
 from megatron.backends.optimizers import build_optimizer
+from megatron.errors import ConfigError
 from megatron.mpu.parallel_layers import declare
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.optimizer import (
     RULES,
     Schedule,
@@ -138,6 +141,55 @@ def test_only_gpt_neoxs_cosine_rises_after_its_end() -> None:
 def fresh(**options: Any) -> Scheduler:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     return Scheduler(optimizer, schedule("cosine", rule="neox", **options))
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_wsd_has_the_rates_of_transformers(style: str) -> None:
+    """But for the first step, which has a rate here, as in GPT-NeoX."""
+    from transformers import get_wsd_schedule
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=6e-4)
+    theirs = get_wsd_schedule(
+        optimizer, 10, 20, 70, decay_type=style, num_cycles=0.5, min_lr_ratio=0.1
+    )
+    ours = schedule("wsd", rule="neox", wsd_steps=20, wsd_style=style, decay_steps=100)
+    assert ours(0) == ours(1)
+    for step in range(1, 120):
+        optimizer.step()
+        theirs.step()
+        assert ours(step) == pytest.approx(theirs.get_last_lr()[0]), step
+    assert schedule("wsd", rule="kerple", wsd_steps=20, decay_steps=100)(5) == ours(5)
+
+
+@pytest.mark.parametrize(
+    ("style", "half"), [("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)]
+)
+def test_wsd_decays_by_megatrons_formulas(style: str, half: float) -> None:
+    ours = schedule("wsd", rule="neox", wsd_steps=20, wsd_style=style, decay_steps=100)
+    assert ours(80) == 6e-4 and ours(100) == ours(500) == pytest.approx(6e-5)
+    assert ours(90) == pytest.approx(6e-5 + half * (6e-4 - 6e-5))
+
+
+def test_wsd_whose_parts_do_not_fit_is_refused() -> None:
+    config = tiny_config("data", lr_decay_style="wsd", warmup=0.5, lr_wsd_decay_iters=5)
+    with pytest.raises(ConfigError, match="warmup takes 4 and lr_wsd_decay_iters 5 of 8 steps"):
+        NeoXArgs.from_dict(config)
+
+
+def test_a_decay_branches_off_any_checkpoint_of_the_stable_part(tmp_path: Path) -> None:
+    keys = {"lr_decay_style": "wsd", "keep_last_n_checkpoints": None, "warmup": 0.1}
+    config = run_config(write_data(tmp_path), tmp_path / "stable", **keys, train_iters=10)
+    run({**config, "lr_wsd_decay_iters": 2}, tmp_path)
+    branch = {"load": str(tmp_path / "stable"), "save": str(tmp_path / "branch"), "iteration": 4}
+    branch |= {"train_iters": 8, "lr_wsd_decay_iters": 4, "override_lr_scheduler": True}
+    output = run({**config, **branch}, tmp_path)
+    assert "resuming after step 4" in output
+    stable, decayed = losses(tmp_path / "stable"), losses(tmp_path / "branch")
+    assert list(decayed) == [5, 6, 7, 8]
+    assert [stable[step] == decayed[step] for step in (5, 6, 7, 8)] == [True, True, False, False]
+    lines = (tmp_path / "branch" / "metrics.jsonl").read_text().splitlines()
+    rates = [line["lr"] for line in map(json.loads, lines) if "lr" in line]
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
 
 
 def test_a_restored_scheduler_continues() -> None:

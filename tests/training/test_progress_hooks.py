@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.checkpoints.reading import read_checkpoint
+from megatron.neox_arguments.run_keys import LoggingArgs
 from megatron.training.metrics import Sinks
-from megatron.training.progress_hooks import RecordMetrics, peak_flops
+from megatron.training.progress_hooks import Profile, RecordMetrics, peak_flops
 from megatron.training.trainer import StepReport
 from tests.training.cases import write_data
 from tests.training.runs import run, run_config
@@ -48,6 +51,41 @@ def test_peaks_by_device_name() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA L40S") == 362e12
     assert peak_flops("Some new device") is None
+
+
+def profiled(folder: Path, first: int, last: int, **keys: Any) -> list[str]:
+    """What is said when steps `first` to `last` are taken, each of which multiplies matrices."""
+    hook, said = Profile(LoggingArgs(**keys), folder), []
+    trainer: Any = type("T", (), {"say": staticmethod(said.append), "step": first - 1})
+    hook.on_start(trainer)
+    for step in range(first, last + 1):
+        with torch.profiler.record_function(f"step_{step}"):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+        hook.after_step(trainer, StepReport(step, 1.0, 0.1, 1.0, 0.1, 64, skipped=False))
+    hook.on_end(trainer)
+    return said
+
+
+def test_a_trace_has_the_steps_asked_for(tmp_path: Path) -> None:
+    keys = {"profile": True, "profile_step_start": 2, "profile_step_stop": 4}
+    trace = tmp_path / "trace_rank0.json.gz"
+    assert profiled(tmp_path, 1, 6, **keys) == [f"profile: {trace} (open it with Perfetto)"]
+    with gzip.open(trace) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"step_3", "step_4", "aten::mm"} <= names
+    assert names.isdisjoint({"step_2", "step_5"})
+
+
+def test_a_profile_of_steps_that_were_not_taken_is_said(tmp_path: Path) -> None:
+    (line,) = profiled(tmp_path, 13, 14, profile=True)
+    assert "nothing was recorded" in line and "profile_step_start = 10" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+def test_without_a_gpu_one_line_says_that_memory_is_not_recorded(tmp_path: Path) -> None:
+    (line,) = profiled(tmp_path, 1, 2, memory_profiling=True)
+    assert line.startswith("memory_profiling: ") and "GPU" in line
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_norm_of_each_parameter(tmp_path: Path) -> None:

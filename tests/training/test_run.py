@@ -11,7 +11,7 @@ import pytest
 from kerple import load_pretrained
 from megatron.data import IndexedDatasetWriter
 from megatron.neox_arguments import NeoXArgs
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.processes import run_ranks
 
 ZERO_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
@@ -41,7 +41,7 @@ def config(directory: Path, **changes: object) -> Path:
         "num_workers": 0,
         "log_interval": 1,
         "optimizer": {"type": "Adam", "params": {"lr": 0.0}},
-        "load": str(FIXTURES / "official_kerple_log"),
+        "load": str(unpacked("official_kerple_log")),
         "finetune": True,
         "save": str(directory / "run"),
     }
@@ -61,7 +61,7 @@ def test_training_starts_from_an_official_checkpoint(
     output = run_ranks(["train.py", str(path)], processes)[0]
     assert "optimizer and step start anew" in output
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    official = load_pretrained(FIXTURES / "official_kerple_log")
+    official = load_pretrained(unpacked("official_kerple_log"))
     kernels = {
         name: value.tolist()
         for module in official.positional_embeddings()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.training.cases import ADAM, write_data
 from tests.training.runs import finish, losses, run, run_config, start_run, wait_for
 
@@ -210,7 +210,7 @@ def test_another_programs_run_is_not_continued_without_its_optimizer(
     data: str, tmp_path: Path
 ) -> None:
     """GPT-NeoX would go on from it; here that takes `finetune: true`, and is said."""
-    official = FIXTURES / "official_kerple_log"
+    official = unpacked("official_kerple_log")
     line = _refused(_config(data, tmp_path / "run", load=str(official)), tmp_path)
     assert "step 7 of another program" in line
     assert "finetune: true" in line

@@ -286,7 +286,7 @@ def state_of(engine: Any) -> str:
 def kernel_values(engine: Any, tp: Any) -> dict[str, list[float]]:
     """All heads' raw parameters in fp32, from the first stage that holds a kernel."""
     found: dict[str, list[float]] = {}
-    for number, kernel in enumerate(kernel_modules(engine.module)):
+    for number, kernel in enumerate(kernel_modules(engine.module).values()):
         for name, parameter in kernel.named_parameters():
             values = gather_from_group(master(parameter), tp)
             found[f"{number}.{name}"] = values.flatten().tolist()
@@ -308,7 +308,7 @@ def master(parameter: torch.nn.Parameter) -> torch.Tensor:
 def replicas_agree(engine: Any, parallel: ParallelState) -> bool:
     """Whether the kernel's parameters are the same bits on every data-parallel rank."""
     own = []
-    for kernel in kernel_modules(engine.module):
+    for kernel in kernel_modules(engine.module).values():
         with gathered(kernel.parameters()):
             own += [digest(p.detach().float()) for p in kernel.parameters()]
     copies: list[Any] = [None] * parallel.dp_size

@@ -77,9 +77,11 @@ def hf_config(
             "If its users may read and run the source: --with-kernel-source (in Python "
             "write_hf(..., with_kernel_source=True))."
         )
-    scaling = spec.rope_scaling
+    scaling, heat = spec.rope_scaling, spec.attention_temperature
     values |= common | {
         "pos_emb": pos_emb,
+        "layer_pattern": _exported_pattern(spec),
+        "attention_temperature": heat.model_dump() if heat else None,
         "hidden_act": act,
         "attention_window": spec.attention_window,
         "norm_eps": getattr(spec, NORM_EPSILONS[spec.norm]),
@@ -88,6 +90,20 @@ def hf_config(
         "iteration": iteration,
     }
     return KerpleNeoXConfig(**values)
+
+
+def _exported_pattern(spec: ModelSpec) -> list[dict[str, Any]] | None:
+    """layer_pattern with our names of positions: an export knows no others."""
+    pattern = []
+    for entry in spec.layer_pattern or ():
+        name = canonical_name(entry.get("pos_emb", spec.pos_emb))
+        if name not in METHODS:
+            raise CheckpointError(
+                f"layer_pattern with pos_emb: {name!r:.80}, a class of your own: the export of a "
+                "pattern holds no source of yours. Convert to native."
+            )
+        pattern.append({**entry, "pos_emb": name} if "pos_emb" in entry else entry)
+    return pattern or None
 
 
 def _scales_tables(spec: ModelSpec) -> bool:

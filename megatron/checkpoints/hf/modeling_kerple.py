@@ -27,9 +27,12 @@ from megatron.model.layer_formulas import (
     activation_named,
     build_norm,
     gate_sums,
+    kernel_groups,
     log_gates,
+    pattern_places,
     per_head_starts,
     sharpened,
+    temperatures,
 )
 from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
 from megatron.model.positional_embeddings import TableEmbedding
@@ -41,9 +44,9 @@ from megatron.model.rotary_and_input_positions import (
 )
 
 from .configuration_kerple import KerpleNeoXConfig
+from .keys_kerple import POSITION_OPTIONS
 from .scores_kerple import (
     Scores,
-    Tables,
     absolute_positions,
     allowed_keys,
     append_gates_to_keys,
@@ -52,6 +55,7 @@ from .scores_kerple import (
     cache_capacity,
     decay,
     fits_at_once,
+    scaled_rows,
     split_gates_from_keys,
 )
 
@@ -61,22 +65,30 @@ def make_norm(config: KerpleNeoXConfig, shape: tuple[int, ...] | None = None) ->
     return build_norm(config.norm, size, config.norm_eps, config.norm_bias)
 
 
-def make_tables(config: KerpleNeoXConfig, layer: int | None = None) -> TableEmbedding | None:
-    """The kernel shared by all layers, or the one of a layer; None where it is owned elsewhere."""
-    embedding = POSITIONAL_EMBEDDINGS[config.pos_emb]
-    shared = config.kerple_share == "all"
-    if not issubclass(embedding, TableEmbedding) or shared != (layer is None):
-        return None
-    return embedding(PositionOptions(config, layer=layer))
+def layer_configs(config: KerpleNeoXConfig) -> list[KerpleNeoXConfig]:
+    """The config as each layer has it."""
+    return config.of_layers(pattern_places(config.layer_pattern or [{}], config.num_hidden_layers))
+
+
+def has_tables(config: KerpleNeoXConfig) -> bool:
+    return issubclass(POSITIONAL_EMBEDDINGS[config.pos_emb], TableEmbedding)
+
+
+def make_tables(config: KerpleNeoXConfig, layer: int | None) -> TableEmbedding:
+    tables = POSITIONAL_EMBEDDINGS[config.pos_emb](PositionOptions(config, layer=layer))
+    assert isinstance(tables, TableEmbedding)
+    return tables
 
 
 class Attention(nn.Module):
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
 
-    def __init__(self, config: KerpleNeoXConfig, layer_idx: int) -> None:
+    def __init__(
+        self, config: KerpleNeoXConfig, layer_idx: int, layer_config: KerpleNeoXConfig
+    ) -> None:
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
+        self.config, self.layer_idx, self.layer_config = config, layer_idx, layer_config
         size, bias = config.hidden_size, config.attention_bias
         heads = config.num_attention_heads
         self.groups = heads // (config.num_key_value_heads or heads)
@@ -85,8 +97,8 @@ class Attention(nn.Module):
         self.qk_layernorm: nn.Module | None = None
         if config.use_qk_layernorm:
             self.qk_layernorm = make_norm(config, (heads, config.head_dim))
-        self.forget_gate = nn.Linear(size, heads) if config.forget_gate else None
-        for name, start in per_head_starts(config).items():
+        self.forget_gate = nn.Linear(size, heads) if layer_config.forget_gate else None
+        for name, start in per_head_starts(layer_config).items():
             number = None if start is None else nn.Parameter(torch.full((heads,), start))
             self.register_parameter(name, number)
 
@@ -125,6 +137,12 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.softmax_scale is not None:
             q = sharpened(q, self.softmax_scale, scores.keys_seen())
+        row_scale = None
+        if self.layer_config.attention_temperature is not None:
+            row_scale = temperatures(
+                scores.positions + 1, **self.layer_config.attention_temperature
+            )
+            q = (q * row_scale[..., None]).to(q.dtype)
         gates = None if self.forget_gate is None else log_gates(self.forget_gate(x))
         if past_key_values is not None:
             k, v, gates = self.cached(k, v, gates, past_key_values, scores.q_index)
@@ -137,9 +155,12 @@ class Attention(nn.Module):
         if bias is not None:
             if sums is not None:
                 bias = bias + decay(sums, scores.q_index)
+            bias = scaled_rows(bias, row_scale, 0, None)
             out, probabilities = run(q, k, v, bias, weight)
         else:
-            out, probabilities = attend_in_blocks(run, q, k, v, scores, sums, output_attentions)
+            out, probabilities = attend_in_blocks(
+                run, q, k, v, scores, sums, row_scale, output_attentions
+            )
         return self.dense(out.transpose(1, 2).flatten(2)), probabilities
 
 
@@ -157,14 +178,17 @@ class MLP(nn.Module):
 
 
 class Layer(GradientCheckpointingLayer):
-    def __init__(self, config: KerpleNeoXConfig, layer_idx: int) -> None:
+    def __init__(
+        self, config: KerpleNeoXConfig, layer_idx: int, layer_config: KerpleNeoXConfig
+    ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config)
-        self.attention = Attention(config, layer_idx)
+        self.attention = Attention(config, layer_idx, layer_config)
         shared = config.use_parallel_residual and config.share_parallel_norm
         self.post_attention_layernorm = None if shared else make_norm(config)
         self.mlp = MLP(config)
-        self.positions = make_tables(config, layer_idx)
+        per_layer = config.kerple_share == "per_layer" and has_tables(layer_config)
+        self.positions = make_tables(layer_config, layer_idx) if per_layer else None
         self.parallel, self.dropout = config.use_parallel_residual, config.hidden_dropout
         scaled = config.apply_query_key_layer_scaling  # layer l's bias is l times the table
         self.table_factor = max(1, layer_idx) if scaled else 1
@@ -176,7 +200,7 @@ class Layer(GradientCheckpointingLayer):
         if self.positions is not None or self.table_factor > 1:
             own = scores.tables if self.positions is None else self.positions(scores.keys)
             scaled = None if own[0] is None else self.table_factor * own[0]
-            scores = scores.with_tables((scaled, own[1]))
+            scores = scores.replaced(tables=(scaled, own[1]))
             bias, weight = scores.dense() if fits_at_once(x, scores) else (None, None)
         normed = self.input_layernorm(x)
         attended, probabilities = self.attention(
@@ -210,7 +234,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
         elif isinstance(module, TableEmbedding):
             _start(module, module.initial_values())
         elif isinstance(module, Attention):
-            starts = per_head_starts(module.config).items()
+            starts = per_head_starts(module.layer_config).items()
             _start(module, {name: torch.tensor(v) for name, v in starts if v is not None})
 
 
@@ -231,10 +255,19 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self.embed_positions: nn.Embedding | None = (
             nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         )
-        self.positions = make_tables(config)
-        rotates = config.pos_emb == "rotary"
-        self.rotary = RotaryEmbedding(PositionOptions(config)) if rotates else None
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        own = self._own = layer_configs(config)
+        shared = config.kerple_share == "all"
+        with_tables = {i: c for i, c in enumerate(own) if shared and has_tables(c)}
+        self._kernels = kernel_groups(with_tables, POSITION_OPTIONS)
+        made = [
+            make_tables(own[used[0]], used[0] if place else None)
+            for place, used in enumerate(self._kernels)
+        ]
+        # one kernel is `positions`, several are `positions.0`, `positions.1`, ...
+        self.positions = nn.ModuleList(made) if len(made) > 1 else made[0] if made else None
+        rotary = {id(c): RotaryEmbedding(PositionOptions(c)) for c in own if c.pos_emb == "rotary"}
+        self._rotary = [rotary.get(id(c)) for c in own]
+        self.layers = nn.ModuleList(Layer(config, i, c) for i, c in enumerate(own))
         self.final_layer_norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -263,11 +296,8 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         x = F.dropout(
             self._with_positions(x, position_ids), self.config.hidden_dropout, self.training
         )
-        scores = self._scores(x, past, past_key_values, attention_mask)
-        shares_tables = all(layer.positions is None for layer in self.layers)
-        at_once = shares_tables and fits_at_once(x, scores)
-        bias, weight = scores.dense() if at_once else (None, None)
-        cos, sin = self._angles(position_ids)
+        geometry = self._geometry(x, past, past_key_values, attention_mask, position_ids)
+        views = self._views(x, geometry)
         want_attentions = bool(
             self.config.output_attentions if output_attentions is None else output_attentions
         )
@@ -275,11 +305,9 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         hidden_states: list[Any] = [x]
         attentions: list[Any] = []
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             # each tensor is a separate argument, so that activation checkpoints pass its gradient
-            x, probabilities = layer(
-                x, bias, weight, cos, sin, scores, past_key_values, want_attentions
-            )
+            x, probabilities = layer(x, *views[number], past_key_values, want_attentions)
             hidden_states.append(x)
             attentions.append(probabilities)
         x = self.final_layer_norm(x)
@@ -290,11 +318,35 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             attentions=tuple(attentions) if want_attentions else None,
         )
 
-    def _angles(self, position_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        if self.rotary is None:
+    def _views(self, x: Tensor, geometry: Scores) -> list[tuple[Any, ...]]:
+        """For each layer: bias, weight, cos, sin, scores. Layers of one kind share theirs."""
+        numbers = {layer: place for place, used in enumerate(self._kernels) for layer in used}
+        kernels = self.positions if isinstance(self.positions, nn.ModuleList) else [self.positions]
+        tables = [(None, None) if k is None else k(geometry.keys) for k in kernels]
+        made: dict[Any, Any] = {}
+        views = []
+        for number, layer_config in enumerate(self._own):
+            place = numbers.get(number)
+            key = (place, layer_config.attention_window)
+            if key not in made:
+                used = (None, None) if place is None else tables[place]
+                scores = geometry.replaced(tables=used, window=layer_config.attention_window)
+                in_layer = self.layers[number].positions is not None
+                at_once = not in_layer and fits_at_once(x, scores)
+                made[key] = scores, *(scores.dense() if at_once else (None, None))
+            rotary = self._rotary[number]
+            if id(rotary) not in made:
+                made[id(rotary)] = self._angles(rotary, geometry.positions)
+            scores, bias, weight = made[key]
+            views.append((bias, weight, *made[id(rotary)], scores))
+        return views
+
+    def _angles(
+        self, rotary: RotaryEmbedding | None, position_ids: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if rotary is None:
             return None, None
-        frequencies, factor = self.rotary.frequencies, self.rotary.attention_factor
-        cos, sin = cos_and_sin(position_ids, frequencies, factor)
+        cos, sin = cos_and_sin(position_ids, rotary.frequencies, rotary.attention_factor)
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _with_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
@@ -310,16 +362,15 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
             )
         return x + self.embed_positions(position_ids)
 
-    def _scores(
-        self, x: Tensor, past: int | Tensor, cache: Any, attention_mask: Tensor | None
+    def _geometry(
+        self, x: Tensor, past: int | Tensor, cache: Any, mask: Tensor | None, positions: Tensor
     ) -> Scores:
         keys = cache_capacity(cache) or int(past) + x.shape[1]
-        gates_or_sinks = self.config.forget_gate or self.config.attention_sinks
-        heads = self.config.num_attention_heads if gates_or_sinks else 1
-        tables: Tables = (None, None) if self.positions is None else self.positions(keys)
+        by_head = any(own.forget_gate or own.attention_sinks for own in self._own)
+        heads = self.config.num_attention_heads if by_head else 1
         return Scores(
-            tables, past, x.shape[1], keys, self.config.attention_window,
-            allowed_keys(attention_mask, keys), x.device, heads=heads,
+            (None, None), past, x.shape[1], keys, None, allowed_keys(mask, keys), x.device, heads,
+            positions,
         )  # fmt: skip
 
 

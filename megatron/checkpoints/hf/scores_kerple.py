@@ -23,17 +23,20 @@ class Scores:
     def __init__(
         self, tables: Tables, past: int | Tensor, queries: int, keys: int, window: int | None,
         allowed: Tensor | None, device: torch.device, heads: int = 1,
+        positions: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.tables, self.window, self.allowed = tables, window, allowed
         self.queries, self.keys = queries, keys
         self.heads = heads  # how many have scores of their own, whatever the tables
         self.q_index = past + torch.arange(queries, device=device)
         self.k_index = torch.arange(keys, device=device)
+        # of the queries, [B or 1, Q], without padding
+        self.positions = self.q_index[None] if positions is None else positions
 
-    def with_tables(self, tables: Tables) -> Scores:
-        """The same geometry for another kernel."""
+    def replaced(self, **changes: Any) -> Scores:
+        """The same geometry for another kernel (`tables`), or another `window`."""
         copy = Scores.__new__(Scores)
-        copy.__dict__.update(self.__dict__, tables=tables)
+        copy.__dict__.update(self.__dict__, **changes)
         return copy
 
     def dense(self, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor | None]:
@@ -75,6 +78,14 @@ def decay(sums: Tensor, q_index: Tensor, start: int = 0, stop: int | None = None
     """What forget gates add to the scores of some queries, [B, H, Q, K]: c_m - c_n."""
     own = sums[:, :, q_index[start:stop]]
     return (own[..., None] - sums[:, :, None]).float()
+
+
+def scaled_rows(bias: Tensor, row_scale: Tensor | None, start: int, stop: int | None) -> Tensor:
+    """A bias times the factor [B or 1, 1, Q] of some queries; what is masked stays as low."""
+    if row_scale is None:
+        return bias
+    scaled = bias * row_scale[:, :, start:stop, None]
+    return scaled.clamp(min=torch.finfo(torch.float32).min)
 
 
 def append_gates_to_keys(k: Tensor, gates: Tensor) -> Tensor:
@@ -123,7 +134,7 @@ def attend(
 
 def attend_in_blocks(
     run: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor,
-    scores: Scores, sums: Tensor | None, keep: bool,
+    scores: Scores, sums: Tensor | None, row_scale: Tensor | None, keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`run` (attend) for so many queries at a time that their scores are not too many."""
     rows = max(1, LARGEST_SCORES // (q.shape[0] * q.shape[1] * scores.keys))
@@ -132,6 +143,7 @@ def attend_in_blocks(
         bias, weight = scores.dense(start, start + rows)
         if sums is not None:
             bias = bias + decay(sums, scores.q_index, start, start + rows)
+        bias = scaled_rows(bias, row_scale, start, start + rows)
         blocks.append(run(q[:, :, start : start + rows], k, v, bias, weight))
     parts = [part for _, part in blocks if part is not None]
     probabilities = torch.cat(parts, dim=2) if keep and parts else None

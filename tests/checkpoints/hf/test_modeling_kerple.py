@@ -18,6 +18,12 @@ from megatron.neox_arguments.catalogue import METHODS
 from tests.checkpoints.hf.exports import SCORE_TERMS, assert_same, both
 from tests.checkpoints.small_models import logits_of, tokens
 
+PATTERN: list[dict[str, Any]] = [
+    {"count": 2, "pos_emb": "kerple_log", "sliding_window_width": 7},
+    {"pos_emb": "none", "attention_temperature": {"floor": 4}},
+    {"pos_emb": "rotary", "rotary_pct": 0.5, "attention_sinks": False},
+    {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 16, "forget_gate": True},
+]
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"pos_emb": "kerple_log"},
     "parallel": {"pos_emb": "kerple_power", "gpt_j_residual": True, "no_weight_tying": True},
@@ -44,6 +50,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sinks": {"pos_emb": "rotary", "attention_sinks": True},
     "scalable_softmax": {"pos_emb": "alibi", "scalable_softmax": True, "sliding_window_width": 9},
     "score_terms": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 2, **SCORE_TERMS},
+    "pattern": {"num_layers": 6, "layer_pattern": PATTERN, **SCORE_TERMS},
+    "pattern_per_layer": {
+        "num_layers": 6,
+        "layer_pattern": PATTERN,
+        "kerple_share": "per_layer",
+        "apply_query_key_layer_scaling": True,
+    },
+    "temperature": {"pos_emb": "kerple_bias_wht", "attention_temperature": {"floor": 6}},
     "qk_norm": {"pos_emb": "rotary", "use_qk_layernorm": True},
     "qk_rmsnorm_grouped": {
         "pos_emb": "rotary",
@@ -85,7 +99,9 @@ def test_every_variant(tmp_path: Path, variant: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", ["kerple_log", "kerple_bias_wht", "sinusoidal", "score_terms"])
+@pytest.mark.parametrize(
+    "pos_emb", ["kerple_log", "kerple_bias_wht", "sinusoidal", "score_terms", "pattern"]
+)
 def test_generation_with_and_without_cache(tmp_path: Path, pos_emb: str, attention: str) -> None:
     changes = VARIANTS.get(pos_emb, {"pos_emb": pos_emb})
     model, exported = both(tmp_path, **changes, attention=attention)

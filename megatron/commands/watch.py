@@ -1,0 +1,369 @@
+"""Watch training runs: loss, learning rate, tokens/s, kernels and evaluation cells, as they come.
+
+kerple watch RUN [RUN ...] [--once] [--serve [PORT]]
+
+A RUN is the `save` of a training, running or finished. Only files are read: its metrics.jsonl, its
+manifest.json and its results. On a terminal the view is redrawn every few seconds, else it is plain
+text. --serve shows the same on a page of this machine alone, with curves.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.atomic_files import read_json
+from megatron.commands.plot_run import RunMetrics, read_run
+from megatron.errors import ConfigError, DataError
+from megatron.paper.run_files import finite
+from megatron.terminal import command_parser
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+SHOWN = {
+    "loss": "loss",
+    "valid_loss": "validation loss",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens/s",
+}
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 24  # characters of a curve
+MAX_HEADS, MAX_CELLS, MAX_POINTS = 16, 40, 2000
+SILENT = 600.0  # seconds without a new metric after which a run is not called running
+DEFAULT_PORT = 8765
+
+
+class Watched:
+    """What is known of a run now."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.problem = ""
+        self.metrics = RunMetrics(directory.name)
+        try:
+            with warnings.catch_warnings():  # the last line may be half written
+                warnings.simplefilter("ignore")
+                self.metrics = read_run(directory)
+        except DataError as error:
+            if not directory.is_dir():
+                raise
+            self.problem = str(error)
+        self.cells = dict(evaluation_cells(directory))
+
+    @property
+    def step(self) -> int:
+        return max((points[-1][0] for points in self.metrics.values.values()), default=0)
+
+    @property
+    def state(self) -> str:
+        """`step 40 of 100, running`, with the time left at the last steps' speed."""
+        from megatron.training.metrics import finished_at  # imports torch
+
+        total = finite(self.metrics.config.get("train_iters"))
+        where = f"step {self.step:,}" + (f" of {total:,.0f}" if total else "")
+        if finished_at(self.directory) is not None:
+            return f"{where}, finished"
+        written = self.metrics.values.get("time", [(0, 0.0)])[-1][1]
+        if self.problem or time.time() - written > SILENT:
+            silent = f"{where}, no news for {SILENT / 60:.0f} minutes"
+            return silent if self.step else "not begun"
+        seconds = self.metrics.values.get("step_seconds", [(0, 0.0)])[-1][1]
+        left = max((total or 0) - self.step, 0) * seconds
+        return f"{where}, running, about {left / 60:,.0f} minutes left"
+
+
+def evaluation_cells(directory: Path) -> Iterator[tuple[str, float]]:
+    """Numbers of finished results and of evaluations under way, by name."""
+    folder = directory / "results"
+    for path in sorted([*folder.glob("*.json"), *folder.glob("cache/*.part")]):
+        content = read_json(path) or {}
+        inner = content.get("results", content.get("cells"))
+        if isinstance(inner, dict):
+            name = path.stem if path.suffix == ".json" else f"{path.stem} (under way)"
+            yield from _numbers(name, inner)
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    number = finite(value)
+    if number is not None:
+        yield name, number
+    items = value.items() if isinstance(value, dict) else []
+    if isinstance(value, list) and len(value) <= MAX_CELLS:
+        items = enumerate(value)
+    for key, item in items:
+        yield from _numbers(f"{name} {key}", item)
+
+
+# In the terminal.
+
+
+def curve(values: Sequence[float], width: int = WIDTH) -> str:
+    """Values as bars from their least to their largest, the last at the right."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    picked = [values[(i + 1) * len(values) // count - 1] for i in range(count)]
+    low, high = min(picked), max(picked)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in picked)
+
+
+def frame(runs: Sequence[Watched], *, boxed: bool) -> RenderableType:
+    """One picture of all runs."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for run in runs:
+        parts.append(Text(f"{run.metrics.name}: {run.state}", style="bold"))
+        if run.problem:
+            parts.append(Text(run.problem))
+        for table in _tables(run, boxed=boxed):
+            parts += [table, Text("")]
+    return Group(*parts)
+
+
+def _tables(run: Watched, *, boxed: bool) -> Iterator[RenderableType]:
+    from rich import box
+    from rich.table import Table
+
+    def table(*columns: str) -> Table:
+        made = Table(box=box.SIMPLE if boxed else None, pad_edge=False)
+        for number, column in enumerate(columns):
+            made.add_column(column, justify="left" if number == 0 or not column else "right")
+        return made
+
+    curves = table("", "first", "last", "least", "")
+    for name, title in SHOWN.items():
+        points = [value for _, value in run.metrics.values.get(name, [])]
+        if points:
+            numbers = (points[0], points[-1], min(points))
+            curves.add_row(title, *map(_short, numbers), curve(points))
+    if curves.row_count:
+        yield curves
+    if run.metrics.kernels:
+        yield _kernel_table(table, run.metrics)
+    if run.cells:
+        cells = table("evaluation", "value")
+        for name, value in list(run.cells.items())[-MAX_CELLS:]:
+            cells.add_row(name, _short(value))
+        yield cells
+
+
+def _kernel_table(table: Any, metrics: RunMetrics) -> RenderableType:
+    """Each parameter of each head: its first and its last value."""
+    first, last = metrics.kernels[0][1], metrics.kernels[-1][1]
+    names = list(last)
+    made: RenderableType = table("head", *(word for name in names for word in (name, "was", "")))
+    heads = len(last[names[0]]) if names else 0
+    for head in range(min(heads, MAX_HEADS)):
+        row = [str(head + 1)]
+        for name in names:
+            moved = [kernel[name][head] for _, kernel in metrics.kernels]
+            row += [_short(last[name][head]), _short(first[name][head]), curve(moved, WIDTH // 3)]
+        made.add_row(*row)  # type: ignore[union-attr]
+    return made
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _redraw(console: Console, folders: Sequence[Path], seconds: float) -> None:
+    from rich.live import Live
+
+    def now() -> RenderableType:
+        return frame([Watched(folder) for folder in folders], boxed=True)
+
+    with Live(now(), console=console, screen=False, auto_refresh=False) as live:
+        while True:
+            time.sleep(seconds)
+            live.update(now(), refresh=True)
+
+
+# On a page of this machine.
+
+
+def as_data(runs: Sequence[Watched]) -> list[dict[str, Any]]:
+    """What the page draws."""
+    return [
+        {
+            "name": run.metrics.name,
+            "state": run.state,
+            "problem": run.problem,
+            "curves": {
+                title: _thinned(run.metrics.values.get(name, [])) for name, title in SHOWN.items()
+            },
+            "kernels": _kernel_curves(run.metrics),
+            "cells": list(run.cells.items())[-MAX_CELLS:],
+        }
+        for run in runs
+    ]
+
+
+def _kernel_curves(metrics: RunMetrics) -> dict[str, list[Any]]:
+    """For each parameter a curve per head."""
+    names = list(metrics.kernels[0][1]) if metrics.kernels else []
+    return {
+        name: [
+            _thinned([(step, kernel[name][head]) for step, kernel in metrics.kernels])
+            for head in range(min(len(metrics.kernels[0][1][name]), MAX_HEADS))
+        ]
+        for name in names
+    }
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    every = -(-len(points) // MAX_POINTS) or 1
+    return [*points[:-1:every], *points[-1:]]
+
+
+def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """Answers this machine only (loopback): the page, and the numbers as JSON."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = (self.headers.get("Host") or "").rpartition(":")[0]
+            if host not in ("127.0.0.1", "localhost"):  # a name that a stranger points at us
+                self.send_error(403)
+            elif self.path == "/":
+                self._answer("text/html; charset=utf-8", PAGE.encode())
+            elif self.path == "/runs.json":
+                found = as_data([Watched(folder) for folder in folders])
+                self._answer("application/json", json.dumps(found).encode())
+            else:
+                self.send_error(404)
+
+        def _answer(self, kind: str, content: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            """No line for each request."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise ConfigError(f"--serve {port}: {error.strerror}. Choose another port.") from error
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>kerple watch</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem; }
+body { padding: 0 1rem; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; }
+figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: 9rem; }
+path { fill: none; stroke-width: 1.5; vector-effect: non-scaling-stroke; }
+table { border-collapse: collapse; } td { padding: .1rem .8rem .1rem 0; }
+td + td { text-align: right; font-variant-numeric: tabular-nums; }
+</style></head><body><h1>kerple watch</h1><main id="runs">reading ...</main>
+<script>
+const make = (tag, text) => {
+  const made = document.createElement(tag); made.textContent = text || ""; return made;
+};
+const short = v => Math.abs(v) < 1000 ? Number(v.toPrecision(4))
+  : Math.round(v).toLocaleString("en");
+const least = v => v.reduce((a, b) => Math.min(a, b));
+const most = v => v.reduce((a, b) => Math.max(a, b));
+function figure(title, curves) {
+  const all = curves.flat();
+  if (!all.length) return null;
+  const xs = all.map(p => p[0]), ys = all.map(p => p[1]);
+  const [x0, x1, y0, y1] = [least(xs), most(xs), least(ys), most(ys)];
+  const space = "http://www.w3.org/2000/svg", svg = document.createElementNS(space, "svg");
+  svg.setAttribute("viewBox", "0 0 100 100"); svg.setAttribute("preserveAspectRatio", "none");
+  curves.forEach((points, i) => {
+    const line = document.createElementNS(space, "path");
+    line.setAttribute("stroke", `hsl(${(210 + 47 * i) % 360} 65% 50%)`);
+    line.setAttribute("d", points.map((p, n) => (n ? "L" : "M")
+      + (x1 > x0 ? 100 * (p[0] - x0) / (x1 - x0) : 50) + " "
+      + (y1 > y0 ? 97 - 94 * (p[1] - y0) / (y1 - y0) : 50)).join(" "));
+    svg.append(line);
+  });
+  const last = curves.map(points => short(points[points.length - 1][1]));
+  const box = make("figure");
+  box.append(make("figcaption", `${title}: ${last.slice(0, 8).join(", ")}`), svg,
+    make("figcaption", `steps ${x0} to ${x1}, values ${short(y0)} to ${short(y1)}`));
+  return box;
+}
+function show(run) {
+  const section = make("section");
+  section.append(make("h2", run.name), make("p", run.state), make("p", run.problem));
+  const grid = make("div"); grid.className = "grid";
+  for (const [title, points] of Object.entries(run.curves))
+    if (points.length) grid.append(figure(title, [points]));
+  for (const [name, heads] of Object.entries(run.kernels)) {
+    const drawn = figure(`${name} of each head`, heads);
+    if (drawn) grid.append(drawn);
+  }
+  const table = make("table");
+  for (const [name, value] of run.cells) {
+    const row = make("tr");
+    row.append(make("td", name), make("td", String(short(value))));
+    table.append(row);
+  }
+  section.append(grid, table);
+  return section;
+}
+async function refresh() {
+  try {
+    const runs = await (await fetch("/runs.json")).json();
+    document.getElementById("runs").replaceChildren(...runs.map(show));
+    document.title = "kerple watch";
+  } catch (error) { document.title = "kerple watch (stopped)"; }
+  setTimeout(refresh, 3000);
+}
+refresh();
+</script></body></html>
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_parser("watch", __doc__ or "")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a training's `save`")
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="between two frames (default: 3)"
+    )
+    parser.add_argument(
+        "--serve",
+        nargs="?",
+        type=int,
+        const=DEFAULT_PORT,
+        metavar="PORT",
+        help=f"a page at 127.0.0.1 instead (default port: {DEFAULT_PORT}; 0: any free one)",
+    )
+    options = parser.parse_args(argv)
+    watched = [Watched(folder) for folder in options.runs]  # a folder that is missing ends here
+    if options.serve is not None:
+        with server(options.runs, options.serve) as served:
+            print(f"http://127.0.0.1:{served.server_address[1]}/ (Ctrl-C ends it)", flush=True)
+            served.serve_forever()
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if _is_terminal() else 100)
+    if options.once or not console.is_terminal:
+        console.print(frame(watched, boxed=console.is_terminal))
+        return 0
+    _redraw(console, options.runs, max(options.seconds, 0.5))
+    return 0
+
+
+def _is_terminal() -> bool:
+    import sys
+
+    return sys.stdout.isatty()
