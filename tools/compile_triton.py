@@ -315,7 +315,7 @@ def all_configurations() -> list[Configuration]:
     return [
         *plain,
         *configurations((64, 128, 256), DTYPES, ("none", "bias", "both"), KINDS, others),
-        *configurations((32, 64, 128, 256), DTYPES, ("none", "bias"), KINDS, features),
+        *configurations((32, 64, 128), DTYPES, ("none", "bias"), KINDS, features),
     ]
 
 

@@ -33,7 +33,7 @@ Written by `tools/compile_triton.py --memory` with Triton {version}; do not edit
 (queries x keys, warps, stages) and the bytes of shared memory that its kernel needs with all
 operands. A program may take {limits}.
 "steep band" is the band kernel that reads its table inside the loop; with a weight table there is
-one band kernel.
+one band kernel. All operands are those without a row scale; in rows with features, with it.
 
 """
 HEADER = (
@@ -77,7 +77,8 @@ def rows() -> Iterator[Row]:
             for weighted in (True,) if dtype == "fp32" else (False, True):
                 kernels = KERNELS if weighted else (*KERNELS, "steep band")
                 yield from (Row(kernel, dim, dtype, weighted) for kernel in kernels)
-            yield from (Row(kernel, dim, dtype, False, True) for kernel in _WITH_FEATURES)
+            if dim <= 128:
+                yield from (Row(kernel, dim, dtype, False, True) for kernel in _WITH_FEATURES)
 
 
 def measured(arch: int, dtypes: Sequence[str] = ("bf16", "fp32")) -> dict[Row, int]:

@@ -97,7 +97,6 @@ def _features() -> list[AnyCase]:
         AttentionCase(260, 300, 64, heads=1, table="decay", pruning=True, features=(16, 40)),
         AttentionCase(260, 300, 64, heads=1, table="decay", pruning=True, row_scale="row"),
         AttentionCase(100, 130, 64, heads=1, features=(16, 40), row_scale="row", compiled=True),
-        AttentionCase(130, 150, 256, heads=1, features=(16, 40)),
         AttentionCase(130, 150, 32, heads=1, features=(16, 40)),
         AttentionCase(130, 150, 64, heads=1, dtype=FP16, features=(16, 40), row_scale="head"),
         AttentionCase(70, 93, 64, heads=1, dtype=FP32, features=(16, 40), row_scale="head"),
