@@ -111,6 +111,8 @@ TESTED_BY = {
     "commands/__main__.py": "stories/test_installed.py",
     "engines/cpu_torch.py": "engines/test_engines.py",
     "engines/triton_backward.py": "engines/test_triton_attention.py",
+    "engines/triton_bands.py": "engines/test_triton_attention.py",
+    "engines/triton_features.py": "engines/test_triton_attention.py",
     "engines/triton_forward.py": "engines/test_triton_attention.py",
     "training/resharding.py": "checkpoints/test_universal.py",
 }

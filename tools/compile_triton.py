@@ -15,6 +15,7 @@ tools/triton_ledger.py); exit status 1 if one is missed. --memory writes docs/tr
     python tools/compile_triton.py --dims 64 --dtypes bf16 --arch 80
     python tools/compile_triton.py --ledger             # bf16, all sizes and tables
     python tools/compile_triton.py --ledger --dims 64 --tables bias --arch 80
+    python tools/compile_triton.py --ledger --dims 64 128 --tables none bias --extras features
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
     from megatron.engines.triton_runtime import Launch
 
 # Bytes per thread that may live in local memory (it is cached, but a loop should not live there):
-# on the A100 with tables alone, in half precision, at head dims 32, 64 and 128; and elsewhere.
-STACK_LIMIT, WIDE_STACK_LIMIT = 128, 512
+# on the A100 with tables alone, in half precision, at head dims 32, 64 and 128; with features (sums
+# wait there while strips are written); and elsewhere.
+STACK_LIMIT, FEATURES_STACK_LIMIT, WIDE_STACK_LIMIT = 128, 2048, 512
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -57,13 +59,18 @@ TABLES = {
     "bias+fixed-weight": Tables(bias=True, weight=True, learned_bias=True),
     "weight+fixed-bias": Tables(bias=True, weight=True, learned_weight=True),
 }
-# Operands that a call may have besides: key bias (with gradient), first key, sink.
-EXTRAS = {
+# Operands that a call may have besides, with gradients where they have some. "features": both of
+# them, which the engine refuses together with a weight table.
+EXTRAS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "gate": ("key_bias", "sink"),
     "packed": ("first_key",),
     "all": ("key_bias", "first_key", "sink"),
+    "scaled": ("key_bias", "first_key", "sink", "row_scale"),
+    "features": ("features",),
+    "every": ("key_bias", "first_key", "sink", "features", "row_scale"),
 }
+FEATURES, DISTANCES = 16, 100
 # The kernels' own sizes, and one of the masked sizes (multiples of 16) below each: masked sizes
 # under one power of two give the same code but for constants.
 DIMS = (16, 32, 48, 64, 80, 128, 192, 256)
@@ -83,7 +90,13 @@ class Configuration:
     extras: str = "plain"
 
     @property
+    def features(self) -> bool:
+        return "features" in EXTRAS[self.extras]
+
+    @property
     def stack_limit(self) -> int:
+        if self.features:
+            return FEATURES_STACK_LIMIT
         narrow = self.dtype != "fp32" and self.head_dim in (32, 64, 128)
         held = narrow and self.extras == "plain" and self.arch == 80
         return STACK_LIMIT if held else WIDE_STACK_LIMIT
@@ -193,14 +206,20 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
         key_bias=torch.zeros(1, heads, length) if "key_bias" in extras else None,
         first_key=torch.zeros(1, length, dtype=torch.int32) if "first_key" in extras else None,
         sink=torch.zeros(heads) if "sink" in extras else None,
+        row_scale=torch.ones(1, 1, length) if "row_scale" in extras else None,
         scale=0.125,
     )  # fmt: skip
+    if "features" in extras:
+        query = torch.zeros(1, heads, length, FEATURES, dtype=dtype)
+        distance = torch.zeros(heads, FEATURES, DISTANCES, dtype=dtype)
+        call = replace(call, query_features=query, distance_features=distance)
     arch = configuration.arch
     problem = build_problem(call, visible=None)
     problem = replace(problem, arch=arch, shared_memory=SHARED_MEMORY[arch])
     forward, out, lse = forward_launches(problem)
     learned = {"bias": tables.learned_bias, "weight": tables.learned_weight}
-    learned["key_bias"] = "key_bias" in extras
+    learned |= {name: name in extras for name in ("key_bias", "row_scale")}
+    learned |= dict.fromkeys(("query_features", "distance_features"), "features" in extras)
     wanted = {*"qkv", *(name for name, is_learned in learned.items() if is_learned)}
     backward, _, _ = backward_launches(problem, out, lse, grad, wanted)
     return [*forward, *backward]
@@ -289,10 +308,14 @@ def configurations(
 def all_configurations() -> list[Configuration]:
     """Every shipped combination of size and tables, and the other operands where they matter."""
     plain = configurations(DIMS, DTYPES, TABLES, KINDS)
-    others = [extra for extra in EXTRAS if extra != "plain"]
+    others = [
+        extra for extra, operands in EXTRAS.items() if operands and "features" not in operands
+    ]
+    features = [extra for extra, operands in EXTRAS.items() if "features" in operands]
     return [
         *plain,
         *configurations((64, 128, 256), DTYPES, ("none", "bias", "both"), KINDS, others),
+        *configurations((32, 64, 128), DTYPES, ("none", "bias"), KINDS, features),
     ]
 
 

@@ -117,6 +117,11 @@ def _parse(sass: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
 
 def inner_loop(sass: str) -> Loop | None:
     """The innermost loop that multiplies matrices; the longest if there are several."""
+    return max(inner_loops(sass), key=lambda loop: loop.instructions, default=None)
+
+
+def inner_loops(sass: str) -> list[Loop]:
+    """All innermost loops that multiply matrices, in the order of the code."""
     code, labels = _parse(sass)
     loops = []
     for end, (name, rest) in enumerate(code):
@@ -124,15 +129,11 @@ def inner_loop(sass: str) -> Loop | None:
         start = labels.get(target[1], end + 1) if target is not None else end + 1
         if start <= end and any(op.startswith(("HMMA", "HGMMA")) for op, _ in code[start:end]):
             loops.append((start, end))
-    inner = [
-        loop
+    return [
+        _count(code[loop[0] : loop[1] + 1])
         for loop in loops
         if not any(loop != o and loop[0] <= o[0] and o[1] <= loop[1] for o in loops)
     ]
-    if not inner:
-        return None
-    start, end = max(inner, key=lambda loop: loop[1] - loop[0])
-    return _count(code[start : end + 1])
 
 
 def _count(code: list[tuple[str, str]]) -> Loop:

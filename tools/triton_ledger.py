@@ -20,6 +20,10 @@ Not modelled: spills (their accesses are the column "local"; "with spills" is th
 them took a slot of shared memory), bank conflicts, latency, tiles that are half masked, and what
 lies outside the loop. Real speed is lower. The whole backward does five useful products; its bound
 is those over the clocks of all its kernels.
+
+With features the loop is the one over keys (queries) within their reach. "Within reach" adds, for
+each tile, its share of the loops that write the strips and, in dQ, of the one that sums their
+gradients: for features of 1,024 distances, in blocks of 128 queries.
 """
 
 from __future__ import annotations
@@ -46,6 +50,10 @@ TARGETS = {
     (90, 64): (0.50, 0.45, 0.36),
     (90, 128): (0.69, 0.50, 0.38),
 }
+# the same with features alone, within their reach: forward, and backward with their gradients
+REACH_TARGETS = {(80, 64): (0.54, 0.34), (80, 128): (0.68, 0.37)}
+# distances of the features; rows and columns of a strip's product, columns of its gradients'
+_REACH, _STRIP, _GRADIENTS = 1024, 128, 64
 MAX_BARRIERS = 2
 # per multiprocessor: registers, shared memory in bytes (1 KB of it is taken from each block)
 _REGISTERS = 65536
@@ -59,6 +67,7 @@ class Entry:
 
     report: Report
     loop: sass.Loop
+    strips: tuple[sass.Loop, ...] = ()  # that write strips; in dQ, last, that sums gradients
 
     @property
     def arch(self) -> int:
@@ -86,7 +95,10 @@ class Entry:
 
     @cached_property
     def clocks(self) -> dict[str, float]:
-        return self.loop.clocks(self.warps, FLOP_PER_CLOCK[self.arch], FP32_LANES[self.arch])
+        return self._clocks(self.loop)
+
+    def _clocks(self, loop: sass.Loop) -> dict[str, float]:
+        return loop.clocks(self.warps, FLOP_PER_CLOCK[self.arch], FP32_LANES[self.arch])
 
     @property
     def busiest(self) -> str:
@@ -95,6 +107,21 @@ class Entry:
     @property
     def bound(self) -> float:
         return self.flop / FLOP_PER_CLOCK[self.arch] / self.clocks[self.busiest]
+
+    @property
+    def within_reach(self) -> float:
+        """The bound with the tile's share of what its strips cost."""
+        c = self.report.options["C"]
+        rows, keys = c.BLOCK_M.value, c.BLOCK_N.value
+        busy = [max(self._clocks(loop).values()) for loop in self.strips]
+        writing = busy[:-1] if self.kernel == "dq" else busy
+        # columns that are written for each key that is walked: a block of queries needs its own
+        # length more; a block of keys writes for as many keys again
+        columns = 2.0 if self.kernel == "dkdv" else (_REACH + 2 * _STRIP) / (_REACH + _STRIP)
+        clocks = self.clocks[self.busiest] + sum(writing) * columns * rows * keys / _STRIP**2
+        if self.kernel == "dq":
+            clocks += busy[-1] * columns * keys / _GRADIENTS
+        return self.flop / FLOP_PER_CLOCK[self.arch] / clocks
 
     @property
     def bound_with_spills(self) -> float:
@@ -153,23 +180,35 @@ def entries_of(configuration: Configuration) -> dict[str, Entry]:
     for made in compile_triton.reports_of(configuration):
         if made.kernel not in PRODUCTS:
             continue
-        loop = sass.inner_loop(sass.disassemble(made.cubin))
-        if loop is None:
+        loops = sass.inner_loops(sass.disassemble(made.cubin))
+        if not loops:
             raise RuntimeError(f"no inner loop found in {made.kernel} of {configuration}")
-        entries[made.kernel] = Entry(made, loop)
+        strips = tuple(loop for loop in loops if not loop.exponentials)
+        longest = max(loops, key=lambda loop: (loop.exponentials > 0, loop.instructions))
+        entries[made.kernel] = Entry(made, longest, strips)
     return entries
 
 
 def whole_backward(entries: dict[str, Entry], table_gradient: bool) -> float:
     """Bound of dK/dV, dQ and perhaps the bands together; steep bands are the exception."""
     kernels = ["dkdv", "dq", *(["band"] if table_gradient else [])]
+    return _together({name: entries[name].bound for name in kernels})
+
+
+def backward_within_reach(entries: dict[str, Entry]) -> float:
+    """Bound of dK/dV and dQ with the features' gradients, and with that of a table."""
+    return _together({name: entries[name].within_reach for name in ("dkdv", "dq")})
+
+
+def _together(bounds: dict[str, float]) -> float:
     # clocks for one unit of products: a kernel with `n` of them takes n / bound
-    clocks = sum(PRODUCTS[name] / entries[name].bound for name in kernels)
-    return USEFUL_BACKWARD / clocks
+    return USEFUL_BACKWARD / sum(PRODUCTS[name] / bound for name, bound in bounds.items())
 
 
 def misses_of(configuration: Configuration, entries: dict[str, Entry]) -> list[str]:
     """The targets that a configuration misses, with the numbers: bf16 on sm_80 and sm_90."""
+    if configuration.features:
+        return _reach_misses(configuration, entries)
     targets = TARGETS.get((configuration.arch, configuration.head_dim))
     if configuration.dtype != "bf16" or targets is None:
         return []
@@ -183,10 +222,28 @@ def misses_of(configuration: Configuration, entries: dict[str, Entry]) -> list[s
         "backward without the table's gradient": (whole_backward(entries, False), targets[1]),
         "backward with it": (whole_backward(entries, True), targets[2]),
     }
-    for name, (bound, target) in reached.items():
-        if bound < target:
-            found.append(f"{name}: bound {bound:.1%}, target {target:.0%}")
-    return found
+    return found + _below(reached)
+
+
+def _reach_misses(configuration: Configuration, entries: dict[str, Entry]) -> list[str]:
+    targets = REACH_TARGETS.get((configuration.arch, configuration.head_dim))
+    plain = (configuration.dtype, configuration.tables, configuration.extras)
+    if targets is None or plain != ("bf16", "none", "features"):
+        return []
+    return _below(
+        {
+            "forward within reach": (entries["forward"].within_reach, targets[0]),
+            "backward within reach": (backward_within_reach(entries), targets[1]),
+        }
+    )
+
+
+def _below(reached: dict[str, tuple[float, float]]) -> list[str]:
+    return [
+        f"{name}: bound {bound:.1%}, target {target:.0%}"
+        for name, (bound, target) in reached.items()
+        if bound < target
+    ]
 
 
 def report(configurations: Iterable[Configuration]) -> int:
@@ -203,7 +260,10 @@ def report(configurations: Iterable[Configuration]) -> int:
         )
         line = f"{name}: forward {entries['forward'].bound:.1%}"
         line += f", whole backward {whole_backward(entries, False):.1%} without a table gradient"
-        if "band" in entries:
+        if configuration.features:
+            reach = (entries["forward"].within_reach, backward_within_reach(entries))
+            line += ", within the features' reach {:.1%} and {:.1%}".format(*reach)
+        elif "band" in entries:
             line += f", {whole_backward(entries, True):.1%} with it"
         misses = misses_of(configuration, entries)
         missed += len(misses)

@@ -4,7 +4,8 @@
 
 A tile's largest need is with all operands. Two tables need more than one, so that a row without a
 weight table is measured with a bias table, and a row with it with both. In fp32 the tiles are the
-same with a weight table and without.
+same with a weight table and without. Rows with features are measured
+with a row scale as well.
 """
 
 from __future__ import annotations
@@ -32,10 +33,20 @@ Written by `tools/compile_triton.py --memory` with Triton {version}; do not edit
 (queries x keys, warps, stages) and the bytes of shared memory that its kernel needs with all
 operands. A program may take {limits}.
 "steep band" is the band kernel that reads its table inside the loop; with a weight table there is
-one band kernel.
+one band kernel. All operands are those without a row scale; in rows with features, with it.
 
 """
-HEADER = ("kernel", "head dim", "dtype", "weight table", *(f"sm_{arch}" for arch in KINDS))
+HEADER = (
+    "kernel",
+    "head dim",
+    "dtype",
+    "weight table",
+    "features",
+    *(f"sm_{arch}" for arch in KINDS),
+)
+
+
+_WITH_FEATURES = ("forward", "dkdv", "dq")
 
 
 class Row(NamedTuple):
@@ -43,16 +54,19 @@ class Row(NamedTuple):
     dim: int
     dtype: str
     weighted: bool
+    features: bool = False
 
     @property
     def cells(self) -> tuple[str, ...]:
-        weighted = "any" if self.dtype == "fp32" else "yes" if self.weighted else "no"
-        return self.kernel, str(self.dim), self.dtype, weighted
+        weighted = "yes" if self.weighted else "no"
+        weighted = "any" if self.dtype == "fp32" and not self.features else weighted
+        return self.kernel, str(self.dim), self.dtype, weighted, "yes" if self.features else "no"
 
     def tile(self, arch: int) -> str:
         """As the engine chooses it."""
         dtype = torch.float32 if self.dtype == "fp32" else torch.bfloat16
-        t = tiles_of(self.kernel, self.dim, dtype, self.weighted, arch, SHARED_MEMORY[arch])
+        operands = (self.dim, dtype, self.weighted, arch, SHARED_MEMORY[arch], self.features)
+        t = tiles_of(self.kernel, *operands)
         return f"{t.queries}x{t.keys} w{t.warps} s{t.stages}"
 
 
@@ -63,18 +77,21 @@ def rows() -> Iterator[Row]:
             for weighted in (True,) if dtype == "fp32" else (False, True):
                 kernels = KERNELS if weighted else (*KERNELS, "steep band")
                 yield from (Row(kernel, dim, dtype, weighted) for kernel in kernels)
+            if dim <= 128:
+                yield from (Row(kernel, dim, dtype, False, True) for kernel in _WITH_FEATURES)
 
 
 def measured(arch: int, dtypes: Sequence[str] = ("bf16", "fp32")) -> dict[Row, int]:
     """Bytes of shared memory by compiling all kernels for one kind of GPU."""
     found: dict[Row, int] = {}
-    for dim, dtype, weighted in dict.fromkeys((row.dim, row.dtype, row.weighted) for row in rows()):
+    for dim, dtype, weighted, features in dict.fromkeys(row[1:] for row in rows()):
         if dtype not in dtypes:
             continue
-        configuration = Configuration(dim, dtype, "both" if weighted else "bias", arch, "all")
+        tables = "both" if weighted and not features else "bias"
+        configuration = Configuration(dim, dtype, tables, arch, "every" if features else "all")
         for launch in attention_launches(configuration):
-            row = Row(kernel_name(launch), dim, dtype, weighted)
-            if row.kernel in (*KERNELS, "steep band"):
+            row = Row(kernel_name(launch), dim, dtype, weighted, features)
+            if row.kernel in (_WITH_FEATURES if features else (*KERNELS, "steep band")):
                 with absent_gpu(arch):
                     made = launch.kernel.warmup(
                         *launch.arguments, grid=launch.grid, **launch.options
@@ -86,7 +103,10 @@ def measured(arch: int, dtypes: Sequence[str] = ("bf16", "fp32")) -> dict[Row, i
 
 def render(shared: dict[int, dict[Row, int]], version: str) -> str:
     limits = ", ".join(f"{SHARED_MEMORY[arch]:,} bytes on sm_{arch}" for arch in KINDS)
-    lines = [HEAD.format(version=version, limits=limits) + _line(HEADER), _line(["---"] * 7)]
+    lines = [
+        HEAD.format(version=version, limits=limits) + _line(HEADER),
+        _line(["---"] * len(HEADER)),
+    ]
     for row in rows():
         cells = [f"{row.tile(arch)}: {shared[arch][row]:,}" for arch in KINDS]
         lines.append(_line([*row.cells, *cells]))
@@ -98,13 +118,13 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def parse(page: str) -> dict[tuple[str, ...], list[tuple[str, int]]]:
-    """The page's rows: the first four cells, then a tile and its bytes for each kind of GPU."""
+    """The page's rows: the first five cells, then a tile and its bytes for each kind of GPU."""
     found = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == len(HEADER) and ": " in cells[-1]:
-            pairs = [cell.split(": ") for cell in cells[4:]]
-            found[tuple(cells[:4])] = [(tile, int(size.replace(",", ""))) for tile, size in pairs]
+            pairs = [cell.split(": ") for cell in cells[5:]]
+            found[tuple(cells[:5])] = [(tile, int(size.replace(",", ""))) for tile, size in pairs]
     return found
 
 

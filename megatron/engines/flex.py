@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.engines.call import OPERANDS, Call, key_origin, sink_rows
+from megatron.engines.call import Call, key_origin, sink_rows
 
 # flex_attention is in torch since 2.5; its auxiliary outputs since 2.9
 try:
@@ -22,7 +22,6 @@ try:
 except ImportError:  # pragma: no cover
     flex_attention = None  # type: ignore[assignment]
 
-_KNOWN = ("q", "k", "v", "bias", "weight", "key_bias", "first_key", "sink", "seed")
 _GPUS = ("cuda", "xpu")
 _BLOCK = 128  # rows and columns of a block of the mask
 _MIN_HEAD_DIM = 16
@@ -31,11 +30,8 @@ _MIN_HEAD_DIM = 16
 def why_not_flex(call: Call) -> str | None:
     """Why FlexAttention cannot run this call, with the fix; None if it can."""
     device, head_dim = call.q.device, call.q.shape[-1]
-    unknown = [x for x in OPERANDS if x not in _KNOWN and getattr(call, x) is not None]
     if flex_attention is None:
         return f"torch {torch.__version__} has no FlexAttention; pip install 'torch>=2.9'"
-    if unknown:
-        return f"it has no {', '.join(unknown)}; use engine 'auto'"
     if call.dropout > 0.0:
         return f"it has no attention dropout (dropout={call.dropout}); use engine 'naive' or 'auto'"
     if device.type not in (*_GPUS, "cpu"):
@@ -95,10 +91,13 @@ def _score_of(call: Call) -> Any:
     """(q.k) * scale, as FlexAttention has it, to our score; None where they are the same."""
     batch, heads, offset = call.q.shape[0], call.q.shape[1], call.offset
     bias, weight, key_bias, origin = call.bias, call.weight, call.key_bias, None
+    row_scale, features = call.row_scale, _features_of(call)
     if key_bias is not None:
         key_bias = key_bias.expand(batch, heads, -1).contiguous()
         origin = key_origin(key_bias, call.q_len)
-    if bias is None and weight is None and key_bias is None:
+    if row_scale is not None:
+        row_scale = row_scale.expand(batch, heads, -1).contiguous()
+    if all(x is None for x in (bias, weight, key_bias, row_scale, features)):
         return None
 
     def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -109,9 +108,31 @@ def _score_of(call: Call) -> Any:
             s = s + bias[h, distance]
         if key_bias is not None and origin is not None:
             s = s + (key_bias[b, h, j] - origin[b, h, i])
+        if features is not None:
+            s = s + features(b, h, i, distance)
+        if row_scale is not None:
+            s = s * row_scale[b, h, i]
         return s
 
     return score
+
+
+def _features_of(call: Call) -> Any:
+    """The features' term of a score, one product at a time: score_mod may hold no sum over them."""
+    if call.query_features is None or call.distance_features is None:
+        return None
+    query = call.query_features.float()
+    table = call.distance_features.float().expand(call.q.shape[1], -1, -1)
+    # one distance more, 0: that of all that are farther
+    table = torch.nn.functional.pad(table, (0, 1))
+    beyond = table.shape[2] - 1
+
+    def term(b: Tensor, h: Tensor, i: Tensor, distance: Tensor) -> Tensor:
+        at = torch.clamp(distance, max=beyond)
+        products = (query[b, h, i, r] * table[h, r, at] for r in range(query.shape[3]))
+        return functools.reduce(torch.add, products)
+
+    return term
 
 
 def _block_mask(call: Call) -> BlockMask:

@@ -61,7 +61,7 @@ def decay_bounds(call: Call) -> DecayBounds | None:
     bias = torch.zeros_like(call.k[0, 0, :, 0], dtype=torch.float32).expand(call.q.shape[1], -1)
     if call.bias is not None:
         bias = call.bias.detach()[:, :k_len].float()
-    bias = bias + _largest_features(call)
+    bias = bias + largest_features(call)
     deepest = (bias[:, 0] - bias.amin(1)).max()
     if call.key_bias is not None:
         deepest = deepest + _deepest_key_bias(call.key_bias.detach())
@@ -81,10 +81,10 @@ def _deepest_key_bias(key_bias: Tensor) -> Tensor:
     return (key_bias - key_bias.cummin(-1).values).nan_to_num(nan=0.0).amax()
 
 
-def _largest_features(call: Call) -> Tensor | float:
+def largest_features(call: Call) -> Tensor:
     """What query features times distance features may add at each distance, [heads, keys]."""
     if call.query_features is None or call.distance_features is None:
-        return 0.0
+        return torch.zeros((), device=call.q.device)
     query = _norm(call.query_features.detach().float()).amax((0, 2))
     distance = _norm(call.distance_features.detach().float()[..., : call.k_len].mT)
     distance = torch.nn.functional.pad(distance, (0, call.k_len - distance.shape[-1]))

@@ -19,20 +19,30 @@ from torch.autograd.function import once_differentiable
 from megatron.engines import triton_runtime
 from megatron.engines.call import OPERANDS, Call
 from megatron.engines.operators import graph_operator
-from megatron.engines.triton_launch import backward_launches, forward_launches, table_gradient
+from megatron.engines.triton_launch import (
+    backward_launches,
+    feature_gradients,
+    forward_launches,
+    table_gradient,
+)
 from megatron.engines.triton_problem import ALIGNMENT, Problem, aligned, build_problem, padded
 from megatron.engines.triton_pruning import visible_distances
 from megatron.engines.triton_runtime import cdiv, next_power_of_2, run_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM, _MAX_FEATURES_DIM = 256, 128
 
 
 def can_run(call: Call) -> str | None:
     """None if the engine can run this call, otherwise the reason and what to do."""
     q = call.q
-    if call.query_features is not None or call.row_scale is not None:
-        return "it has no query_features and no row_scale yet; use engine 'naive'"
+    if call.query_features is not None and call.weight is not None:
+        return "it has no query_features together with a weight table; use engine 'naive' or 'flex'"
+    if call.query_features is not None and q.shape[-1] > _MAX_FEATURES_DIM:
+        return (
+            f"with query_features its head dim is at most {_MAX_FEATURES_DIM}, got {q.shape[-1]};"
+            " use engine 'naive' or 'flex'"
+        )
     if call.dropout > 0.0:
         return f"it has no attention dropout (dropout={call.dropout}); set attention_dropout to 0"
     if (reason := triton_runtime.unavailable()) is not None:
@@ -135,6 +145,10 @@ def _gradients(
     for name in found.keys() & {"bias", "weight"}:
         factor = problem.scale if name == "weight" else 1.0
         found[name] = table_gradient(problem, found[name], factor)
+    if "query_features" in found:
+        feature_gradients(problem, found)
+    if "row_scale" in found:
+        found["row_scale"] = _row_scale_gradient(problem, found["row_scale"], lse, delta)
     if "sink" in wanted:
         found["sink"] = _sink_gradient(problem, lse, delta)
     return given.match_operands(found)
@@ -146,6 +160,14 @@ def _sink_gradient(problem: Problem, lse: Tensor, delta: Tensor) -> Tensor:
     shape, rows = problem.sink.shape, slice(0, problem.q.shape[2])
     share = torch.exp2(problem.sink - lse.view(shape))
     return (-share * delta.view(shape))[..., rows]
+
+
+def _row_scale_gradient(problem: Problem, sums: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """From sums of dS * score without the key origin, which a sink keeps from cancelling."""
+    grad = sums.unflatten(0, problem.q.shape[:2])[..., : problem.q_len]
+    if problem.own is not None and problem.sink is not None:
+        grad = grad - problem.own[..., : problem.q_len] * _sink_gradient(problem, lse, delta)
+    return grad
 
 
 # For torch.compile

@@ -2,11 +2,12 @@
 
 Legend: M query rows of a tile, N key columns, D head dimension (padded to a power of 2).
 
-Units. A score is (q.k) * scale * weight[d] + bias[d] + key_bias[n]. All kernels work on
-x = score * log2(e), so that a probability is one exp2: x = (q.k) * c + bias2[d] with
-c = scale * log2(e), or (q.k) * weight2[d] + bias2[d]; the host has multiplied the tables
-(see triton_problem). Adding the bias after the product keeps the product's registers free of
-it, and lets cp.async load the bias into shared memory like k and v.
+Units. A score is (q.k) * scale * weight[d] + bias[d] + key_bias[n], plus the features' term
+(see triton_features), all of it times row_scale[m]. All kernels work on x = score * log2(e), so
+that a probability is one exp2: x = (q.k) * c + bias2[d] with c = scale * log2(e), or
+(q.k) * weight2[d] + bias2[d]; the host has multiplied the tables (see triton_problem). Adding the
+bias after the product keeps the product's registers free of it, and lets cp.async load the bias
+into shared memory like k and v.
 
 Masks. Scores that must not count are NOTHING or less, rows start with a maximum of LOWEST. The
 first is so far below the second that exp2 of the difference is 0 whatever a row has seen: no
@@ -29,10 +30,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from megatron.engines.triton_features import (
+    fill_query_strip,
+    head_features,
+    query_strip_tile,
+)
 from megatron.engines.triton_problem import LOWEST, NOTHING, row_offsets
 from megatron.engines.triton_runtime import constant, jit, tl
 
 LOG2E = constant(1.4426950408889634)
+# below this before a row's factor multiplies it, a score does not count
+_MASKED = constant(-1e20)
 
 # The numbers that every kernel takes: their values must not make Triton compile again.
 NUMBERS = ["heads", "group", "q_length", "k_length", "window", "table_start", "exponent_scale"]
@@ -62,6 +70,7 @@ class Constants(NamedTuple):
     WINDOW: bool  # what is outside the window: a bias table masks both by itself
     PRECISION: str
     STAGES: int
+    FEATURES: int  # query features, padded; 0 without
 
 
 class Line(NamedTuple):
@@ -80,6 +89,8 @@ class HeadTerms(NamedTuple):
     key_bias: Any
     own: Any
     first_key: Any
+    row_scale: Any
+    features: Any  # triton_features.HeadFeatures
     reach: Any  # how many of the nearest keys a query may see
 
 
@@ -93,6 +104,7 @@ class QueryBlock(NamedTuple):
     entries: Any  # where the tables' runs begin
     own: Any
     first_key: Any
+    row_scale: Any
 
 
 @jit()
@@ -167,7 +179,7 @@ def moved(ptr, offset):
 
 
 @jit()
-def head_terms(terms, batch, head, sizes):
+def head_terms(terms, batch, head, sizes, C: tl.constexpr):
     line = batch * sizes.heads + head
     return HeadTerms(
         moved(terms.bias, head * 4 * terms.copy_stride),
@@ -175,6 +187,8 @@ def head_terms(terms, batch, head, sizes):
         moved(terms.key_bias, line * terms.key_stride),
         moved(terms.own, line * terms.row_stride),
         moved(terms.first_key, batch * terms.row_stride),
+        moved(terms.row_scale, line * terms.row_stride),
+        head_features(terms.features, line, head, terms.row_stride, C),
         tl.minimum(sizes.window, tl.load(terms.visible + head)),
     )
 
@@ -186,12 +200,15 @@ def load_along(ptr, places, AXIS: tl.constexpr):
 
 
 @jit()
-def tile_scores(product, terms, start, entries, query, key, row_terms, sizes, C: tl.constexpr):
+def tile_scores(
+    product, terms, start, entries, query, key, row_terms, added, sizes, C: tl.constexpr
+):
     """x of one tile (see the top of the file) from its products, and their factors.
 
-    `row_terms` are own, key bias and first key; like `query` and `key` they broadcast to the tile.
+    `row_terms` are own, key bias, first key and row scale; like `query` and `key` they broadcast to
+    the tile. `added` is what the features add, or None.
     """
-    own, key_bias, first_key = row_terms
+    own, key_bias, first_key, row_scale = row_terms
     factor = sizes.exponent_scale
     if terms.weight is not None:
         factor = tl.load(terms.weight + start + entries, cache_modifier=".ca")
@@ -201,6 +218,10 @@ def tile_scores(product, terms, start, entries, query, key, row_terms, sizes, C:
         x += tl.load(terms.bias + start + entries, cache_modifier=".ca")
     if terms.key_bias is not None:
         x += (key_bias - own) * LOG2E
+    if added is not None:
+        x += added
+    if terms.row_scale is not None:
+        x = tl.where(x < _MASKED, NOTHING, x * row_scale)
     if C.CAUSAL:
         x = tl.where(query >= key, x, NOTHING)
         if C.WINDOW:
@@ -224,19 +245,98 @@ def query_block(m_start, terms, copy_stride, sizes, C: tl.constexpr):
     if terms.first_key is not None:
         first = tl.maximum(first, tl.load(terms.first_key + m_start))  # they do not decrease
     first = first // C.BLOCK_N * C.BLOCK_N
-    return QueryBlock(position, first, end, rows, entries, own, first_key)
+    row_scale = load_along(terms.row_scale, rows, 1)
+    return QueryBlock(position, first, end, rows, entries, own, first_key, row_scale)
 
 
 @jit()
-def query_scores(product, terms, block, n_start, sizes, C: tl.constexpr):
+def query_scores(product, terms, block, n_start, added, sizes, C: tl.constexpr):
     """`tile_scores` of a block of queries and the keys from `n_start` on."""
     offsets_n = tl.arange(0, C.BLOCK_N)
     key_bias = load_along(terms.key_bias, n_start + offsets_n, 0)
     query = (block.position + tl.arange(0, C.BLOCK_M))[:, None]
     key = (n_start + offsets_n)[None, :]
     entries = block.entries[:, None] + offsets_n[None, :]
-    row_terms = (block.own, key_bias, block.first_key)
-    return tile_scores(product, terms, n_start, entries, query, key, row_terms, sizes, C)
+    row_terms = (block.own, key_bias, block.first_key, block.row_scale)
+    return tile_scores(product, terms, n_start, entries, query, key, row_terms, added, sizes, C)
+
+
+@jit()
+def block_of_item(item, length, ROWS: tl.constexpr):
+    """(sequence, first query) of an item, the last blocks of queries first."""
+    blocks = tl.cdiv(length, ROWS)
+    return (item // blocks).to(tl.int64), (blocks - 1 - item % blocks) * ROWS
+
+
+@jit()
+def forward_walk(
+    state, q_line, k_line, v_line, q_tile, m_start, terms, block, first, end, strip, sizes,
+    C: tl.constexpr,
+):  # fmt: skip
+    """The running softmax (maximum, sum, output) with the keys from `first` to `end` as well."""
+    largest, total, acc = state
+    for n_start in tl.range(first, end, C.BLOCK_N, num_stages=C.STAGES):
+        n_start = tl.multiple_of(n_start, C.BLOCK_N)
+        if C.SLICE_D == C.BLOCK_D:
+            k_tile = load_tile(k_line, n_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D)
+            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        else:
+            product = tile_product(q_line, m_start, k_line, n_start, C)
+        added = None if strip is None else tl.load(strip + n_start).to(tl.float32)
+        x, _ = query_scores(product, terms, block, n_start, added, sizes, C)
+        new_largest = tl.maximum(largest, tl.max(x, 1))
+        p = tl.math.exp2(x - new_largest[:, None])
+        shrink = tl.math.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(p, 1)
+        v_tile = load_tile(v_line, n_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=C.PRECISION)
+        largest = new_largest
+    return largest, total, acc
+
+
+@jit()
+def forward_block(
+    q, k, v, out, terms, sink_ptr, lse_ptr, m_start, batch, head, sizes, C: tl.constexpr
+):  # fmt: skip
+    """One block of queries of one head: walk the visible key blocks with a running softmax."""
+    q_line = line_of(q, batch, head, sizes.q_length)
+    k_line = line_of(k, batch, head // sizes.group, sizes.k_length)
+    v_line = line_of(v, batch, head // sizes.group, sizes.k_length)
+    row_terms = head_terms(terms, batch, head, sizes, C)
+    block = query_block(m_start, row_terms, terms.copy_stride, sizes, C)
+    near = block.end
+    if terms.features is not None:
+        features = row_terms.features
+        near = fill_query_strip(features, m_start, block.position, block.first, block.end, C)
+    lines = (batch * sizes.heads + head) * terms.row_stride
+    q_tile = None
+    if C.SLICE_D == C.BLOCK_D:
+        q_tile = load_tile(q_line, m_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D)
+    largest = tl.full([C.BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([C.BLOCK_M], tl.float32)
+    if sink_ptr is not None:
+        sink = tl.load(sink_ptr + lines + block.rows)
+        largest = tl.maximum(largest, sink)
+        total = tl.math.exp2(sink - largest)
+    acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
+    state = forward_walk(
+        (largest, total, acc), q_line, k_line, v_line, q_tile, m_start, row_terms, block,
+        block.first, near, None, sizes, C,
+    )  # fmt: skip
+    if terms.features is not None:
+        strip = query_strip_tile(row_terms.features, near, C)
+        state = forward_walk(
+            state, q_line, k_line, v_line, q_tile, m_start, row_terms, block,
+            near, block.end, strip, sizes, C,
+        )  # fmt: skip
+    largest, total, acc = state
+    seen = total > 0.0
+    safe = tl.where(seen, total, 1.0)
+    out_line = line_of(out, batch, head, sizes.q_length)
+    store_tile(out_line, m_start, acc / safe[:, None], C.HEAD_DIM, C.BLOCK_D)
+    # rows that see nothing, or lie past the end: their probabilities are 0 in the backward
+    lse = tl.where(seen & (block.rows < sizes.q_length), largest + tl.math.log2(safe), -NOTHING)
+    tl.store(lse_ptr + lines + block.rows, lse)
 
 
 @jit(do_not_specialize=NUMBERS)
@@ -248,46 +348,16 @@ def attention_forward_kernel(
     heads, group, q_length, k_length, window, table_start, exponent_scale,
     C: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries of one head: walk the visible key blocks with a running softmax."""
+    """One block of queries of one head; with features, every so many of a head's blocks."""
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
-    # the last query blocks see the most keys: start them first
-    m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
-    batch, head = head_of_program()
-    q_line = line_of(q, batch, head, q_length)
-    k_line = line_of(k, batch, head // group, k_length)
-    v_line = line_of(v, batch, head // group, k_length)
-    row_terms = head_terms(terms, batch, head, sizes)
-    block = query_block(m_start, row_terms, terms.copy_stride, sizes, C)
-    lines = (batch * heads + head) * terms.row_stride
-    if C.SLICE_D == C.BLOCK_D:
-        q_tile = load_tile(q_line, m_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D)
-    largest = tl.full([C.BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([C.BLOCK_M], tl.float32)
-    if sink_ptr is not None:
-        sink = tl.load(sink_ptr + lines + block.rows)
-        largest = tl.maximum(largest, sink)
-        total = tl.math.exp2(sink - largest)
-    acc = tl.zeros([C.BLOCK_M, C.BLOCK_D], tl.float32)
-    for n_start in tl.range(block.first, block.end, C.BLOCK_N, num_stages=C.STAGES):
-        n_start = tl.multiple_of(n_start, C.BLOCK_N)
-        if C.SLICE_D == C.BLOCK_D:
-            k_tile = load_tile(k_line, n_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D)
-            product = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        else:
-            product = tile_product(q_line, m_start, k_line, n_start, C)
-        x, _ = query_scores(product, row_terms, block, n_start, sizes, C)
-        new_largest = tl.maximum(largest, tl.max(x, 1))
-        p = tl.math.exp2(x - new_largest[:, None])
-        shrink = tl.math.exp2(largest - new_largest)
-        total = total * shrink + tl.sum(p, 1)
-        v_tile = load_tile(v_line, n_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=C.PRECISION)
-        largest = new_largest
-
-    seen = total > 0.0
-    safe = tl.where(seen, total, 1.0)
-    out_line = line_of(out, batch, head, q_length)
-    store_tile(out_line, m_start, acc / safe[:, None], C.HEAD_DIM, C.BLOCK_D)
-    # rows that see nothing, or lie past the end: their probabilities are 0 in the backward
-    lse = tl.where(seen & (block.rows < q_length), largest + tl.math.log2(safe), -NOTHING)
-    tl.store(lse_ptr + lines + block.rows, lse)
+    if terms.features is None:
+        # the last query blocks see the most keys: start them first
+        m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
+        batch, head = head_of_program()
+        forward_block(q, k, v, out, terms, sink_ptr, lse_ptr, m_start, batch, head, sizes, C)
+    else:
+        _, head = head_of_program()
+        items = tl.cdiv(q_length, C.BLOCK_M) * tl.load(terms.features.counts + 1)
+        for item in tl.range(tl.program_id(0), items, tl.num_programs(0)):
+            batch, m_start = block_of_item(item, q_length, C.BLOCK_M)
+            forward_block(q, k, v, out, terms, sink_ptr, lse_ptr, m_start, batch, head, sizes, C)

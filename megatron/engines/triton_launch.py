@@ -14,13 +14,27 @@ from torch import Tensor
 
 from megatron.engines.call import empty_blhd
 from megatron.engines.triton_backward import (
-    attention_band_kernel,
     attention_delta_kernel,
     attention_dkdv_kernel,
     attention_dq_kernel,
 )
+from megatron.engines.triton_bands import attention_band_kernel
+from megatron.engines.triton_features import (
+    distance_gradient,
+    feature_extent,
+    strip_grid,
+    with_features,
+    with_strips,
+)
 from megatron.engines.triton_forward import Constants, attention_forward_kernel
-from megatron.engines.triton_problem import LOG2E, Problem, rows_of, table_layout, terms_of
+from megatron.engines.triton_problem import (
+    LOG2E,
+    Problem,
+    Terms,
+    rows_of,
+    table_layout,
+    terms_of,
+)
 from megatron.engines.triton_runtime import Launch, cdiv, constant
 from megatron.engines.triton_tiles import Tiles, tiles_of
 
@@ -28,6 +42,7 @@ from megatron.engines.triton_tiles import Tiles, tiles_of
 _FP32_PRODUCTS = "tf32x3"
 # operands whose gradients attention_dkdv_kernel computes
 _FROM_DKDV_KERNEL = {"k", "v", "key_bias"}
+_FROM_DQ_KERNEL = {"q", "row_scale", "query_features", "distance_features"}
 
 
 # What the backward's kernels fill: gradients by operand, those of the tables as bands,
@@ -37,7 +52,8 @@ Filled = dict[str, Tensor]
 
 def _tiles(kernel: str, problem: Problem) -> Tiles:
     operands = (problem.block_d, problem.q.dtype, problem.weight is not None)
-    return tiles_of(kernel, *operands, problem.arch, problem.shared_memory)
+    features = problem.query_features is not None
+    return tiles_of(kernel, *operands, problem.arch, problem.shared_memory, features)
 
 
 def _sizes(problem: Problem, reverse: bool) -> tuple[Any, ...]:
@@ -48,7 +64,7 @@ def _sizes(problem: Problem, reverse: bool) -> tuple[Any, ...]:
     return *heads, *lengths, start, problem.scale * LOG2E
 
 
-def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, Any]:
+def _options(problem: Problem, tiles: Tiles, terms: Terms, masked: bool = True) -> dict[str, Any]:
     """`masked`: the kernel masks scores itself, unless a bias table holds the edges."""
     causal = masked and problem.bias is None
     constants = Constants(
@@ -61,6 +77,7 @@ def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, A
         WINDOW=causal and problem.window is not None,
         PRECISION=_FP32_PRODUCTS,
         STAGES=tiles.stages,
+        FEATURES=0 if terms.features is None else terms.features.query.shape[-1],
     )
     return {
         # Triton 3.7 unpacks a NamedTuple: each field must be declared constexpr by itself
@@ -74,17 +91,29 @@ def _options(problem: Problem, tiles: Tiles, masked: bool = True) -> dict[str, A
 def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
     """The forward's launches, and the tensors they fill: out [B, H, Lq, D] and lse."""
     q = problem.q
-    batch, heads, q_length, _ = q.shape
+    batch, heads = q.shape[:2]
     tiles = _tiles("forward", problem)
     out = empty_blhd(q.shape, q.dtype, q.device)
     lse = q.new_empty(batch * heads, problem.padded_rows, dtype=torch.float32)
     launches, terms = terms_of(problem, reverse=True)
+    grid, terms = _placed(with_features(terms, problem, ones=False), problem, tiles)
     rows = (rows_of(x) for x in (q, problem.k, problem.v, out))
     arguments = (*rows, terms, problem.sink, lse, *_sizes(problem, reverse=True))
-    grid = (cdiv(q_length, tiles.queries), heads, batch)
-    options = _options(problem, tiles)
+    options = _options(problem, tiles, terms)
     launches.append(Launch(attention_forward_kernel, grid, arguments, options))
     return launches, out, lse
+
+
+def _placed(
+    terms: Terms, problem: Problem, tiles: Tiles, keys: bool = False
+) -> tuple[tuple[int, ...], Terms]:
+    """The grid of a launch over blocks of queries, or of keys, and the terms with its strips."""
+    x, length = (problem.k, tiles.keys) if keys else (problem.q, tiles.queries)
+    blocks, heads = cdiv(x.shape[2], length), x.shape[1]
+    if terms.features is None:
+        return (blocks, heads, x.shape[0]), terms
+    grid = strip_grid(problem, heads, blocks)
+    return grid, with_strips(terms, problem, tiles, grid[0] * grid[1], keys)
 
 
 def _delta_launch(
@@ -127,16 +156,21 @@ def _band_count(problem: Problem, tiles: Tiles) -> int:
     return last // tiles.keys + tiles.queries // tiles.keys
 
 
-def _band_launches(problem: Problem, arguments: tuple[Any, ...]) -> list[Launch]:
-    """One launch with a weight table; without, one for gentle bands and one for steep ones."""
+def _band_launches(problem: Problem, terms: Terms, arguments: tuple[Any, ...]) -> list[Launch]:
+    """One launch with a weight table; without, one for gentle bands and one for steep ones.
+
+    A row scale leaves no band gentle: the bias is not the same along a diagonal.
+    """
     q, tiles = problem.q, _tiles("band", problem)
     kinds = {True: tiles}
     if problem.weight is None:
         kinds = {False: tiles, True: _tiles("steep band", problem)}
+    if problem.weight is None and problem.row_scale is not None:
+        del kinds[False]
     grid = (_band_count(problem, tiles), q.shape[1], q.shape[0])
     launches = []
     for in_loop, chosen in kinds.items():
-        options = _options(problem, chosen, masked=False) | {"IN_LOOP": in_loop}
+        options = _options(problem, chosen, terms, masked=False) | {"IN_LOOP": in_loop}
         launches.append(Launch(attention_band_kernel, grid, arguments, options))
     return launches
 
@@ -144,17 +178,25 @@ def _band_launches(problem: Problem, arguments: tuple[Any, ...]) -> list[Launch]
 def _to_fill(problem: Problem, lse: Tensor, wanted: set[str]) -> Filled:
     """Memory for the gradients that are wanted; k and v share a kernel with the key bias."""
     filled: Filled = {}
-    for name in ("q", "k", "v"):
-        if name in wanted or (name != "q" and wanted & _FROM_DKDV_KERNEL):
+    kernels = {"q": _FROM_DQ_KERNEL, "k": _FROM_DKDV_KERNEL, "v": _FROM_DKDV_KERNEL}
+    for name, together in kernels.items():
+        if wanted & together or (name == "q" and _bias_from_features(problem, wanted)):
             x: Tensor = getattr(problem, name)
             filled[name] = empty_blhd(x.shape, x.dtype, x.device)
     batch, heads = problem.q.shape[:2]
     if "key_bias" in wanted:
         filled["key_bias"] = lse.new_empty(batch, heads, problem.k_len)
+    if "row_scale" in wanted:
+        filled["row_scale"] = torch.empty_like(lse)
     tiles = _tiles("band", problem)
     bands = (_band_count(problem, tiles), 2, tiles.queries // tiles.keys, tiles.keys)
     tables = (name for name in ("bias", "weight") if name in wanted)
     return filled | {name: lse.new_empty(batch, heads, *bands) for name in tables}
+
+
+def _bias_from_features(problem: Problem, wanted: set[str]) -> bool:
+    """True if the bias's gradient at near distances is that of one more feature."""
+    return "bias" in wanted and problem.query_features is not None
 
 
 def backward_launches(
@@ -163,35 +205,53 @@ def backward_launches(
     """The backward's launches in order, and what they fill; delta, [B * H, padded Lq], last."""
     delta, filled = torch.empty_like(lse), _to_fill(problem, lse, wanted)
     launches = [_delta_launch(problem, out, grad, delta, lse)]
-    batch, heads = problem.q.shape[:2]
     operands = (problem.q, problem.k, problem.v, grad)
     # what turns sums of dS * (weight in base 2) * k into dQ
     factor = problem.scale if problem.weight is None else 1.0 / LOG2E
     if wanted & _FROM_DKDV_KERNEL:
         made, terms = terms_of(problem, reverse=False)
         tiles = _tiles("dkdv", problem)
+        grid, terms = _placed(with_features(terms, problem, ones=False), problem, tiles, keys=True)
         rows = (rows_of(x) for x in (*operands, filled["k"], filled["v"]))
         own = (_query_ends(problem, tiles.keys), lse, delta, filled.get("key_bias"))
         arguments = (*rows, terms, *own, *_sizes(problem, reverse=False), factor)
-        grid = (cdiv(problem.k_len, tiles.keys), problem.k.shape[1], batch)
-        options = _options(problem, tiles)
+        options = _options(problem, tiles, terms)
         launches += [*made, Launch(attention_dkdv_kernel, grid, arguments, options)]
-    if wanted & {"q", "bias", "weight"}:
+    if wanted & {*_FROM_DQ_KERNEL, "bias", "weight"}:
         made, terms = terms_of(problem, reverse=True)
+        terms = with_features(terms, problem, _bias_from_features(problem, wanted))
         launches += made
         sizes = _sizes(problem, reverse=True)
-        if "q" in wanted:
-            tiles = _tiles("dq", problem)
-            rows = (rows_of(x) for x in (*operands, filled["q"]))
-            arguments = (*rows, terms, lse, delta, *sizes, factor)
-            grid = (cdiv(problem.q_len, tiles.queries), heads, batch)
-            options = _options(problem, tiles)
-            launches.append(Launch(attention_dq_kernel, grid, arguments, options))
+        if "q" in filled:
+            launches.append(_dq_launch(problem, grad, (lse, delta), terms, filled, wanted))
         if wanted & {"bias", "weight"}:
             bands = (filled.get("bias"), filled.get("weight"))
             rows = (rows_of(x) for x in operands)
-            launches += _band_launches(problem, (*rows, terms, lse, delta, *bands, *sizes, 0))
+            arguments = (*rows, terms, lse, delta, *bands, *sizes, 0)
+            launches += _band_launches(problem, terms, arguments)
     return launches, filled, delta
+
+
+def _dq_launch(
+    problem: Problem, grad: Tensor, rows: tuple[Tensor, Tensor], terms: Terms, filled: Filled,
+    wanted: set[str],
+) -> Launch:  # fmt: skip
+    """dQ with the gradients of row scale and features: adds the features' to `filled`."""
+    tiles = _tiles("dq", problem)
+    grid, terms = _placed(terms, problem, tiles)
+    by_feature = {"query_features", "distance_features"} & wanted
+    if by_feature or _bias_from_features(problem, wanted):
+        features, lse = terms.features, rows[0]
+        width = features.query.shape[-1]
+        filled["query_features"] = lse.new_empty(*lse.shape, width)
+        shares = (problem.q.shape[1], grid[0], features.line, width)
+        filled["distance_features"] = lse.new_zeros(shares)
+    lines = (rows_of(x) for x in (problem.q, problem.k, problem.v, grad, filled["q"]))
+    names = ("row_scale", "query_features", "distance_features")
+    made = (filled.get(name) for name in names)
+    factor = problem.scale if problem.weight is None else 1.0 / LOG2E
+    arguments = (*lines, terms, *rows, *made, *_sizes(problem, reverse=True), factor)
+    return Launch(attention_dq_kernel, grid, arguments, _options(problem, tiles, terms))
 
 
 def table_gradient(problem: Problem, bands: Tensor, factor: float) -> Tensor:
@@ -211,3 +271,15 @@ def table_gradient(problem: Problem, bands: Tensor, factor: float) -> Tensor:
     used = slice(start, start + problem.reach)
     grad[:, : problem.reach] = total.flatten(1)[:, used] * factor
     return grad
+
+
+def feature_gradients(problem: Problem, filled: Filled) -> None:
+    """Turn what dQ's kernel filled into the gradients of both features and, near, of the bias."""
+    assert problem.query_features is not None
+    extent, count = feature_extent(problem), problem.query_features.shape[-1]
+    by_distance = distance_gradient(filled["distance_features"], extent)
+    if "bias" in filled:
+        filled["bias"][:, :extent] += by_distance[:, count]
+    filled["distance_features"] = by_distance[:, :count]
+    lines = filled["query_features"].unflatten(0, problem.q.shape[:2])
+    filled["query_features"] = lines[:, :, : problem.q_len, :count]

@@ -69,6 +69,8 @@ class Terms(NamedTuple):
     own: Any  # [B * H, row_stride] fp32: what a query subtracts from its key biases
     first_key: Any  # [B, row_stride] int32
     visible: Any  # [H] int32: distances worth visiting
+    row_scale: Any  # [B * H, row_stride] fp32: factors of the rows' scores
+    features: Any  # triton_features.Features
     copy_stride: int
     key_stride: int
     row_stride: int  # of lse and delta as well
@@ -80,7 +82,8 @@ class Problem(Call):
 
     The head dim is a multiple of 16 and the rows of q, k and v are aligned. Key biases are
     [B, H, padded Lk] fp32; what belongs to queries is [.., padded Lq]: first keys int32, the sink
-    fp32, in base 2 and relative to `own`.
+    fp32, in base 2 and relative to `own`; the row scale fp32. Features are as given: each pass lays
+    them out anew (triton_features).
     """
 
     own: Tensor | None = None  # [B, H, padded Lq] fp32, finite: subtracted from key biases
@@ -115,7 +118,8 @@ def build_problem(call: Call, visible: Tensor | None) -> Problem:
     `visible` (int32 [H]): keys at distance visible[h] or more change nothing beyond rounding, and
     tiles wholly beyond it are skipped.
     """
-    call = call.in_fp32(besides=("q", "k", "v", "bias", "weight"))
+    features = ("query_features", "distance_features")
+    call = call.in_fp32(besides=("q", "k", "v", "bias", "weight", *features))
     q, k, v = (aligned(x) for x in (call.q, call.k, call.v))
     if visible is None:  # one more load in the kernels is cheaper than kernels of two kinds
         visible = torch.full((q.shape[1],), call.reach, dtype=torch.int32, device=q.device)
@@ -134,7 +138,13 @@ def build_problem(call: Call, visible: Tensor | None) -> Problem:
         key_bias = _padded(F.pad(call.key_bias, (0, 2 * ROW_MULTIPLE)).expand(*q.shape[:2], -1))
     if (rows := sink_rows(call)) is not None:
         sink = _padded((rows * LOG2E).clamp(min=NO_SCORE), fill=NO_SCORE)
-    operands = (q, k, v, call.bias, call.weight, key_bias, first_key, sink)
+    row_scale = call.row_scale
+    if row_scale is not None:
+        row_scale = _padded(row_scale.expand(q.shape[:3]), fill=1.0)
+    operands = (
+        *(q, k, v, call.bias, call.weight, key_bias, first_key, sink),
+        *(call.query_features, call.distance_features, row_scale),
+    )
     settings: dict[str, Any] = {"window": call.window, "scale": call.scale, "visible": visible}
     arch = architecture(q.device)
     memory = shared_memory(q.device, arch)
@@ -234,7 +244,8 @@ def terms_of(problem: Problem, reverse: bool) -> tuple[list[Launch], Terms]:
             copies[name] = launches[-1].arguments[1]
     terms = Terms(
         copies.get("bias"), copies.get("weight"),
-        problem.key_bias, problem.own, problem.first_key, problem.visible,
+        problem.key_bias, problem.own, problem.first_key, problem.visible, problem.row_scale,
+        features=None,
         copy_stride=table_layout(problem.k_len, reverse)[1],
         key_stride=0 if problem.key_bias is None else problem.key_bias.shape[2],
         row_stride=problem.padded_rows,

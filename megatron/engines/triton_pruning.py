@@ -7,7 +7,8 @@ whether any head can decay below rounding within the reach. Where none can, noth
 launched. Where one can, one pass over q, k and v finds the norms, and one over the tables the
 distances; the host does not wait for either.
 
-A key bias adds to the bound what an earlier key may have over the query's own. A sink takes from
+A key bias adds to the bound what an earlier key may have over the query's own, features what they
+may have at a distance over theirs of the own key. A row scale divides the margin. A sink takes from
 all keys alike, documents always hold the query's own key: neither weakens the bound.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron.engines.call import Call
-from megatron.engines.pruning import EPSILON_LOG2, MIN_KEYS
+from megatron.engines.pruning import EPSILON_LOG2, MIN_KEYS, largest_features
 from megatron.engines.triton_forward import head_of_program, line_of, load_tile
 from megatron.engines.triton_problem import aligned, rows_of
 from megatron.engines.triton_runtime import Launch, cdiv, jit, next_power_of_2, run_on, tl
@@ -96,7 +97,8 @@ def norms_kernel(
 def distances_kernel(
     bias_ptr, weight_ptr,
     norms_ptr,  # [heads, 8]
-    extra_ptr,  # [heads]: what an earlier key's bias may have over the own key's; or None
+    extra_ptr,  # [heads]: what an earlier key may have over the own one by other terms; or None
+    scale_ptr,  # [heads]: the least row scale; or None
     visible_ptr,
     bias_stride, weight_stride, reach, scale, margin,
     BLOCK: tl.constexpr,
@@ -113,6 +115,9 @@ def distances_kernel(
         least = tl.where(scale * first >= 0, -tl.load(norms + 4), tl.load(norms + 5))
         least = least * scale * first
     least += tl.load(bias_ptr + head * bias_stride).to(tl.float32)
+    if scale_ptr is not None:  # the row scale multiplies the gap between two scores
+        values /= tl.load(scale_ptr + head)
+        margin /= tl.load(scale_ptr + head)
     if extra_ptr is not None:
         values += tl.load(extra_ptr + head)
     last = tl.zeros([BLOCK], tl.int32)
@@ -140,6 +145,16 @@ def _excess(key_bias: Tensor, q_length: int, heads: int) -> Tensor:
     return most.expand(heads).contiguous()
 
 
+def _feature_bounds(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    """The bias with the most that features add at a distance; how much less they are at 0, [H]."""
+    if call.bias is None or call.query_features is None or call.distance_features is None:
+        return call.bias, None
+    most = largest_features(call)
+    own = call.query_features.float() * call.distance_features[..., 0].float()[:, None]
+    bias = call.bias[:, : call.k_len].float() + most
+    return bias, most[:, 0] - own.sum(-1).amin((0, 2))
+
+
 def _is_capturing() -> bool:
     """True while a CUDA graph is recorded: the host must not synchronise then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -164,11 +179,17 @@ def visible_distances(call: Call) -> Tensor | None:
     run_on(q, Launch(norms_kernel, (blocks, heads, batch), arguments, options))
     norms = partial.amax((0, 2))
     visible = torch.empty(heads, dtype=torch.int32, device=q.device)
-    extra = None if call.key_bias is None else _excess(call.key_bias, q_length, heads)
-    tables = [None if x is None else x.detach().contiguous() for x in (call.bias, call.weight)]
+    bias, extra = _feature_bounds(call)
+    if call.key_bias is not None:
+        excess = _excess(call.key_bias, q_length, heads)
+        extra = excess if extra is None else extra + excess
+    least = None
+    if call.row_scale is not None:
+        least = call.row_scale.detach().float().amin((0, 2)).expand(heads).contiguous()
+    tables = [None if x is None else x.detach().contiguous() for x in (bias, call.weight)]
     steps = [0 if x is None else x.stride(0) for x in tables]
     bound = (call.reach, call.scale, _margin(call.k_len))
-    arguments = (*tables, norms, extra, visible, *steps, *bound)
+    arguments = (*tables, norms, extra, least, visible, *steps, *bound)
     options = {"BLOCK": _DISTANCES, "num_warps": 4, "enable_fp_fusion": True}
     run_on(q, Launch(distances_kernel, (heads,), arguments, options))
     return visible

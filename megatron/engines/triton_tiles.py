@@ -109,6 +109,13 @@ _SMALL: _Changes = {
     ("dkdv", True, True, 256): Tiles(32, 32, 8, 1),
     ("band", True, True, 256): Tiles(64, 32, 8, 1),
 }
+# With query features: the A100's tiles everywhere, or smaller ones, as strips pass through shared
+# memory and take registers in dK and dV.
+_FEATURES: _Changes = {
+    ("dkdv", True, False, 128): Tiles(32, 128, 8, 2),
+    ("dq", True, False, 128): Tiles(128, 16, 4, 2),
+}
+_SMALL_FEATURES = _FEATURES | {("dkdv", True, False, 128): Tiles(32, 128, 8, 1)}
 # The steep band has the band's workspace, hence its tile, but needs more registers (more warps) and
 # more shared memory (fewer stages): warps and stages by head dimension, in half precision.
 _STEEP = {64: (8, 2)}
@@ -123,16 +130,19 @@ def tiles_of(
     weighted: bool,
     arch: int = 80,
     shared_memory: int = SHARED_MEMORY[80],
+    features: bool = False,
 ) -> Tiles:
     """The tile of a kernel for a padded head dimension, a dtype, and with a weight table or not.
 
-    `shared_memory` is what a program may take, `arch` the compute capability times ten. The kernel
-    "steep band" is the band that reads its table inside the loop.
+    `features`: with query features. `shared_memory` is what a program may take, `arch` the compute
+    capability times ten. The kernel "steep band" is the band that reads its table inside the loop.
     """
     half = dtype != torch.float32
     small = shared_memory < SHARED_MEMORY[80]
     hopper = arch >= 90 and shared_memory >= SHARED_MEMORY[90]
     changes = _SMALL if small else _HOPPER if hopper else {}
+    if features:
+        changes = _SMALL | _SMALL_FEATURES if small else _FEATURES
     name = kernel.removeprefix("steep ")
     tiles = changes.get((name, half, weighted, block_d), _TILES[name][half, weighted][block_d])
     if name == kernel or not half:

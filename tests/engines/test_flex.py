@@ -32,6 +32,19 @@ CASES = {
     "sink per head": Case(50, 60, 16, sink="head"),
     "all": Case(150, 190, 16, 60, weight=True, batch=2, key_bias="small", documents=50, sink="row"),
     "one query": Case(1, 150, 16),
+    "features": Case(70, 150, 16, features=(3, 40), shared_features=True),
+    "features and all": Case(
+        70,
+        90,
+        16,
+        60,
+        batch=2,
+        key_bias="small",
+        documents=50,
+        sink="row",
+        features=(2, 99),
+        row_scale="head",
+    ),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

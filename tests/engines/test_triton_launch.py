@@ -55,8 +55,13 @@ def _arguments(launch: Launch) -> dict[str, Any]:
 
 def _tensors(launch: Launch) -> list[Tensor]:
     """Also those inside of the tuples that kernels take."""
-    flat = [x if isinstance(x, tuple) else (x,) for x in launch.arguments]
-    return [x for group in flat for x in group if isinstance(x, Tensor)]
+
+    def opened(x: Any) -> list[Tensor]:
+        if isinstance(x, tuple):
+            return [tensor for part in x for tensor in opened(part)]
+        return [x] if isinstance(x, Tensor) else []
+
+    return opened(launch.arguments)
 
 
 def attend(*tensors: Tensor, **options: Any) -> Tensor:
@@ -101,6 +106,9 @@ def rehearse(
         "weight": (heads, length + 5),
         "key_bias": (batch, heads, length),
         "sink": (heads,),
+        "query_features": (batch, heads, q_length, 16),
+        "distance_features": (1, 16, 1024),
+        "row_scale": (batch, 1, q_length),
     }
     inputs = {
         "q": rows(heads, q_length),
@@ -119,6 +127,7 @@ def rehearse(
 
 
 ALL = ("bias", "weight", "key_bias", "sink", "first_key")
+FEATURES = ("query_features", "distance_features")
 CASES = [
     {},
     {"operands": ()},
@@ -127,6 +136,9 @@ CASES = [
     {"head_dim": 160, "dtype": torch.float32, "length": 300, "operands": ALL},
     {"q_length": 1, "length": 5, "operands": ("weight", "key_bias")},
     {"length": 1 << 20, "head_dim": 128, "operands": ALL},
+    {"length": 9000, "heads": 4, "key_heads": 2, "operands": (*FEATURES, "row_scale", "bias")},
+    {"batch": 3, "q_length": 10, "length": 777, "operands": FEATURES, "head_dim": 128},
+    {"dtype": torch.float32, "length": 300, "operands": (*FEATURES, "bias"), "window": 50},
     {"batch": 4096, "heads": 32, "length": 16},  # more sequences times heads than a grid's axis
 ]
 
@@ -166,6 +178,9 @@ def test_addresses_are_aligned_and_offsets_inside_a_tile_fit_32_bits(
         if (terms := named.get("terms")) is not None:
             assert all(step % 16 == 0 for step in terms[-3:]), terms
             assert 4 * terms.copy_stride < 2**31
+            if (features := terms.features) is not None:
+                assert all(step % 16 == 0 for step in features[-4:]), features
+                assert max(features.slot, 8 * features.query.shape[-1] * features.line) < 2**31
         if constants is not None:
             blocks = (constants.BLOCK_M.value, constants.BLOCK_N.value)
             assert [ROW_MULTIPLE % block for block in blocks] == [0, 0]
@@ -194,6 +209,21 @@ def test_memory_is_linear_without_a_workspace_of_the_size_of_dq(
     assert sum(x.numel() * x.element_size() for x in others) < q.numel() * q.element_size()
     shapes = {tuple(x.shape) for x in kept.values() if x.dtype == torch.bfloat16}
     assert shapes == {(1, 16, length, 128)}
+
+
+def test_strips_take_memory_by_reach_and_not_by_length(recorded: list[Launch]) -> None:
+    sizes = []
+    for length in (8192, 1 << 20):
+        recorded.clear()
+        rehearse(recorded, length=length, heads=16, operands=(*FEATURES, "bias"))
+        strips = [
+            terms.features.strips
+            for launch in recorded
+            if (terms := _arguments(launch).get("terms")) is not None
+        ]
+        sizes.append([x.numel() * x.element_size() for x in strips if x is not None])
+    assert sizes[0] == sizes[1] and len(sizes[0]) == 3
+    assert max(sizes[0]) < 200 * 2**20
 
 
 def test_grouped_heads_are_read_in_place(recorded: list[Launch]) -> None:

@@ -17,15 +17,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tiles_fit_the_padding_and_the_products(kernel: str, arch: int) -> None:
-    for dim, dtype, weighted in product((32, 64, 128, 256), DTYPES, (False, True)):
-        tiles = tiles_of(kernel, dim, dtype, weighted, arch, SHARED_MEMORY[arch])
+    kinds = ((False, False), (True, False), (False, True))  # a weight table; features
+    for dim, dtype, (weighted, features) in product((32, 64, 128, 256), DTYPES, kinds):
+        tiles = tiles_of(kernel, dim, dtype, weighted, arch, SHARED_MEMORY[arch], features)
         assert ROW_MULTIPLE % tiles.queries == ROW_MULTIPLE % tiles.keys == 0
         assert tiles.queries + tiles.keys < PAD
         assert min(tiles.queries, tiles.keys) >= 16  # the least that a tensor core multiplies
         assert dim % (tiles.slice_d or dim) == 0
         if kernel == "band":  # its tiles are rows of squares
             assert tiles.queries % tiles.keys == 0
-            steep = tiles_of("steep band", dim, dtype, weighted, arch, SHARED_MEMORY[arch])
+            memory = SHARED_MEMORY[arch]
+            steep = tiles_of("steep band", dim, dtype, weighted, arch, memory, features)
             assert (steep.queries, steep.keys) == (tiles.queries, tiles.keys)
 
 

@@ -34,6 +34,9 @@ class Case:
     key_bias: str | None = None  # small, gate (cumulative sums to 1e4), pad (-inf)
     documents: int | None = None  # length of the documents packed into a sequence
     sink: str | None = None  # head, row
+    features: tuple[int, int] | None = None  # how many, and their distances
+    shared_features: bool = False  # one distance feature for all heads
+    row_scale: str | None = None  # row (all alike), head
     dtype: torch.dtype = torch.float32
     rounded_to: torch.dtype | None = None  # inputs rounded to this precision first
 
@@ -63,7 +66,30 @@ def inputs_of(case: Case, seed: int = 0) -> Inputs:
         "key_bias": key_bias_of(case, generator),
         "sink": normal(*sink_shape).requires_grad_() if case.sink else None,
         "first_key": first_keys(case),
+        **features_of(case, generator),
     }
+
+
+def features_of(case: Case, generator: torch.Generator) -> Inputs:
+    inputs: Inputs = {"query_features": None, "distance_features": None, "row_scale": None}
+    kind = case.rounded_to or case.dtype
+    if case.features is not None:
+        count, extent = case.features
+        shape = (case.batch, case.heads, case.q_length, count)
+        query = torch.randn(shape, generator=generator) * (2.0 / count) ** 0.5
+        table = torch.randn(
+            1 if case.shared_features else case.heads, count, extent, generator=generator
+        )
+        inputs["query_features"] = query.to(kind).to(case.dtype).requires_grad_()
+        inputs["distance_features"] = table.to(kind).float().requires_grad_()
+    if case.row_scale is not None:
+        one = (
+            (1, 1, case.q_length)
+            if case.row_scale == "row"
+            else (case.batch, case.heads, case.q_length)
+        )
+        inputs["row_scale"] = (0.3 + 1.5 * torch.rand(one, generator=generator)).requires_grad_()
+    return inputs
 
 
 def key_bias_of(case: Case, generator: torch.Generator) -> Tensor | None:

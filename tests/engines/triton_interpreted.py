@@ -84,6 +84,14 @@ CASES = [
         documents=37, sink="row",
     ),
     Case(40, 75, 256, heads=2, key_heads=1, key_bias="small", documents=30, sink="head"),
+    # query features and row scales
+    Case(70, 90, 32, heads=2, key_heads=1, features=(5, 30)),
+    Case(40, 60, 32, batch=2, bias=False, features=(17, 99), shared_features=True, window=33),
+    Case(
+        50, 90, 32, heads=1, key_bias="gate", documents=31, sink="row", features=(3, 20),
+        row_scale="row",
+    ),
+    Case(50, 70, 32, heads=1, weight=True, key_bias="pad", sink="head", row_scale="head"),
 ]  # fmt: skip
 
 
@@ -99,6 +107,7 @@ def test_output_and_every_gradient_match_the_dense_formula(case: Case) -> None:
         Case(65, 90, 96, weight=True, window=50),
         Case(70, 70, 32, key_bias="gate", documents=33, sink="head", heads=4, key_heads=2),
         Case(20, 36, 256, heads=1, weight=True, window=30),
+        Case(140, 150, 32, heads=1, features=(16, 20), row_scale="head"),
     ],
     ids=str,
 )

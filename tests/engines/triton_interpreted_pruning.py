@@ -49,6 +49,7 @@ def counts_of(inputs: Inputs, **settings: float) -> Tensor | None:
         replace(STEEP, q_length=120, weight=True),
         replace(STEEP, heads=2, key_heads=1, key_bias="small", sink="head"),
         replace(STEEP, dtype=torch.float16),
+        replace(STEEP, q_length=60, features=(2, 40), row_scale="head"),
     ],
     ids=str,
 )
@@ -73,6 +74,19 @@ def test_the_bound_is_at_least_as_tight_as_that_of_the_other_engines() -> None:
     other = head_windows(call, bounds)
     assert (found <= other).all()
     assert found[0] >= other[0] - 20
+
+
+def test_features_and_row_scales_widen_the_bound_as_in_the_other_engines() -> None:
+    inputs = steep(replace(STEEP, features=(2, 40), row_scale="head"))
+    call = checked_call(**inputs, scale=0.2)
+    found, bounds = counts_of(inputs), decay_bounds(call)
+    assert found is not None and bounds is not None
+    without = counts_of(inputs | dict.fromkeys(("query_features", "distance_features")))
+    plain = counts_of(inputs | dict.fromkeys(("row_scale", "query_features", "distance_features")))
+    assert without is not None and plain is not None
+    assert plain[0] < without[0] < found[0] < LENGTH
+    # that of the other engines has the least own score of all its terms together
+    assert 0 <= found[0] - head_windows(call, bounds)[0] <= 20
 
 
 def test_a_gate_that_lifts_far_keys_forbids_pruning_them() -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 from tests.ptx.comparison import BF16, FP16, FP32, AnyCase, AttentionCase, SoftmaxCase
 
-# `make test`: forward and backward at two head dims, the fused softmax, pruning, torch.compile
+# `make test`: forward and backward at two head dims, the fused softmax, pruning, torch.compile,
+# features with a row scale
 QUICK: tuple[AnyCase, ...] = (
     AttentionCase(70, 90, 64, heads=1),
     AttentionCase(70, 90, 128, heads=1),
     SoftmaxCase(20, 53),
     AttentionCase(270, 270, 64, heads=1, table="decay", pruning=True),
     AttentionCase(70, 90, 64, heads=1, compiled=True),
+    AttentionCase(70, 90, 64, heads=1, features=(16, 40), row_scale="head"),
 )
 
 _ALL: dict[str, Any] = {"key_bias": "small", "documents": 37, "sink": "row"}
@@ -76,6 +78,34 @@ def _sizes() -> list[AnyCase]:
     return cases
 
 
+def _features() -> list[AnyCase]:
+    """Query features and row scales, with and without the other operands."""
+    cases: list[AnyCase] = []
+    for dim in (64, 128):
+        for bias in (False, True):
+            tables = {"bias": bias, "features": (16, 70)}
+            cases.append(AttentionCase(130, 180, dim, **_GROUPED, **tables))
+            others = {**_ALL, "row_scale": "head", "batch": 2}
+            cases.append(AttentionCase(130, 150, dim, **_GROUPED, **tables, **others))
+            scaled = {"bias": bias, "weight": not bias, "row_scale": "row"}
+            cases.append(AttentionCase(130, 150, dim, **_GROUPED, **scaled, **_ALL))
+    cases += [
+        AttentionCase(260, 300, 64, heads=1, bias=False, features=(16, 150), shared_features=True),
+        AttentionCase(150, 150, 64, batch=2, bias=False, features=(3, 1)),
+        AttentionCase(130, 180, 64, heads=1, features=(64, 200), window=50),
+        AttentionCase(130, 150, 64, heads=1, features=(5, 40), row_scale="row", **_PAD),
+        AttentionCase(260, 300, 64, heads=1, table="decay", pruning=True, features=(16, 40)),
+        AttentionCase(260, 300, 64, heads=1, table="decay", pruning=True, row_scale="row"),
+        AttentionCase(100, 130, 64, heads=1, features=(16, 40), row_scale="row", compiled=True),
+        AttentionCase(130, 150, 32, heads=1, features=(16, 40)),
+        AttentionCase(130, 150, 64, heads=1, dtype=FP16, features=(16, 40), row_scale="head"),
+        AttentionCase(70, 93, 64, heads=1, dtype=FP32, features=(16, 40), row_scale="head"),
+        AttentionCase(70, 93, 128, heads=1, dtype=FP32, features=(16, 40)),
+        AttentionCase(1, 77, 64, features=(16, 40)),
+    ]
+    return cases
+
+
 def _softmax() -> list[AnyCase]:
     return [
         SoftmaxCase(20, 53),
@@ -111,5 +141,5 @@ def random_cases(seed: int, count: int) -> list[AnyCase]:
 
 
 def every_case(arch: int, seed: int = 0, sizes: int = 16) -> list[AnyCase]:
-    cases = [*_operands(), *_sizes(), *_softmax(), *random_cases(seed, sizes)]
+    cases = [*_operands(), *_sizes(), *_features(), *_softmax(), *random_cases(seed, sizes)]
     return [replace(case, arch=arch) for case in cases]
