@@ -31,14 +31,6 @@ sys.modules.setdefault("tools", _package)
 _CONVERT = "tools/convert_checkpoint.py"
 _PREPROCESS = "tools/datasets/preprocess_data.py for plain text"
 ANSWERS = {
-    "convert_hf_llama_to_neox": (
-        "one command converts between all formats",
-        f"{_CONVERT} HF_FOLDER NEW_FOLDER --to neox",
-    ),
-    "convert_hf_to_sequential": (
-        "one command converts between all formats",
-        f"{_CONVERT} HF_FOLDER NEW_FOLDER --to neox",
-    ),
     "convert_neox_to_mamba_ssm": (
         "Mamba is not implemented here",
         f"{_CONVERT} RUN NEW_FOLDER --to hf for transformers",

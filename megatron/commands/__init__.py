@@ -53,6 +53,8 @@ COMMANDS = {
         "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any"),
     "convert_neox_to_hf": Command("commands.checkpoint_tools:neox_to_hf",
         "export to Hugging Face, with GPT-NeoX's flags"),
+    "convert_hf_to_neox": Command("commands.checkpoint_tools:hf_to_neox",
+        "import from Hugging Face, with GPT-NeoX's flags"),
     "reshard_checkpoint": Command("commands.checkpoint_tools:reshard_checkpoint",
         "make a run resume under another layout"),
     "plot_kernels": Command("commands.kernel_tools:plot_kernels",

@@ -15,9 +15,11 @@ from megatron.engines import attention
 from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.embedding import positions_in_documents
 from megatron.model.layer_formulas import (
+    RMSNorm,
     gate_sums,
     keys_seen,
     log_gates,
+    normed_heads,
     sharpened,
     temperatures,
 )
@@ -48,6 +50,8 @@ class SelfAttention(nn.Module):
     `positions_restart`: rotary positions begin anew with each document.
     """
 
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
 
@@ -56,10 +60,13 @@ class SelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         kv_heads: int,
+        head_dim: int,
         *,
         linear: Projections,
         rotary: RotaryEmbedding | None,
         qk_norm: nn.Module | None,
+        own_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        qkv_bias: bool | None = None,
         forget_gate: bool,
         terms: LayerTerms | None,
         per_head: Mapping[str, float | None],
@@ -77,21 +84,23 @@ class SelfAttention(nn.Module):
         tp.slice_of(kv_heads, "num_kv_heads")
         if num_heads % kv_heads:
             raise ValueError(f"{num_heads} heads cannot share {kv_heads} heads of keys and values")
-        self.head_dim = hidden_size // num_heads
+        self.head_dim = head_dim
         self.queries_per_key = num_heads // kv_heads
         self.dropout, self.window = dropout, window
         self.temperature = temperature
         self.engine, self.pruning = engine, pruning
         self.documents_apart, self.positions_restart = documents_apart, positions_restart
         self.rotary, self.qk_layernorm, self.terms = rotary, qk_norm, terms
+        self.q_norm, self.k_norm = own_norms or (None, None)
         self.shares_input = forget_gate or terms is not None
-        key_size = hidden_size // self.queries_per_key
+        query_size, key_size = num_heads * head_dim, kv_heads * head_dim
         self.query_key_value = linear.column(
             "attention.query_key_value",
             hidden_size,
-            hidden_size + 2 * key_size,
+            query_size + 2 * key_size,
             # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
-            parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
+            parts=(query_size, key_size, key_size) if self.queries_per_key > 1 else (),
+            bias=qkv_bias,
             input_is_shared=self.shares_input,
         )
         self.forget_gate: ColumnParallelLinear | None = None
@@ -102,7 +111,7 @@ class SelfAttention(nn.Module):
         for name, start in per_head.items():
             number = None if start is None else per_head_parameter(start, num_heads, tp)
             self.register_parameter(name, number)
-        self.dense = linear.row("attention.dense", hidden_size, hidden_size)
+        self.dense = linear.row("attention.dense", query_size, hidden_size)
 
     def own_flops(self, length: int) -> float:
         """Of q k^T and of its product with v, for one token among `length`, without projections.
@@ -227,6 +236,11 @@ class SelfAttention(nn.Module):
                     part.repeat_interleave(self.queries_per_key, dim=2) for part in (k_BLHD, v_BLHD)
                 )
             q_BLHD, k_BLHD = self.qk_layernorm(q_BLHD), self.qk_layernorm(k_BLHD)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Each rank normalises its heads with the same weight: their gradients are summed.
+            scales = (copy_to_group(norm.scale, self.tp) for norm in (self.q_norm, self.k_norm))
+            q_BLHD = normed_heads(self.q_norm, q_BLHD, next(scales))
+            k_BLHD = normed_heads(self.k_norm, k_BLHD, next(scales))
         return q_BLHD.transpose(1, 2), k_BLHD.transpose(1, 2), v_BLHD.transpose(1, 2)
 
 

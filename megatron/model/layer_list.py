@@ -28,8 +28,10 @@ from megatron.model.content_positions import LayerTerms
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import (
     NORM_EPSILONS,
+    RMSNorm,
     build_norm,
     kernel_groups,
+    norm_sizes,
     pattern_places,
     per_head_starts,
 )
@@ -262,10 +264,12 @@ class LayerFactory:
         mlp, own = linear(bias=spec.use_bias_in_mlp), self.layer_specs[number]
         per_layer = spec.kerple_share == "per_layer"
         shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
+        of_output = spec.norm_placement == "output"
         return TransformerLayer(
-            input_norm=self._norm(),
+            input_norm=None if of_output else self._norm(),
             attention=self._attention(linear(bias=spec.use_bias_in_attn_linear), own, number),
             mlp_norm=None if shares_norm else self._norm(),
+            output_norm=self._norm() if of_output else None,
             mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
             table_names=self.table_names(number),
             own_tables=self.positions(TableEmbedding, own, number) if per_layer else None,
@@ -321,9 +325,12 @@ class LayerFactory:
             spec.hidden_size,
             spec.num_attention_heads,
             spec.kv_heads,
+            spec.head_dim,
             linear=linear,
             rotary=self.positions(RotaryEmbedding, spec),
             qk_norm=self._qk_norm(),
+            own_norms=self._own_norms(),
+            qkv_bias=spec.use_bias_in_attn_linear or spec.add_qkv_bias,
             forget_gate=spec.forget_gate,
             terms=self.layer_terms(spec, number),
             per_head=per_head_starts(spec),
@@ -335,6 +342,11 @@ class LayerFactory:
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
         )
+
+    def _own_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """One norm for queries and one for keys."""
+        sizes, eps = norm_sizes(self.spec), self.spec.rms_norm_epsilon
+        return None if sizes is None else (RMSNorm(sizes[0], eps), RMSNorm(sizes[1], eps))
 
     def _qk_norm(self) -> nn.Module | None:
         """GPT-NeoX's: one norm for queries and keys."""

@@ -106,17 +106,21 @@ def _sendable(table: Tensor | None) -> Tensor | None:
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm attention and MLP, one after the other or (`parallel_residual`) side by side."""
+    """Attention and MLP, one after the other or (`parallel_residual`) side by side.
+
+    Norms act on their inputs, or (`output_norm`) on their outputs.
+    """
 
     hf_names: ClassVar = {"": "gpt_neox.layers.{number}."}
 
     def __init__(
         self,
         *,
-        input_norm: nn.Module,
+        input_norm: nn.Module | None,
         attention: SelfAttention,
         mlp_norm: nn.Module | None,
         mlp: MLP,
+        output_norm: nn.Module | None = None,
         table_names: TableNames = (),
         own_tables: TableEmbedding | None = None,
         table_factor: int = 1,
@@ -127,6 +131,7 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = input_norm
         self.attention = attention
         self.post_attention_layernorm = mlp_norm  # None: both branches share the input norm
+        self.post_feedforward_layernorm = output_norm
         self.mlp = mlp
         self.positions, self.table_factor = own_tables, table_factor
         self.table_names = table_names
@@ -149,6 +154,8 @@ class TransformerLayer(nn.Module):
     def _residual(
         self, x: Tensor, tables: Tables, cache: LayerCache | None, starts: Tensor | None
     ) -> Tensor:
+        if self.input_layernorm is None:
+            return self._residual_of_outputs(x, tables, cache, starts)
         normed = self.input_layernorm(x)
         attended = self._dropout(self.attention(normed, tables, cache, starts))
         if self.parallel_residual:
@@ -158,6 +165,15 @@ class TransformerLayer(nn.Module):
         x = x + attended
         assert self.post_attention_layernorm is not None
         return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
+
+    def _residual_of_outputs(
+        self, x: Tensor, tables: Tables, cache: LayerCache | None, starts: Tensor | None
+    ) -> Tensor:
+        assert self.post_attention_layernorm is not None
+        assert self.post_feedforward_layernorm is not None
+        attended = self.post_attention_layernorm(self.attention(x, tables, cache, starts))
+        x = x + self._dropout(attended)
+        return x + self._dropout(self.post_feedforward_layernorm(self.mlp(x)))
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout else x

@@ -109,8 +109,9 @@ def test_native_to_hugging_face_and_back(tmp_path: Path, pos_emb: str) -> None:
     write_native(there, tmp_path / "back")
     back = read_checkpoint(tmp_path / "back")
     assert_equal_weights(original, back)
-    # transformers' GPT-NeoX has no word for the length trained at
-    trained_at = back.spec.seq_length if pos_emb == "rotary" else original.spec.seq_length
+    # transformers' GPT-NeoX and GPT-2 have no word for the length trained at
+    theirs = pos_emb in ("rotary", "learned")
+    trained_at = back.spec.seq_length if theirs else original.spec.seq_length
     assert back.spec == original.spec.replace(seq_length=trained_at)
 
 

@@ -22,6 +22,7 @@ ALL = dict.fromkeys(KEYS, True)
 INKLING = {"pos_emb": "inkling", "inkling_features": 3, "inkling_distances": 6}
 CABLE = {"pos_emb": "cable"}
 ROWS = {"pos_emb": "bam_ssmax"}
+HOT = {"attention_temperature": {"floor": 3, "alpha": 0.5}}
 
 
 def layer(**keys: Any) -> SelfAttention:
@@ -64,6 +65,9 @@ def from_the_papers(attention: SelfAttention, x: Tensor, table: Tensor | None = 
                             )
                             logit = logit + torch.log(gate)
                     logit = logit + by_content(weights, x[b], h, i, j)
+                    if attention.temperature is not None:
+                        floor, alpha = attention.temperature
+                        logit = logit * (1 + alpha * math.log(max(1.0, (i + 1) / floor)))
                     logits.append(logit)
                 if "terms.row_scale" in weights:  # with one key, the factor of two
                     factor = max(float(weights["terms.row_scale"][h]), 0.01)
@@ -99,10 +103,10 @@ def by_content(weights: dict[str, Tensor], x: Tensor, head: int, query: int, key
     [
         *({key: True} for key in KEYS),
         ALL,
-        {**ALL, "sliding_window_width": 4},
+        {**ALL, "sliding_window_width": 4, **HOT},
         {**ALL, **INKLING},
         {**ALL, **CABLE},
-        {**ALL, **ROWS, "sliding_window_width": 4},
+        {**ALL, **ROWS, **HOT, "sliding_window_width": 4},
     ],
     ids=lambda keys: "+".join(keys),
 )
@@ -119,7 +123,7 @@ def test_a_layer_is_the_papers_formula(keys: dict[str, Any], engine: str) -> Non
 
 @pytest.mark.parametrize(
     "keys",
-    [{"forget_gate": True}, ALL, INKLING, CABLE, {"attention_sinks": True, **ROWS}],
+    [{"forget_gate": True}, {**ALL, **HOT}, INKLING, CABLE, {"attention_sinks": True, **ROWS}],
     ids=lambda keys: "+".join(keys),
 )
 def test_engines_agree_in_every_gradient(keys: dict[str, Any]) -> None:

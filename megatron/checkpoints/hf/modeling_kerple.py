@@ -30,6 +30,8 @@ from megatron.model.layer_formulas import (
     gate_sums,
     kernel_groups,
     log_gates,
+    norm_sizes,
+    normed_heads,
     pattern_places,
     per_head_starts,
     sharpened,
@@ -99,8 +101,14 @@ class Attention(nn.Module):
         size, bias = config.hidden_size, config.attention_bias
         heads = config.num_attention_heads
         self.groups = heads // (config.num_key_value_heads or heads)
-        self.query_key_value = nn.Linear(size, size + 2 * size // self.groups, bias=bias)
-        self.dense = nn.Linear(size, size, bias=bias)
+        width = heads * config.head_dim
+        self.query_key_value = nn.Linear(
+            size, width + 2 * width // self.groups, bias=bias or config.add_qkv_bias
+        )
+        self.dense = nn.Linear(width, size, bias=bias)
+        sizes = norm_sizes(config)
+        self.q_norm = None if sizes is None else RMSNorm(sizes[0], config.norm_eps)
+        self.k_norm = None if sizes is None else RMSNorm(sizes[1], config.norm_eps)
         self.qk_layernorm: nn.Module | None = None
         if config.use_qk_layernorm:
             self.qk_layernorm = make_norm(config, (heads, config.head_dim))
@@ -123,6 +131,8 @@ class Attention(nn.Module):
             if self.groups > 1:  # the norm has a weight for each query head
                 k, v = (part.repeat_interleave(self.groups, dim=2) for part in (k, v))
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normed_heads(self.q_norm, q), normed_heads(self.k_norm, k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def cached(
@@ -195,7 +205,9 @@ class Layer(GradientCheckpointingLayer):
         self, config: KerpleNeoXConfig, layer_idx: int, layer_config: KerpleNeoXConfig
     ) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config)
+        of_output = config.norm_placement == "output"
+        self.input_layernorm = None if of_output else make_norm(config)
+        self.post_feedforward_layernorm = make_norm(config) if of_output else None
         self.attention = Attention(config, layer_idx, layer_config)
         shared = config.use_parallel_residual and config.share_parallel_norm
         self.post_attention_layernorm = None if shared else make_norm(config)
@@ -215,14 +227,17 @@ class Layer(GradientCheckpointingLayer):
             scaled = None if own[0] is None else self.table_factor * own[0]
             scores = scores.replaced(tables=(scaled, own[1]))
             bias, weight = scores.dense() if fits_at_once(x, scores) else (None, None)
-        normed = self.input_layernorm(x)
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
         attended, probabilities = self.attention(
             normed, bias, weight, cos, sin, scores, past_key_values, output_attentions
         )
+        norm, last = self.post_attention_layernorm, self.post_feedforward_layernorm
+        if norm is not None and last is not None:  # norms of outputs
+            x = x + F.dropout(norm(attended), self.dropout, self.training)
+            return x + F.dropout(last(self.mlp(x)), self.dropout, self.training), probabilities
         attended = F.dropout(attended, self.dropout, self.training)
         if not self.parallel:
             x = x + attended
-        norm = self.post_attention_layernorm
         out = self.mlp(normed if norm is None else norm(x))
         out = x + F.dropout(out, self.dropout, self.training)
         return (out + attended if self.parallel else out), probabilities
@@ -359,7 +374,7 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
     ) -> tuple[Tensor | None, Tensor | None]:
         if rotary is None:
             return None, None
-        cos, sin = cos_and_sin(position_ids, rotary.frequencies, rotary.attention_factor)
+        cos, sin = cos_and_sin(position_ids, *rotary.frequencies(position_ids))
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _with_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:

@@ -72,6 +72,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm": "rmsnorm",
         "num_kv_heads": 2,
     },
+    "olmo2_shape": {
+        "pos_emb": "kerple_log", "norm": "rmsnorm", "norm_placement": "output",
+        "qk_norm": "all_heads", "num_kv_heads": 2, "kv_channels": 12,
+    },
+    "qwen_shape": {
+        "pos_emb": "kerple_log", "norm": "rmsnorm", "qk_norm": "per_head",
+        "use_bias_in_attn_linear": False, "add_qkv_bias": True, "activation": "swiglu",
+    },
     "bilinear": {"pos_emb": "none", "norm": "non_parametric_layernorm", "activation": "bilinear"},
     "scaled_tables": {"pos_emb": "rpe", "num_layers": 4, "apply_query_key_layer_scaling": True},
     "scaled_tables_per_layer": {
@@ -85,8 +93,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn": {
         "pos_emb": "rotary",
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position": 16},
+        "attention_sinks": True,
     },
-}
+    "dynamic": {
+        "pos_emb": "rotary",
+        "rope_scaling": {"type": "dynamic", "factor": 4.0},
+        "attention_sinks": True,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
