@@ -128,6 +128,14 @@ def _proportional(rope: Rope) -> tuple[Tensor, float]:
     return torch.where(torch.arange(len(plain), device="cpu") < turning, plain, 0.0), 1.0
 
 
+def _clipped(rope: Rope) -> tuple[Tensor, float]:
+    """Clipped RoPE (Li et al. 2026): the slowest pairs fade, by half a cosine, to no turn."""
+    plain = rope.plain / float(rope.scaling.get("factor") or 1.0)
+    fading = min(int(rope.scaling["clipped_pairs"]), len(plain))
+    fade = (1 + torch.linspace(0, math.pi, fading, device="cpu").cos()) / 2
+    return torch.cat((plain[: len(plain) - fading], plain[len(plain) - fading :] * fade)), 1.0
+
+
 @dataclass(frozen=True)
 class Scaling:
     """One value of rope_scaling's `type`, the keys that it needs and those that it may have."""
@@ -153,6 +161,7 @@ SCALINGS: dict[str, Scaling] = {
     ),
     "llama3": Scaling(_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
     "proportional": Scaling(_proportional, (), ("factor",)),
+    "clipped": Scaling(_clipped, ("clipped_pairs",), ("factor",)),
 }
 
 

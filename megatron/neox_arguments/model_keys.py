@@ -61,10 +61,12 @@ GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 class RopeScaling(Group):
     """How rotary angles are stretched beyond the training length."""
 
-    type: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"] = key(
+    type: Literal[
+        "linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional", "clipped"
+    ] = key(
         ...,
         "linear (position interpolation), ntk (a larger base), dynamic (ntk by each sequence's "
-        "length), yarn, longrope, llama3 or proportional: Hugging Face's rope_type.",
+        "length), yarn, longrope, llama3 or proportional: Hugging Face's rope_type; or clipped.",
     )
     factor: PositiveFloat | None = key(
         None,
@@ -101,6 +103,9 @@ class RopeScaling(Group):
     )
     high_freq_factor: PositiveFloat | None = key(
         None, "llama3: above so many turns over the original length, leave as it is."
+    )
+    clipped_pairs: PositiveInt | None = key(
+        None, "clipped: how many of the slowest pairs fade; 20 of 64 in the authors' code."
     )
 
 

@@ -138,6 +138,16 @@ def test_the_layers_of_a_model_share_their_tables() -> None:
     assert first._cos_LR.data_ptr() == second._cos_LR.data_ptr()
 
 
+def test_clipped_frequencies_fade_by_half_a_cosine_to_zero() -> None:
+    scaling = {"type": "clipped", "clipped_pairs": 5}
+    found = torch.tensor(rotary(rope_scaling=scaling).frequencies(10)[0])
+    plain = [10000 ** (-2 * i / 32) for i in range(16)]
+    fade = [1.0] * 11 + [(1 + math.cos(math.pi * i / 4)) / 2 for i in range(5)]
+    expected = torch.tensor([a * b for a, b in zip(plain, fade, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
+    assert found[-1] == 0
+
+
 def test_xpos_is_rotary_whose_scores_decay_by_pair() -> None:
     """Each pair's share of a score is rotary's times ((2i/R + 0.4) / 1.4)^(d / 512)."""
     q, k = torch.randn(2, 1, 4, 600, 32, dtype=torch.float64).unbind(0)

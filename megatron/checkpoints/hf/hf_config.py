@@ -276,6 +276,7 @@ def _their_activation(spec: ModelSpec, *, gated: bool) -> str:
     return names[name]
 
 
+_NOT_THEIR_ROPE = ("ntk", "clipped")
 _ROPE_NAMES = {"type": "rope_type", "original_max_position": "original_max_position_embeddings"}
 _WITH_ORIGINAL = ("yarn", "longrope", "llama3")  # the others take max_position_embeddings
 
@@ -285,8 +286,8 @@ def _their_rope(spec: ModelSpec, architecture: Architecture) -> dict[str, Any]:
     rope = {_ROPE_NAMES.get(key, key): value for key, value in given.items()}
     rope = {"rope_type": "default", "rope_theta": float(spec.rotary_emb_base), **rope}
     kind = rope["rope_type"]
-    if kind == "ntk":
-        raise CheckpointError("rope_scaling type ntk: transformers has no such rope_type")
+    if kind in _NOT_THEIR_ROPE:
+        raise CheckpointError(f"rope_scaling type {kind}: transformers has no such rope_type")
     if kind in _WITH_ORIGINAL:
         rope.setdefault("original_max_position_embeddings", spec.position_rows)
     if architecture.rotary == "part" or kind == "proportional":
@@ -308,8 +309,9 @@ def _our_rope(config: Any, architecture: Architecture) -> dict[str, Any]:
     values = {"rotary_pct": float(share), "rotary_emb_base": float(base)}
     if kind == "default":
         return values
-    if kind not in SCALINGS or kind == "ntk":
-        known = ", ".join(["default", *(name for name in SCALINGS if name != "ntk")])
+    converted = ["default", *(name for name in SCALINGS if name not in _NOT_THEIR_ROPE)]
+    if kind not in converted:
+        known = ", ".join(converted)
         raise CheckpointError(f"rope_type {kind!r:.80} is not converted; there are {known}")
     back = {theirs: ours for ours, theirs in _ROPE_NAMES.items()}
     given = {
