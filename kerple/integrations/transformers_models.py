@@ -46,7 +46,7 @@ ARCHITECTURES = (
 )
 
 
-def use_kerple(model: nn.Module, pos_emb: str = "kerple_log", **keys: Any) -> nn.Module:
+def use_kerple(model: Any, pos_emb: str = "kerple_log", **keys: Any) -> Any:
     """Put the kernel `pos_emb` in the place of the model's positions; returns the same model.
 
     `keys` are those of `kerple.kernel` (rpe_num_buckets, seed, ...). Trained weights expect the
@@ -73,7 +73,7 @@ class _KernelInPlace:
     _keep_in_fp32_modules_strict = ("kerple_kernel",)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # transformers' class
         name = config.kerple["pos_emb"]
         if is_import_path(name) and not is_allowed(name):
             raise EngineError(
@@ -215,7 +215,7 @@ def _attend(
 def _class_with_kernel(name: str) -> tuple[type, Any]:
     """The class of transformers and ours, registered so that AutoModelForCausalLM finds it."""
     plain = getattr(transformers, name)
-    config = type(
+    config: Any = type(
         f"Kerple{plain.config_class.__name__}",
         (plain.config_class,),
         {"model_type": f"kerple_{plain.config_class.model_type}", "__module__": __name__},

@@ -15,7 +15,9 @@ CONFIGS = REPOSITORY / "configs"
 SMALL = CONFIGS / "small_bf16.yml"
 LOCAL = CONFIGS / "local_setup.yml"
 METHODS = sorted(
-    path.stem for path in (CONFIGS / "kerple").glob("*.yml") if "length" not in path.stem
+    path.stem
+    for path in (CONFIGS / "kerple").glob("*.yml")
+    if "length" not in path.stem and "layer_pattern" not in path.read_text()
 )
 ALL = sorted(path for path in CONFIGS.rglob("*.yml") if path.parent.name != "slurm")
 
