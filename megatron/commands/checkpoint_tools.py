@@ -131,13 +131,14 @@ CONVERT = """Convert a checkpoint: ours, official KERPLE, GPT-NeoX or Hugging Fa
 tools/convert_checkpoint.py RUN DST --to hf
 tools/convert_checkpoint.py RUN DST --to native --mp 2 --pp 1
 tools/convert_checkpoint.py HF_FOLDER DST --to neox --dtype bf16
+tools/convert_checkpoint.py RUN DST --to onnx --int8
 """
 
 # What a conversion writes beside the files that its checksums.json lists.
 CONVERSION = re.compile(
     r"global_step\d+|latest|checksums\.json|README\.md|(generation_)?config\.json|\w+_kerple\.py"
     r"|model[\w-]*\.safetensors(\.index\.json)?|(tokenizer|vocab|special_tokens)\w*\.(json|model)"
-    r"|merges\.txt"
+    r"|merges\.txt|model\.onnx(\.data)?"
 )
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -146,7 +147,7 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser("convert_checkpoint.py", CONVERT)
     parser.add_argument("source", metavar="SRC", help="run directory, global_stepN or HF folder")
     parser.add_argument("destination", metavar="DST", help="new directory")
-    parser.add_argument("--to", required=True, choices=("native", "hf", "neox"))
+    parser.add_argument("--to", required=True, choices=("native", "hf", "neox", "onnx"))
     parser.add_argument("--mp", type=int, help="model-parallel size (native and neox; default 1)")
     parser.add_argument(
         "--pp",
@@ -166,11 +167,16 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="hf: put the source of a pos_emb of your own into the folder, for others to run",
     )
+    parser.add_argument("--int8", action="store_true", help="onnx: matrices as 8-bit numbers")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     add_checkpoint_arguments(parser)
     args = parser.parse_args(arguments)
-    if args.to == "hf" and (args.mp is not None or args.pp is not None):
-        parser.error("--mp and --pp are for native and neox; Hugging Face folders are not split")
+    if args.to in ("hf", "onnx") and (args.mp is not None or args.pp is not None):
+        parser.error(f"--mp and --pp are for native and neox; {args.to} is not split")
+    if args.to == "onnx" and args.dtype not in (None, "fp32"):
+        parser.error(f"--dtype {args.dtype}: an ONNX file is fp32, or has int8 matrices (--int8)")
+    if args.int8 and args.to != "onnx":
+        parser.error(f"--int8 is for onnx, not for {args.to}")
     if args.to != "hf" and args.architecture is not None:
         parser.error(f"--architecture is for hf; {args.to} has one form")
     if args.to != "hf" and args.with_kernel_source:
@@ -211,6 +217,11 @@ def _convert(args: argparse.Namespace) -> str:
                 with_kernel_source=args.with_kernel_source,
                 architecture=args.architecture,
             )
+        elif args.to == "onnx":
+            from megatron.generation.onnx_model import export_onnx
+            from megatron.generation.pretrained import PretrainedModel
+
+            export_onnx(PretrainedModel(checkpoint).float().eval(), folder, int8=args.int8)
         else:
             write = write_native if args.to == "native" else write_neox
             pp = args.pp if args.pp is not None else int(args.to == "neox")
@@ -243,6 +254,9 @@ def convert_checkpoint(arguments: Sequence[str] | None = None) -> int:
         trust = ", trust_remote_code=True" if code else ""
         loaded = f"AutoModelForCausalLM.from_pretrained({args.destination!r}{trust})"
         print_next_command(f'python -c "from transformers import AutoModelForCausalLM; {loaded}"')
+    elif args.to == "onnx":
+        file = Path(args.destination, "model.onnx")
+        print_next_command(f"{shown_command('generate')} --onnx {file}")
     else:
         print_next_command(f"{shown_command('inspect_checkpoint')} {args.destination}")
     return 0

@@ -132,12 +132,44 @@ def evaluate(argv: Sequence[str] | None = None) -> int:
 
 def generate(argv: Sequence[str] | None = None) -> int:
     """generate.py's exit code."""
-    args, options = _parsed("generate.py", argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--onnx" in words:
+        return _generate_onnx(words)
+    args, options = _parsed("generate.py", words)
     with exit_on_ctrl_c():
         set_deepspeed_accelerator()
         from megatron.generation.text import run_generation
 
     return run_generation(args, options.local_rank)
+
+
+ONNX = """Write text with a model that convert_checkpoint --to onnx wrote, in ONNX Runtime.
+
+generate.py --onnx FOLDER/model.onnx --set maximum_tokens=200
+generate.py --onnx FOLDER/model.onnx -i prompts.txt -o samples.txt
+"""
+
+
+def _generate_onnx(words: Sequence[str]) -> int:
+    parser = command_parser("generate.py --onnx", ONNX)
+    parser.add_argument(
+        "--onnx", type=Path, metavar="FILE", help="model.onnx, its tokenizer beside"
+    )
+    parser.add_argument("-i", dest="sample_input_file", metavar="FILE", help="prompts, one a line")
+    parser.add_argument("-o", dest="sample_output_file", metavar="FILE", help="(samples.txt)")
+    parser.add_argument("--text_gen_type", help=argparse.SUPPRESS)  # kerple chat
+    add_set_argument(parser, "keys of generation, e.g. temperature=0")
+    given = vars(parser.parse_args(words))
+    sets, file = given.pop("sets"), given.pop("onnx")
+    chosen = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    for item in sets:
+        if OWNER.get(item.partition("=")[0]) != "generation":
+            raise ConfigError(f"--set {item:.80}: with --onnx, keys of generation only")
+    from megatron.generation.text import run_onnx
+
+    small = ["num_layers=1", "hidden_size=1", "num_attention_heads=1", "seq_length=1"]
+    args = NeoXArgs.from_files([], sets=[*small, "max_position_embeddings=1", *sets, *chosen])
+    return run_onnx(file, args.generation, args.runtime.seed)
 
 
 # kerple compare: kernels of one's own beside the known ones, as a suite.

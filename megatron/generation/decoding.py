@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron.errors import GenerationError
-from megatron.model.embedding import full_logits
 
 if TYPE_CHECKING:
+    from megatron.generation.onnx_model import OnnxModel
     from megatron.model import GPTModel
 
 Prompts = Sequence[Sequence[int]] | Tensor
@@ -68,7 +68,7 @@ def generate(
 
 @torch.inference_mode()
 def complete(
-    model: GPTModel,
+    model: GPTModel | OnnxModel,
     prompts: Prompts,
     *,
     max_new_tokens: int,
@@ -94,14 +94,12 @@ def complete(
     generators = [_generator(seed, i, model.device) for i in streams or range(len(rows))]
     known = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     tokens = pad(known, (0, max_new_tokens)).to(model.device)
-    cache = model.new_cache() if use_cache else None
+    cache: Any = model.new_cache() if use_cache else None
     position = min(map(len, rows))
     alive = list(range(len(rows)))
     while alive:
         seen = cache.length if cache is not None else 0
-        hidden = model.hidden_states(tokens[alive, seen:position], cache)
-        # Logits of the newest position only: those of a prompt of 16,384 tokens would not fit.
-        logits_BV = full_logits(model.head(hidden[:, -1:]), model.head.vocab_tp)[:, 0, :vocab_size]
+        logits_BV = model.next_logits(tokens[alive, seen:position], cache)[:, :vocab_size]
         running = []
         for place, row in enumerate(alive):
             result = results[row]

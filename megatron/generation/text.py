@@ -25,6 +25,7 @@ from megatron.mpu.job import Ranks, join_evaluation
 from megatron.terminal import EXIT_USER_ERROR, print_error
 
 if TYPE_CHECKING:
+    from megatron.generation.onnx_model import OnnxModel
     from megatron.model import GPTModel
     from megatron.neox_arguments import NeoXArgs
     from megatron.neox_arguments.run_keys import GenerationArgs
@@ -78,7 +79,7 @@ def cut_at(stop_strings: Sequence[str], text: str) -> str:
 class TextGenerator:
     """Generates text for prompts, as records."""
 
-    model: GPTModel
+    model: GPTModel | OnnxModel
     tokenizer: Tokenizer
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int = 64
@@ -285,6 +286,29 @@ def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
         _generate(options, generator)
     except KerpleError as error:
         return print_error(error) if ranks.is_main else EXIT_USER_ERROR
+    return 0
+
+
+def run_onnx(path: Path, options: GenerationArgs, seed: int) -> int:
+    """Generate with an ONNX file and the tokenizer.json beside it; returns the exit code."""
+    from megatron.generation.onnx_model import OnnxModel
+    from megatron.tokenizer import build_tokenizer
+
+    vocabulary = path.with_name("tokenizer.json")
+    model = OnnxModel(path)
+    if not vocabulary.is_file():
+        raise GenerationError(f"--onnx {path}: no tokenizer.json beside it")
+    generator = TextGenerator(
+        model=model,
+        tokenizer=build_tokenizer("HFTokenizer", vocab_file=vocabulary),
+        sampling=Sampling(options.temperature, options.top_k, options.top_p),
+        max_new_tokens=options.maximum_tokens,
+        stop_strings=tuple(options.stop_strings or ()),
+        use_cache=not options.recompute,
+        return_logits=options.return_logits,
+        seed=seed,
+    )
+    _generate(options, generator)
     return 0
 
 

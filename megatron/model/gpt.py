@@ -88,6 +88,11 @@ class GPTModel(nn.Module):
         state = self._run_layers(state, cache)
         return self.sequential[-2](drop_tables(state))
 
+    def next_logits(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
+        """Of the token after the last one, [B, V]; those of 16,384 positions would not fit."""
+        hidden = self.hidden_states(tokens_BL, cache)
+        return full_logits(self.head(hidden[:, -1:]), self.head.vocab_tp)[:, 0]
+
     def token_losses(
         self, inputs: State, labels_BL: Tensor, chunk: int | None = DEFAULT_LOSS_CHUNK
     ) -> Tensor:

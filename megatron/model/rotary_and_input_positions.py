@@ -273,13 +273,13 @@ class RotaryEmbedding(PositionalEmbedding):
         frequencies, factor = rotary_frequencies(self._rope)
         # Plain attributes: module.to(bf16) would cast buffers.
         self._fixed = tuple(frequencies.tolist()), factor
-        self._by_length = bool(scaling) and SCALINGS[scaling["type"]].by_length
+        self.by_length = bool(scaling) and SCALINGS[scaling["type"]].by_length
         self._made_of: Any = None
         self._cos_LR = self._sin_LR = torch.empty(0, self.rotary_dim)
 
     def frequencies(self, positions: Tensor | int) -> tuple[tuple[float, ...], float]:
         """Frequencies and factor of a sequence with these positions, or of this length."""
-        if not self._by_length:
+        if not self.by_length:
             return self._fixed
         length = positions if isinstance(positions, int) else int(positions.max()) + 1
         frequencies, factor = rotary_frequencies(replace(self._rope, length=length))
@@ -299,6 +299,9 @@ class RotaryEmbedding(PositionalEmbedding):
 
     def _rotate(self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None) -> Tensor:
         end = offset + x_BHLD.shape[-2]
+        if torch.compiler.is_exporting() and positions_BL is None:  # lengths are symbols
+            places = torch.arange(offset, end, device=x_BHLD.device)
+            return rotate(x_BHLD, *cos_and_sin(places, *self._fixed))
         made_of = self.frequencies(end if positions_BL is None else positions_BL)
         self._grow_tables(made_of, end, x_BHLD.device)
         if positions_BL is None:
