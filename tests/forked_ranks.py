@@ -34,10 +34,47 @@ _PRELOADED = (
 """What takes seconds, the parts that DeepSpeed and torch import late included."""
 
 
+class Server:
+    """The process that forks, started for the first rank; `enter` before it runs it elsewhere.
+
+    A test that kills all children ends the server, and the next rank starts another.
+    """
+
+    def __init__(self, enter: Sequence[str] = ()) -> None:
+        self._enter = list(enter)
+        self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+    def connection(self) -> socket.socket:
+        if self._running is not None and self._running[0].poll() is None:
+            return self._running[1]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = [sys.executable, "-m", "tests.forked_ranks", str(theirs.fileno())]
+        process = subprocess.Popen(
+            [*self._enter, *program],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._running = process, ours
+        return ours
+
+    def pid_here(self, pid: int) -> int:
+        """What this process calls a rank that the server calls `pid`."""
+        return pid
+
+
+OWN = Server()
+
+
 class ForkedRank(subprocess.Popen[str]):
     """The Popen of a process whose parent is the server: its status comes through a pipe."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], server: Server = OWN
+    ) -> None:
         self.args, self.returncode, self.stdin, self.stderr = list(arguments), None, None, None
         self._child_created, self._input, self._communication_started = False, None, False
         self.text_mode, self.encoding, self.errors = True, None, None
@@ -45,12 +82,12 @@ class ForkedRank(subprocess.Popen[str]):
         output, output_end = os.pipe()
         self._status, status_end = os.pipe()
         request = {"arguments": self.args, "environment": dict(environment)}
-        server = _server()
-        socket.send_fds(server, [json.dumps(request).encode()], [output_end, status_end])
+        connection = server.connection()
+        socket.send_fds(connection, [json.dumps(request).encode()], [output_end, status_end])
         os.close(output_end)
         os.close(status_end)
         self.stdout = open(output, encoding="utf-8")  # noqa: PTH123, SIM115 - as Popen's
-        self.pid = int(server.recv(64))
+        self.pid = server.pid_here(int(connection.recv(64)))
         self._child_created = True
 
     def _internal_poll(self, _deadstate: Any = None, **_: Any) -> int | None:
@@ -66,27 +103,6 @@ class ForkedRank(subprocess.Popen[str]):
             elif wait_always:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
-
-
-_servers: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
-
-
-def _server() -> socket.socket:
-    """The connection to this process's server; a test that kills all children ends the server."""
-    if _servers and _servers[0][0].poll() is None:
-        return _servers[0][1]
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked_ranks", str(theirs.fileno())],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-    )
-    theirs.close()
-    _servers[:] = [(process, ours)]
-    return ours
 
 
 # In the server.

@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron import atomic_files
 from megatron.atomic_files import (
     atomic_writer,
     check_folder_writable,
     check_writable,
     new_directory,
+    publish,
     read_json,
+    remove_leftovers,
     sync_directory,
+    temporary_name,
     write_json,
     write_text,
 )
@@ -92,3 +96,22 @@ def test_a_directory_that_cannot_be_synced_is_no_error_but_a_failed_sync_is(
             sync_directory(tmp_path)
     else:
         sync_directory(tmp_path)
+
+
+def test_a_published_name_is_synced_and_leftovers_of_dead_processes_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(atomic_files, "sync_directory", synced.append)
+    target, old = tmp_path / "a.json", temporary_name(tmp_path / "a.json")
+    old.write_text("{}")
+    publish(old, target)
+    assert synced == [tmp_path] and target.read_text() == "{}" and not old.exists()
+    dead = 2**22 + 1  # the kernel's largest number of a process is 2**22
+    for name, process in ((".a.json", dead), (".b.json", dead), (".a.json", os.getpid())):
+        (tmp_path / f"{name}.{process}.0123abcd.tmp").touch()
+    remove_leftovers(target)  # written to just now
+    assert len(list(tmp_path.glob(".*.tmp"))) == 3
+    remove_leftovers(target, older_than_seconds=-1.0)
+    left = {f".b.json.{dead}.0123abcd.tmp", f".a.json.{os.getpid()}.0123abcd.tmp"}
+    assert {path.name for path in tmp_path.glob(".*.tmp")} == left

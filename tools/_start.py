@@ -29,16 +29,8 @@ sys.modules.setdefault("tools", _package)
 
 
 _CONVERT = "tools/convert_checkpoint.py"
-_PREPROCESS = "tools/datasets/preprocess_data.py for plain text"
+_CHAT = "tools/datasets/preprocess_data.py --chat-template FILE with its other flags"
 ANSWERS = {
-    "convert_hf_llama_to_neox": (
-        "one command converts between all formats",
-        f"{_CONVERT} HF_FOLDER NEW_FOLDER --to neox",
-    ),
-    "convert_hf_to_sequential": (
-        "one command converts between all formats",
-        f"{_CONVERT} HF_FOLDER NEW_FOLDER --to neox",
-    ),
     "convert_neox_to_mamba_ssm": (
         "Mamba is not implemented here",
         f"{_CONVERT} RUN NEW_FOLDER --to hf for transformers",
@@ -56,10 +48,10 @@ ANSWERS = {
         f"{_CONVERT} RUN NEW_FOLDER --to hf",
     ),
     "preprocess_data_with_chat_template": (
-        "chat templates and label masks are not implemented here",
-        _PREPROCESS,
+        "a flag of the tool for text does it, and writes the same two files",
+        _CHAT,
     ),
-    "preprocess_data_with_mask": ("label masks are not implemented here", _PREPROCESS),
+    "preprocess_data_with_mask": ("label masks are made of conversations by a template", _CHAT),
 }
 """A tool of GPT-NeoX's that is not here by that name: why, and what to run."""
 

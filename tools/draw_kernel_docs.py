@@ -10,6 +10,7 @@ tools/plot_kernels.py.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +77,8 @@ def draw_families(path: Path) -> None:
         "log: $-2\\log(1+d)$": -2 * torch.log1p(d),
         "power: $-0.5\\,d^{0.5}$": -0.5 * d**0.5,
         "ALiBi: $-2^{-4}d$": -(2**-4) * d,
+        "BAM: $-e^{-8}d^{1.5}$": -math.exp(-8) * d**1.5,
+        "CABLE as it starts: $-d\\log 2$": -math.log(2) * d,
         "Gaussian bias: $2\\exp(-0.01 d^2)$": 2 * torch.exp(-0.01 * d**2),
         "Sandwich, head 12": tables_of(as_it_starts("sandwich"), 1025)["bias"][11],
     }.items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.backends.interface import full_shape, gathered
+from megatron.checkpoints.lazy_weights import outlines, replaced
 from megatron.checkpoints.reading import Checkpoint, read_checkpoint
 from megatron.checkpoints.saved_config import describe_difference, differences
 from megatron.checkpoints.sharding import EMBEDDING, Sharding, canonical_names, with_rows
@@ -59,30 +60,29 @@ def place_weights(
     weights = _adapted(checkpoint, spec, vocab_size)
     sharding = Sharding.of(spec, neox=False)
     problems: list[str] = []
-    ready: list[tuple[nn.Parameter, Tensor]] = []
+    shapes = outlines(weights)
     wanted = {name: parameter for parameter, name in canonical_names(module).items()}
     for name, parameter in wanted.items():
-        whole = weights.get(name)
-        if whole is None:
+        if name not in shapes:
             problems.append(f"  {name} {tuple(full_shape(parameter))}: missing in the checkpoint")
             continue
-        share = sharding.split(name, whole, tp.rank, tp.size)
+        share = sharding.split(name, shapes[name], tp.rank, tp.size)
         if share.shape != full_shape(parameter):
             problems.append(
                 f"  {name}: {tuple(share.shape)} in the checkpoint, "
                 f"{tuple(full_shape(parameter))} in the model"
             )
-            continue
-        ready.append((parameter, share))
     if isinstance(module, GPTModel):
         problems += [
-            f"  {name} {tuple(weights[name].shape)}: not in the model"
+            f"  {name} {tuple(shapes[name].shape)}: not in the model"
             for name in sorted(set(weights) - set(wanted), key=split_name)
         ]
     if problems:
         raise CheckpointError(_misfits(checkpoint, spec, problems))
     with torch.no_grad():
-        for parameter, share in ready:  # ZeRO 3 has cut up what it puts together in the block
+        for name, parameter in wanted.items():
+            share = sharding.split(name, weights[name], tp.rank, tp.size)
+            # ZeRO 3 has cut up what it puts together in the block
             with gathered([parameter], write=True):
                 parameter.copy_(share)
 
@@ -100,26 +100,32 @@ def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> st
     )
 
 
-def _adapted(checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None) -> dict[str, Tensor]:
+def _adapted(
+    checkpoint: Checkpoint, spec: ModelSpec, vocab_size: int | None
+) -> Mapping[str, Tensor]:
     weights = with_constraint(checkpoint.weights, checkpoint.spec, spec.kerple_constraint)
     if spec.kerple_share == "per_layer" and checkpoint.spec.kerple_share == "all":
+        copies: dict[str, Tensor] = {}
+        gone: list[str] = []
         for prefix, _, layers in outline_of(checkpoint.spec).kernels():
             for name in [name for name in weights if name.startswith(prefix)]:
-                shared, parameter = weights.pop(name), name.removeprefix(prefix)
+                gone.append(name)
+                shared, parameter = weights[name], name.removeprefix(prefix)
                 for layer in layers:
-                    weights[f"{FIRST_LAYER + layer}.positions.{parameter}"] = shared
-    if vocab_size is not None:
-        _adapt_vocabulary(weights, spec, vocab_size)
-    return weights
+                    copies[f"{FIRST_LAYER + layer}.positions.{parameter}"] = shared
+        weights = replaced(weights, copies, gone)
+    if vocab_size is None:
+        return weights
+    return replaced(weights, _other_vocabulary(weights, spec, vocab_size))
 
 
 def with_constraint(
     weights: Mapping[str, Tensor], spec: ModelSpec, constraint: str
-) -> dict[str, Tensor]:
+) -> Mapping[str, Tensor]:
     """Constraints store the same value differently: a kernel as another would store it."""
-    result = dict(weights)
     if constraint == spec.kerple_constraint:
-        return result
+        return weights
+    result: dict[str, Tensor] = {}
     old, new = CONSTRAINTS[spec.kerple_constraint], CONSTRAINTS[constraint]
     for prefix, own, _ in outline_of(spec).kernels():
         cls = positional_embedding_class(own.pos_emb)
@@ -128,15 +134,17 @@ def with_constraint(
             if raw is not None:
                 with torch.no_grad():
                     result[f"{prefix}{name}"] = new.raw(old.value(raw.float(), bounds), bounds)
-    return result
+    return replaced(weights, result)
 
 
-def _adapt_vocabulary(weights: dict[str, Tensor], spec: ModelSpec, vocab_size: int) -> None:
-    head = f"{spec.num_layers + 4}.final_linear.weight"
-    for name in (EMBEDDING, head):
-        whole = weights.get(name)
-        if whole is None or whole.shape[0] == spec.padded_vocab_size:
+def _other_vocabulary(
+    weights: Mapping[str, Tensor], spec: ModelSpec, vocab_size: int
+) -> dict[str, Tensor]:
+    shapes, found = outlines(weights), {}
+    for name in (EMBEDDING, f"{spec.num_layers + 4}.final_linear.weight"):
+        if name not in shapes or shapes[name].shape[0] == spec.padded_vocab_size:
             continue
-        if min(whole.shape[0], spec.padded_vocab_size) < vocab_size:
+        if min(shapes[name].shape[0], spec.padded_vocab_size) < vocab_size:
             continue  # real words would be lost: reported as a misfit
-        weights[name] = with_rows(whole, spec.padded_vocab_size)
+        found[name] = with_rows(weights[name], spec.padded_vocab_size)
+    return found

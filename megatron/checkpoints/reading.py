@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoints.deepspeed_files import read_zero3_shards
+from megatron.checkpoints.lazy_weights import by_layer, outlines
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import (
     args_from,
@@ -39,6 +40,7 @@ from megatron.neox_arguments.model_keys import (
     ModelArgs,
     intermediate_size_for,
 )
+from megatron.neox_arguments.run_keys import TokenizerArgs
 
 # The files of a checkpoint directory: DeepSpeed's, or Hugging Face's.
 
@@ -192,6 +194,17 @@ def _is_hf(directory: Path) -> bool:
     return config.is_file() and "model_type" in read_object(config)
 
 
+def with_tokenizer_of_folder(args: NeoXArgs) -> NeoXArgs:
+    """A config that names no tokenizer has that of the Hugging Face folder which it loads."""
+    load, own = args.checkpoint.load, args.tokenizer
+    named = own.vocab_file or own.tokenizer_type != TokenizerArgs().tokenizer_type
+    if named or load in (None, "auto") or not _is_hf(Path(load)):
+        return args
+    from megatron.checkpoints.hf.companions import tokenizer_settings
+
+    return args.replace(**tokenizer_settings(Path(load)))
+
+
 def _scan(directory: Path, root: Path) -> CheckpointFiles:
     files = CheckpointFiles(directory, root)
     # Reading a FIFO or a device would block.
@@ -234,7 +247,7 @@ def _check_complete(files: CheckpointFiles) -> None:
 class Checkpoint:
     """A model read from disk: its config, its weights and where they came from."""
 
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
     args: NeoXArgs
     files: CheckpointFiles
     kind: str
@@ -244,7 +257,7 @@ class Checkpoint:
     @property
     def padded_vocab_size(self) -> int:
         """From the weights: the config alone may give another."""
-        return self.weights[EMBEDDING].shape[0]
+        return outlines(self.weights)[EMBEDDING].shape[0]
 
     @property
     def spec(self) -> ModelSpec:
@@ -252,7 +265,7 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.weights.values())
+        return sum(outline.numel() for outline in outlines(self.weights).values())
 
 
 def read_checkpoint(
@@ -295,7 +308,11 @@ def _read_neox_checkpoint(
         _check_attention_is_used(args.model, files.directory)
         args = _with_norm_biases_of_weights(weights, _with_mlp_width_of_weights(weights, args))
     kind = "native" if native else "kerple" if "kerple" in args.model.pos_emb else "neox"
-    return Checkpoint(weights, args, files, kind, _iteration(files))
+    found: Mapping[str, Tensor] = weights
+    if files.layer_files and files.mp_size == 1 and not (files.is_zero3 or files.is_universal):
+        model = args.model
+        found = by_layer(weights, lambda i: canonical_shard(_read_layers(files, 0, i), model))
+    return Checkpoint(found, args, files, kind, _iteration(files))
 
 
 def saved_args(
@@ -366,11 +383,11 @@ def read_shards(files: CheckpointFiles) -> list[dict[str, Tensor]]:
     return [_read_mp_file(files.mp_files[rank]) for rank in range(files.mp_size)]
 
 
-def _read_layers(files: CheckpointFiles, rank: int) -> dict[str, Tensor]:
+def _read_layers(files: CheckpointFiles, rank: int, only: int | None = None) -> dict[str, Tensor]:
     return {
         f"{layer}.{name}": tensor
         for (layer, shard), path in files.layer_files.items()
-        if shard == rank
+        if shard == rank and only in (None, layer)
         for name, tensor in load_mapping(path).items()
         if isinstance(tensor, Tensor)
     }

@@ -136,7 +136,7 @@ def neox_shard(
         per_layer["attention.alibi_embed.slopes"] = slopes
     for layer in range(FIRST_LAYER, FIRST_LAYER + model.num_layers):
         result |= {f"{layer}.{name}": tensor for name, tensor in per_layer.items()}
-    if not model.no_weight_tying:
+    if not model.no_weight_tying and EMBEDDING in shard:
         result[f"{model.num_layers + 4}.word_embeddings.weight"] = shard[EMBEDDING]
     return result
 
@@ -237,13 +237,3 @@ def merge_shards(shards: Sequence[Mapping[str, Tensor]], sharding: Sharding) -> 
     if problems:
         raise CheckpointError("model-parallel shards do not fit together:\n" + "\n".join(problems))
     return {name: sharding.merge(name, [shard[name] for shard in shards]) for name in names}
-
-
-def split_weights(
-    weights: Mapping[str, Tensor], sharding: Sharding, size: int
-) -> list[dict[str, Tensor]]:
-    """One mapping for each model-parallel rank."""
-    return [
-        {name: sharding.split(name, whole, rank, size) for name, whole in weights.items()}
-        for rank in range(size)
-    ]

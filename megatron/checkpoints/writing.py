@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +10,32 @@ import torch
 import yaml
 from torch import Tensor
 
+from megatron.checkpoints.lazy_weights import changed
 from megatron.checkpoints.placing import with_constraint
 from megatron.checkpoints.reading import Checkpoint
 from megatron.checkpoints.safe_files import synced_save
 from megatron.checkpoints.saved_config import RESOLVED
-from megatron.checkpoints.sharding import Sharding, neox_shard, split_weights
+from megatron.checkpoints.sharding import Sharding, neox_shard
 from megatron.checkpoints.store import Sums, write_checksums
 from megatron.errors import CheckpointError, ConfigError
 from megatron.model.outline import is_of_kernel, outline_of, split_name
 from megatron.neox_arguments import OWNER
 from megatron.neox_arguments.catalogue import method
-from megatron.neox_arguments.model_keys import KEYS_OF_OURS, SCORE_TERMS
+from megatron.neox_arguments.model_keys import KEYS_OF_OURS, SCORE_TERMS, ModelArgs
 
-Shards = list[dict[str, Tensor]]
+Shard = Callable[[Collection[int], int], Mapping[str, Tensor]]
+"""Gives the weights of some layers on one model-parallel rank."""
 
 
-def cast_weights(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def cast_weights(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Mapping[str, Tensor]:
     """Weights in another precision, but for those that are kept in fp32."""
     if dtype is None:
-        return dict(checkpoint.weights)
+        return checkpoint.weights
     outline = outline_of(checkpoint.args.model)
-    return {
-        name: tensor.float() if outline.facts(name).fp32 else tensor.to(dtype)
-        for name, tensor in checkpoint.weights.items()
-    }
+    return changed(
+        checkpoint.weights,
+        lambda name, tensor: tensor.float() if outline.facts(name).fp32 else tensor.to(dtype),
+    )
 
 
 def write_native(
@@ -52,8 +55,17 @@ def write_native(
     except ConfigError as error:
         raise CheckpointError(f"--mp {mp} --pp {pp} does not suit this model: {error}") from error
     sharding = Sharding.of(args.model, neox=False)
-    shards = split_weights(cast_weights(checkpoint, dtype), sharding, mp)
-    return _write(root, shards, checkpoint.iteration, RESOLVED, args.to_yaml(), by_layer=pp >= 1)
+    weights = cast_weights(checkpoint, dtype)
+    files = _files(by_layer=pp >= 1, indices=sorted({split_name(name)[0] for name in weights}))
+
+    def shard(indices: Collection[int], rank: int) -> dict[str, Tensor]:
+        return {
+            name: sharding.split(name, weights[name], rank, mp)
+            for name in weights
+            if split_name(name)[0] in indices
+        }
+
+    return _write(root, shard, files, mp, checkpoint.iteration, RESOLVED, args.to_yaml())
 
 
 def write_neox(
@@ -69,42 +81,64 @@ def write_neox(
     config = neox_config(checkpoint, mp=mp, pp=pp)
     # The official code clamps its kernel's values, which is our `ste`.
     weights = with_constraint(cast_weights(checkpoint, dtype), spec, "ste")
-    shards = [
-        neox_shard(shard, spec, rank, mp)
-        for rank, shard in enumerate(split_weights(weights, Sharding.of(spec, neox=True), mp))
-    ]
+    sharding, head = Sharding.of(spec, neox=True), spec.num_layers + 4
+    indices = {split_name(name)[0] for name in weights} - {1} | {head}
+
+    def shard(indices: Collection[int], rank: int) -> dict[str, Tensor]:
+        # the kernel is in every layer's file, the embedding once more in a tied head's
+        read = {1, 0, *indices} if head in indices else {1, *indices}
+        parts = {
+            name: sharding.split(name, weights[name], rank, mp)
+            for name in weights
+            if split_name(name)[0] in read
+        }
+        theirs = neox_shard(parts, spec, rank, mp)
+        return {name: part for name, part in theirs.items() if split_name(name)[0] in indices}
+
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None)
-    return _write(root, shards, checkpoint.iteration, "model.yml", text, by_layer=pp >= 1)
+    files = _files(by_layer=pp >= 1, indices=sorted(indices))
+    return _write(root, shard, files, mp, checkpoint.iteration, "model.yml", text)
+
+
+def _files(*, by_layer: bool, indices: list[int]) -> list[list[int]]:
+    """The layers in each file: one a file, which needs the memory of one, or all in one."""
+    return [[index] for index in indices] if by_layer else [indices]
 
 
 def _write(
-    root: Path, shards: Shards, iteration: int, config: str, text: str, *, by_layer: bool
+    root: Path,
+    shard: Shard,
+    files: list[list[int]],
+    mp: int,
+    iteration: int,
+    config: str,
+    text: str,
 ) -> Path:
     directory = root / f"global_step{iteration}"
     (directory / "configs").mkdir(parents=True)
     (root / "latest").write_text(directory.name, encoding="utf-8")
-    sums = _write_shards(directory, shards, iteration, by_layer=by_layer)
+    sums = _write_shards(directory, shard, files, mp, iteration)
     (directory / "configs" / config).write_text(text, encoding="utf-8")
     write_checksums(directory, sums)
     return directory
 
 
-def _write_shards(directory: Path, shards: Shards, iteration: int, *, by_layer: bool) -> Sums:
+def _write_shards(
+    directory: Path, shard: Shard, files: list[list[int]], mp: int, iteration: int
+) -> Sums:
     sums: Sums = {}
-    for rank, shard in enumerate(shards):
+    for rank in range(mp):
         module = None
-        if by_layer:
-            for layer in sorted({split_name(name)[0] for name in shard}):
-                content = {
-                    split_name(name)[1]: _own(tensor)
-                    for name, tensor in shard.items()
-                    if split_name(name)[0] == layer
-                }
-                name = f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
-                sums[name] = synced_save(content, directory / name)
+        if len(files) == 1:
+            module = {
+                f"sequential.{name}": _own(part) for name, part in shard(files[0], rank).items()
+            }
         else:
-            module = {f"sequential.{name}": _own(tensor) for name, tensor in shard.items()}
-        state = _training_state(module, iteration, len(shards))
+            for layers in files:
+                content = {split_name(n)[1]: _own(part) for n, part in shard(layers, rank).items()}
+                name = f"layer_{layers[0]:02d}-model_{rank:02d}-model_states.pt"
+                sums[name] = synced_save(content, directory / name)
+        state = _training_state(module, iteration, mp)
         name = f"mp_rank_{rank:02d}_model_states.pt"
         sums[name] = synced_save(state, directory / name)
     return sums
@@ -151,7 +185,9 @@ def neox_config(checkpoint: Checkpoint, *, mp: int, pp: int) -> dict[str, Any]:
     """The YAML to keep beside the weights; an error for features that the other code lacks."""
     spec = checkpoint.spec
     known = method(spec.pos_emb)
-    lacking = [key for key in SCORE_TERMS if getattr(spec, key)]
+    lacking = [
+        key for key in SCORE_TERMS if getattr(spec, key) != ModelArgs.model_fields[key].default
+    ]
     if known is None or not (known.in_neox or known.official):
         lacking.append(f"pos_emb: {spec.pos_emb}")
     elif known.official:  # older than these keys of GPT-NeoX

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.atomic_files import check_folder_writable
+from megatron.atomic_files import check_folder_writable, read_json
 from megatron.errors import CheckpointError
 from megatron.launcher.environment import free_port
 from megatron.machine import set_deepspeed_accelerator
@@ -154,6 +154,11 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="pipe-parallel size (native and neox): 0 writes one file per rank, 1 or more one file "
         "per layer. Default: 0 for native, 1 for neox",
     )
+    parser.add_argument(
+        "--architecture",
+        metavar="MODEL_TYPE",
+        help="hf: transformers' class to write (llama, mistral, qwen2, ...), where several fit",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights; default: keep")
     parser.add_argument("--config", nargs="+", help="YAML files, where none was saved inside")
     parser.add_argument(
@@ -166,6 +171,8 @@ def _convert_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.to == "hf" and (args.mp is not None or args.pp is not None):
         parser.error("--mp and --pp are for native and neox; Hugging Face folders are not split")
+    if args.to != "hf" and args.architecture is not None:
+        parser.error(f"--architecture is for hf; {args.to} has one form")
     if args.to != "hf" and args.with_kernel_source:
         parser.error(f"--with-kernel-source is for hf; {args.to} does not include source code")
     if args.mp is not None and args.mp < 1:
@@ -197,7 +204,13 @@ def _convert(args: argparse.Namespace) -> str:
         if args.to == "hf":
             from megatron.checkpoints.hf.folder import write_hf
 
-            write_hf(checkpoint, folder, dtype=dtype, with_kernel_source=args.with_kernel_source)
+            write_hf(
+                checkpoint,
+                folder,
+                dtype=dtype,
+                with_kernel_source=args.with_kernel_source,
+                architecture=args.architecture,
+            )
         else:
             write = write_native if args.to == "native" else write_neox
             pp = args.pp if args.pp is not None else int(args.to == "neox")
@@ -226,9 +239,9 @@ def convert_checkpoint(arguments: Sequence[str] | None = None) -> int:
     args = _convert_options(arguments)
     print(_convert(args))
     if args.to == "hf":
-        loaded = (
-            f"AutoModelForCausalLM.from_pretrained({args.destination!r}, trust_remote_code=True)"
-        )
+        code = Path(args.destination, "modeling_kerple.py").is_file()
+        trust = ", trust_remote_code=True" if code else ""
+        loaded = f"AutoModelForCausalLM.from_pretrained({args.destination!r}{trust})"
         print_next_command(f'python -c "from transformers import AutoModelForCausalLM; {loaded}"')
     else:
         print_next_command(f"{shown_command('inspect_checkpoint')} {args.destination}")
@@ -240,8 +253,8 @@ NEOX_TOOL = """Export a checkpoint to Hugging Face, with the flags of GPT-NeoX's
 tools/ckpts/convert_neox_to_hf.py --input_dir RUN/global_step1000 --output_dir DST
 
 The weights' own config is taken where one was saved; --config_file is for where none was. What is
-exported is what the model is: transformers' GPTNeoXForCausalLM where that computes the same, else
-KerpleNeoXForCausalLM with its modelling file.
+exported is what the model is: transformers' own class where one computes the same (GPT-NeoX, GPT-2,
+Llama, Mistral, Qwen2, Qwen3, OLMo 2), else KerpleNeoXForCausalLM with its modelling file.
 """
 
 
@@ -258,7 +271,7 @@ def neox_to_hf(argv: Sequence[str] | None = None) -> int:
         "--architecture",
         choices=["neox", "llama", "mistral"],
         default="neox",
-        help="the folder says what it needs: GPTNeoXForCausalLM, or a kerple_neox model",
+        help="accepted; the export has the class that computes the model, and says if another",
     )
     parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="accepted, unused")
     parser.add_argument("--no_save_tokenizer", action="store_true", help="accepted, unused")
@@ -266,18 +279,49 @@ def neox_to_hf(argv: Sequence[str] | None = None) -> int:
         "--pad-token-id", type=int, choices=[-1], help="of reward models, which are not exported"
     )
     options = parser.parse_args(argv)
-    if options.architecture != "neox":
-        print(
-            f"--architecture {options.architecture}: the export is a kerple_neox model (load it "
-            "with trust_remote_code=True), which computes the same; it has no class of that name",
-            file=sys.stderr,
-        )
     words = [options.input_dir, options.output_dir, "--to", "hf"]
     if options.precision != "auto":
         words += ["--dtype", options.precision]
     if options.config_file is not None:
         words += ["--config", options.config_file]
-    return convert_checkpoint(words)
+    code = convert_checkpoint(words)
+    found = read_json(Path(options.output_dir, "config.json")) or {}
+    if options.architecture != "neox" and found.get("model_type") != options.architecture:
+        print(
+            f"--architecture {options.architecture}: the export is a {found.get('model_type')} "
+            "model, whose class computes this model",
+            file=sys.stderr,
+        )
+    return code
+
+
+HF_TOOL = """Convert a Hugging Face folder to GPT-NeoX's files, with the flags of its tools.
+
+tools/ckpts/convert_hf_llama_to_neox.py --model HF_FOLDER --model_path DST [--tp N]
+tools/ckpts/convert_hf_to_sequential.py --hf-model-name HF_FOLDER --output-dir DST
+
+Nothing is downloaded: the model is a folder on this machine.
+"""
+
+
+def hf_to_neox(argv: Sequence[str] | None = None) -> int:
+    """convert_checkpoint with the flags of GPT-NeoX's two importers."""
+    parser = command_parser("convert_hf_llama_to_neox.py", HF_TOOL)
+    parser.add_argument("--model", "--hf-model-name", "--hf_model_name", required=True)
+    parser.add_argument("--model_path", "--output-dir", "--output_dir", required=True)
+    parser.add_argument("--tp", type=int, default=1, help="model-parallel size")
+    parser.add_argument("--pp", type=int, help="0: one file per rank, 1: one per layer (default)")
+    parser.add_argument("--config", nargs="*", help="YAML files, which must describe the model")
+    parser.add_argument("--test", action="store_true", help="accepted, unused")
+    for flag in ("--revision", "--cache-dir", "--ckpt-tmp-dir"):
+        parser.add_argument(flag, help="of the download; accepted, unused")
+    parser.add_argument("--download-only", action="store_true", help="refused")
+    options = parser.parse_args(argv)
+    if options.download_only:
+        parser.error("--download-only: nothing is downloaded; use Hugging Face's own tool")
+    words = [options.model, options.model_path, "--to", "neox", "--mp", str(options.tp)]
+    words += ["--pp", str(1 if options.pp is None else options.pp)]
+    return convert_checkpoint(words + (["--config", *options.config] if options.config else []))
 
 
 RESHARD = """Make a universal checkpoint of a run: any (dp, mp, pp, ZeRO, precision) resumes it.

@@ -174,9 +174,11 @@ tools/plot_kernels.py examples.custom_kernel:RationalKernel  a class of your own
 tools/plot_kernels.py --framework --out pictures           the paper's Figure 1
 
 Each picture has the bias (or weight) over distance, a line per head, and the matrix over queries
-and keys, for the heads whose bias decays fastest and slowest.
+and keys, for the heads whose bias decays fastest and slowest. Of a run with `inkling` or
+`kerple_inkling` the features of distance are drawn for each layer, a line per feature.
 """
 MATRIX = 64  # queries and keys shown
+FEATURES = "features of distance"
 FLOOR = -20.0  # softmax gives about 0 to a key with such a bias
 
 
@@ -207,12 +209,15 @@ def _of_method(name: str, options: argparse.Namespace) -> Drawn:
 
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     from megatron.generation.pretrained import load_pretrained
+    from megatron.model.content_positions import Inkling
     from megatron.model.outline import layer_ranges, outline_of
     from megatron.model.position_base import TableEmbedding
 
     model = load_pretrained(path, iteration=options.iteration)
-    modules = [m for m in model.positional_embeddings() if isinstance(m, TableEmbedding)]
-    if not modules:
+    positions = list(model.positional_embeddings())
+    modules = [m for m in positions if isinstance(m, TableEmbedding)]
+    features = [m.distance_features.detach().float() for m in positions if isinstance(m, Inkling)]
+    if not modules and not features:
         raise KerpleError(f"{path}: {model.spec.pos_emb} has no table over distance to draw")
     length = options.length or 4 * model.config.model.seq_length
     kernels = outline_of(model.spec).kernels()  # in the order of the modules
@@ -224,6 +229,9 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
             file = path / (f"kernels_{number}.png" if len(modules) > 1 else "kernels.png")
         title = f"{path.name}: {label_of(own.pos_emb)} at step {model.iteration}{layer}"
         yield Drawn(title, file, tables_of(module, length))
+    for number, table in enumerate(features):
+        title = f"{path.name}: features of distance at step {model.iteration}, layer {number + 1}"
+        yield Drawn(title, path / f"features_layer{number + 1}.png", {FEATURES: table})
 
 
 def tables_of(module: Any, length: int | None) -> dict[str, Tensor]:
@@ -251,7 +259,7 @@ def draw(drawn: Drawn, path: Path) -> None:
             shown = table[:, :MATRIX].clamp(min=FLOOR)
             limits = float(shown.min()), float(shown.max())  # one scale for both heads
             for axes, (head, word) in zip(axes_row[1:], _extremes(table), strict=True):
-                title = f"head {head + 1}, {word}: {name}"
+                title = f"{_row(name)} {head + 1}, {word}: {name}"
                 image = _draw_matrix(axes, table[head], title, limits)
             figure.colorbar(image, ax=axes_row[1:], shrink=0.85)
         figure.savefig(path, dpi=120)
@@ -266,13 +274,18 @@ def head_colors(heads: int) -> list[tuple[float, ...]]:
 
 def _draw_heads(axes: Axes, name: str, table: Tensor) -> None:
     for head, (row, color) in enumerate(zip(table, head_colors(len(table)), strict=True)):
-        axes.plot(row.numpy(), color=color, linewidth=1.4, label=f"head {head + 1}")
+        axes.plot(row.numpy(), color=color, linewidth=1.4, label=f"{_row(name)} {head + 1}")
     axes.set(xlabel="distance", ylabel=name)
     axes.margins(x=0)
     if float(table.min()) < FLOOR:
         axes.set_ylim(FLOOR, max(0.5, float(table.max())))
     columns = 2 if len(table) > 8 else 1
     axes.legend(fontsize=8, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _row(name: str) -> str:
+    """What a row of this table belongs to."""
+    return "feature" if name == FEATURES else "head"
 
 
 def _extremes(table: Tensor) -> list[tuple[int, str]]:

@@ -94,9 +94,9 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     number = finite(value)
     if number is not None:
         yield name, number
-    items = value.items() if isinstance(value, dict) else []
+    items = list(value.items()) if isinstance(value, dict) else []
     if isinstance(value, list) and len(value) <= MAX_CELLS:
-        items = enumerate(value)
+        items = list(enumerate(value))
     for key, item in items:
         yield from _numbers(f"{name} {key}", item)
 
@@ -148,8 +148,9 @@ def _tables(run: Watched, *, boxed: bool) -> Iterator[RenderableType]:
             curves.add_row(title, *map(_short, numbers), curve(points))
     if curves.row_count:
         yield curves
-    if run.metrics.kernels:
-        yield _kernel_table(table, run.metrics)
+    for owner in (run.metrics, *run.metrics.shared.values()):
+        if owner.kernels:
+            yield _kernel_table(table, owner, "head" if owner is run.metrics else owner.name)
     if run.cells:
         cells = table("evaluation", "value")
         for name, value in list(run.cells.items())[-MAX_CELLS:]:
@@ -157,11 +158,11 @@ def _tables(run: Watched, *, boxed: bool) -> Iterator[RenderableType]:
         yield cells
 
 
-def _kernel_table(table: Any, metrics: RunMetrics) -> RenderableType:
+def _kernel_table(table: Any, metrics: RunMetrics, title: str) -> RenderableType:
     """Each parameter of each head: its first and its last value."""
     first, last = metrics.kernels[0][1], metrics.kernels[-1][1]
     names = list(last)
-    made: RenderableType = table("head", *(word for name in names for word in (name, "was", "")))
+    made: RenderableType = table(title, *(word for name in names for word in (name, "was", "")))
     heads = len(last[names[0]]) if names else 0
     for head in range(min(heads, MAX_HEADS)):
         row = [str(head + 1)]
@@ -201,7 +202,12 @@ def as_data(runs: Sequence[Watched]) -> list[dict[str, Any]]:
             "curves": {
                 title: _thinned(run.metrics.values.get(name, [])) for name, title in SHOWN.items()
             },
-            "kernels": _kernel_curves(run.metrics),
+            "kernels": _kernel_curves(run.metrics)
+            | {
+                f"{owner.name}: {name}": curves
+                for owner in run.metrics.shared.values()
+                for name, curves in _kernel_curves(owner).items()
+            },
             "cells": list(run.cells.items())[-MAX_CELLS:],
         }
         for run in runs

@@ -19,7 +19,7 @@ from megatron.checkpoints import (
     place_weights,
     read_checkpoint,
 )
-from megatron.checkpoints.reading import saved_args
+from megatron.checkpoints.reading import saved_args, with_tokenizer_of_folder
 from megatron.checkpoints.saved_config import check_same_model, config_to_resume, tokenizer_of
 from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.universal import PARAMETERS
@@ -127,6 +127,7 @@ class SelectedCheckpoint:
     """
 
     def __init__(self, args: NeoXArgs, device: str) -> None:
+        args = with_tokenizer_of_folder(args)
         load, save = args.checkpoint.load, args.checkpoint.save
         place = save if load in (None, "auto") else load
         if place is None:

@@ -12,31 +12,38 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
+from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.embedding import positions_in_documents
 from megatron.model.layer_formulas import (
+    RMSNorm,
     gate_sums,
     keys_seen,
     log_gates,
+    normed_heads,
     sharpened,
     temperatures,
 )
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.mpu.collectives import TensorParallel, copy_to_group
+from megatron.mpu.collectives import (
+    WHOLE,
+    SequenceParallel,
+    TensorParallel,
+    copy_to_group,
+    heads_to_positions,
+    positions_to_heads,
+)
 from megatron.mpu.parallel_layers import ColumnParallelLinear, Projections, per_head_parameter
 
 
-def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Generator:
-    """A generator for this layer's attention dropout.
+def _dropout_seed(tp: TensorParallel) -> Tensor:
+    """The seed of this layer's attention dropout, in this forward pass.
 
-    Its seed is drawn from the default CPU generator, which is equal on all tensor-parallel ranks,
-    plus the rank: heads on different ranks get different masks, a recomputed activation gets the
-    same mask again, and only torch's own RNG state need be saved.
+    Drawn from the default CPU generator, which is equal on all tensor-parallel ranks, plus the
+    rank: heads on different ranks get different masks, a recomputed activation gets the same mask
+    again, and only torch's own RNG state need be saved.
     """
-    seed = int(torch.randint(2**62, (), dtype=torch.int64).item())
-    generator = torch.Generator(device=device)
-    generator.manual_seed(seed + tp.rank)
-    return generator
+    return torch.randint(2**62, (), dtype=torch.int64) + tp.rank
 
 
 class SelfAttention(nn.Module):
@@ -44,9 +51,13 @@ class SelfAttention(nn.Module):
 
     `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `temperature` is the
     floor and alpha of attention_temperature. `documents_apart`: a token sees its own document only;
-    `positions_restart`: rotary positions begin anew with each document.
+    `positions_restart`: rotary positions begin anew with each document. With `sp`, the input is
+    this rank's part of the positions; between the projections it has all positions of its share
+    of the heads.
     """
 
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
 
@@ -55,11 +66,15 @@ class SelfAttention(nn.Module):
         hidden_size: int,
         num_heads: int,
         kv_heads: int,
+        head_dim: int,
         *,
         linear: Projections,
         rotary: RotaryEmbedding | None,
         qk_norm: nn.Module | None,
+        own_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        qkv_bias: bool | None = None,
         forget_gate: bool,
+        terms: LayerTerms | None,
         per_head: Mapping[str, float | None],
         temperature: tuple[int, float] | None,
         documents_apart: bool,
@@ -68,28 +83,33 @@ class SelfAttention(nn.Module):
         window: int | None,
         engine: str,
         pruning: bool,
+        sp: SequenceParallel = WHOLE,
     ) -> None:
         super().__init__()
-        self.tp = tp = linear.tp
+        self.tp, self.sp = linear.tp, sp
+        tp = linear.tp
         tp.slice_of(num_heads, "num_attention_heads")  # whole heads only
         tp.slice_of(kv_heads, "num_kv_heads")
         if num_heads % kv_heads:
             raise ValueError(f"{num_heads} heads cannot share {kv_heads} heads of keys and values")
-        self.head_dim = hidden_size // num_heads
+        self.head_dim = head_dim
         self.queries_per_key = num_heads // kv_heads
         self.dropout, self.window = dropout, window
         self.temperature = temperature
         self.engine, self.pruning = engine, pruning
         self.documents_apart, self.positions_restart = documents_apart, positions_restart
-        self.rotary, self.qk_layernorm = rotary, qk_norm
-        key_size = hidden_size // self.queries_per_key
+        self.rotary, self.qk_layernorm, self.terms = rotary, qk_norm, terms
+        self.q_norm, self.k_norm = own_norms or (None, None)
+        self.shares_input = forget_gate or terms is not None
+        query_size, key_size = num_heads * head_dim, kv_heads * head_dim
         self.query_key_value = linear.column(
             "attention.query_key_value",
             hidden_size,
-            hidden_size + 2 * key_size,
+            query_size + 2 * key_size,
             # GPT-NeoX: q, k, v of one head after another, but all q, all k, all v of grouped heads
-            parts=(hidden_size, key_size, key_size) if self.queries_per_key > 1 else (),
-            input_is_shared=forget_gate,
+            parts=(query_size, key_size, key_size) if self.queries_per_key > 1 else (),
+            bias=qkv_bias,
+            input_is_shared=self.shares_input,
         )
         self.forget_gate: ColumnParallelLinear | None = None
         if forget_gate:  # as its authors: drawn as every matrix, a bias that starts at 0
@@ -99,7 +119,7 @@ class SelfAttention(nn.Module):
         for name, start in per_head.items():
             number = None if start is None else per_head_parameter(start, num_heads, tp)
             self.register_parameter(name, number)
-        self.dense = linear.row("attention.dense", hidden_size, hidden_size)
+        self.dense = linear.row("attention.dense", query_size, hidden_size)
 
     def own_flops(self, length: int) -> float:
         """Of q k^T and of its product with v, for one token among `length`, without projections.
@@ -117,30 +137,21 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
         starts_BL: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every token; `starts` tells where its document begins."""
-        if self.forget_gate is not None:
+        """Attention of every token; `starts` tells where the document of each position begins."""
+        if self.shares_input:
             x_BLh = copy_to_group(x_BLh, self.tp)
         offset = cache.length if cache is not None else 0
-        q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
+        local = self._heads(self.query_key_value(x_BLh))
+        q_BHLD, k_BHLD, v_BHLD = (positions_to_heads(x, self.sp) for x in local)
         if self.rotary is not None:
             places = positions_in_documents(starts_BL) if self.positions_restart else None
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
         first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
-            n_BL = keys_seen(
-                q_BHLD.shape[2],
-                offset=offset,
-                window=self.window,
-                starts_BL=first_key,
-                device=q_BHLD.device,
-            )
-            q_BHLD = sharpened(q_BHLD, self.softmax_scale, n_BL)
-        row_scale = None
-        if self.temperature is not None:
-            queries, device = q_BHLD.shape[2], q_BHLD.device
-            n_BL = keys_seen(queries, offset=offset, starts_BL=starts_BL, device=device)
-            row_scale = temperatures(n_BL, *self.temperature)
-        key_bias, sink = self._gates_and_sinks(x_BLh, cache, first_key, row_scale)
+            n_BL = self._keys_seen(x_BLh, offset, first_key)
+            q_BHLD = sharpened(q_BHLD, self.sp.own(self.softmax_scale, 0), n_BL)
+        terms = self._terms(x_BLh, offset, starts_BL)
+        key_bias, sink = self._gates_and_sinks(x_BLh, terms, cache, first_key)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
         dropout = self.dropout if self.training else 0.0
@@ -148,36 +159,75 @@ class SelfAttention(nn.Module):
             q_BHLD,
             k_BHLD,
             v_BHLD,
-            tables.bias,
-            tables.weight,
+            *(None if x is None else self.sp.own(x, 0) for x in (tables.bias, tables.weight)),
             key_bias=key_bias,
             first_key=first_key,
             sink=sink,
-            row_scale=row_scale,
+            query_features=terms.query_features,
+            distance_features=terms.distance_features,
+            row_scale=terms.row_scale,
             window=self.window,
             dropout=dropout,
             engine=self.engine,
             pruning=self.pruning,
-            generator=_dropout_generator(x_BLh.device, self.tp) if dropout else None,
+            seed=_dropout_seed(self.tp) if dropout else None,
         )
+        out_BHLD = heads_to_positions(out_BHLD, self.sp)
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
+
+    def _keys_seen(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> Tensor:
+        return keys_seen(
+            x_BLh.shape[1] * self.sp.size,
+            offset=offset,
+            window=self.window,
+            starts_BL=starts_BL,
+            device=x_BLh.device,
+        )
+
+    def _terms(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> ScoreTerms:
+        """What the input and the positions say about the scores."""
+        queries, device = x_BLh.shape[1] * self.sp.size, x_BLh.device
+        terms = ScoreTerms()
+        if self.terms is not None:
+            seen = self._keys_seen(x_BLh, offset, starts_BL if self.documents_apart else None)
+            terms = self.terms(x_BLh, offset + queries, self.sp.own(seen))
+            by_position = {"query_features", "log_gates", "row_scale"}
+            terms = terms._replace(
+                **{
+                    name: positions_to_heads(term, self.sp)
+                    for name, term in terms._asdict().items()
+                    if name in by_position and term is not None
+                }
+            )
+        if terms.distance_features is not None:  # of all heads, whole on every rank
+            table = copy_to_group(terms.distance_features, self.tp)
+            terms = terms._replace(distance_features=table)
+        if self.temperature is not None:
+            n_BL = keys_seen(queries, offset=offset, starts_BL=starts_BL, device=device)
+            heat = temperatures(n_BL, *self.temperature)
+            both = heat if terms.row_scale is None else heat * terms.row_scale
+            terms = terms._replace(row_scale=both)
+        return terms
 
     def _gates_and_sinks(
         self,
         x_BLh: Tensor,
+        terms: ScoreTerms,
         cache: LayerCache | None,
         starts_BL: Tensor | None,
-        row_scale: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What is added to each key's scores [B, H, keys], and the sinks, [H] or [B, H, queries].
 
         The gates' term is c_m - c_n, times the row's scale; c_m, constant over a row, cancels in
         the softmax and is left out. A sink does not have it, so it is subtracted there.
         """
-        sink = None if self.sinks is None else at_least_fp32(self.sinks)
-        if self.forget_gate is None:
+        sink = None if self.sinks is None else at_least_fp32(self.sp.own(self.sinks, 0))
+        gates, row_scale = terms.log_gates, terms.row_scale
+        if self.forget_gate is not None:
+            forgotten = positions_to_heads(log_gates(self.forget_gate(x_BLh)), self.sp)
+            gates = forgotten if gates is None else gates + forgotten
+        if gates is None:
             return None, sink
-        gates = log_gates(self.forget_gate(x_BLh))
         sums = gate_sums(gates, None if cache is None else cache.gate_sum, starts_BL)
         dtype = torch.promote_types(x_BLh.dtype, torch.float32)
         if sink is not None:
@@ -203,6 +253,11 @@ class SelfAttention(nn.Module):
                     part.repeat_interleave(self.queries_per_key, dim=2) for part in (k_BLHD, v_BLHD)
                 )
             q_BLHD, k_BLHD = self.qk_layernorm(q_BLHD), self.qk_layernorm(k_BLHD)
+        if self.q_norm is not None and self.k_norm is not None:
+            # Each rank normalises its heads with the same weight: their gradients are summed.
+            scales = (copy_to_group(norm.scale, self.tp) for norm in (self.q_norm, self.k_norm))
+            q_BLHD = normed_heads(self.q_norm, q_BLHD, next(scales))
+            k_BLHD = normed_heads(self.k_norm, k_BLHD, next(scales))
         return q_BLHD.transpose(1, 2), k_BLHD.transpose(1, 2), v_BLHD.transpose(1, 2)
 
 

@@ -82,7 +82,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.scale.float()
+        return self.scaled(x, self.scale)
+
+    def scaled(self, x: Tensor, scale: Tensor) -> Tensor:
+        scale = scale.float()
         if scale.dim() == 1:
             return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
         return (F.rms_norm(x.float(), scale.shape[-1:], eps=self.eps) * scale).to(x.dtype)
@@ -104,6 +107,24 @@ def build_norm(name: str, size: int | tuple[int, ...], eps: float, bias: bool) -
     if name == "scalenorm":
         return ScaleNorm(eps)
     return nn.LayerNorm(size, eps=eps, elementwise_affine=name == "layernorm", bias=bias)
+
+
+def norm_sizes(config: Any) -> tuple[int, int] | None:
+    """How many numbers `qk_norm` normalises at once: of queries, and of keys."""
+    heads, width = config.num_attention_heads, config.head_dim
+    if config.qk_norm is None:
+        return None
+    if config.qk_norm == "per_head":
+        return width, width
+    return heads * width, (config.num_kv_heads or heads) * width
+
+
+def normed_heads(norm: RMSNorm, x_BLHD: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Queries or keys after their `qk_norm`, over each head or over all."""
+    scale = norm.scale if scale is None else scale
+    if scale.shape[0] == x_BLHD.shape[-1]:
+        return norm.scaled(x_BLHD, scale)
+    return norm.scaled(x_BLHD.flatten(-2), scale).view_as(x_BLHD)
 
 
 # Scores.

@@ -24,11 +24,14 @@ from torch import Tensor, nn
 
 from megatron.errors import ConfigError, PositionalEmbeddingError
 from megatron.model.attention import SelfAttention
+from megatron.model.content_positions import LayerTerms
 from megatron.model.embedding import Embedding, FinalNorm, UntiedHead
 from megatron.model.layer_formulas import (
     NORM_EPSILONS,
+    RMSNorm,
     build_norm,
     kernel_groups,
+    norm_sizes,
     pattern_places,
     per_head_starts,
 )
@@ -48,7 +51,7 @@ from megatron.model.transformer import (
     drop_tables,
     end_tables,
 )
-from megatron.mpu.collectives import SERIAL, TensorParallel
+from megatron.mpu.collectives import SERIAL, WHOLE, SequenceParallel, TensorParallel
 from megatron.mpu.parallel_layers import (
     InitMethod,
     Projections,
@@ -153,6 +156,7 @@ class LayerFactory:
     spec: ModelSpec
     tp: TensorParallel = SERIAL
     pipelined: bool = False
+    sp: SequenceParallel = WHOLE
 
     def layers(self) -> list[Layer | Function]:
         """The list: layers, and plain functions between them."""
@@ -237,6 +241,7 @@ class LayerFactory:
             positions,
             spec.hidden_dropout,
             positions_restart=spec.reset_position_ids,
+            sp=self.sp,
         )
 
     def position_tables(self) -> PositionTables:
@@ -246,7 +251,7 @@ class LayerFactory:
             tables = self.positions(TableEmbedding, spec, layers[0] if place else None)
             assert tables is not None
             made.append(tables)
-        return PositionTables(*made, pipelined=self.pipelined)
+        return PositionTables(*made, pipelined=self.pipelined, sp=self.sp)
 
     def transformer_layer(self, number: int) -> TransformerLayer:
         """Layer `number` of the stack, counted from 0."""
@@ -261,10 +266,12 @@ class LayerFactory:
         mlp, own = linear(bias=spec.use_bias_in_mlp), self.layer_specs[number]
         per_layer = spec.kerple_share == "per_layer"
         shares_norm = spec.gpt_j_residual and spec.gpt_j_tied
+        of_output = spec.norm_placement == "output"
         return TransformerLayer(
-            input_norm=self._norm(),
-            attention=self._attention(linear(bias=spec.use_bias_in_attn_linear), own),
+            input_norm=None if of_output else self._norm(),
+            attention=self._attention(linear(bias=spec.use_bias_in_attn_linear), own, number),
             mlp_norm=None if shares_norm else self._norm(),
+            output_norm=self._norm() if of_output else None,
             mlp=MLP(spec.hidden_size, spec.ffn_size, spec.activation_name, mlp),
             table_names=self.table_names(number),
             own_tables=self.positions(TableEmbedding, own, number) if per_layer else None,
@@ -291,6 +298,12 @@ class LayerFactory:
             return None
         return cls(PositionOptions(spec, layer, self.tp.rank, self.tp.size))
 
+    def layer_terms(self, spec: ModelSpec, layer: int) -> LayerTerms | None:
+        """What a layer computes from its input about its scores, by the method of positions."""
+        cls = positional_embedding_class(spec.pos_emb).layer_terms
+        options = PositionOptions(spec, layer, self.tp.rank, self.tp.size)
+        return None if cls is None else cls(options)
+
     def _norm(self) -> nn.Module:
         spec = self.spec
         eps = getattr(spec, NORM_EPSILONS[spec.norm])
@@ -308,16 +321,20 @@ class LayerFactory:
             hidden_size=spec.hidden_size,
         )
 
-    def _attention(self, linear: Projections, spec: ModelSpec) -> SelfAttention:
+    def _attention(self, linear: Projections, spec: ModelSpec, number: int) -> SelfAttention:
         heat = spec.attention_temperature
         return SelfAttention(
             spec.hidden_size,
             spec.num_attention_heads,
             spec.kv_heads,
+            spec.head_dim,
             linear=linear,
             rotary=self.positions(RotaryEmbedding, spec),
             qk_norm=self._qk_norm(),
+            own_norms=self._own_norms(),
+            qkv_bias=spec.use_bias_in_attn_linear or spec.add_qkv_bias,
             forget_gate=spec.forget_gate,
+            terms=self.layer_terms(spec, number),
             per_head=per_head_starts(spec),
             temperature=None if heat is None else (heat.floor, heat.alpha),
             documents_apart=spec.reset_attention_mask,
@@ -326,7 +343,13 @@ class LayerFactory:
             window=spec.attention_window,
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
+            sp=self.sp,
         )
+
+    def _own_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """One norm for queries and one for keys."""
+        sizes, eps = norm_sizes(self.spec), self.spec.rms_norm_epsilon
+        return None if sizes is None else (RMSNorm(sizes[0], eps), RMSNorm(sizes[1], eps))
 
     def _qk_norm(self) -> nn.Module | None:
         """GPT-NeoX's: one norm for queries and keys."""

@@ -55,10 +55,15 @@ def layer_ranges(numbers: Iterable[int]) -> str:
     return f"layer{'' if one else 's'} {', '.join(told)}" if told else ""
 
 
-def position_label(model: ModelArgs) -> str:
-    """The label of pos_emb; of a layer_pattern, the labels of its entries in order."""
+def method_names(model: ModelArgs) -> list[str]:
+    """The value of pos_emb; of a layer_pattern, those of its entries in order, each once."""
     named = [name or model.pos_emb for name in positions_named(dict(model))]
-    return " + ".join(dict.fromkeys(label_of(name) for name in named or [model.pos_emb]))
+    return list(dict.fromkeys(named or [model.pos_emb]))
+
+
+def position_label(model: ModelArgs) -> str:
+    """The label of the method of positions, or of those in a layer_pattern."""
+    return " + ".join(dict.fromkeys(map(label_of, method_names(model))))
 
 
 Facts = dict[str, ParameterFacts]

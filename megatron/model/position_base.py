@@ -97,7 +97,9 @@ class PositionalEmbedding(nn.Module):
     """The base of all; `kind` tells the model where it acts."""
 
     name: ClassVar[str] = ""
-    kind: ClassVar[Literal["input", "rotation", "tables", "none"]]
+    kind: ClassVar[Literal["input", "rotation", "tables", "layer", "none"]]
+    layer_terms: ClassVar[type[Any] | None] = None
+    """Of which every layer has a module that computes terms from its input (content_positions)."""
 
     def __init__(self, options: PositionOptions) -> None:
         super().__init__()

@@ -6,8 +6,9 @@ import difflib
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.model.content_positions
 import megatron.model.positional_embeddings
-import megatron.model.rotary_and_input_positions  # noqa: F401 - these two register their classes
+import megatron.model.rotary_and_input_positions  # noqa: F401 - these register their classes
 from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
 from megatron.model.position_base import (
     ALIASES,
@@ -70,7 +71,12 @@ def build_positional_embedding(name: str, options: PositionOptions) -> Positiona
 # tables = log(512)                      # tables.bias is [12, 512], differentiable
 # out = attention(q, k, v, tables.bias, tables.weight)
 
-_ACTS_ON = {"rotation": "q and k", "input": "the input embeddings", "none": "nothing"}
+_ACTS_ON = {
+    "rotation": "q and k",
+    "input": "the input embeddings",
+    "none": "nothing",
+    "layer": "the scores of each layer by its input",
+}
 
 
 def position_options(

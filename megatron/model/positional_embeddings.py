@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .position_base import (
+    Bounded,
     DistanceKernel,
     Exponent,
     PositionalEmbedding,
@@ -200,6 +201,40 @@ class AlibiFloored(Alibi):
     """The official code's name for ALiBi inside its power kernel: slopes are at least 0.01."""
 
     smallest_slope = 0.01
+
+
+class Constant:
+    """Initial values: one number for all heads, nothing random."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        return torch.full((count,), self.value)
+
+
+class LogAlibiSlopes(AlibiSlopes):
+    """Initial values: the logarithms of ALiBi's slopes."""
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        return super().draw(count, generator).log()
+
+
+@register("bam")
+class Bam(DistanceKernel):
+    """BAM's generalised Gaussian prior (Bianchessi et al. 2025), located at distance 0.
+
+    The power variant with a slope that is stored as its logarithm and an exponent up to 4; no CPD
+    kernel above 2. It starts as ALiBi. The authors have no bounds; these keep every table finite.
+    """
+
+    learnable: ClassVar = {
+        "r1": Bounded(LogAlibiSlopes(), minimum=-10.0, maximum=4.0),
+        "r2": Bounded(Constant(1.0), maximum=4.0),
+    }
+
+    def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
+        return -torch.exp(r1) * (d + 1e-5) ** r2
 
 
 def t5_buckets(d: Tensor, num_buckets: int, max_distance: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,72 +21,181 @@ from .position_base import (
     register,
 )
 
-# YaRN (Peng et al. 2023): dimensions that turn more than 32 times over the original length keep
-# their frequency, those that turn less than once are interpolated, with a ramp between.
-YARN_FAST_TURNS, YARN_SLOW_TURNS = 32.0, 1.0
+
+@dataclass(frozen=True)
+class Rope:
+    """What frequencies are computed from; `length` is that of the sequence at hand."""
+
+    dim: int
+    base: float
+    trained: int
+    """max_position_embeddings."""
+    scaling: Mapping[str, Any]
+    length: int = 0
+    share: float = 1.0
+    """rotary_pct, where it tells how many of the dimensions turn."""
+
+    @property
+    def original(self) -> int:
+        return int(self.scaling.get("original_max_position") or self.trained)
+
+    @property
+    def factor(self) -> float:
+        """Without one, as Phi-3: the ratio of both lengths."""
+        return float(self.scaling.get("factor") or self.trained / self.original)
+
+    @property
+    def plain(self) -> Tensor:
+        return _plain(self.dim, self.base)
+
+    def value(self, key: str, default: float) -> float:
+        return float(self.scaling.get(key) or default)
 
 
 def _plain(dim: int, base: float) -> Tensor:
     return base ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
 
 
-def _linear(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, float]:
+def _linear(rope: Rope) -> tuple[Tensor, float]:
     """Position interpolation (Chen et al. 2023): all positions divided by the factor."""
-    return _plain(dim, base) / factor, 1.0
+    return rope.plain / rope.factor, 1.0
 
 
-def _ntk(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, float]:
+def _ntk(rope: Rope) -> tuple[Tensor, float]:
     """NTK-aware: a larger base, so that the slowest dimension alone is divided by the factor."""
-    return _plain(dim, base * factor ** (dim / (dim - 2))), 1.0
+    return _plain(rope.dim, rope.base * rope.factor ** (rope.dim / (rope.dim - 2))), 1.0
 
 
-def _yarn(dim: int, base: float, factor: float, original: int) -> tuple[Tensor, float]:
-    """YaRN: interpolation by wavelength, and a temperature of 0.1 ln(factor) + 1 on q and k."""
+def _dynamic(rope: Rope) -> tuple[Tensor, float]:
+    """Dynamic NTK: the larger base of this sequence's length; the plain one up to the original."""
+    stretch = rope.factor * max(rope.length, rope.original) / rope.original - (rope.factor - 1)
+    return _plain(rope.dim, rope.base * stretch ** (rope.dim / (rope.dim - 2))), 1.0
+
+
+def _yarn(rope: Rope) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): interpolation by wavelength, and a temperature on q and k.
+
+    Dimensions that turn more than beta_fast times over the original length keep their frequency,
+    those that turn less than beta_slow times are interpolated, with a ramp between.
+    """
 
     def dimension_turning(turns: float) -> float:
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low = max(math.floor(dimension_turning(YARN_FAST_TURNS)), 0)
-    high = min(math.ceil(dimension_turning(YARN_SLOW_TURNS)), dim - 1)
-    ramp = ((torch.arange(dim // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
-    plain = _plain(dim, base)
-    return plain * (1 - ramp) + plain / factor * ramp, 0.1 * math.log(factor) + 1.0
-
-
-Scaling = Callable[[int, float, float, int], tuple[Tensor, float]]
-SCALINGS: dict[str, Scaling] = {"linear": _linear, "ntk": _ntk, "yarn": _yarn}
-SCALING_KEYS = frozenset({"type", "factor", "original_max_position"})
-
-
-def _checked_scaling(scaling: Mapping[str, Any]) -> tuple[Scaling, float]:
-    unknown = sorted(set(scaling) - SCALING_KEYS)
-    if unknown:
-        raise PositionalEmbeddingError(
-            f"rope_scaling: unknown key {unknown[0]!r}; "
-            f"the keys are {', '.join(sorted(SCALING_KEYS))}."
+        return (
+            rope.dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
         )
-    if scaling.get("type") not in SCALINGS:
+
+    low = dimension_turning(rope.value("beta_fast", 32.0))
+    high = dimension_turning(rope.value("beta_slow", 1.0))
+    if rope.scaling.get("truncate") is not False:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    ramp = ((torch.arange(rope.dim // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
+    plain = rope.plain
+    return plain * (1 - ramp) + plain / rope.factor * ramp, _yarn_temperature(rope)
+
+
+def _yarn_temperature(rope: Rope) -> float:
+    """0.1 ln(factor) + 1; mscale and mscale_all_dim (DeepSeek) weigh the logarithm."""
+    log = math.log(max(rope.factor, 1.0))
+    scale, all_dim = rope.scaling.get("mscale"), rope.scaling.get("mscale_all_dim")
+    if scale and all_dim:
+        return float((0.1 * scale * log + 1.0) / (0.1 * all_dim * log + 1.0))
+    return 0.1 * log + 1.0
+
+
+def _longrope(rope: Rope) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, others beyond the original."""
+    name = "long_factor" if rope.length > rope.original else "short_factor"
+    divisors = torch.tensor(rope.scaling[name], dtype=torch.float32, device="cpu")
+    log = math.log(max(rope.factor, 1.0)) / math.log(rope.original)
+    return rope.plain / divisors, math.sqrt(1 + log)
+
+
+def _llama3(rope: Rope) -> tuple[Tensor, float]:
+    """Llama 3.1: divided by the factor where a turn takes more than original / low_freq_factor
+    tokens, plain where it takes less than original / high_freq_factor, with a ramp between."""
+    plain = rope.plain
+    low, high = float(rope.scaling["low_freq_factor"]), float(rope.scaling["high_freq_factor"])
+    turns = rope.original * plain / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / rope.factor, 1.0
+
+
+def _proportional(rope: Rope) -> tuple[Tensor, float]:
+    """rotary_pct of the pairs turn, with the frequencies of whole heads; the others stay."""
+    turning = int(rope.share * rope.dim // 2)
+    plain = rope.plain / float(rope.scaling.get("factor") or 1.0)
+    return torch.where(torch.arange(len(plain), device="cpu") < turning, plain, 0.0), 1.0
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One value of rope_scaling's `type`, the keys that it needs and those that it may have."""
+
+    frequencies: Callable[[Rope], tuple[Tensor, float]]
+    needs: tuple[str, ...] = ("factor",)
+    takes: tuple[str, ...] = ()
+    by_length: bool = False
+    """Whether frequencies depend on the length of the sequence."""
+
+
+_TEMPERATURE = ("attention_factor", "original_max_position")
+SCALINGS: dict[str, Scaling] = {
+    "linear": Scaling(_linear),
+    "ntk": Scaling(_ntk),
+    "dynamic": Scaling(_dynamic, by_length=True),
+    "yarn": Scaling(
+        _yarn,
+        takes=("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", *_TEMPERATURE),
+    ),
+    "longrope": Scaling(
+        _longrope, ("short_factor", "long_factor"), ("factor", *_TEMPERATURE), by_length=True
+    ),
+    "llama3": Scaling(_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
+    "proportional": Scaling(_proportional, (), ("factor",)),
+}
+
+
+def _checked_scaling(rope: Rope) -> Scaling:
+    given = {key: value for key, value in rope.scaling.items() if value is not None}
+    name = given.pop("type", None)
+    if name not in SCALINGS:
         raise PositionalEmbeddingError(
-            f"rope_scaling: type {scaling.get('type')!r} is not one of {', '.join(SCALINGS)}."
+            f"rope_scaling: type {name!r:.80} is not one of {', '.join(SCALINGS)}."
         )
-    factor = scaling.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor >= 1:
+    scaling = SCALINGS[name]
+    known = {*scaling.needs, *scaling.takes, "original_max_position"}
+    if unknown := sorted(set(given) - known):
         raise PositionalEmbeddingError(
-            f"rope_scaling: factor {factor!r} must be a number of at least 1 "
+            f"rope_scaling: unknown key {unknown[0]!r} of type {name}; "
+            f"the keys are {', '.join(sorted(known))}."
+        )
+    if missing := [key for key in scaling.needs if key not in given]:
+        raise PositionalEmbeddingError(f"rope_scaling: type {name} needs {missing[0]}.")
+    if "factor" in given and not _is_number(given["factor"], 1):
+        raise PositionalEmbeddingError(
+            f"rope_scaling: factor {given['factor']!r} must be a number of at least 1 "
             "(longest length wanted / length trained on)."
         )
-    return SCALINGS[scaling["type"]], float(factor)
+    for key in ("short_factor", "long_factor"):
+        if key in given and len(given[key]) != rope.dim // 2:
+            raise PositionalEmbeddingError(
+                f"rope_scaling: {key} has {len(given[key])} numbers; heads with {rope.dim} rotated "
+                f"dimensions need {rope.dim // 2}."
+            )
+    return scaling
 
 
-def rotary_frequencies(
-    rotary_dim: int, base: float, scaling: Mapping[str, Any] | None, max_position: int
-) -> tuple[Tensor, float]:
+def _is_number(value: Any, least: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+
+
+def rotary_frequencies(rope: Rope) -> tuple[Tensor, float]:
     """Radians per position for each pair of dimensions [R/2] in fp32, and a factor on q and k."""
-    if scaling is None:
-        return _plain(rotary_dim, base), 1.0
-    scale, factor = _checked_scaling(scaling)
-    original = scaling.get("original_max_position") or max_position
-    return scale(rotary_dim, base, factor, int(original))
+    if not rope.scaling:
+        return rope.plain, 1.0
+    frequencies, factor = _checked_scaling(rope).frequencies(rope)
+    return frequencies, rope.value("attention_factor", factor)
 
 
 def next_power_of_two(length: int) -> int:
@@ -134,23 +244,37 @@ class RotaryEmbedding(PositionalEmbedding):
 
     def __init__(self, options: PositionOptions) -> None:
         super().__init__(options)
-        self.rotary_dim = int(options.head_dim * options.rotary_pct)
-        smallest = 4 if options.rope_scaling else 2  # NTK divides by R - 2
+        scaling = dict(options.rope_scaling) if options.rope_scaling else {}
+        whole_heads = scaling.get("type") == "proportional"
+        self.rotary_dim = int(options.head_dim * (1.0 if whole_heads else options.rotary_pct))
+        smallest = 4 if scaling else 2  # NTK divides by R - 2
         if self.rotary_dim % 2 or not smallest <= self.rotary_dim <= options.head_dim:
             raise PositionalEmbeddingError(
                 f"rotary_pct: {options.rotary_pct} of head_dim {options.head_dim} is "
                 f"{self.rotary_dim} rotated dimensions; it must be an even number from "
                 f"{smallest} to {options.head_dim}."
             )
-        frequencies, self.attention_factor = rotary_frequencies(
+        self._rope = Rope(
             self.rotary_dim,
             options.rotary_emb_base,
-            dict(options.rope_scaling) if options.rope_scaling else None,
             options.max_position_embeddings,
+            scaling,
+            share=options.rotary_pct,
         )
+        frequencies, factor = rotary_frequencies(self._rope)
         # Plain attributes: module.to(bf16) would cast buffers.
-        self.frequencies = tuple(frequencies.tolist())
+        self._fixed = tuple(frequencies.tolist()), factor
+        self._by_length = bool(scaling) and SCALINGS[scaling["type"]].by_length
+        self._made_of: Any = None
         self._cos_LR = self._sin_LR = torch.empty(0, self.rotary_dim)
+
+    def frequencies(self, positions: Tensor | int) -> tuple[tuple[float, ...], float]:
+        """Frequencies and factor of a sequence with these positions, or of this length."""
+        if not self._by_length:
+            return self._fixed
+        length = positions if isinstance(positions, int) else int(positions.max()) + 1
+        frequencies, factor = rotary_frequencies(replace(self._rope, length=length))
+        return tuple(frequencies.tolist()), factor
 
     def forward(
         self,
@@ -166,18 +290,73 @@ class RotaryEmbedding(PositionalEmbedding):
 
     def _rotate(self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None) -> Tensor:
         end = offset + x_BHLD.shape[-2]
-        self._grow_tables(end, x_BHLD.device)
+        made_of = self.frequencies(end if positions_BL is None else positions_BL)
+        self._grow_tables(made_of, end, x_BHLD.device)
         if positions_BL is None:
             return rotate(x_BHLD, self._cos_LR[offset:end], self._sin_LR[offset:end])
         own = positions_BL[:, None]
         return rotate(x_BHLD, self._cos_LR[own], self._sin_LR[own])
 
-    def _grow_tables(self, length: int, device: torch.device) -> None:
-        if self._cos_LR.shape[0] >= length and self._cos_LR.device == device:
+    def _grow_tables(
+        self, made_of: tuple[tuple[float, ...], float], length: int, device: torch.device
+    ) -> None:
+        grown = self._cos_LR.shape[0] >= length and self._cos_LR.device == device
+        if grown and made_of == self._made_of:
             return
-        self._cos_LR, self._sin_LR = _tables(
-            self.frequencies, self.attention_factor, next_power_of_two(length), device
-        )
+        self._made_of = made_of
+        self._cos_LR, self._sin_LR = _tables(*made_of, next_power_of_two(length), device)
+
+
+XPOS_BASE = 512  # positions after which a pair's factor is taken once more
+XPOS_SHARE = 0.4
+
+
+def xpos_factors(positions: Tensor, rotary_dim: int) -> Tensor:
+    """z^(position / 512) in fp32, [*positions.shape, R]; z of pair i is (2i/R + 0.4) / 1.4."""
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device)
+    logs = ((pairs / rotary_dim + XPOS_SHARE) / (1 + XPOS_SHARE)).log()
+    factors = (positions[..., None].float() / XPOS_BASE * logs).exp()
+    return torch.cat((factors, factors), -1)
+
+
+@register("xpos")
+class XPos(RotaryEmbedding):
+    """Sun et al. 2022: rotary, and q of pair i times z^(m / 512), k times z^(-n / 512).
+
+    So a score decays as z^(d / 512), fastest for the pairs that turn fastest.
+    """
+
+    def forward(
+        self,
+        q_BHLD: Tensor,
+        k_BHLD: Tensor,
+        q_offset: int = 0,
+        k_offset: int = 0,
+        positions_BL: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        q_BHLD, k_BHLD = super().forward(q_BHLD, k_BHLD, q_offset, k_offset, positions_BL)
+        scaled_q = self._scaled(q_BHLD, q_offset, positions_BL, 1)
+        return scaled_q, self._scaled(k_BHLD, k_offset, positions_BL, -1)
+
+    def _scaled(
+        self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None, sign: int
+    ) -> Tensor:
+        end = offset + x_BHLD.shape[-2]
+        # the smallest z to this power must be a normal number of the dtype, and so must 1 / it
+        steepest = math.log((1 + XPOS_SHARE) / XPOS_SHARE) / XPOS_BASE
+        longest = int(-math.log(torch.finfo(x_BHLD.dtype).tiny) / steepest)
+        if end > longest:
+            raise PositionalEmbeddingError(
+                f"pos_emb: xpos at position {end - 1}: its factors are beyond {x_BHLD.dtype} from "
+                f"position {longest} on; shorten the sequence, or use bf16 or fp32."
+            )
+        if positions_BL is None:
+            places = torch.arange(offset, end, device=x_BHLD.device)
+        else:
+            places = positions_BL[:, None]
+        factors = xpos_factors(sign * places, self.rotary_dim)
+        turned, passed = x_BHLD.tensor_split([self.rotary_dim], -1)
+        return torch.cat(((turned * factors).to(x_BHLD.dtype), passed), -1)
 
 
 # Absolute positional embeddings, added to the token embeddings x_BLH (batch, length, hidden).

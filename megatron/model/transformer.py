@@ -3,7 +3,8 @@
 Layers pass the hidden states alone or a tuple `(hidden, [starts], *tables)`: the tables over
 distance are computed once, by `PositionTables`, and passed with the hidden states, so that their
 gradients return through any pipeline. `starts`, the only integers among them, are the first
-position of each token's document, with reset_attention_mask or reset_position_ids.
+position of each token's document, with reset_attention_mask or reset_position_ids. Where ranks
+share sequences, hidden states are of a rank's own positions, starts and tables of all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.model.attention import LayerCache, SelfAttention
 from megatron.model.embedding import State
 from megatron.model.layer_formulas import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
+from megatron.mpu.collectives import WHOLE, SequenceParallel
 from megatron.mpu.parallel_layers import Projections
 
 TableNames = tuple[str | None, ...]
@@ -74,10 +76,13 @@ class PositionTables(nn.Module):
 
     hf_names: ClassVar = {"embedding.": "gpt_neox.positions."}
 
-    def __init__(self, *embeddings: TableEmbedding, pipelined: bool = False) -> None:
+    def __init__(
+        self, *embeddings: TableEmbedding, pipelined: bool = False, sp: SequenceParallel = WHOLE
+    ) -> None:
         super().__init__()
         alone = len(embeddings) == 1
         self.embedding = embeddings[0] if alone else nn.ModuleList(embeddings)
+        self.sp = sp
         self.pipelined = pipelined
 
     @property
@@ -88,7 +93,8 @@ class PositionTables(nn.Module):
 
     def forward(self, state: State, offset: int = 0) -> State:
         hidden, starts, _ = unpack(state, ())
-        tables = [embedding(offset + hidden.shape[1]) for embedding in self.embeddings]
+        length = offset + hidden.shape[1] * self.sp.size
+        tables = [embedding(length) for embedding in self.embeddings]
         if self.pipelined:
             tables = [Tables(*map(_sendable, kernel)) for kernel in tables]
         return pack(hidden, starts, *tables)
@@ -106,17 +112,21 @@ def _sendable(table: Tensor | None) -> Tensor | None:
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm attention and MLP, one after the other or (`parallel_residual`) side by side."""
+    """Attention and MLP, one after the other or (`parallel_residual`) side by side.
+
+    Norms act on their inputs, or (`output_norm`) on their outputs.
+    """
 
     hf_names: ClassVar = {"": "gpt_neox.layers.{number}."}
 
     def __init__(
         self,
         *,
-        input_norm: nn.Module,
+        input_norm: nn.Module | None,
         attention: SelfAttention,
         mlp_norm: nn.Module | None,
         mlp: MLP,
+        output_norm: nn.Module | None = None,
         table_names: TableNames = (),
         own_tables: TableEmbedding | None = None,
         table_factor: int = 1,
@@ -127,6 +137,7 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = input_norm
         self.attention = attention
         self.post_attention_layernorm = mlp_norm  # None: both branches share the input norm
+        self.post_feedforward_layernorm = output_norm
         self.mlp = mlp
         self.positions, self.table_factor = own_tables, table_factor
         self.table_names = table_names
@@ -141,7 +152,7 @@ class TransformerLayer(nn.Module):
     def _tables(self, hidden: Tensor, tables: Tables, cache: LayerCache | None) -> Tables:
         if self.positions is not None:
             seen = cache.length if cache is not None else 0
-            tables = self.positions(seen + hidden.shape[1])
+            tables = self.positions(seen + hidden.shape[1] * self.attention.sp.size)
         if self.table_factor == 1 or tables.bias is None:
             return tables
         return Tables(self.table_factor * tables.bias, tables.weight)
@@ -149,6 +160,8 @@ class TransformerLayer(nn.Module):
     def _residual(
         self, x: Tensor, tables: Tables, cache: LayerCache | None, starts: Tensor | None
     ) -> Tensor:
+        if self.input_layernorm is None:
+            return self._residual_of_outputs(x, tables, cache, starts)
         normed = self.input_layernorm(x)
         attended = self._dropout(self.attention(normed, tables, cache, starts))
         if self.parallel_residual:
@@ -158,6 +171,15 @@ class TransformerLayer(nn.Module):
         x = x + attended
         assert self.post_attention_layernorm is not None
         return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
+
+    def _residual_of_outputs(
+        self, x: Tensor, tables: Tables, cache: LayerCache | None, starts: Tensor | None
+    ) -> Tensor:
+        assert self.post_attention_layernorm is not None
+        assert self.post_feedforward_layernorm is not None
+        attended = self.post_attention_layernorm(self.attention(x, tables, cache, starts))
+        x = x + self._dropout(attended)
+        return x + self._dropout(self.post_feedforward_layernorm(self.mlp(x)))
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.hidden_dropout, self.training) if self.hidden_dropout else x

@@ -29,6 +29,8 @@ class Method:
     """The value of `pos_emb` in the official KERPLE code; an alias here."""
     in_neox: bool = False
     """Whether GPT-NeoX has it under the same name."""
+    in_hf: bool = True
+    """Whether the code of a Hugging Face export computes it."""
 
 
 METHODS: dict[str, Method] = {
@@ -62,8 +64,19 @@ METHODS: dict[str, Method] = {
                r"b_{\mathrm{bucket}(d)}\sqrt{\mathrm{head\_dim}}", in_neox=True),
         Method("sandwich", "Sandwich", "inner products of sinusoids as a bias",
                r"\frac{H}{8h}\left(\sum_{i=1}^{64}\cos\frac{d}{10000^{2i/128}}-64\right)"),
+        Method("bam", "BAM", "a generalised Gaussian prior: a power of distance up to 4",
+               r"-e^{\,r_1}(d+10^{-5})^{\,r_2}"),
+        Method("bam_ssmax", "BAM SSMax", "BAM's prior, and all scores of n keys times s log n",
+               r"-e^{\,r_1}(d+10^{-5})^{\,r_2}"),
+        Method("kerple_inkling", "KERPLE-Inkling",
+               "the log variant, and near the query features of query and distance",
+               r"-r_1\,\log(1+r_2 d)+\sum_r f_r(x_m)\,P_{r d}"),
+        Method("inkling", "Inkling", "features of the query times features of distance"),
+        Method("cable", "CABLE", "each token takes a learned amount off the scores that pass it"),
         Method("rotary", "Rotary", "queries and keys rotated by position",
                in_neox=True),
+        Method("xpos", "xPos", "rotary with scores that decay, fastest in the fastest pairs",
+               in_hf=False),
         Method("sinusoidal", "Sinusoidal", "fixed sines and cosines added to the input",
                in_neox=True),
         Method("learned", "Learned", "a vector per position, none beyond training length",
@@ -93,9 +106,9 @@ def method(name: str) -> Method | None:
 
 
 def label_of(name: str) -> str:
-    """The label in tables and figures; a user-defined method has its own name."""
+    """The label in tables and figures; `module:Class` has the class's name."""
     known = method(name)
-    return known.label if known else name
+    return known.label if known else name.rpartition(":")[2]
 
 
 def check_position_name(name: str) -> None:

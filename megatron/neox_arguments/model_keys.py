@@ -61,12 +61,46 @@ GATED_ACTIVATIONS = ("geglu", "swiglu", "reglu", "glu", "bilinear")
 class RopeScaling(Group):
     """How rotary angles are stretched beyond the training length."""
 
-    type: Literal["linear", "ntk", "yarn"] = key(
-        ..., "linear (position interpolation), ntk (a larger base) or yarn."
+    type: Literal["linear", "ntk", "dynamic", "yarn", "longrope", "llama3", "proportional"] = key(
+        ...,
+        "linear (position interpolation), ntk (a larger base), dynamic (ntk by each sequence's "
+        "length), yarn, longrope, llama3 or proportional: Hugging Face's rope_type.",
     )
-    factor: PositiveFloat = key(..., "Evaluation length divided by training length, e.g. 4.0.")
+    factor: PositiveFloat | None = key(
+        None,
+        "Evaluation length divided by training length, e.g. 4.0. longrope: null means "
+        "max_position_embeddings / original_max_position.",
+    )
     original_max_position: PositiveInt | None = key(
         None, "Length the model was trained at; null means max_position_embeddings."
+    )
+    attention_factor: PositiveFloat | None = key(
+        None, "yarn, longrope: factor on q and k; null means the method's own."
+    )
+    beta_fast: PositiveFloat | None = key(
+        None, "yarn: dimensions that turn more often over the original length stay; null means 32."
+    )
+    beta_slow: PositiveFloat | None = key(
+        None, "yarn: dimensions that turn less often are interpolated whole; null means 1."
+    )
+    mscale: PositiveFloat | None = key(None, "yarn: weight of ln(factor) in the factor on q and k.")
+    mscale_all_dim: PositiveFloat | None = key(
+        None, "yarn: the same in its divisor; used with mscale only."
+    )
+    truncate: bool | None = key(
+        None, "yarn: round the ends of the ramp to whole dimensions; null means true."
+    )
+    short_factor: list[PositiveFloat] | None = key(
+        None, "longrope: a divisor for each frequency, up to the original length."
+    )
+    long_factor: list[PositiveFloat] | None = key(
+        None, "longrope: a divisor for each frequency, beyond the original length."
+    )
+    low_freq_factor: PositiveFloat | None = key(
+        None, "llama3: below so many turns over the original length, divide by factor."
+    )
+    high_freq_factor: PositiveFloat | None = key(
+        None, "llama3: above so many turns over the original length, leave as it is."
     )
 
 
@@ -92,6 +126,20 @@ class ModelArgs(Group):
         "Grouped-query attention: heads of keys and values, a divisor of "
         "num_attention_heads; each serves as many query heads in a row. null: one for each.",
         hf="num_key_value_heads",
+    )
+    kv_channels: PositiveInt | None = key(
+        None,
+        "Width of one attention head (Hugging Face's head_dim); null: hidden_size / "
+        "num_attention_heads.",
+        hf="head_dim",
+        ours=True,
+    )
+    qk_norm: Literal["per_head", "all_heads"] | None = key(
+        None,
+        "An rmsnorm of queries and another of keys before rotary: over each head, with one weight "
+        "for all (per_head, Qwen3), or over all heads of a token (all_heads, OLMo 2; needs "
+        "model_parallel_size 1).",
+        ours=True,
     )
     use_qk_layernorm: bool = key(
         False,
@@ -171,6 +219,11 @@ class ModelArgs(Group):
     norm: Literal["layernorm", "rmsnorm", "scalenorm", "non_parametric_layernorm"] = key(
         "layernorm", "Normalisation layer; non_parametric_layernorm has no weights."
     )
+    norm_placement: Literal["input", "output"] = key(
+        "input",
+        "Norm of a block's input, x + f(norm(x)), or of its output, x + norm(f(x)) (OLMo 2).",
+        ours=True,
+    )
     layernorm_epsilon: PositiveFloat = key(1.0e-5, "Epsilon of layernorm.", hf=None)
     rms_norm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of rmsnorm.", hf=None)
     scalenorm_epsilon: PositiveFloat = key(1.0e-8, "Epsilon of scalenorm.", hf=None)
@@ -202,11 +255,24 @@ class ModelArgs(Group):
     )
     rope_scaling: RopeScaling | None = key(
         None,
-        "Stretch rotary angles: {type: linear|ntk|yarn, factor: 4.0, original_max_position: 2048}.",
+        "Stretch rotary angles, e.g. {type: yarn, factor: 4.0, original_max_position: 2048}.",
         hf="rotary_scaling",
         ours=True,
         layer=True,
         evaluate="free",
+    )
+    inkling_features: PositiveInt = key(
+        PositionKeys.inkling_features,
+        "inkling and kerple_inkling: features of each query per head (R), at most 64.",
+        ours=True,
+        layer=True,
+    )
+    inkling_distances: PositiveInt = key(
+        PositionKeys.inkling_distances,
+        "inkling and kerple_inkling: distances that have features (E); those beyond have none, and "
+        "a layer has no more than its window.",
+        ours=True,
+        layer=True,
     )
     kerple_constraint: Constraint = key(
         PositionKeys.kerple_constraint,
@@ -288,6 +354,11 @@ class ModelArgs(Group):
     )
     use_bias_in_norms: bool = key(True, "Bias in norms.", hf="norm_bias")
     use_bias_in_attn_linear: bool = key(True, "Bias in attention projections.", hf="attention_bias")
+    add_qkv_bias: bool = key(
+        False,
+        "Bias of queries, keys and values though use_bias_in_attn_linear is false (Qwen2).",
+        ours=True,
+    )
     use_bias_in_mlp: bool = key(True, "Bias in MLP projections.", hf="mlp_bias")
     init_method: InitMethod = key(
         "normal", "Initialisation of weights.", hf=None, changes="training", resume="free"
@@ -361,6 +432,17 @@ class ModelArgs(Group):
 
     @model_validator(mode="before")
     @classmethod
+    def _drop_usual_head_width(cls, values: Any) -> Any:
+        """Heads of hidden_size / num_attention_heads are what null means."""
+        if not isinstance(values, dict) or not isinstance(values.get("kv_channels"), int):
+            return values
+        heads = values.get("num_attention_heads")
+        if not isinstance(heads, int) or values["kv_channels"] * heads != values.get("hidden_size"):
+            return values
+        return {key: value for key, value in values.items() if key != "kv_channels"}
+
+    @model_validator(mode="before")
+    @classmethod
     def _fill_pattern(cls, values: Any) -> Any:
         """`local` layers of attention_config as a pattern; pos_emb from a pattern that names it."""
         if not isinstance(values, dict):
@@ -394,7 +476,7 @@ class ModelArgs(Group):
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def kv_heads(self) -> int:
@@ -474,6 +556,6 @@ KEYS_OF_OURS: frozenset[str] = frozenset(declared("ours", ModelArgs))
 SCORE_TERMS = tuple(
     entry.key
     for entry in hugging_face_keys()
-    if entry.key in KEYS_OF_OURS and not entry.key.startswith("kerple_")
+    if entry.key in KEYS_OF_OURS and not entry.key.startswith(("kerple_", "inkling_"))
 )
 """Those of them that change what any method computes: further terms of the scores."""

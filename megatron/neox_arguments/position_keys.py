@@ -24,6 +24,8 @@ class PositionKeys:
     rotary_pct: float = 1.0
     rotary_emb_base: float = 10000
     rope_scaling: Any = None
+    inkling_features: int = 16
+    inkling_distances: int = 1024
     kerple_constraint: Constraint = "ste"
     kerple_bias_scale: BiasScale = "post"
     kerple_legacy_bf16: bool = False

@@ -35,6 +35,7 @@ def check(args: NeoXArgs) -> None:
     _check_attention_config(args.model)
     _check_layers(args.model)
     _check_parallel(args)
+    _check_sequences(args)
     _check_schedule(args.optimization)
     _check_optimizer(args)
     _check_checkpoints(args.checkpoint)
@@ -68,11 +69,11 @@ def _divisors_near(number: int, wanted: int) -> int:
 
 def _check_heads(model: ModelArgs, mp: int) -> None:
     hidden, heads = model.hidden_size, model.num_attention_heads
-    if hidden % heads:
+    if hidden % heads and model.kv_channels is None:
         up = -(-hidden // heads) * heads
         raise ConfigError(
             f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}. "
-            f"Use hidden_size {up}, or another number of heads."
+            f"Use hidden_size {up}, another number of heads, or kv_channels for their width."
         )
     if heads % mp:
         raise ConfigError(
@@ -80,6 +81,7 @@ def _check_heads(model: ModelArgs, mp: int) -> None:
             f"Use model_parallel_size {_divisors_near(heads, mp)} or more heads."
         )
     _check_grouped_heads(model, mp)
+    _check_norms(model)
     if model.ffn_size % mp:
         raise ConfigError(
             f"model_parallel_size = {mp} does not divide the MLP width {model.ffn_size}. "
@@ -103,6 +105,25 @@ def _check_grouped_heads(model: ModelArgs, mp: int) -> None:
         raise ConfigError(
             f"use_qk_layernorm = true with model_parallel_size = {mp}: it takes the mean over all "
             "heads, and ranks hold some of them. Use model_parallel_size 1."
+        )
+    if model.qk_norm == "all_heads" and mp > 1:
+        raise ConfigError(
+            f"qk_norm = all_heads with model_parallel_size = {mp}: it takes the mean over all "
+            "heads, and ranks hold some of them. Use model_parallel_size 1."
+        )
+
+
+def _check_norms(model: ModelArgs) -> None:
+    if model.qk_norm is not None and (model.use_qk_layernorm or model.norm != "rmsnorm"):
+        other = "use_qk_layernorm = true" if model.use_qk_layernorm else f"norm = {model.norm}"
+        raise ConfigError(
+            f"qk_norm = {model.qk_norm} with {other}: it is an rmsnorm beside norm: rmsnorm, and "
+            "the only norm of queries and keys. Remove one of the two."
+        )
+    if model.norm_placement == "output" and model.gpt_j_residual:
+        raise ConfigError(
+            "norm_placement = output with gpt_j_residual = true: the two branches would share no "
+            "norm. Remove one of the two."
         )
 
 
@@ -228,6 +249,29 @@ def _check_parallel(args: NeoXArgs) -> None:
         raise ConfigError(
             f"zero_optimization.offload_param needs stage 3, not {stage}. Set stage: 3."
         )
+
+
+def _check_sequences(args: NeoXArgs) -> None:
+    shared, mp = args.parallel.sequence_parallel_size, args.parallel.model_parallel_size
+    if shared == 1:
+        return
+    model, what = args.model, f"sequence_parallel_size = {shared}"
+    for key, length in (("seq_length", model.seq_length), ("seq_length_val", model.seq_length_val)):
+        if length is not None and length % shared:
+            raise ConfigError(
+                f"{what} does not divide {key} = {length}. Use {key} {length // shared * shared}, "
+                f"or sequence_parallel_size {_divisors_near(length, shared)}."
+            )
+    for key, heads in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_kv_heads", model.kv_heads),
+    ):
+        if heads // mp % shared:
+            each = f" / model_parallel_size {mp}" if mp > 1 else ""
+            raise ConfigError(
+                f"{what} does not divide {key} = {heads}{each}: each process takes whole heads. "
+                f"Use sequence_parallel_size {_divisors_near(heads // mp, shared)}."
+            )
 
 
 def _check_schedule(optimization: OptimizationArgs) -> None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from megatron.backends.interface import gathered
 from megatron.checkpoints.sharding import canonical_names
 from megatron.model.kernel_theory import PAPER_MAX_DISTANCE, effective_length
+from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_base import TableEmbedding
 from megatron.mpu.collectives import gather_from_group
 from megatron.neox_arguments.run_keys import LoggingArgs
@@ -254,10 +255,12 @@ def kernel_modules(module: nn.Module) -> dict[str, TableEmbedding]:
     }
 
 
-def _suffix(number: int, name: str) -> str:
-    """`_layer3` for the kernel of a layer, `_shared1` for one of several that layers share."""
-    shared = re.search(r"\bembedding\.(\d+)$", name)
-    return f"_shared{shared[1]}" if shared else f"_layer{number}"
+def kernel_suffix(name: str) -> str:
+    """`_layer3` for a layer's kernel, from 0; `_shared1` for one of several that layers share."""
+    if shared := re.search(r"\bembedding\.(\d+)$", name):
+        return f"_shared{shared[1]}"
+    layer = re.search(r"(\d+)\.positions$", name)
+    return f"_layer{int(layer[1]) - FIRST_LAYER}" if layer else ""
 
 
 class RecordKernels(Hook):
@@ -277,14 +280,14 @@ class RecordKernels(Hook):
     @torch.no_grad()
     def _record(self, trainer: Trainer) -> None:
         kernels = kernel_modules(trainer.engine.module)
-        for number, (module_name, kernel) in enumerate(kernels.items()):
+        for module_name, kernel in kernels.items():
             with gathered(kernel.parameters()):
                 values = {
                     name: gather_from_group(value.float(), trainer.parallel.tp).tolist()
                     for name, value in kernel.kernel_values().items()
                 }
                 bias = kernel(PAPER_MAX_DISTANCE + 1).bias
-            suffix = _suffix(number, module_name) if len(kernels) > 1 else ""
+            suffix = kernel_suffix(module_name) if len(kernels) > 1 else ""
             line: dict[str, Any] = {f"kernel{suffix}": values}
             if bias is not None:
                 everyone = gather_from_group(bias.T, trainer.parallel.tp).T

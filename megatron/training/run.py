@@ -10,12 +10,13 @@ from torch import nn
 
 from megatron.backends.interface import full_shape
 from megatron.checkpoints import load_weights
+from megatron.checkpoints.reading import with_tokenizer_of_folder
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.store import CheckpointStore
 from megatron.data.datasets import check_tokenizers
 from megatron.engines.dispatch import explain_engine
 from megatron.model import ModelSpec
-from megatron.model.outline import outline_of
+from megatron.model.outline import method_names, outline_of
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
@@ -82,6 +83,7 @@ def find_vocabulary(args: NeoXArgs) -> Vocabulary:
 def train(args: NeoXArgs) -> int:
     """Train; returns the process's exit code."""
     parallel = join_training(args)
+    args = with_tokenizer_of_folder(args)
     check_ranks_agree(args)
     args = with_steps_of_epochs(args, dist.get_world_size())
     args, start = plan_start(args)
@@ -201,7 +203,7 @@ def _count(trainer: Trainer) -> int:
 
 def _print_summary(args: NeoXArgs, trainer: Trainer) -> None:
     """One line: the model, the layout, the attention engine and why it is not a faster one."""
-    engine = trainer.engine
+    engine, parallel = trainer.engine, trainer.parallel
     attention = explain_engine(
         args.model.engine_in_effect,
         device=engine.device,
@@ -210,9 +212,10 @@ def _print_summary(args: NeoXArgs, trainer: Trainer) -> None:
         dropout=args.model.attention_dropout,
     )
     trainer.say(
-        f"{args.model.pos_emb}: {_count(trainer):,} parameters on this rank, {engine.device}, "
-        f"{dist.get_world_size()} process(es): dp {trainer.parallel.dp_size}, "
-        f"mp {trainer.parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
+        f"{' + '.join(method_names(args.model))}: {_count(trainer):,} parameters on this rank, "
+        f"{engine.device}, "
+        f"{dist.get_world_size()} process(es): dp {parallel.data_size}, sp {parallel.sp.size}, "
+        f"mp {parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
         f"ZeRO {engine.zero_stage}; attention: {attention}; "
         + (f"resuming after step {trainer.step}" if trainer.step else "starting")
     )

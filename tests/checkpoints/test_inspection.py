@@ -30,6 +30,16 @@ def test_a_number_that_is_none_differs_from_one_that_is(value: float) -> None:
     assert list(compare(other, other)) == []
 
 
+def test_a_difference_is_told_beside_the_spread_of_the_weights() -> None:
+    args = small_args()
+    checkpoint = at_rest(random_model(args), args)
+    other = replace(checkpoint, weights={n: t.clone() for n, t in checkpoint.weights.items()})
+    checkpoint.weights[NAME] = torch.tensor([0.0, 2.0]).repeat(len(other.weights[NAME]) // 2)
+    other.weights[NAME] = checkpoint.weights[NAME] + 0.5
+    (found,) = compare(checkpoint, other)
+    assert "differs by up to 0.5 (standard deviation 1)" in str(found)
+
+
 def test_a_kernel_that_does_not_fit_its_config_is_named() -> None:
     args = small_args(pos_emb="kerple_log")
     checkpoint = at_rest(random_model(args), args)

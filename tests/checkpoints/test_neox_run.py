@@ -12,7 +12,12 @@ import pytest
 import torch
 import yaml
 
-from megatron.checkpoints.neox_run import is_neox_run, read_neox_progress, read_neox_states
+from megatron.checkpoints.neox_run import (
+    _check_schedule,
+    is_neox_run,
+    read_neox_progress,
+    read_neox_states,
+)
 from megatron.checkpoints.sharding import canonical_shard, share_positions, strip_prefix
 from megatron.errors import CheckpointError
 from megatron.neox_arguments import NeoXArgs
@@ -83,7 +88,7 @@ def test_elastic_checkpoints_are_refused(tmp_path: Path) -> None:
     content = torch.load(path, weights_only=False)
     content["optimizer_state_dict"]["base_optimizer_state"] = []
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match="elastic_checkpoint"):
+    with pytest.raises(CheckpointError, match="was saved with elastic_checkpoint"):
         check_states(copy)
 
 
@@ -139,6 +144,12 @@ def test_another_schedule_is_refused() -> None:
     progress = read_neox_progress(recorded / "global_step3", chosen)
     assert progress["schedule"]["schedule"]["minimum"] == 1e-4
     assert (progress["iteration"], progress["consumed_samples"]) == (3, 6)
+    for warmup in (0.01, 0.25):
+        args = NeoXArgs.from_dict({**config_of(recorded), "warmup": warmup})
+        steps = warmup * args.optimization.decay_iters
+        _check_schedule({"warmup_steps": steps}, args, recorded)
+        with pytest.raises(CheckpointError, match="warmup_steps"):
+            _check_schedule({"warmup_steps": steps + 1}, args, recorded)
 
 
 def test_without_its_optimizer_files_it_is_refused(tmp_path: Path) -> None:

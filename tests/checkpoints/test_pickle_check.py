@@ -79,6 +79,19 @@ def test_a_tensor_without_numbers_in_the_file_is_refused(tmp_path: Path, made: s
     _refused(tmp_path / "x.pt")
 
 
+class Stated:
+    """A type of numpy whose state says that it is an array of others."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        inner = (np.dtype("f4"), (2,))
+        return np.dtype, ("f4", False, True), (3, "<", inner, None, None, -1, -1, 0)
+
+
+def test_a_type_made_of_others_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": Stated()}, tmp_path / "x.pt")
+    _refused(tmp_path / "x.pt", "array of unknown type")
+
+
 def _rewritten(source: Path, target: Path, change: Callable[[str, bytes], bytes]) -> None:
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for name in old.namelist():
@@ -120,6 +133,10 @@ def test_what_training_saves_is_read(tmp_path: Path) -> None:
         "number": np.float64(2.5),
         "ordered": OrderedDict(a=torch.ones(1, dtype=torch.bool)),
         "size": torch.Size([2, 3]),
+        "types": {
+            str(dtype): torch.ones(3, dtype=dtype)
+            for dtype in (torch.int64, torch.float64, torch.int16, torch.int8, torch.float16)
+        },
         "scaler": DynamicLossScaler(2.0**16, 2.0, 1000, 1.0, 1, False),
         "plain": [1, 2.5, None, True, ("a", b"\xff")],
     }

@@ -62,8 +62,9 @@ def test_another_constraint_keeps_the_kernel(tmp_path: Path, constraint: str) ->
 def test_a_smaller_padding_of_the_vocabulary_needs_the_real_size(tmp_path: Path) -> None:
     saved_model(tmp_path, pos_emb="none")
     spec = ModelSpec.from_args(small_args(pos_emb="none"), 48)
-    with pytest.raises(CheckpointError, match=r"\(64, 32\) in the checkpoint, \(48, 32\)"):
+    with pytest.raises(CheckpointError, match=r"\(64, 32\) in the checkpoint, \(48, 32\)") as told:
         load_weights(GPTModel(spec), tmp_path)
+    assert "padded_vocab_size is 64 in the checkpoint and 48 in the config" in str(told.value)
     with pytest.raises(CheckpointError, match=r"\(64, 32\) in the checkpoint, \(48, 32\)"):
         load_weights(GPTModel(spec), tmp_path, vocab_size=60)
     load_weights(GPTModel(spec), tmp_path, vocab_size=40)
@@ -74,5 +75,6 @@ def test_another_positional_embedding_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_weights(random_model(small_args(pos_emb="rpe")), tmp_path)
     assert "pos_emb is 'kerple_log' in the checkpoint and 'rpe' in the config" in str(caught.value)
+    assert "padded_vocab_size" not in str(caught.value)
     assert "1.embedding.weight (32, 4): missing in the checkpoint" in str(caught.value)
     assert "1.embedding.r2 (4,): not in the model" in str(caught.value)

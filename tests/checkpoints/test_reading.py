@@ -123,7 +123,9 @@ def test_without_latest_the_newest_step_is_taken(tmp_path: Path) -> None:
     shutil.copytree(LOG, run)
     (run / "latest").unlink()
     (run / "global_step7").rename(run / "global_step12")
-    assert find_files(run).step_in_name == 12
+    assert find_files(run).step_in_name == read_checkpoint(run).iteration == 12
+    with pytest.raises(CheckpointError, match="nowhere: no such checkpoint directory"):
+        find_files(tmp_path / "nowhere")
 
 
 def test_an_iteration_that_the_path_contradicts_is_refused() -> None:

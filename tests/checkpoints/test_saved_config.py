@@ -12,8 +12,10 @@ import yaml
 import kerple
 from megatron.checkpoints.run_state import LAYOUT
 from megatron.checkpoints.saved_config import (
+    _plain,
     check_same_model,
     config_to_resume,
+    intermediate_size_for,
     values_when_saved,
 )
 from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, checksum
@@ -115,6 +117,21 @@ def test_an_earlier_run_keeps_tables_that_no_layer_scales() -> None:
     today = {"lr_decay_rule": "neox", "mlp_multiple_of": 1, "apply_query_key_layer_scaling": True}
     assert values_when_saved(today) == {"scale_tables_by_layer": False}
     assert values_when_saved({**today, "scale_tables_by_layer": True}) == {}
+
+
+def test_files_are_compared_by_name_and_methods_by_meaning() -> None:
+    assert _plain("data_path", "/a/x") == _plain("data_path", "/b/x") != _plain("data_path", "/b/y")
+    assert _plain("train_data_paths", ["/a/x", "/a/y"]) == ["x", "y"]
+    assert _plain("data_path", None) is None
+    assert _plain("pos_emb", "kerple_log") == "kerple_log" and _plain("pos_emb", None) is None
+    assert _plain("norm", "x/y") == "x/y" and _plain("split", (1, 2)) == [1, 2]
+
+
+def test_gated_widths_of_earlier_runs_are_eight_thirds_in_steps_of_64() -> None:
+    for hidden, width in ((48, 128), (96, 256), (512, 1408)):
+        saved = {"activation": "swiglu", "hidden_size": hidden}
+        changed = values_when_saved(saved)["intermediate_size"]
+        assert changed == intermediate_size_for(width, "swiglu")
 
 
 def test_another_pattern_is_refused_with_both_values() -> None:

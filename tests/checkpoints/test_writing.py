@@ -16,7 +16,7 @@ from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.store import ChecksummedFile
 from megatron.checkpoints.writing import write_native, write_neox
 from megatron.errors import CheckpointError
-from megatron.model.position_names import POSITIONAL_EMBEDDINGS
+from megatron.neox_arguments.catalogue import METHODS
 from tests.checkpoints.small_models import (
     assert_equal_weights,
     at_rest,
@@ -92,7 +92,13 @@ def test_native_to_neox_and_back(tmp_path: Path, variant: str, mp: int) -> None:
     assert_equal_weights(original, back)
 
 
-@pytest.mark.parametrize("pos_emb", sorted(POSITIONAL_EMBEDDINGS))
+def test_a_method_that_an_export_cannot_compute_is_refused_by_name(tmp_path: Path) -> None:
+    args = small_args(pos_emb="xpos")
+    with pytest.raises(CheckpointError, match="pos_emb: xpos is not in the code"):
+        write_hf(at_rest(random_model(args), args), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("pos_emb", [name for name in METHODS if METHODS[name].in_hf])
 def test_native_to_hugging_face_and_back(tmp_path: Path, pos_emb: str) -> None:
     args = small_args(pos_emb=pos_emb, no_weight_tying=pos_emb != "rotary")
     original = at_rest(random_model(args), args)
@@ -103,8 +109,9 @@ def test_native_to_hugging_face_and_back(tmp_path: Path, pos_emb: str) -> None:
     write_native(there, tmp_path / "back")
     back = read_checkpoint(tmp_path / "back")
     assert_equal_weights(original, back)
-    # transformers' GPT-NeoX has no word for the length trained at
-    trained_at = back.spec.seq_length if pos_emb == "rotary" else original.spec.seq_length
+    # transformers' GPT-NeoX and GPT-2 have no word for the length trained at
+    theirs = pos_emb in ("rotary", "learned")
+    trained_at = back.spec.seq_length if theirs else original.spec.seq_length
     assert back.spec == original.spec.replace(seq_length=trained_at)
 
 

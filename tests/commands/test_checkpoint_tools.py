@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kerple
 from megatron.checkpoints import read_checkpoint
@@ -66,6 +67,34 @@ def test_gpt_neoxs_export_tool_is_a_door_to_ours(tmp_path: Path) -> None:
     expected = np.load(LOG / "expected.npz")
     logits = logits_of(kerple.load_pretrained(output), torch.from_numpy(expected["tokens"]))
     np.testing.assert_allclose(logits.numpy(), expected["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("tool", "flags"),
+    [
+        ("convert_hf_llama_to_neox", ("--model", "--model_path", "--tp")),
+        ("convert_hf_to_sequential", ("--hf-model-name", "--output-dir", "--pp")),
+    ],
+)
+def test_gpt_neoxs_import_tools_are_doors_to_ours(
+    tmp_path: Path, tool: str, flags: tuple[str, str, str]
+) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    values = (tmp_path / "hf", tmp_path / "neox", 2)
+    words = [str(word) for pair in zip(flags, values, strict=True) for word in pair]
+    assert f'("{tool}")' in (REPOSITORY / "tools" / "ckpts" / f"{tool}.py").read_text()
+    assert run(tool, words) == 0
+    ours = kerple.load_pretrained(tmp_path / "neox")
+    assert ours.kind == "neox"
+    inputs = torch.arange(40)[None]
+    torch.testing.assert_close(
+        logits_of(ours, inputs), logits_of(theirs, inputs), atol=1e-4, rtol=0
+    )
 
 
 def test_a_failed_conversion_leaves_nothing(

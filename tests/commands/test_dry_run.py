@@ -80,7 +80,7 @@ def test_the_patterns_in_configs_are_described_and_train(tmp_path: Path) -> None
             [base], overrides=[REPOSITORY / "configs" / "kerple" / f"{name}.yml"]
         )
         assert row in " ".join(dry_run_report(args).split())
-        smaller = {"sliding_window_width": 3, "attention_temperature": {"floor": 8}}
+        smaller = {"sliding_window_width": 3, "attention_temperature": {"floor": 2, "alpha": 9.0}}
         pattern = [
             {key: smaller.get(key, value) for key, value in entry.items()}
             for entry in args.model.layer_pattern or ()

@@ -34,6 +34,14 @@ def test_every_layer_of_a_run_with_kernels_of_its_own(tmp_path: Path) -> None:
     assert names == ["kernels_layer1.png", "kernels_layer2.png"]
 
 
+def test_features_of_distance_are_drawn_layer_by_layer(tmp_path: Path) -> None:
+    config = tiny_config(pos_emb="kerple_inkling", inkling_features=3, inkling_distances=8)
+    write_checkpoint(tmp_path / "run", config)
+    assert run("plot_kernels", [str(tmp_path / "run"), "--out", str(tmp_path / "pictures")]) == 0
+    names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert names == ["features_layer1.png", "features_layer2.png", "kernels.png"]
+
+
 def test_methods_and_a_class_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(REPOSITORY))
     own = "examples.custom_kernel:RationalKernel"

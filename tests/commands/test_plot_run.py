@@ -9,6 +9,7 @@ import pytest
 
 from megatron.commands import run
 from megatron.commands.plot_run import read_run
+from megatron.commands.watch import Watched, as_data
 from tests.neox_arguments.samples import TINY
 
 
@@ -55,6 +56,9 @@ def test_the_kernels_of_a_pattern_have_a_row_each(tmp_path: Path) -> None:
     assert (second.name, second.config["pos_emb"]) == ("pattern, layer 2", "kerple_power")
     assert [step for step, _ in second.kernels] == [1, 2]
     assert run("plot_run", [str(folder)]) == 0
+    shown = as_data([Watched(folder)])[0]["kernels"]
+    layers = ("layers 0-1", "layer 2")
+    assert list(shown) == [f"pattern, {x}: {name}" for x in layers for name in ("r1", "r2")]
 
 
 def test_a_run_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:

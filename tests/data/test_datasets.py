@@ -96,6 +96,7 @@ def test_blend_from_config(tmp_path: Path) -> None:
     tokens = [int(train[i]["text"][0]) for i in range(60)]
     assert tokens.count(1) == pytest.approx(45, abs=1)
     assert len(train[0]["text"]) == 9
+    assert len(build(data, (4000, 12, 6))[0][3999]["text"]) == 9  # several epochs of each
     assert len(valid[0]["text"]) == len(test[0]["text"]) == 17  # seq_length_val holds here too
     assert [int(valid[i]["text"][0]) for i in range(12)].count(2) == 6
 

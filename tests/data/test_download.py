@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,15 @@ def test_a_file_arrives_and_is_not_fetched_again(server: Server, tmp_path: Path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file.bin", "file.bin.ok.json"]
 
 
+def test_all_of_it_is_written_before_it_is_synced(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
+    get(server, tmp_path)
+    assert len(CONTENT) in synced
+
+
 def test_a_cut_connection_is_resumed(server: Server, tmp_path: Path) -> None:
     server.cut_after = 300_000
     assert get(server, tmp_path, sha256=SHA256).read_bytes() == CONTENT
@@ -161,6 +171,7 @@ def test_all_failures_are_listed(server: Server, tmp_path: Path) -> None:
     with pytest.raises(DownloadError) as error:
         download(RemoteFile("file.bin", urls), tmp_path, progress=False)
     message = str(error.value)
+    assert len(server.requests) == 1  # what is not there is not asked for again
     assert "HTTP 404" in message and "refused" in message and "only http" in message
 
 

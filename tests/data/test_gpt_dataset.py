@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets
+from megatron.data import IndexedDatasetWriter, build_train_valid_test_datasets, gpt_dataset
 from megatron.data.gpt_dataset import (
     GPTDataset,
     WholeDocuments,
@@ -136,6 +136,21 @@ def test_documents_without_tokens_are_refused(tmp_path: Path) -> None:
         writer.add_document([1])
     with pytest.raises(DataError, match="no tokens"):
         build_train_valid_test_datasets(tmp_path / "d", "2,1,0", (1, 1, 0), 1)
+
+
+def test_a_second_run_reads_the_index_of_several_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IndexedDatasetWriter(tmp_path / "d") as writer:
+        for document in range(5):
+            writer.add_document(range(document, document + 7))
+    tokens = IndexedDataset(tmp_path / "d")
+    first = GPTDataset(tokens, 0, 5, 4, 40, 1, name="train", cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(gpt_dataset, "build_sample_index", None)
+    again = GPTDataset(tokens, 0, 5, 4, 40, 1, name="train", cache_dir=tmp_path / "cache")
+    assert [again[n]["text"].tolist() for n in range(40)] == [
+        first[n]["text"].tolist() for n in range(40)
+    ]
 
 
 # Whole documents: what GPT-NeoX's GPT2Dataset (commit ea7aefd8, seed 3) gives for these documents.

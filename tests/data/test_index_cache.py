@@ -121,6 +121,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "beyond the file": lambda h: h["arrays"][0].update(offset=1 << 40),
     "crooked": lambda h: h["arrays"][0].update(offset=1),
     "a list": lambda h: [1],
+    "length in quotes": lambda h: h["arrays"][0].update(length=str(h["arrays"][0]["length"])),
     "no key": lambda h: h.update(key=None),
     "no arrays": lambda h: h.update(arrays=None),
     "arrays of numbers": lambda h: h.update(arrays=[1, 2]),

@@ -11,8 +11,8 @@ import pytest
 from megatron.commands import run as command_run
 from megatron.data import IndexedDataset, corpora
 from megatron.data.corpora import SOURCES, Source
-from megatron.data.prepare import inputs_fingerprint
-from megatron.data.preprocess import PreprocessOptions
+from megatron.data.prepare import inputs_fingerprint, print_problems
+from megatron.data.preprocess import PROBLEMS_SHOWN, Outcome, PreprocessOptions
 from megatron.data.streams import list_files
 from megatron.errors import DownloadError
 from megatron.tokenizer import build_tokenizer
@@ -177,3 +177,25 @@ def test_tokens_of_another_tokenizer_are_not_replaced_in_silence(
     assert "holds tokens of CharLevelTokenizer" in capsys.readouterr().err
     assert prepare(tmp_path, *words, *gpt2) == 0
     assert "the tokens of CharLevelTokenizer are replaced by those of GPT2" in caplog.text
+
+
+def test_a_fingerprint_knows_names_sizes_and_contents(tmp_path: Path) -> None:
+    options, seen = PreprocessOptions(), set()
+    for number, (name, content) in enumerate([("a", "x"), ("b", "x"), ("a", "y")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / name).write_text(content)
+        seen.add(inputs_fingerprint([folder / name], {}, options))
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_number_of_broken_lines_is_told_where_not_all_are(
+    capsys: pytest.CaptureFixture[str], more: int
+) -> None:
+    broken = PROBLEMS_SHOWN + more
+    outcome = Outcome(broken_lines=broken, problems=[f"line {n}" for n in range(broken)])
+    print_problems(outcome)
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == PROBLEMS_SHOWN + more and shown[0] == "  skipped line 0"
+    assert ("broken lines in all" in shown[-1]) == bool(more)

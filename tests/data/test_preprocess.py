@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,12 @@ from megatron.commands import run as command_run
 from megatron.data import chunks as chunks_module
 from megatron.data.datasets import check_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset, check_tokenizer, read_manifest
-from megatron.data.preprocess import PreprocessOptions, preprocess
+from megatron.data.preprocess import (
+    Encoder,
+    PreprocessOptions,
+    preprocess,
+    terminated_like_interrupted,
+)
 from megatron.errors import DataError
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.tokenizer import build_tokenizer
@@ -262,3 +268,29 @@ def test_the_end_of_documents_is_the_manifests(tmp_path: Path) -> None:
     tokenizer = CharLevelTokenizer()
     check_tokenizer(tmp_path / "out_text_document", tokenizer)
     assert tokenizer.eod == 2
+
+
+def test_the_last_piece_of_a_document_ends_it_even_without_tokens() -> None:
+    encoder = Encoder(WordsOnly(), PreprocessOptions(progress=False), np.dtype("u2"))
+    ids: list[list[int]] = [[], [], [7]]
+    piece: Any = SimpleNamespace(starts_document=False, ends_document=True)
+    encoder._end_documents(ids, piece)
+    assert ids == [[0], [], [7, 0]]
+
+
+def test_sigterm_is_handled_as_before_afterwards() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with terminated_like_interrupted():
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_kinds_of_files_that_are_no_text_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("a.txt", "b.png", "LICENSE"):
+        (folder / name).write_text("text")
+    run([folder], tmp_path / "out")
+    assert "2 files that are not text are left out (.png, LICENSE)" in caplog.text

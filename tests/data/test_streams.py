@@ -150,3 +150,9 @@ def test_binary_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "notes").write_text("plain words")
     run([tmp_path / "notes"], tmp_path / "out")
     assert documents(tmp_path / "out_text_document") == ended(["plain words"])
+
+
+def test_an_empty_zstd_file_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.zst").write_bytes(b"")
+    chunks = read_chunks([tmp_path / "a.txt.zst"])
+    assert [part for chunk in chunks for part in chunk.parts if part] == []

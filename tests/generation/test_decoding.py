@@ -65,6 +65,7 @@ def test_greedy_is_the_same_with_and_without_cache(pos_emb: str) -> None:
         {"sliding_window_width": 5},
         {"num_kv_heads": 2},
         {"use_qk_layernorm": True},
+        {"qk_norm": "all_heads", "norm": "rmsnorm", "norm_placement": "output", "kv_channels": 12},
         {"forget_gate": True},
         {"attention_sinks": True},
         {"scalable_softmax": True, "sliding_window_width": 5},

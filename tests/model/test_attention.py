@@ -1,4 +1,5 @@
-"""A layer with forget gates, sinks and the scalable softmax against the papers, in float64."""
+"""A layer with gates, sinks, the scalable softmax and features of queries against the papers, in
+float64."""
 
 from __future__ import annotations
 
@@ -18,6 +19,10 @@ HEADS, WIDTH = 4, 8
 SPEC = small_spec.SPEC.replace(pos_emb="none")
 KEYS = ("forget_gate", "attention_sinks", "scalable_softmax")
 ALL = dict.fromkeys(KEYS, True)
+INKLING = {"pos_emb": "inkling", "inkling_features": 3, "inkling_distances": 6}
+CABLE = {"pos_emb": "cable"}
+ROWS = {"pos_emb": "bam_ssmax"}
+HOT = {"attention_temperature": {"floor": 3, "alpha": 0.5}}
 
 
 def layer(**keys: Any) -> SelfAttention:
@@ -59,7 +64,14 @@ def from_the_papers(attention: SelfAttention, x: Tensor, table: Tensor | None = 
                                 + weights["forget_gate.bias"][h]
                             )
                             logit = logit + torch.log(gate)
+                    logit = logit + by_content(weights, x[b], h, i, j)
+                    if attention.temperature is not None:
+                        floor, alpha = attention.temperature
+                        logit = logit * (1 + alpha * math.log(max(1.0, (i + 1) / floor)))
                     logits.append(logit)
+                if "terms.row_scale" in weights:  # with one key, the factor of two
+                    factor = max(float(weights["terms.row_scale"][h]), 0.01)
+                    logits = [factor * math.log(max(len(seen), 2)) * logit for logit in logits]
                 if "sinks" in weights:
                     logits.append(weights["sinks"][h])
                 shares = torch.stack(logits).exp()
@@ -69,10 +81,33 @@ def from_the_papers(attention: SelfAttention, x: Tensor, table: Tensor | None = 
     return rows.flatten(2) @ weights["dense.weight"].T + weights["dense.bias"]
 
 
+def by_content(weights: dict[str, Tensor], x: Tensor, head: int, query: int, key: int) -> Tensor:
+    """What Inkling's features or CABLE's steps add to one score."""
+    if "terms.distance_features" in weights:
+        table = weights["terms.distance_features"]
+        if query - key >= table.shape[1]:
+            return torch.zeros((), dtype=torch.float64)
+        features = weights["terms.weight"].view(HEADS, len(table), -1)[head] @ x[query]
+        return features @ table[:, query - key]
+    if "terms.bias" in weights:
+        w, b = weights["terms.weight"][head], weights["terms.bias"][head]
+        return -sum(
+            (torch.log1p(torch.exp(x[t] @ w + b)) for t in range(key + 1, query + 1)), b - b
+        )
+    return torch.zeros((), dtype=torch.float64)
+
+
 @pytest.mark.parametrize("engine", ["naive", "tiled"])
 @pytest.mark.parametrize(
     "keys",
-    [*({key: True} for key in KEYS), ALL, {**ALL, "sliding_window_width": 4}],
+    [
+        *({key: True} for key in KEYS),
+        ALL,
+        {**ALL, "sliding_window_width": 4, **HOT},
+        {**ALL, **INKLING},
+        {**ALL, **CABLE},
+        {**ALL, **ROWS, **HOT, "sliding_window_width": 4},
+    ],
     ids=lambda keys: "+".join(keys),
 )
 def test_a_layer_is_the_papers_formula(keys: dict[str, Any], engine: str) -> None:
@@ -86,7 +121,11 @@ def test_a_layer_is_the_papers_formula(keys: dict[str, Any], engine: str) -> Non
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [{"forget_gate": True}, ALL], ids=lambda keys: "+".join(keys))
+@pytest.mark.parametrize(
+    "keys",
+    [{"forget_gate": True}, {**ALL, **HOT}, INKLING, CABLE, {"attention_sinks": True, **ROWS}],
+    ids=lambda keys: "+".join(keys),
+)
 def test_engines_agree_in_every_gradient(keys: dict[str, Any]) -> None:
     found: dict[str, dict[str, Tensor]] = {}
     for engine in ("naive", "tiled"):

@@ -32,6 +32,9 @@ FORMULAS = {
     "gauss_wht1": {"weight": lambda d, r: math.exp(-r[0] * d * d)},
     "gauss_wht2": {"weight": lambda d, r: math.exp(-r[0] * d ** r[1])},
     "alibi_learned": {"bias": lambda d, r: -r[0] * d},
+    "kerple_inkling": {"bias": lambda d, r: -r[0] * math.log(1 + r[1] * d)},  # beside features
+    "bam": {"bias": lambda d, r: -math.exp(r[0]) * (d + 1e-5) ** r[1]},
+    "bam_ssmax": {"bias": lambda d, r: -math.exp(r[0]) * (d + 1e-5) ** r[1]},  # and its rows
 }
 
 
@@ -101,6 +104,15 @@ class TestFormulas:
     def test_alibi_slopes_of_twelve_heads_are_those_of_the_official_code(self) -> None:
         powers = [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]
         assert alibi_slopes(12) == pytest.approx([2**-p for p in powers])
+
+    def test_bam_is_the_authors_prior_where_it_starts(self) -> None:
+        """Their code: distances from -d, a location of 0, slopes stored as logarithms, shape 1."""
+        torch.testing.assert_close(
+            build("bam")(40).bias, build("alibi")(40).bias, atol=1e-4, rtol=0
+        )
+        start = kernel("bam").kernel_values()
+        torch.testing.assert_close(start["r1"].exp(), torch.tensor(alibi_slopes(12)))
+        assert start["r2"].eq(1).all()
 
     @pytest.mark.parametrize("constraint", ["ste", "project", "softplus"])
     def test_learned_slopes_start_as_alibis_and_have_gradients(self, constraint: str) -> None:

@@ -15,7 +15,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 from megatron.errors import PositionalEmbeddingError
 from megatron.model.position_base import PositionOptions
 from megatron.model.position_names import build_positional_embedding
-from megatron.model.rotary_and_input_positions import RotaryEmbedding, rotary_frequencies
+from megatron.model.rotary_and_input_positions import Rope, RotaryEmbedding, rotary_frequencies
+from tests.model.position_helpers import build
 from tests.model.position_helpers import options as any_options
 
 
@@ -41,34 +42,72 @@ def hugging_face(length: int, rope: dict[str, object], q: torch.Tensor, k: torch
     return apply_rotary_pos_emb(q, k, cos, sin)
 
 
+DIVISORS = {
+    "short_factor": [1.0 + i / 8 for i in range(16)],
+    "long_factor": [2.0 + i for i in range(16)],
+}
+SCALINGS: dict[str, dict] = {
+    "linear": {"type": "linear", "factor": 4.0},
+    "dynamic": {"type": "dynamic", "factor": 4.0},
+    "yarn": {"type": "yarn", "factor": 8.0, "original_max_position": 64},
+    "yarn_options": {
+        "type": "yarn", "factor": 8.0, "original_max_position": 48, "beta_fast": 16.0,
+        "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False,
+    },
+    "yarn_factor": {
+        "type": "yarn", "factor": 2.0, "original_max_position": 32, "attention_factor": 1.5
+    },
+    "longrope": {"type": "longrope", "original_max_position": 40, **DIVISORS},
+    "longrope_short": {"type": "longrope", "factor": 8.0, "original_max_position": 512, **DIVISORS},
+    "llama3": {
+        "type": "llama3", "factor": 8.0, "original_max_position": 64, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "proportional": {"type": "proportional", "factor": 2.0},
+}  # fmt: skip
+THEIRS = {"type": "rope_type", "original_max_position": "original_max_position_embeddings"}
+
+
+def check_rotation(options: dict, rope: dict) -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 2, 4, 300, 32).unbind(0)
+    expected = hugging_face(300, rope, q, k)
+    for mine, theirs in zip(rotary(**options)(q, k, 0, 0), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "rope"),
     [
         ({}, {"partial_rotary_factor": 1.0}),
         ({"rotary_pct": 0.25}, {"partial_rotary_factor": 0.25}),
         ({"rotary_emb_base": 500.0}, {"rope_theta": 500.0, "partial_rotary_factor": 1.0}),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 4.0}},
-            {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 1.0},
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position": 64}},
-            {
-                "rope_type": "yarn",
-                "factor": 8.0,
-                "original_max_position_embeddings": 64,
-                "partial_rotary_factor": 1.0,
-            },
-        ),
     ],
-    ids=["default", "pct", "base", "linear", "yarn"],
+    ids=["default", "pct", "base"],
 )
 def test_rotation_equals_hugging_face_gpt_neox(options: dict, rope: dict) -> None:
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 2, 4, 300, 32).unbind(0)
-    expected = hugging_face(300, rope, q, k)
-    for mine, theirs in zip(rotary(**options)(q, k, 0, 0), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-4)
+    check_rotation(options, rope)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_every_scaling_equals_hugging_face(name: str) -> None:
+    own = SCALINGS[name]
+    share = 0.5 if name == "proportional" else 1.0
+    theirs = {THEIRS.get(key, key): value for key, value in own.items()}
+    check_rotation(
+        {"rope_scaling": own, "rotary_pct": share}, {**theirs, "partial_rotary_factor": share}
+    )
+
+
+def test_dynamic_frequencies_are_those_of_the_length_at_hand() -> None:
+    embedding = rotary(rope_scaling=SCALINGS["dynamic"])
+    q = torch.randn(1, 4, 200, 32)
+    long, _ = embedding(q, q, 0, 0)
+    short, _ = embedding(q[:, :, :64], q[:, :, :64], 0, 0)
+    torch.testing.assert_close(short, rotary()(q[:, :, :64], q[:, :, :64], 0, 0)[0])
+    assert not torch.allclose(short, long[:, :, :64], atol=1e-2)
+    places = torch.arange(64)[None]  # documents of 64 tokens in a longer sequence
+    torch.testing.assert_close(embedding(q[:, :, :64], q[:, :, :64], 0, 0, places)[0], short)
 
 
 def test_scores_depend_on_the_difference_of_positions_only() -> None:
@@ -99,6 +138,32 @@ def test_the_layers_of_a_model_share_their_tables() -> None:
     assert first._cos_LR.data_ptr() == second._cos_LR.data_ptr()
 
 
+def test_xpos_is_rotary_whose_scores_decay_by_pair() -> None:
+    """Each pair's share of a score is rotary's times ((2i/R + 0.4) / 1.4)^(d / 512)."""
+    q, k = torch.randn(2, 1, 4, 600, 32, dtype=torch.float64).unbind(0)
+    found_q, found_k = build("xpos", heads=4, head_dim=32)(q, k)
+    plain_q, plain_k = rotary()(q, k)
+    for m, n in ((0, 0), (5, 4), (599, 0), (590, 77)):
+        found = (found_q[0, :, m] * found_k[0, :, n]).view(4, 2, 16).sum(1)
+        plain = (plain_q[0, :, m] * plain_k[0, :, n]).view(4, 2, 16).sum(1)
+        decay = [((2 * i / 32 + 0.4) / 1.4) ** ((m - n) / 512) for i in range(16)]
+        expected = plain * torch.tensor(decay, dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_xpos_continues_a_cache_and_refuses_what_its_factors_cannot_hold() -> None:
+    q, k = torch.randn(2, 1, 4, 50, 32).unbind(0)
+    xpos = build("xpos", heads=4, head_dim=32)
+    whole_q, whole_k = xpos(q, k)
+    one_q, one_k = xpos(q[:, :, 40:], k[:, :, 40:], 40, 40)
+    torch.testing.assert_close(one_q, whole_q[:, :, 40:])
+    torch.testing.assert_close(one_k, whole_k[:, :, 40:])
+    with pytest.raises(PositionalEmbeddingError, match="xpos at position 40049"):
+        xpos(q, k, 40000, 40000)
+    with pytest.raises(PositionalEmbeddingError, match=r"torch\.float16"):
+        xpos(q.half(), k.half(), 5000, 5000)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_keeps_fp32_angles_after_a_module_cast(dtype: torch.dtype) -> None:
     q = torch.randn(1, 4, 2, 32, dtype=dtype)
@@ -118,8 +183,8 @@ def test_rotation_keeps_the_norm_and_yarn_scales_it() -> None:
 
 
 def test_ntk_keeps_the_fastest_and_divides_the_slowest_frequency() -> None:
-    plain, _ = rotary_frequencies(32, 10000.0, None, 64)
-    ntk, factor = rotary_frequencies(32, 10000.0, {"type": "ntk", "factor": 8.0}, 64)
+    plain, _ = rotary_frequencies(Rope(32, 10000.0, 64, {}))
+    ntk, factor = rotary_frequencies(Rope(32, 10000.0, 64, {"type": "ntk", "factor": 8.0}))
     assert factor == 1.0
     assert ntk[0] == plain[0]
     assert ntk[-1].item() == pytest.approx(plain[-1].item() / 8, rel=1e-4)
@@ -132,8 +197,10 @@ def test_ntk_keeps_the_fastest_and_divides_the_slowest_frequency() -> None:
         ({"rotary_pct": 0.1}, "rotary_pct: 0.1"),
         ({"rotary_pct": 2.0}, "rotary_pct: 2.0"),
         ({"rotary_pct": 0.0}, "rotary_pct: 0.0"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "type 'dynamic'"),
-        ({"rope_scaling": {"type": "ntk"}}, "factor None"),
+        ({"rope_scaling": {"type": "axial", "factor": 2}}, "type 'axial'"),
+        ({"rope_scaling": {"type": "ntk"}}, "type ntk needs factor"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2}}, "needs low_freq_factor"),
+        ({"rope_scaling": {**SCALINGS["longrope"], "long_factor": [1.0]}}, "1 numbers; .* need 16"),
         ({"rope_scaling": {"type": "ntk", "factor": 0.5}}, "factor 0.5"),
         ({"rope_scaling": {"type": "ntk", "factor": "big"}}, "factor 'big'"),
         ({"rope_scaling": {"type": "ntk", "faktor": 2}}, "unknown key 'faktor'"),

@@ -40,6 +40,7 @@ from tests.neox_arguments.samples import TINY
         {"pos_emb": "none", "use_qk_layernorm": True},
         {"pos_emb": "none", "use_qk_layernorm": True, "norm": "rmsnorm", "num_kv_heads": 2},
         {"pos_emb": "none", "norm": "non_parametric_layernorm", "gpt_j_tied": True},
+        {"norm": "rmsnorm", "qk_norm": "all_heads", "norm_placement": "output", "kv_channels": 12},
         {"pos_emb": "none", "activation": "glu"},
         {"pos_emb": "rotary", "use_qk_layernorm": True, "use_bias_in_norms": False},
         {"pos_emb": "none", "forget_gate": True, "use_bias_in_attn_linear": False},

@@ -25,9 +25,21 @@ VARIANTS = {
     "slopes": SPEC.replace(pos_emb="alibi", num_attention_heads=2),
     "rotary": SPEC.replace(pos_emb="rotary"),
     "grouped heads": SPEC.replace(num_kv_heads=2),
+    "qwen3": SPEC.replace(
+        pos_emb="rotary",
+        norm="rmsnorm",
+        qk_norm="per_head",
+        num_kv_heads=2,
+        kv_channels=24,
+        use_bias_in_attn_linear=False,
+        add_qkv_bias=True,
+    ),
     "score terms": SPEC.replace(
         pos_emb="none", forget_gate=True, attention_sinks=True, scalable_softmax=True
     ),
+    "query features": SPEC.replace(pos_emb="kerple_inkling", inkling_distances=9),
+    "scaled rows": SPEC.replace(pos_emb="bam_ssmax", forget_gate=True, attention_sinks=True),
+    "gates of tokens": SPEC.replace(pos_emb="cable", forget_gate=True),
 }
 
 
@@ -42,7 +54,8 @@ def differences(spec: ModelSpec, tp: TensorParallel) -> dict[str, float]:
         loss = model(text[:, :-1], text[:, 1:])
         loss.mean().backward()
         losses.append(loss.detach())
-    replicated = "sequential.2.input_layernorm." + ("scale" if spec.norm == "rmsnorm" else "weight")
+    name = "input_layernorm" if spec.qk_norm is None else "attention.k_norm"
+    replicated = f"sequential.2.{name}." + ("scale" if spec.norm == "rmsnorm" else "weight")
     gradients = [dict(model.named_parameters())[replicated].grad for model in (whole, split)]
     assert gradients[0] is not None and gradients[1] is not None
     return {

@@ -1,40 +1,45 @@
 """Whether the tests see small faults: `python -m tests.mutation.harness N [--seed 0]`.
 
-A fixed sample of N mutants of the modules below. Each is written into a copy of the checkout, where
-the module's own test file runs (tests/test_house.py says which), then those of ALSO. A mutant is
-killed by a failing test or by a run that takes too long; survivors are listed. Exit code 1 if less
-than 90% were killed.
+A fixed sample of N mutants of the modules below. tests/mutation/session.py shows each to the fast
+tests that reach its line. What these cannot judge is written into a copy of the checkout, where
+tests/mutation/runner.py runs the other tests of the module's own file. A mutant is killed by a
+failing test or by a run that takes too long; survivors are listed, those that change no result with
+the reason (tests/mutation/argued.py). Exit code 1 if less than 90% were killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
-import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import REPOSITORY
+from tests.mutation.argued import ARGUED
 from tests.mutation.mutants import Mutant, mutants_of
 from tests.test_house import TESTED_BY
 
 PLACES = ("checkpoints", "data", "engines")
 FILES = ("atomic_files.py", "training/optimizer.py", "backends/optimizers.py")
-DISK = "tests/stories/test_power_cut.py"
-ALSO = {
-    "atomic_files.py": DISK,
-    "checkpoints/store.py": DISK,
-    "checkpoints/saving.py": DISK,
-    "checkpoints/safe_files.py": "tests/checkpoints/test_pickle_check.py",
-    "data/writer.py": DISK,
-}
-"""Tests of several modules, for mutants that survive their module's own."""
+INTERPRETED = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for path in REPOSITORY.glob("tests/engines/triton_interpreted*.py")
+)
+"""Tests of the Triton kernels, for which TRITON_INTERPRET must be set before the first import."""
+WIDER = {"engines": ["tests/engines/test_engines.py", *INTERPRETED]}
+SECONDS = 8.0
+"""Of CPU, for the tests of one mutant."""
 ENOUGH = 0.9
+Sample = list[tuple[str, Mutant]]
 
 
 def modules() -> list[str]:
@@ -44,16 +49,25 @@ def modules() -> list[str]:
     return sorted([*names, *FILES])
 
 
-def sample(count: int, seed: int, only: str = "") -> list[tuple[str, Mutant]]:
-    """The same for the same code, whatever N: the first ones of a fixed order."""
+def sample(count: int, seed: int, only: str = "") -> Sample:
+    """The first ones of a fixed order, which a change of the code leaves to all other mutants.
+
+    `only`: those of them that are in modules of this name.
+    """
+
+    def order(item: tuple[str, Mutant]) -> str:
+        return hashlib.sha256(f"{seed}:{identity(*item)}".encode()).hexdigest()
+
     everything = [
         (name, mutant)
         for name in modules()
-        if re.search(only, name)
         for mutant in mutants_of((REPOSITORY / "megatron" / name).read_text(encoding="utf-8"))
     ]
-    random.Random(seed).shuffle(everything)
-    return everything[:count]
+    return [item for item in sorted(everything, key=order)[:count] if re.search(only, item[0])]
+
+
+def identity(name: str, mutant: Mutant) -> str:
+    return f"{name}: {mutant.identity}"
 
 
 def own_tests(name: str) -> str:
@@ -64,82 +78,151 @@ def own_tests(name: str) -> str:
 class Checkout:
     """A copy to break, and what its tests say."""
 
-    def __init__(self, folder: Path, longest: float) -> None:
-        self.folder, self.longest = folder, longest
-        self._baseline: dict[str, float | None] = {}
-        skipped = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "dist", "build", "runs")
-        shutil.copytree(REPOSITORY, folder, ignore=skipped, symlinks=True)
+    def __init__(self, folder: Path, kept: Path) -> None:
+        self.folder, self.kept = folder / "checkout", kept
+        self.scratch = folder / "scratch"
+        self.scratch.mkdir()
+        skipped = shutil.ignore_patterns(
+            ".git", ".venv", "*.egg-info", "dist", "build", "runs", "__pycache__"
+        )
+        shutil.copytree(REPOSITORY, self.folder, ignore=skipped, symlinks=True)
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        self._runner: subprocess.Popen[str] | None = None
 
-    def passes(self, tests: str, timeout: float) -> bool:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            [*command, "-m", "not slow and not slurm", tests],
+    def fast(self, chosen: Sample, name: str, files: list[str], **variables: str) -> dict[str, Any]:
+        """The answers of one session by identity."""
+        jobs, answers = self.scratch / f"{name}.json", self.scratch / f"{name}.jsonl"
+        content = [
+            {
+                "identity": identity(module, mutant),
+                "file": f"megatron/{module}",
+                "source": mutant.apply((self.folder / "megatron" / module).read_text("utf-8")),
+                "statement": [mutant.statement.start, mutant.statement.stop],
+                "own": [own_tests(module), *WIDER.get(module.partition("/")[0], ())],
+                "seconds": SECONDS,
+            }
+            for module, mutant in chosen
+        ]
+        listed = [f"megatron/{module}" for module in modules()]
+        jobs.write_text(json.dumps({"modules": listed, "jobs": content}))
+        reached = self.kept / f"{name}_reached.json"
+        words = [sys.executable, "-m", "tests.mutation.session", str(jobs), str(answers)]
+        log = (self.kept / f"{name}.log").open("w")
+        subprocess.run(
+            [*words, str(reached), *files],
             cwd=self.folder,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as process:
-            try:
-                return process.wait(timeout) == 0
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                return False
+            env={**self.environment, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        lines = answers.read_text().splitlines() if answers.is_file() else []
+        return {answer.pop("identity"): answer for answer in map(json.loads, lines)}
 
-    def seconds(self, tests: str) -> float | None:
-        """How long these tests take without a fault; None: too long, or they fail."""
-        if tests not in self._baseline:
-            begin = time.monotonic()
-            passes = self.passes(tests, self.longest)
-            self._baseline[tests] = time.monotonic() - begin if passes else None
-        return self._baseline[tests]
-
-    def kills(self, name: str, mutant: Mutant) -> bool | None:
-        """Whether a test sees the mutant; None if its tests cannot be run."""
+    def slow(self, name: str, mutant: Mutant, longest: float) -> dict[str, Any]:
+        """The whole test file of a module, the broken one imported by new processes."""
         path = self.folder / "megatron" / name
-        source = path.read_text(encoding="utf-8")
-        runnable = False
-        for tests in [own_tests(name), *([ALSO[name]] if name in ALSO else [])]:
-            usual = self.seconds(tests)
-            if usual is None:
-                continue
-            runnable = True
-            path.write_text(mutant.apply(source), encoding="utf-8")
-            try:
-                if not self.passes(tests, 5 * usual + 30):
-                    return True
-            finally:
-                path.write_text(source, encoding="utf-8")
-        return False if runnable else None
+        source, times = path.read_text(encoding="utf-8"), path.stat()
+        path.write_text(mutant.apply(source), encoding="utf-8")
+        os.utime(path, (1e9, 1e9))  # no compiled file has this date
+        try:
+            answer = self._run([own_tests(name)], longest)
+        finally:
+            path.write_text(source, encoding="utf-8")
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if answer["outcome"] == "passed":
+            return {"outcome": "survived", "by": own_tests(name)}
+        return {"outcome": "killed", "by": answer["failed"] or answer["outcome"]}
+
+    def _run(self, tests: list[str], timeout: float) -> Any:
+        if self._runner is None:
+            program = str(self.folder / "tests/mutation/runner.py")
+            self._runner = subprocess.Popen(
+                [sys.executable, "-u", program, str(self.scratch)],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._runner.stdin is not None and self._runner.stdout is not None
+        self._runner.stdin.write(json.dumps({"tests": tests, "timeout": timeout}) + "\n")
+        self._runner.stdin.flush()
+        return json.loads(self._runner.stdout.readline())
+
+    def stop(self) -> None:
+        if self._runner is not None and self._runner.stdin is not None:
+            self._runner.stdin.close()
+            self._runner.wait()
+
+
+def judge(
+    checkout: Checkout, chosen: Sample, end: float, longest: float
+) -> dict[str, dict[str, Any]]:
+    """What became of each mutant."""
+    files = sorted({own_tests(name) for name, _ in chosen})
+    if any(name.startswith("engines/") for name, _ in chosen):
+        files = sorted({*files, WIDER["engines"][0]})
+    verdicts = checkout.fast(chosen, "fast", files)
+    kernels = [
+        (name, mutant)
+        for name, mutant in chosen
+        if "triton" in name and verdicts[identity(name, mutant)]["outcome"] != "killed"
+    ]
+    if kernels:
+        found = checkout.fast(kernels, "interpreted", INTERPRETED, TRITON_INTERPRET="1")
+        verdicts |= {key: value for key, value in found.items() if value["outcome"] != "unjudged"}
+    for name, mutant in chosen:
+        key = identity(name, mutant)
+        if verdicts[key]["outcome"] != "killed" and time.monotonic() < end:
+            slow = checkout.slow(name, mutant, longest)
+            verdicts[key] = slow if slow["outcome"] == "killed" else verdicts[key]
+            print(f"{slow['outcome']:<9} {key}  [{slow['by']}]", flush=True)
+    return verdicts
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutate", description=__doc__)
     parser.add_argument("count", type=int, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=600, help="begin no mutant after these")
-    parser.add_argument("--longest", type=float, default=300, help="of a test file, in seconds")
+    parser.add_argument(
+        "--minutes", type=float, default=600, help="run no slow tests after these; 0: none"
+    )
+    parser.add_argument("--longest", type=float, default=600, help="of slow tests, in seconds")
     parser.add_argument("--only", default="", metavar="PATTERN", help="modules of this name")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for what tests reach and kill, used again by the next run"
+    )
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
-    killed, skipped, survivors = 0, 0, []
+    chosen = sample(options.count, options.seed, options.only)
     with tempfile.TemporaryDirectory(prefix="mutate-") as place:
-        checkout = Checkout(Path(place) / "checkout", options.longest)
-        for name, mutant in sample(options.count, options.seed, options.only):
-            if time.monotonic() > end:
-                break
-            seen = checkout.kills(name, mutant)
-            killed, skipped = killed + bool(seen), skipped + (seen is None)
-            if seen is False:
-                survivors.append(f"{name}:{mutant}")
-            words = {True: "killed", False: "SURVIVED", None: "not run"}[seen]
-            print(f"{words}  {name}:{mutant}", flush=True)
-    ran = killed + len(survivors)
-    print(f"\n{ran} mutants, {killed} killed, {skipped} not run (their tests take too long)")
-    for line in survivors:
-        print(f"survived: {line}")
-    return int(killed < ENOUGH * ran)
+        kept = options.keep or Path(place)
+        kept.mkdir(parents=True, exist_ok=True)
+        record = kept / "verdicts.json"
+        before = json.loads(record.read_text()) if record.is_file() else {}
+        verdicts = {key: value for key, value in before.items() if value["outcome"] == "killed"}
+        verdicts |= {key: {"outcome": "argued", "by": why} for key, why in ARGUED.items()}
+        checkout = Checkout(Path(place), kept)
+        left = [item for item in chosen if identity(*item) not in verdicts]
+        verdicts |= judge(checkout, left, end, options.longest) if left else {}
+        checkout.stop()
+        record.write_text(json.dumps({**before, **verdicts}, indent=1))
+    return report(chosen, verdicts)
+
+
+def report(chosen: Sample, verdicts: dict[str, dict[str, Any]]) -> int:
+    counts: Counter[str] = Counter()
+    for name, mutant in chosen:
+        verdict = verdicts[identity(name, mutant)]
+        counts[verdict["outcome"]] += 1
+        if verdict["outcome"] != "killed":
+            place = f"megatron/{name}:{mutant.line} {mutant.identity}"
+            print(f"{verdict['outcome']}: {place}  [{verdict['by']}]")
+    words = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
+    print(f"{len(chosen)} mutants: {words}")
+    return int(counts["killed"] < ENOUGH * len(chosen))
 
 
 if __name__ == "__main__":

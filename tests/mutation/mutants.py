@@ -7,6 +7,7 @@ exchanged, calls and raises left out, results dropped. Text and annotations stay
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,9 +47,17 @@ class Mutant:
     """Characters of the source that are replaced."""
     old: str
     new: str
+    statement: range
+    """The lines of its statement, of a compound one those of its head."""
+    identity: str
+    """What it changes in which function, and which of several: no line number, so that it stays."""
 
     def apply(self, source: str) -> str:
-        return source[: self.start] + self.new + source[self.stop :]
+        """The broken source; all else stays on its line."""
+        lost = "\n" * (self.old.count("\n") - self.new.count("\n"))
+        end = len(self.new) - self.new.endswith(")")
+        new = self.new[:end] + lost + self.new[end:]
+        return source[: self.start] + new + source[self.stop :]
 
     def __str__(self) -> str:
         return f"{self.line}: {' '.join(self.old.split())[:70]}  ->  {self.new[:70]}"
@@ -65,16 +74,51 @@ def mutants_of(source: str) -> list[Mutant]:
         """A character's number; the parser counts columns in bytes."""
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
+    tree = ast.parse(source)
     found = set()
-    for node, replacement in _changes(ast.parse(source)):
+    for node, replacement in _changes(tree):
         assert isinstance(node, ast.expr | ast.stmt)
         assert node.end_lineno is not None and node.end_col_offset is not None
         first = place(node.lineno, node.col_offset)
         last = place(node.end_lineno, node.end_col_offset)
         new = ast.unparse(ast.fix_missing_locations(replacement))
-        new = f"({new})" if isinstance(node, ast.expr) else new
-        found.add(Mutant(node.lineno, first, last, source[first:last], new))
-    return sorted(found, key=lambda mutant: (mutant.start, mutant.stop, mutant.new))
+        found.add((node.lineno, first, last, f"({new})" if isinstance(node, ast.expr) else new))
+    statements, functions = _lines_of_statements(tree), _functions(tree)
+    seen: Counter[str] = Counter()
+    mutants = []
+    for line, first, last, new in sorted(found, key=lambda item: item[1:]):
+        old = source[first:last]
+        change = f"{functions.get(line, '')}: {' '.join(old.split())} -> {' '.join(new.split())}"
+        seen[change] += 1
+        identity = change if seen[change] == 1 else f"{change} ({seen[change]})"
+        mutants.append(Mutant(line, first, last, old, new, statements[line], identity))
+    return mutants
+
+
+def _lines_of_statements(tree: ast.AST) -> dict[int, range]:
+    """For each line its innermost statement: the walk goes from the outside in."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            start = getattr(node, "lineno", None) or node.pattern.lineno  # type: ignore[union-attr]
+            body = getattr(node, "body", None)
+            stop = body[0].lineno if body else node.end_lineno + 1  # type: ignore[union-attr]
+            lines = range(start, max(stop, start + 1))
+            found |= dict.fromkeys(lines, lines)
+    return found
+
+
+def _functions(tree: ast.AST, outside: str = "") -> dict[int, str]:
+    """For each line of a function or class its dotted name."""
+    found: dict[int, str] = {}
+    for node in ast.iter_child_nodes(tree):
+        name = outside
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = f"{outside}.{node.name}".lstrip(".")
+            assert node.end_lineno is not None
+            found |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), name)
+        found |= _functions(node, name)
+    return found
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:

@@ -8,15 +8,20 @@ All of it ends with the processes that hold the namespaces. Root only, with ipro
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import ModuleType
+
+from tests.forked_ranks import ForkedRank, Server
 
 CONTROLLER = "ctl"
 NODES = ("n1", "n2", "n3")
@@ -60,6 +65,22 @@ class Host:
         return ["nsenter", "--target", str(self.first), *flags, f"--wd={os.getcwd()}"]  # noqa: PTH109
 
 
+class RankServer(Server):
+    """The server of a host's ranks, which has a process table of its own."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host.enter)
+        self._table = Path(f"/proc/{host.first}/ns/pid")
+
+    def pid_here(self, pid: int) -> int:
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                numbers = re.findall(r"^NSpid:.*\s(\d+)$", (process / "status").read_text(), re.M)
+                if numbers == [str(pid)] and (process / "ns/pid").samefile(self._table):
+                    return int(process.name)
+        raise AssertionError(f"process {pid} of a host has ended")
+
+
 class Hosts:
     """ctl, n1, n2 and n3 with a Slurm over them, in one directory."""
 
@@ -69,6 +90,8 @@ class Hosts:
         self.private.mkdir()
         self.switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         self.hosts: dict[str, Host] = {}
+        self.servers: dict[str, RankServer] = {}
+        self._ports = count(29611)
 
     def start(self) -> None:
         self._wait(lambda: _namespace(self.switch.pid) != _namespace(os.getpid()))
@@ -116,23 +139,14 @@ class Hosts:
             check=False,
         )
 
-    def start_ranks(
-        self, names: Sequence[str], command: Sequence[str]
-    ) -> list[subprocess.Popen[str]]:
-        """One rank of a job on each host, as torchrun would start it."""
-        ranks = []
+    def start_ranks(self, names: Sequence[str], *arguments: str) -> list[ForkedRank]:
+        """One rank of a job on each host, as torchrun would start it, forked with its imports."""
+        ranks, port = [], str(next(self._ports))
         for rank, name in enumerate(names):
             variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names))}
-            variables |= {"MASTER_ADDR": names[0], "MASTER_PORT": "29611"}
-            ranks.append(
-                subprocess.Popen(
-                    [*self.hosts[name].enter, *command],
-                    env={**self.environment, **variables},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
+            variables |= {"MASTER_ADDR": names[0], "MASTER_PORT": port}
+            server = self.servers.setdefault(name, RankServer(self.hosts[name]))
+            ranks.append(ForkedRank(arguments, {**self.environment, **variables}, server))
         return ranks
 
     def start_sshd(self) -> None:

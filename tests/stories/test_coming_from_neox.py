@@ -121,8 +121,6 @@ def test_the_numbers_of_files_are_those_that_are_tested() -> None:
 
 
 TOOLS = [
-    "ckpts/convert_hf_llama_to_neox",
-    "ckpts/convert_hf_to_sequential",
     "ckpts/convert_neox_to_mamba_ssm",
     "ckpts/convert_raw_llama_weights_to_neox",
     "ckpts/merge20b",

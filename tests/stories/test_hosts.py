@@ -20,14 +20,17 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.forked_ranks import ForkedRank
 from tests.stories.hosts import CONTROLLER, TRAIN, Hosts, unusable
 from tests.stories.test_real_slurm import throwaway
-from tests.training.cases import write_data
+from tests.training.cases import layout, write_data
 from tests.training.runs import losses, run_config
+from tests.training.soak import differences
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
 TIMEOUT_SECONDS = 12
+TWO = ["n1", "n2"]
 TWO_NODES = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
 
 
@@ -91,37 +94,54 @@ def test_names_that_mean_loopback(hosts: Hosts, data: str, tmp_path: Path) -> No
     assert list(losses(tmp_path / "run")) == list(range(1, 9))
 
 
-@pytest.mark.parametrize("fault", ["link", "stop rank 0"])
-def test_a_lost_host_ends_the_others_within_the_timeout(
+ASYNCHRONOUS = {"async_save": True}
+FAULTS = {
+    "link down, mp 2": (None, layout(mp=2)),
+    "rank 0 stopped, pp 2, async_save": ((0, signal.SIGSTOP), layout(pp=2) | ASYNCHRONOUS),
+    "rank 1 killed, ZeRO 1, async_save": ((1, signal.SIGKILL), layout(zero=1) | ASYNCHRONOUS),
+    "rank 1 stopped, ZeRO 2": ((1, signal.SIGSTOP), layout(zero=2)),
+    "rank 0 killed, ZeRO 3": ((0, signal.SIGKILL), layout(zero=3)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_lost_host_ends_the_others_and_the_run_goes_on_to_the_same_bits(
     hosts: Hosts, data: str, tmp_path: Path, fault: str
 ) -> None:
-    minutes = TIMEOUT_SECONDS / 60
-    endless = {"train_iters": 100_000, "distributed_timeout_minutes": minutes}
-    ranks = hosts.start_ranks(["n1", "n2"], [*TRAIN, written(data, tmp_path, **endless)])
-    stopped = int(fault[-1]) if fault.startswith("stop") else None
-    process = None
+    struck, place = FAULTS[fault]
+    endless = {**place, "train_iters": 100_000, "checkpoint_factor": 5}
+    minutes = {"distributed_timeout_minutes": TIMEOUT_SECONDS / 60}
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    for folder in (broken, whole):
+        folder.mkdir()
+    ranks = hosts.start_ranks(TWO, "train.py", written(data, broken, **endless, **minutes))
+    left = [rank for number, rank in enumerate(ranks) if struck is None or number != struck[0]]
     try:
-        wait_for_step(tmp_path / "run", ranks)
+        wait_for_step(broken / "run", ranks)
         start = time.monotonic()
-        if stopped is None:
+        if struck is None:
             hosts.link("n2", "down")
         else:
-            process = child_of(ranks[stopped])
-            os.kill(process, signal.SIGSTOP)
-        left = [rank for number, rank in enumerate(ranks) if number != stopped]
+            os.kill(ranks[struck[0]].pid, struck[1])
         outputs = [rank.communicate(timeout=60)[0] for rank in left]
         seconds = time.monotonic() - start
     finally:
         hosts.link("n2", "up")
         for rank in ranks:
-            if rank.poll() is None:
-                os.kill(process or child_of(rank), signal.SIGKILL)
-                rank.send_signal(signal.SIGCONT)  # nsenter stops with its child
-                rank.kill()
+            rank.kill()
             rank.wait(timeout=20)
     assert [rank.returncode for rank in left] == [77] * len(left), outputs
     assert all(re.search(r"error \(rank \d on n[12]\): .*rank \d", text) for text in outputs)
     assert seconds < TIMEOUT_SECONDS + 20
+    steps = max(losses(broken / "run")) + 2
+    jobs = [
+        hosts.start_ranks(TWO, "train.py", written(data, folder, exit_interval=steps, **endless))
+        for folder in (broken, whole)
+    ]
+    for rank in [rank for job in jobs for rank in job]:
+        output = rank.communicate(timeout=60)[0]
+        assert rank.returncode == 0, output
+    assert differences(whole / "run", broken / "run", steps) == []
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +216,7 @@ def test_a_killed_node_requeues_the_job(hosts: Hosts, data: str, tmp_path: Path)
     assert list(losses(run)) == list(range(1, 401))
 
 
-def wait_for_step(run: Path, ranks: list[subprocess.Popen[str]]) -> None:
+def wait_for_step(run: Path, ranks: list[ForkedRank]) -> None:
     deadline = time.monotonic() + 60
     while not (run / "latest").exists():
         for rank in ranks:

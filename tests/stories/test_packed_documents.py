@@ -30,6 +30,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sinusoidal": {"pos_emb": "sinusoidal"},
     "terms": {"pos_emb": "none", **TERMS},
     "terms in a window": {"pos_emb": "kerple_log", "sliding_window_width": 4, **TERMS},
+    "pattern": {
+        "layer_pattern": [
+            {"sliding_window_width": 4, **TERMS},
+            {"pos_emb": "rpe", "attention_temperature": {"floor": 3, "alpha": 0.5}},
+        ],
+        "checkpoint_activations": True,
+    },
     "recomputed": {"pos_emb": "kerple_log", "checkpoint_activations": True, **TERMS},
 }
 LENGTHS = [[5, 1, 19, 12], [30, 7]]  # of documents, their ends included; both rows are 37 long

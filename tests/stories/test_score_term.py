@@ -47,7 +47,7 @@ TERM = {
         USE.lstrip("\n").format(q="q_BHLD"),
     ),
     "checkpoints/hf/modeling_kerple.py": (
-        "        gates = None if self.forget_gate is None",
+        "        terms = ScoreTerms()",
         USE.lstrip("\n").format(q="q"),
     ),
 }

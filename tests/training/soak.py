@@ -146,7 +146,7 @@ def soak(name: str, kills: int, generator: random.Random, root: Path, data: str)
         for rank in job:
             if (code := rank.wait()) != 0:
                 raise AssertionError(f"{name}: ended with {code}:\n{rank.output.read_text()}")
-    outcome.differences = _differences(whole / "run", broken / "run", outcome.steps)
+    outcome.differences = differences(whole / "run", broken / "run", outcome.steps)
     return outcome
 
 
@@ -191,7 +191,7 @@ def _steps(save: Path) -> dict[int, float]:
     return losses(save) if (save / "metrics.jsonl").exists() else {}
 
 
-def _differences(whole: Path, broken: Path, steps: int) -> list[str]:
+def differences(whole: Path, broken: Path, steps: int) -> list[str]:
     """What is not equal, to the bit; a run that did not reach `steps` differs."""
     found = []
     if _numbers(whole) != _numbers(broken) or max(_steps(whole)) != steps:

@@ -14,7 +14,12 @@ import torch
 from megatron.checkpoints.reading import read_checkpoint
 from megatron.neox_arguments.run_keys import LoggingArgs
 from megatron.training.metrics import Sinks
-from megatron.training.progress_hooks import Profile, RecordMetrics, peak_flops
+from megatron.training.progress_hooks import (
+    Profile,
+    RecordMetrics,
+    kernel_suffix,
+    peak_flops,
+)
 from megatron.training.trainer import StepReport
 from tests.training.cases import write_data
 from tests.training.runs import run, run_config
@@ -127,3 +132,16 @@ def test_the_percentage_of_gradients_that_are_zero(layout: dict[str, Any], tmp_p
     assert shares.keys() == read_checkpoint(save).weights.keys()
     assert shares["0.position_embeddings.weight"] == pytest.approx(75, abs=0.5)
     assert all(share < 5 for name, share in shares.items() if "layernorm" in name)
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("sequential.1.embedding.2", "_shared2"),
+        ("sequential.5.positions", "_layer3"),
+        ("5.positions", "_layer3"),
+        ("sequential.1.embedding", ""),
+    ],
+)
+def test_a_kernel_is_recorded_by_its_place(name: str, suffix: str) -> None:
+    assert kernel_suffix(name) == suffix

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from kerple import load_pretrained
 from megatron.data import IndexedDatasetWriter
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
+from megatron.neox_arguments.yaml_files import read_layer
+from tests.conftest import REPOSITORY
 from tests.fixture_archives import unpacked
 from tests.processes import run_ranks
+from tests.training.cases import VOCABULARY, write_data
+from tests.training.runs import losses, run
 
 ZERO_3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
@@ -104,3 +112,37 @@ def test_a_first_rate_above_the_peak_is_warned_of(tmp_path: Path) -> None:
     (output,) = run_ranks(["train.py", str(path)])
     assert "warning: warmup = 0.1 of 1 steps is less than one step" in output
     assert "the first rate is 0.01, above lr = 0.001" in output
+
+
+def test_a_hugging_face_folder_trains_on_with_its_weights_and_tokenizer(tmp_path: Path) -> None:
+    folder, save = tmp_path / "llama", tmp_path / "run"
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 64}
+    rope = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"rope_theta": 500000.0, "original_max_position_embeddings": 32}
+    config = LlamaConfig(
+        **sizes, vocab_size=VOCABULARY, num_hidden_layers=2, num_key_value_heads=2,
+        intermediate_size=48, rms_norm_eps=1e-5, tie_word_embeddings=True, rope_parameters=rope,
+    )  # fmt: skip
+    theirs = LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(folder)
+    words = {"</s>": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
+    Tokenizer(WordLevel(words, "</s>")).save(str(folder / "tokenizer.json"))
+    example = read_layer(REPOSITORY / "configs" / "finetune_llama_shape.yml", KNOWN_KEYS).values
+    scaling = {**example["rope_scaling"], "factor": 2.0, "original_max_position": 32}
+    small = {
+        **example, **sizes, "num_layers": 2, "num_kv_heads": 2, "intermediate_size": 3 * 48,
+        "rope_scaling": scaling, "seq_length": 16, "load": str(folder), "save": str(save),
+        "precision": "fp32", "data_path": write_data(tmp_path), "train_iters": 2,
+        "train_batch_size": 2, "eval_iters": 1, "num_workers": 0, "zero_optimization": {"stage": 0},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-9}}, "min_lr": 0.0, "log_interval": 1,
+    }  # fmt: skip
+    output = run(small, tmp_path / "first")
+    assert f"weights from {folder} (hf); optimizer and step start anew" in output
+    assert list(losses(save)) == [1, 2]
+    trained = load_pretrained(save)
+    assert trained.config.tokenizer.vocab_file == str(folder / "tokenizer.json")
+    inputs = torch.arange(60)[None]
+    expected = theirs(inputs).logits.detach()
+    ours = trained(inputs)[..., :VOCABULARY].detach()
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+    assert "already finished" in run(small, tmp_path / "again")

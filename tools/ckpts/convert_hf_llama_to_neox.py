@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""GPT-NeoX's tool of this name: answers with the command to use."""
+"""GPT-NeoX's import of Llama, with its flags: tools/convert_checkpoint.py --to neox."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ from pathlib import Path
 from runpy import run_path
 
 if __name__ == "__main__":
-    run_path(str(Path(__file__).resolve().parents[1] / "_start.py"))["answer"]()
+    beside = Path(__file__).resolve().parents[1] / "_start.py"
+    run_path(str(beside))["start"]("convert_hf_llama_to_neox")

@@ -19,8 +19,8 @@ from megatron.atomic_files import read_json
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.reading import TOKENIZER, Checkpoint
 from megatron.errors import CheckpointError
+from megatron.model.outline import position_label
 from megatron.model.position_base import PositionalEmbedding
-from megatron.neox_arguments.catalogue import label_of
 from megatron.tokenizer import Tokenizer
 
 BYTE_LEVEL_MARK = "<|byte_level_eod|>"
@@ -78,7 +78,11 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     """The config keys that make our tokenizer from a Hugging Face folder's files."""
     file = folder / TOKENIZER
     if not file.is_file():
-        return {}
+        vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+        if not (vocabulary.is_file() and merges.is_file()):
+            return {}
+        names = {"vocab_file": str(vocabulary), "merge_file": str(merges)}
+        return {"tokenizer_type": "GPT2BPETokenizer", **names}
     if BYTE_LEVEL_MARK.encode() in file.read_bytes():
         return {"tokenizer_type": "CharLevelTokenizer"}
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str(file)}
@@ -95,6 +99,7 @@ OWN_KERNEL = "own_kernel.py"
 EXPORTED_MODULES = (
     "position_base",
     "positional_embeddings",
+    "content_positions",
     "rotary_and_input_positions",
     "layer_formulas",
 )
@@ -199,7 +204,7 @@ def model_card(
     root = checkpoint.files.root
     ours = isinstance(config, KerpleNeoXConfig)
     sections = [
-        _header(checkpoint, ours),
+        _header(checkpoint, config.model_type, ours),
         _usage(ours, tokenizer_problem),
         _facts(checkpoint),
         _evaluation(root, checkpoint.iteration),
@@ -208,13 +213,13 @@ def model_card(
     return "\n".join(section for section in sections if section)
 
 
-def _header(checkpoint: Checkpoint, ours: bool) -> str:
-    tags = ["kerple", "length-extrapolation"] if ours else ["gpt-neox"]
+def _header(checkpoint: Checkpoint, model_type: str, ours: bool) -> str:
+    tags = ["kerple", "length-extrapolation"] if ours else [model_type.replace("_", "-")]
     listed = "".join(f"- {tag}\n" for tag in tags)
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags:\n{listed}---\n\n"
-        f"# {label_of(checkpoint.args.model.pos_emb)} language model, "
+        f"# {position_label(checkpoint.args.model)} language model, "
         f"{checkpoint.num_parameters / 1e6:.1f}M parameters\n\n"
         f"A decoder-only language model trained with KERPLE-NeoX for {checkpoint.iteration} steps "
         f"at length {checkpoint.args.model.seq_length}.\n"
@@ -244,8 +249,9 @@ def _usage(ours: bool, tokenizer_problem: str | None) -> str:
 
 def _facts(checkpoint: Checkpoint) -> str:
     model = checkpoint.args.model
+    key = "pos_emb" if model.layer_pattern is None else "layer_pattern"
     rows = {
-        "positional embedding": f"{label_of(model.pos_emb)} (`pos_emb: {model.pos_emb}`)",
+        "positional embedding": f"{position_label(model)} (`{key}: {getattr(model, key)}`)",
         "layers": model.num_layers,
         "hidden size": model.hidden_size,
         "heads": model.num_attention_heads,

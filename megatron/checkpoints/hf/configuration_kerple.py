@@ -29,8 +29,10 @@ class KerpleNeoXConfig(PretrainedConfig):
     def __init__(self, vocab_size: int = 50304, **kwargs: Any) -> None:
         own = {"norm_eps": 1e-5, "iteration": 0, "use_cache": True}
         self.vocab_size = vocab_size
-        for key, default in (DEFAULTS | own).items():
-            setattr(self, key, kwargs.pop(key, default))
+        keys = {key: kwargs.pop(key, default) for key, default in (DEFAULTS | own).items()}
+        keys["head_dim"] = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
+        for key, value in keys.items():
+            setattr(self, key, value)
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         super().__init__(**{"tie_word_embeddings": False, **tokens, **kwargs})
 
@@ -48,7 +50,3 @@ class KerpleNeoXConfig(PretrainedConfig):
                     setattr(config, key, value)
             own.append(config)
         return [own[place] for place in places]
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads

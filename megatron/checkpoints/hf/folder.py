@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
-from transformers import GenerationConfig, GPTNeoXConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig
 
+from megatron.checkpoints.hf.architectures import ARCHITECTURES
 from megatron.checkpoints.hf.companions import (
     EXPORTED_MODULES,
     OWN_KERNEL,
@@ -23,8 +23,15 @@ from megatron.checkpoints.hf.companions import (
     write_tokenizer,
 )
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.checkpoints.hf.hf_config import args_from_hf, from_hf_names, hf_config, to_hf_names
+from megatron.checkpoints.hf.hf_config import architecture_of, args_from_hf, hf_config
 from megatron.checkpoints.hf.keys_kerple import written_out
+from megatron.checkpoints.hf.safetensors_files import (
+    SHARD_BYTES,
+    read_safetensors,
+    write_safetensors,
+)
+from megatron.checkpoints.hf.weight_names import WeightNames
+from megatron.checkpoints.lazy_weights import LazyWeights, outlines
 from megatron.checkpoints.reading import TOKENIZER, Checkpoint, CheckpointFiles
 from megatron.checkpoints.safe_files import load_mapping, read_object
 from megatron.checkpoints.saved_config import tokenizer_of
@@ -53,26 +60,36 @@ def write_hf(
     *,
     dtype: torch.dtype | None = None,
     with_kernel_source: bool = False,
+    architecture: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Everything that `AutoModelForCausalLM.from_pretrained(folder)` needs.
 
-    A user-defined `pos_emb` is included as source, if `with_kernel_source` allows it.
+    The class is transformers' own where one computes the model (`architecture` names one, if
+    several do), else KerpleNeoXForCausalLM with its code. A user-defined `pos_emb` is
+    included as source, if `with_kernel_source` allows it.
     """
     tokenizer, problem = _tokenizer(checkpoint)
     spec = checkpoint.spec
     eos = tokenizer.eod if tokenizer is not None else None
     own_kernel = with_kernel_source and canonical_name(spec.pos_emb) not in METHODS
-    config = hf_config(spec, iteration=checkpoint.iteration, eos=eos, own_kernel=own_kernel)
+    theirs = architecture_of(spec, architecture)
+    config = hf_config(
+        spec,
+        iteration=checkpoint.iteration,
+        eos=eos,
+        own_kernel=own_kernel,
+        architecture=theirs,
+    )
     if tokenizer is not None:
         problem = write_tokenizer(tokenizer, folder)
     if problem:
         warnings.warn(f"the export has no tokenizer: {problem}", stacklevel=2)
     ours = isinstance(config, KerpleNeoXConfig)
-    weights = to_hf_names(cast_weights(checkpoint, dtype), spec, config.model_type)
-    save_torch_state_dict(weights, folder, metadata={"format": "pt"})
-    _write_config(config, folder, weights["gpt_neox.embed_in.weight"].dtype)
-    for path in folder.glob("*.safetensors"):  # safetensors writes them with mode 0600
-        path.chmod((folder / "config.json").stat().st_mode)
+    names, weights = WeightNames.of(spec, theirs), cast_weights(checkpoint, dtype)
+    shapes = dict(names.all_parts(outlines(weights).items()))
+    write_safetensors(folder, shapes, names.all_parts(weights.items()), shard_bytes)
+    _write_config(config, folder, outlines(weights)[EMBEDDING].dtype)
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
     if ours:
         _write_code(folder)
@@ -120,7 +137,9 @@ def _tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str | None]:
 def _write_config(config: PretrainedConfig, folder: Path, dtype: torch.dtype) -> None:
     ours = isinstance(config, KerpleNeoXConfig)
     values: dict[str, Any] = config.to_dict()
-    values["architectures"] = ["KerpleNeoXForCausalLM" if ours else "GPTNeoXForCausalLM"]
+    values["architectures"] = [
+        "KerpleNeoXForCausalLM" if ours else ARCHITECTURES[config.model_type].causal_lm
+    ]
     values["dtype"] = str(dtype).removeprefix("torch.")
     if ours:
         values["auto_map"] = _AUTO_MAP
@@ -130,17 +149,25 @@ def _write_config(config: PretrainedConfig, folder: Path, dtype: torch.dtype) ->
 
 # A Hugging Face folder as a checkpoint.
 
-_CONFIGS: dict[str, Any] = {"kerple_neox": KerpleNeoXConfig, "gpt_neox": GPTNeoXConfig}
-
 
 def read_hf_checkpoint(files: CheckpointFiles) -> Checkpoint:
     """Weights and config of a folder written by our converter or by `save_pretrained`."""
     folder = files.directory
     config, args = _read_config(folder)
     args = args.replace(**tokenizer_settings(folder))
-    weights = from_hf_names(_read_weights(files), ModelSpec.from_args(args, 1))
+    theirs = _read_weights(files)
+    names = WeightNames.of(ModelSpec.from_args(args, 1), ARCHITECTURES.get(config.model_type))
+    try:
+        found = names.to_ours(theirs)
+        shapes = outlines(theirs)
+        weights = LazyWeights(
+            {name: names.whole(name, [shapes[p] for p in parts]) for name, parts in found.items()},
+            lambda name: names.whole(name, [theirs[part] for part in found[name]]),
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
     if EMBEDDING not in weights:
-        raise CheckpointError(f"{folder}: holds no gpt_neox.embed_in.weight")
+        raise CheckpointError(f"{folder}: holds no {names.to_theirs(EMBEDDING)[1][0]}")
     iteration = getattr(config, "iteration", 0)
     return Checkpoint(weights, args, files, "hf", iteration if isinstance(iteration, int) else 0)
 
@@ -149,12 +176,13 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
     """config.json as transformers reads it, and as ours."""
     file = folder / "config.json"
     values = read_object(file)
-    cls = _CONFIGS.get(str(values.get("model_type")))
-    if cls is None:
+    kind, ours = str(values.get("model_type")), KerpleNeoXConfig.model_type
+    if kind != ours and kind not in ARCHITECTURES:
         raise CheckpointError(
             f"{file}: model_type {values.get('model_type')!r:.80} is not one that can be "
-            f"converted; there are {', '.join(_CONFIGS)}"
+            f"converted; there are {', '.join([ours, *ARCHITECTURES])}"
         )
+    cls: Any = KerpleNeoXConfig if kind == ours else CONFIG_MAPPING[kind]
     try:
         config = cls.from_dict(values)
         return config, args_from_hf(config, folder)
@@ -167,7 +195,7 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
         ) from error
 
 
-def _read_weights(files: CheckpointFiles) -> dict[str, Tensor]:
+def _read_weights(files: CheckpointFiles) -> Mapping[str, Tensor]:
     folder, found = files.directory, files.hf_weights
     if not found:
         raise CheckpointError(f"{folder}: holds neither *.safetensors nor pytorch_model*.bin")
@@ -176,12 +204,6 @@ def _read_weights(files: CheckpointFiles) -> dict[str, Tensor]:
         named = {str(name) for name in table.values()} if isinstance(table, dict) else set()
         if missing := sorted(named - {path.name for path in found}):
             raise CheckpointError(f"{folder}: incomplete, missing {', '.join(missing)}")
-    weights: dict[str, Tensor] = {}
-    for path in found:
-        try:
-            weights |= load_mapping(path) if path.suffix == ".bin" else load_safetensors(path)
-        except CheckpointError:
-            raise
-        except Exception as error:  # SafetensorError, and what torch says of forged shapes
-            raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from error
-    return weights
+    if found[0].suffix == ".safetensors":
+        return read_safetensors(found)
+    return {name: tensor for path in found for name, tensor in load_mapping(path).items()}

@@ -1,75 +1,100 @@
-"""A model's config, and the names of its weights, in Hugging Face's form and back."""
+"""A model's config in Hugging Face's form and back, by the tables of `architectures.py`."""
 
 from __future__ import annotations
 
-import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from transformers import GPTNeoXConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.activations import ACT2FN
 
+from megatron.checkpoints.hf.architectures import ARCHITECTURES, Architecture
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
-from megatron.errors import CheckpointError
+from megatron.checkpoints.saved_config import differences
+from megatron.errors import CheckpointError, KerpleError
 from megatron.model import ModelSpec
 from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
-from megatron.model.layer_list import FIRST_LAYER, Layer, LayerFactory
 from megatron.model.position_names import canonical_name
-from megatron.neox_arguments import NeoXArgs
+from megatron.model.rotary_and_input_positions import SCALINGS
+from megatron.neox_arguments import FACTS, NeoXArgs
 from megatron.neox_arguments.catalogue import METHODS
-from megatron.neox_arguments.model_keys import ModelArgs, hugging_face_keys, intermediate_size_for
+from megatron.neox_arguments.model_keys import (
+    ModelArgs,
+    RopeScaling,
+    hugging_face_keys,
+    intermediate_size_for,
+)
 
-_GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_tanh")
-
-
-# Keys that transformers' GPTNeoXConfig has; any other key must have its default.
-_SAME_NAME = {
-    "num_layers", "hidden_size", "num_attention_heads", "intermediate_size",
-    "max_position_embeddings", "gpt_j_residual", "use_bias_in_attn_linear", "hidden_dropout",
-    "attention_dropout", "init_method_std",
-}  # fmt: skip
-_CONVERTED = {"seq_length", "pos_emb", "rotary_pct", "rotary_emb_base", "activation"}
-# Keys that rotary models do not read.
-_UNUSED_BY_ROTARY = {
-    "rpe_num_buckets", "rpe_max_distance", "kerple_constraint", "kerple_bias_scale",
-    "kerple_share", "kerple_legacy_bf16",
-}  # fmt: skip
+# Which class an export has.
 
 
-def is_plain_gpt_neox(spec: ModelSpec) -> bool:
-    """Whether transformers' own GPTNeoXForCausalLM computes exactly this model."""
-    free = _SAME_NAME | _CONVERTED | _UNUSED_BY_ROTARY
-    shaping = {key.key for key in hugging_face_keys()} - free
-    return (
-        canonical_name(spec.pos_emb) == "rotary"
-        and spec.activation_name in ("gelu", "gelu_tanh", "relu")
-        and all(getattr(spec, key) == ModelArgs.model_fields[key].default for key in shaping)
-    )
+def architecture_of(spec: ModelSpec, wanted: str | None = None) -> Architecture | None:
+    """The first architecture of transformers that computes exactly this model; None: only ours.
+
+    An architecture fits if reading what it would write gives the same model.
+    """
+    if wanted and wanted not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"architecture {wanted!r:.80} is not known; there are {known}")
+    others = [ARCHITECTURES[wanted]] if wanted else list(ARCHITECTURES.values())
+    found = next((each for each in others if not _misfits(each, spec)), None)
+    if wanted and found is None:
+        raise CheckpointError(
+            f"architecture {wanted}: transformers' {ARCHITECTURES[wanted].causal_lm} does not "
+            f"compute this model: {'; '.join(_misfits(ARCHITECTURES[wanted], spec))}. Leave the "
+            "architecture out to export the class that does."
+        )
+    return found
+
+
+def _misfits(architecture: Architecture, spec: ModelSpec) -> list[str]:
+    """The keys in which the model is not one of this architecture, with their values."""
+    try:
+        config = CONFIG_MAPPING[architecture.model_type](**_written(architecture, spec))
+        read = args_from_hf(config, Path("config.json"))
+    except (KerpleError, ValueError) as error:
+        return [" ".join(str(error).split())]
+    theirs, mine = _with_original_length(read.model), _with_original_length(spec)
+    found = differences(theirs, mine, lambda key: _shapes(key, spec))
+    return [f"{key} is {b!r:.60} and not {a!r:.60}" for key, (a, b) in found.items()]
+
+
+def _shapes(key: str, spec: ModelSpec) -> bool:
+    """Whether a key changes what a model without tables over distance computes."""
+    unread = {"seq_length", "scale_tables_by_layer", "apply_query_key_layer_scaling"}
+    if not spec.gpt_j_residual:
+        unread.add("gpt_j_tied")
+    if spec.norm != "layernorm":
+        unread.add("use_bias_in_norms")
+    if canonical_name(spec.pos_emb) != "rotary":
+        unread |= {"rotary_pct", "rotary_emb_base", "rope_scaling"}
+    of_tables = key.startswith(("kerple_", "rpe_"))
+    return FACTS[key].get("changes") == "model" and key not in unread and not of_tables
+
+
+def _with_original_length(model: ModelArgs) -> dict[str, Any]:
+    values = model.model_dump(exclude_none=True)
+    if scaling := values.get("rope_scaling"):
+        scaling.setdefault("original_max_position", model.position_rows)
+    return values
 
 
 def hf_config(
-    spec: ModelSpec, *, iteration: int, eos: int | None, own_kernel: bool
+    spec: ModelSpec,
+    *,
+    iteration: int,
+    eos: int | None,
+    own_kernel: bool,
+    architecture: Architecture | None,
 ) -> PretrainedConfig:
-    """GPTNeoXConfig where that is the same model, else KerpleNeoXConfig."""
-    keys = hugging_face_keys()
-    values = {key.name: getattr(spec, key.key) for key in keys}
-    common = {key.name: values[key.name] for key in keys if key.key in _SAME_NAME} | {
-        "vocab_size": spec.padded_vocab_size,
-        "intermediate_size": spec.ffn_size,
-        "tie_word_embeddings": not spec.no_weight_tying,
-        "bos_token_id": eos,
-        "eos_token_id": eos,
-    }
-    act = spec.activation_name
-    if is_plain_gpt_neox(spec):
-        common |= {
-            "hidden_act": "gelu_pytorch_tanh" if act == "gelu_tanh" else act,
-            "layer_norm_eps": spec.layernorm_epsilon,
-            "rotary_pct": spec.rotary_pct,
-            "rotary_emb_base": spec.rotary_emb_base,
-        }
-        return GPTNeoXConfig(**common)
+    """The config of that architecture; of KerpleNeoXConfig without one."""
+    common = {"vocab_size": spec.padded_vocab_size, "bos_token_id": eos, "eos_token_id": eos}
+    if architecture is not None:
+        values = _written(architecture, spec) | common
+        config: PretrainedConfig = CONFIG_MAPPING[architecture.model_type](**values)
+        return config
     pos_emb = canonical_name(spec.pos_emb)
     if pos_emb not in METHODS and not own_kernel:
         raise CheckpointError(
@@ -77,12 +102,16 @@ def hf_config(
             "If its users may read and run the source: --with-kernel-source (in Python "
             "write_hf(..., with_kernel_source=True))."
         )
+    _check_exported(pos_emb)
     scaling, heat = spec.rope_scaling, spec.attention_temperature
+    values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
     values |= common | {
         "pos_emb": pos_emb,
         "layer_pattern": _exported_pattern(spec),
         "attention_temperature": heat.model_dump() if heat else None,
-        "hidden_act": act,
+        "hidden_act": spec.activation_name,
+        "intermediate_size": spec.ffn_size,
+        "tie_word_embeddings": not spec.no_weight_tying,
         "attention_window": spec.attention_window,
         "norm_eps": getattr(spec, NORM_EPSILONS[spec.norm]),
         "apply_query_key_layer_scaling": _scales_tables(spec),
@@ -90,6 +119,14 @@ def hf_config(
         "iteration": iteration,
     }
     return KerpleNeoXConfig(**values)
+
+
+def _check_exported(pos_emb: str) -> None:
+    if pos_emb in METHODS and not METHODS[pos_emb].in_hf:
+        raise CheckpointError(
+            f"pos_emb: {pos_emb} is not in the code of a Hugging Face export; convert to native, "
+            "which kerple.load_pretrained reads."
+        )
 
 
 def _exported_pattern(spec: ModelSpec) -> list[dict[str, Any]] | None:
@@ -102,6 +139,7 @@ def _exported_pattern(spec: ModelSpec) -> list[dict[str, Any]] | None:
                 f"layer_pattern with pos_emb: {name!r:.80}, a class of your own: the export of a "
                 "pattern holds no source of yours. Convert to native."
             )
+        _check_exported(name)
         pattern.append({**entry, "pos_emb": name} if "pos_emb" in entry else entry)
     return pattern or None
 
@@ -119,105 +157,188 @@ def _scales_tables(spec: ModelSpec) -> bool:
 
 
 def args_from_hf(config: PretrainedConfig, source: Path) -> NeoXArgs:
-    """The NeoX config of a Hugging Face folder of ours, or of a GPT-NeoX one."""
-    ours = isinstance(config, KerpleNeoXConfig)
-    values = {
-        key.key: getattr(config, key.name)
-        for key in hugging_face_keys()
-        if ours or key.key in _SAME_NAME
-    }
-    values |= _from_kerple(config) if ours else _from_gpt_neox(config, source)
-    values |= {
-        **_activation(config.hidden_act, source),
-        "no_weight_tying": not config.tie_word_embeddings,
-        "train_micro_batch_size_per_gpu": 1,
-    }
+    """The NeoX config of a Hugging Face folder of ours, or of one of the architectures."""
+    if isinstance(config, KerpleNeoXConfig):
+        values = {key.key: getattr(config, key.name) for key in hugging_face_keys()}
+        values |= _from_kerple(config)
+    else:
+        values = _read(ARCHITECTURES[config.model_type], config, source)
+    values["no_weight_tying"] = not config.tie_word_embeddings
     width = values.pop("intermediate_size")
-    args = NeoXArgs.from_dict(values)
-    if args.model.ffn_size == width:
+    args = NeoXArgs.from_dict({**values, "train_micro_batch_size_per_gpu": 1})
+    if args.model.ffn_size == width:  # what null means
         return args
     return args.replace(intermediate_size=intermediate_size_for(width, args.model.activation))
 
 
-def _activation(name: str, source: Path) -> dict[str, Any]:
-    if name in _GELU_TANH:
-        return {"activation": "gelu", "bias_gelu_fusion": True}
-    if name not in ACTIVATIONS and name not in GATED:
-        raise CheckpointError(f"{source / 'config.json'}: hidden_act {name!r} is not known here")
-    return {"activation": name}
-
-
 def _from_kerple(config: Any) -> dict[str, Any]:
     window: int | None = config.attention_window
-    return {
+    gated = config.hidden_act in GATED
+    act = {"activation": config.hidden_act} if gated else _plain(config.hidden_act)
+    return act | {
         "sliding_window_width": None if window is None else window - 1,
         NORM_EPSILONS[config.norm]: config.norm_eps,
     }
 
 
-def _from_gpt_neox(config: Any, source: Path) -> dict[str, Any]:
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind != "default":
+# One architecture's config, from ours and to ours.
+
+
+def _written(architecture: Architecture, spec: ModelSpec) -> dict[str, Any]:
+    """The values of transformers' config; what our model has besides is not looked at."""
+    values = {theirs: getattr(spec, ours) for ours, theirs in architecture.keys.items()}
+    values |= {theirs: getattr(spec, ours) for theirs, ours in architecture.copies.items()}
+    for key, value in (("num_key_value_heads", spec.kv_heads), ("head_dim", spec.head_dim)):
+        if key in values:
+            values[key] = value
+    values["tie_word_embeddings"] = not spec.no_weight_tying
+    values[architecture.width] = spec.ffn_size
+    values[architecture.activation] = _their_activation(spec, gated=_is_gated(architecture))
+    if architecture.rotary != "none":
+        values["rope_parameters"] = _their_rope(spec, architecture)
+    if architecture.window != "none":
+        values["sliding_window"] = spec.attention_window
+    if architecture.window == "layer_types":
+        window = spec.attention_window
+        kind = "full_attention" if window is None else "sliding_attention"
+        values |= {
+            "use_sliding_window": window is not None,
+            "layer_types": [kind] * spec.num_layers,
+        }
+    return values
+
+
+def _read(architecture: Architecture, config: Any, source: Path) -> dict[str, Any]:
+    """Our keys of transformers' config."""
+    for key, value in architecture.required.items():
+        if getattr(config, key, value) != value:
+            raise CheckpointError(f"{key} = {getattr(config, key)!r}: only {value} is converted")
+    values = dict(architecture.implied)
+    values |= {ours: getattr(config, key, None) for ours, key in architecture.keys.items()}
+    for key, ours in architecture.copies.items():
+        if getattr(config, key, values[ours]) != values[ours]:
+            warnings.warn(
+                f"{source}: {key} = {getattr(config, key)} is read as {ours} = {values[ours]}",
+                stacklevel=2,
+            )
+    name, gated = getattr(config, architecture.activation), _is_gated(architecture)
+    values |= _gated(name) if gated else _plain(name)
+    width = getattr(config, architecture.width)
+    values["intermediate_size"] = width or 4 * values["hidden_size"]
+    values["seq_length"] = values["max_position_embeddings"]
+    if architecture.rotary != "none":
+        values |= _our_rope(config, architecture)
+    window = _our_window(config, architecture)
+    values["sliding_window_width"] = None if window is None else window - 1
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _is_gated(architecture: Architecture) -> bool:
+    return architecture.layer.get("mlp.dense_h_to_4h.") is not None and (
+        architecture.layer["mlp.dense_h_to_4h."].layout == "stacked"
+    )
+
+
+_GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_tanh")
+_GATES = {
+    "silu": "swiglu", "gelu": "geglu", "relu": "reglu", "sigmoid": "glu", "linear": "bilinear"
+}  # fmt: skip
+"""Their name of a gate's function -> our activation."""
+
+
+def _plain(name: str) -> dict[str, Any]:
+    if name in _GELU_TANH:
+        return {"activation": "gelu", "bias_gelu_fusion": True}
+    if name not in ACTIVATIONS:
+        known = ", ".join([*ACTIVATIONS, *_GELU_TANH])
+        raise CheckpointError(f"hidden_act {name!r:.80} is not known here; there are {known}")
+    return {"activation": name}
+
+
+def _gated(name: str) -> dict[str, Any]:
+    name = "silu" if name == "swish" else name
+    if name not in _GATES:
         raise CheckpointError(
-            f"{source / 'config.json'}: rope_type {kind!r} is not converted; only plain rotary is"
+            f"hidden_act {name!r:.80} of a gated MLP is not known here; there are "
+            f"{', '.join(_GATES)}"
         )
-    share = rope.get("partial_rotary_factor", getattr(config, "rotary_pct", 0.25))
-    base = rope.get("rope_theta", getattr(config, "rotary_emb_base", 10000))
-    return {
-        "seq_length": config.max_position_embeddings,
-        "pos_emb": "rotary",
-        "rotary_pct": share,
-        "rotary_emb_base": base,
-        "layernorm_epsilon": config.layer_norm_eps,
+    return {"activation": _GATES[name]}
+
+
+def _their_activation(spec: ModelSpec, *, gated: bool) -> str:
+    name = spec.activation_name
+    names = {ours: theirs for theirs, ours in _GATES.items()}
+    if not gated:
+        names = {each: each for each in ACTIVATIONS if each in ACT2FN}
+        names["gelu_tanh"] = _GELU_TANH[0]
+    if name not in names:
+        raise CheckpointError(f"activation = {name} is not one of {', '.join(names)}")
+    return names[name]
+
+
+_ROPE_NAMES = {"type": "rope_type", "original_max_position": "original_max_position_embeddings"}
+_WITH_ORIGINAL = ("yarn", "longrope", "llama3")  # the others take max_position_embeddings
+
+
+def _their_rope(spec: ModelSpec, architecture: Architecture) -> dict[str, Any]:
+    given = spec.rope_scaling.model_dump(exclude_none=True) if spec.rope_scaling else {}
+    rope = {_ROPE_NAMES.get(key, key): value for key, value in given.items()}
+    rope = {"rope_type": "default", "rope_theta": float(spec.rotary_emb_base), **rope}
+    kind = rope["rope_type"]
+    if kind == "ntk":
+        raise CheckpointError("rope_scaling type ntk: transformers has no such rope_type")
+    if kind in _WITH_ORIGINAL:
+        rope.setdefault("original_max_position_embeddings", spec.position_rows)
+    if architecture.rotary == "part" or kind == "proportional":
+        rope["partial_rotary_factor"] = spec.rotary_pct
+    return rope
+
+
+def _our_rope(config: Any, architecture: Architecture) -> dict[str, Any]:
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise CheckpointError("rope_parameters by layer type are not converted; one for all is")
+    kind = rope.get("rope_type", "default")
+    share: Any = rope.get("partial_rotary_factor")
+    if share is None:
+        share = getattr(config, "rotary_pct", 1.0)
+    if architecture.rotary == "whole" and share != 1 and kind != "proportional":
+        raise CheckpointError(f"partial_rotary_factor = {share}: {config.model_type} has only 1.0")
+    base: Any = rope.get("rope_theta") or getattr(config, "rotary_emb_base", 10000)
+    values = {"rotary_pct": float(share), "rotary_emb_base": float(base)}
+    if kind == "default":
+        return values
+    if kind not in SCALINGS or kind == "ntk":
+        known = ", ".join(["default", *(name for name in SCALINGS if name != "ntk")])
+        raise CheckpointError(f"rope_type {kind!r:.80} is not converted; there are {known}")
+    back = {theirs: ours for ours, theirs in _ROPE_NAMES.items()}
+    given = {
+        back.get(key, key): value
+        for key, value in rope.items()
+        if value is not None and key not in ("type", "rope_theta", "partial_rotary_factor")
     }
+    if kind not in _WITH_ORIGINAL:
+        given.pop("original_max_position", None)
+    if unknown := sorted(set(given) - set(RopeScaling.model_fields)):
+        raise CheckpointError(
+            f"rope_parameters: {unknown[0]} = {given[unknown[0]]!r:.60} is not converted; there "
+            f"are {', '.join(RopeScaling.model_fields)}"
+        )
+    return {**values, "rope_scaling": given}
 
 
-# Names of weights in Hugging Face files: each layer states those of its own (`hf_names`).
-
-_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$")
-HEADS = {"kerple_neox": "lm_head.weight", "gpt_neox": "embed_out.weight"}
-"""Name of the head's weight by model type."""
-
-
-def _prefixes(spec: ModelSpec, head: str) -> dict[str, str]:
-    """Our prefix of a layer's names -> the prefix in a Hugging Face file."""
-    return {
-        f"{index}.{ours}": theirs.format(number=index - FIRST_LAYER, head=head)
-        for index, layer in enumerate(LayerFactory(spec).layers())
-        if isinstance(layer, Layer)
-        for ours, theirs in layer.hf_names.items()
-    }
-
-
-def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """A name whose prefix is one of these, with the other one; any other name as it is."""
-    for prefix, other in prefixes.items():
-        if name.startswith(prefix):
-            return other + name[len(prefix) :]
-    return name
-
-
-def to_hf_names(
-    weights: Mapping[str, Tensor], spec: ModelSpec, model_type: str
-) -> dict[str, Tensor]:
-    """Canonical names to Hugging Face's."""
-    prefixes = _prefixes(spec, HEADS[model_type])
-    return {_renamed(name, prefixes): tensor for name, tensor in weights.items()}
-
-
-def from_hf_names(weights: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """Hugging Face's names to canonical ones; buffers and a tied head are left out.
-
-    A name that is not known is kept under an index of no layer, to be listed among the misfits.
-    """
-    prefixes = {
-        theirs: ours for head in HEADS.values() for ours, theirs in _prefixes(spec, head).items()
-    }
-    prefixes[""] = f"{spec.num_layers + 5}."
-    tied = not spec.no_weight_tying
-    return {
-        _renamed(name, prefixes): tensor
-        for name, tensor in weights.items()
-        if not _BUFFERS.search(name) and not (tied and name in HEADS.values())
-    }
+def _our_window(config: Any, architecture: Architecture) -> int | None:
+    """How many keys a query sees, its own included."""
+    if architecture.window == "none":
+        return None
+    if architecture.window == "layer_types":
+        kinds = sorted(set(config.layer_types))
+        if kinds == ["full_attention"]:
+            return None
+        if kinds != ["sliding_attention"]:
+            raise CheckpointError(
+                f"layer_types mix {' and '.join(kinds)} (max_window_layers = "
+                f"{config.max_window_layers}): one window for all layers is converted, or none"
+            )
+    window: int | None = config.sliding_window
+    return window

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.layer_formulas import (
     GATED,
     PER_HEAD,
@@ -29,6 +30,8 @@ from megatron.model.layer_formulas import (
     gate_sums,
     kernel_groups,
     log_gates,
+    norm_sizes,
+    normed_heads,
     pattern_places,
     per_head_starts,
     sharpened,
@@ -53,7 +56,7 @@ from .scores_kerple import (
     attend,
     attend_in_blocks,
     cache_capacity,
-    decay,
+    content_bias,
     fits_at_once,
     scaled_rows,
     split_gates_from_keys,
@@ -80,6 +83,12 @@ def make_tables(config: KerpleNeoXConfig, layer: int | None) -> TableEmbedding:
     return tables
 
 
+def make_terms(config: KerpleNeoXConfig, layer: int) -> LayerTerms | None:
+    """What a layer computes from its input about its scores; None for most methods."""
+    terms = POSITIONAL_EMBEDDINGS[config.pos_emb].layer_terms
+    return None if terms is None else terms(PositionOptions(config, layer=layer))
+
+
 class Attention(nn.Module):
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
@@ -92,12 +101,19 @@ class Attention(nn.Module):
         size, bias = config.hidden_size, config.attention_bias
         heads = config.num_attention_heads
         self.groups = heads // (config.num_key_value_heads or heads)
-        self.query_key_value = nn.Linear(size, size + 2 * size // self.groups, bias=bias)
-        self.dense = nn.Linear(size, size, bias=bias)
+        width = heads * config.head_dim
+        self.query_key_value = nn.Linear(
+            size, width + 2 * width // self.groups, bias=bias or config.add_qkv_bias
+        )
+        self.dense = nn.Linear(width, size, bias=bias)
+        sizes = norm_sizes(config)
+        self.q_norm = None if sizes is None else RMSNorm(sizes[0], config.norm_eps)
+        self.k_norm = None if sizes is None else RMSNorm(sizes[1], config.norm_eps)
         self.qk_layernorm: nn.Module | None = None
         if config.use_qk_layernorm:
             self.qk_layernorm = make_norm(config, (heads, config.head_dim))
         self.forget_gate = nn.Linear(size, heads) if layer_config.forget_gate else None
+        self.terms = make_terms(layer_config, layer_idx)
         for name, start in per_head_starts(layer_config).items():
             number = None if start is None else nn.Parameter(torch.full((heads,), start))
             self.register_parameter(name, number)
@@ -115,6 +131,8 @@ class Attention(nn.Module):
             if self.groups > 1:  # the norm has a weight for each query head
                 k, v = (part.repeat_interleave(self.groups, dim=2) for part in (k, v))
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normed_heads(self.q_norm, q), normed_heads(self.k_norm, k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def cached(
@@ -137,13 +155,18 @@ class Attention(nn.Module):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.softmax_scale is not None:
             q = sharpened(q, self.softmax_scale, scores.keys_seen())
-        row_scale = None
+        terms = ScoreTerms()
+        if self.terms is not None:
+            terms = self.terms(x, scores.keys, scores.keys_seen())
+        gates, row_scale = terms.log_gates, terms.row_scale
         if self.layer_config.attention_temperature is not None:
-            row_scale = temperatures(
-                scores.positions + 1, **self.layer_config.attention_temperature
-            )
+            heat = temperatures(scores.positions + 1, **self.layer_config.attention_temperature)
+            row_scale = heat if row_scale is None else heat * row_scale
+        if row_scale is not None:
             q = (q * row_scale[..., None]).to(q.dtype)
-        gates = None if self.forget_gate is None else log_gates(self.forget_gate(x))
+        if self.forget_gate is not None:
+            forgotten = log_gates(self.forget_gate(x))
+            gates = forgotten if gates is None else gates + forgotten
         if past_key_values is not None:
             k, v, gates = self.cached(k, v, gates, past_key_values, scores.q_index)
         sums = None if gates is None else gate_sums(gates)
@@ -152,14 +175,14 @@ class Attention(nn.Module):
         eager = output_attentions or self.config._attn_implementation == "eager"
         dropout = self.config.attention_dropout if self.training else 0.0
         run = partial(attend, dropout=dropout, eager=eager, sinks=self.sinks)
+        added = partial(content_bias, scores, sums, *terms[:2])
         if bias is not None:
-            if sums is not None:
-                bias = bias + decay(sums, scores.q_index)
-            bias = scaled_rows(bias, row_scale, 0, None)
+            more = added()
+            bias = scaled_rows(bias if more is None else bias + more, row_scale, 0, None)
             out, probabilities = run(q, k, v, bias, weight)
         else:
             out, probabilities = attend_in_blocks(
-                run, q, k, v, scores, sums, row_scale, output_attentions
+                run, q, k, v, scores, added, row_scale, output_attentions
             )
         return self.dense(out.transpose(1, 2).flatten(2)), probabilities
 
@@ -182,7 +205,9 @@ class Layer(GradientCheckpointingLayer):
         self, config: KerpleNeoXConfig, layer_idx: int, layer_config: KerpleNeoXConfig
     ) -> None:
         super().__init__()
-        self.input_layernorm = make_norm(config)
+        of_output = config.norm_placement == "output"
+        self.input_layernorm = None if of_output else make_norm(config)
+        self.post_feedforward_layernorm = make_norm(config) if of_output else None
         self.attention = Attention(config, layer_idx, layer_config)
         shared = config.use_parallel_residual and config.share_parallel_norm
         self.post_attention_layernorm = None if shared else make_norm(config)
@@ -202,14 +227,17 @@ class Layer(GradientCheckpointingLayer):
             scaled = None if own[0] is None else self.table_factor * own[0]
             scores = scores.replaced(tables=(scaled, own[1]))
             bias, weight = scores.dense() if fits_at_once(x, scores) else (None, None)
-        normed = self.input_layernorm(x)
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
         attended, probabilities = self.attention(
             normed, bias, weight, cos, sin, scores, past_key_values, output_attentions
         )
+        norm, last = self.post_attention_layernorm, self.post_feedforward_layernorm
+        if norm is not None and last is not None:  # norms of outputs
+            x = x + F.dropout(norm(attended), self.dropout, self.training)
+            return x + F.dropout(last(self.mlp(x)), self.dropout, self.training), probabilities
         attended = F.dropout(attended, self.dropout, self.training)
         if not self.parallel:
             x = x + attended
-        norm = self.post_attention_layernorm
         out = self.mlp(normed if norm is None else norm(x))
         out = x + F.dropout(out, self.dropout, self.training)
         return (out + attended if self.parallel else out), probabilities
@@ -222,7 +250,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embed_in"
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["positions", *PER_HEAD]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["positions", "distance_features", "row_scale", *PER_HEAD]  # noqa: RUF012
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -231,7 +259,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.scale)
         elif isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
-        elif isinstance(module, TableEmbedding):
+        elif isinstance(module, TableEmbedding | LayerTerms):
             _start(module, module.initial_values())
         elif isinstance(module, Attention):
             starts = per_head_starts(module.layer_config).items()
@@ -346,7 +374,7 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
     ) -> tuple[Tensor | None, Tensor | None]:
         if rotary is None:
             return None, None
-        cos, sin = cos_and_sin(position_ids, rotary.frequencies, rotary.attention_factor)
+        cos, sin = cos_and_sin(position_ids, *rotary.frequencies(position_ids))
         return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def _with_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
@@ -366,7 +394,12 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self, x: Tensor, past: int | Tensor, cache: Any, mask: Tensor | None, positions: Tensor
     ) -> Scores:
         keys = cache_capacity(cache) or int(past) + x.shape[1]
-        by_head = any(own.forget_gate or own.attention_sinks for own in self._own)
+        by_head = any(
+            own.forget_gate
+            or own.attention_sinks
+            or POSITIONAL_EMBEDDINGS[own.pos_emb].layer_terms is not None
+            for own in self._own
+        )
         heads = self.config.num_attention_heads if by_head else 1
         return Scores(
             (None, None), past, x.shape[1], keys, None, allowed_keys(mask, keys), x.device, heads,

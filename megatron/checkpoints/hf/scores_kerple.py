@@ -80,8 +80,31 @@ def decay(sums: Tensor, q_index: Tensor, start: int = 0, stop: int | None = None
     return (own[..., None] - sums[:, :, None]).float()
 
 
+def features_by_distance(
+    features: Tensor, table: Tensor, scores: Scores, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """Features of some queries [B, H, Q, R] times those of distances [1, R, E]: [B, H, Q, K]."""
+    by_distance = features[:, :, start:stop].float() @ table.float()
+    distance = scores.q_index[start:stop, None] - scores.k_index
+    index = distance.clamp(0, table.shape[-1] - 1).expand(*by_distance.shape[:2], -1, -1)
+    near = (distance >= 0) & (distance < table.shape[-1])
+    return by_distance.gather(-1, index).masked_fill(~near, 0.0)
+
+
+def content_bias(
+    scores: Scores, sums: Tensor | None, features: Tensor | None, table: Tensor | None,
+    start: int = 0, stop: int | None = None,
+) -> Tensor | None:  # fmt: skip
+    """What gates and features of queries add to the scores of some queries; None if nothing."""
+    bias = None if sums is None else decay(sums, scores.q_index, start, stop)
+    if features is None or table is None:
+        return bias
+    more = features_by_distance(features, table, scores, start, stop)
+    return more if bias is None else bias + more
+
+
 def scaled_rows(bias: Tensor, row_scale: Tensor | None, start: int, stop: int | None) -> Tensor:
-    """A bias times the factor [B or 1, 1, Q] of some queries; what is masked stays as low."""
+    """A bias times the factor [B or 1, H or 1, Q] of some queries; what is masked stays as low."""
     if row_scale is None:
         return bias
     scaled = bias * row_scale[:, :, start:stop, None]
@@ -134,15 +157,19 @@ def attend(
 
 def attend_in_blocks(
     run: Callable[..., tuple[Tensor, Tensor | None]], q: Tensor, k: Tensor, v: Tensor,
-    scores: Scores, sums: Tensor | None, row_scale: Tensor | None, keep: bool,
+    scores: Scores, added: Callable[[int, int], Tensor | None], row_scale: Tensor | None,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`run` (attend) for so many queries at a time that their scores are not too many."""
+    """`run` (attend) for so many queries at a time that their scores are not too many.
+
+    `added` gives what the text adds to the scores of such a block.
+    """
     rows = max(1, LARGEST_SCORES // (q.shape[0] * q.shape[1] * scores.keys))
     blocks = []
     for start in range(0, q.shape[2], rows):
         bias, weight = scores.dense(start, start + rows)
-        if sums is not None:
-            bias = bias + decay(sums, scores.q_index, start, start + rows)
+        more = added(start, start + rows)
+        bias = bias if more is None else bias + more
         bias = scaled_rows(bias, row_scale, start, start + rows)
         blocks.append(run(q[:, :, start : start + rows], k, v, bias, weight))
     parts = [part for _, part in blocks if part is not None]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoints.hf.companions import standalone_source
+from megatron.checkpoints.hf.companions import BYTE_LEVEL_MARK, _byte_level, standalone_source
 from megatron.commands import run
 from megatron.errors import CheckpointError
 from megatron.model.position_names import positional_embedding_class
@@ -123,3 +123,9 @@ def test_what_cannot_travel_is_refused_by_name(module: str, name: str, fragment:
     cls = positional_embedding_class(f"{module}:{name}")
     with pytest.raises(CheckpointError, match=fragment):
         standalone_source(cls, f"{module}:{name}")
+
+
+def test_the_mark_of_a_byte_level_vocabulary_is_one_token_and_no_text() -> None:
+    library = _byte_level(300)
+    assert library.encode(f"h{BYTE_LEVEL_MARK}i").ids == [ord("h"), 0, ord("i")]
+    assert library.decode([ord("h"), 0, 299, ord("i")]) == "hi"

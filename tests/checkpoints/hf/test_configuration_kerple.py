@@ -21,3 +21,8 @@ def test_a_key_answers_to_both_names_and_survives_saving(tmp_path: Path) -> None
     for key in hugging_face_keys():
         assert getattr(again, key.key) == getattr(again, key.name) == getattr(config, key.name)
     assert (again.num_layers, again.pos_emb, again.kerple_share) == (3, "kerple_power", "per_layer")
+
+
+def test_heads_are_tied_only_if_the_config_says_so() -> None:
+    assert KerpleNeoXConfig().tie_word_embeddings is False
+    assert KerpleNeoXConfig(tie_word_embeddings=True).tie_word_embeddings is True

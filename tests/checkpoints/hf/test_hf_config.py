@@ -43,7 +43,7 @@ def test_rotary_models_are_plain_gpt_neox(tmp_path: Path, changes: dict[str, Any
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
         ({"model_type": "gpt_neox", "hidden_act": "quick_gelu"}, "quick_gelu"),
     ],
 )

@@ -23,6 +23,7 @@ PATTERN: list[dict[str, Any]] = [
     {"pos_emb": "none", "attention_temperature": {"floor": 4}},
     {"pos_emb": "rotary", "rotary_pct": 0.5, "attention_sinks": False},
     {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 16, "forget_gate": True},
+    {"pos_emb": "inkling", "inkling_features": 4, "sliding_window_width": 5},
 ]
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"pos_emb": "kerple_log"},
@@ -47,6 +48,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {"pos_emb": "kerple_log", "num_kv_heads": 2},
     "one_key_head": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 1},
     "forget_gate": {"pos_emb": "none", "forget_gate": True},
+    "inkling_pattern": {
+        "inkling_distances": 9,
+        "layer_pattern": [
+            {"pos_emb": "inkling", "sliding_window_width": 5},
+            {"pos_emb": "bam_ssmax", "forget_gate": True, "attention_temperature": {"floor": 8}},
+        ],
+    },
     "sinks": {"pos_emb": "rotary", "attention_sinks": True},
     "scalable_softmax": {"pos_emb": "alibi", "scalable_softmax": True, "sliding_window_width": 9},
     "score_terms": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 2, **SCORE_TERMS},
@@ -65,6 +73,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm": "rmsnorm",
         "num_kv_heads": 2,
     },
+    "olmo2_shape": {
+        "pos_emb": "kerple_log", "norm": "rmsnorm", "norm_placement": "output",
+        "qk_norm": "all_heads", "num_kv_heads": 2, "kv_channels": 12,
+    },
+    "qwen_shape": {
+        "pos_emb": "kerple_log", "norm": "rmsnorm", "qk_norm": "per_head",
+        "use_bias_in_attn_linear": False, "add_qkv_bias": True, "activation": "swiglu",
+    },
     "bilinear": {"pos_emb": "none", "norm": "non_parametric_layernorm", "activation": "bilinear"},
     "scaled_tables": {"pos_emb": "rpe", "num_layers": 4, "apply_query_key_layer_scaling": True},
     "scaled_tables_per_layer": {
@@ -78,12 +94,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn": {
         "pos_emb": "rotary",
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position": 16},
+        "attention_sinks": True,
     },
-}
+    "dynamic": {
+        "pos_emb": "rotary",
+        "rope_scaling": {"type": "dynamic", "factor": 4.0},
+        "attention_sinks": True,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", METHODS)
+@pytest.mark.parametrize("pos_emb", [name for name in METHODS if METHODS[name].in_hf])
 def test_every_positional_embedding_beyond_the_training_length(
     tmp_path: Path, pos_emb: str, attention: str
 ) -> None:
@@ -269,3 +291,17 @@ def test_a_fresh_model_has_kernels_inside_their_bounds() -> None:
     assert values["r1"].min() > 0
     assert values["r2"].max() <= 2
     assert len(set(values["r1"].tolist())) == 4
+
+
+def test_tables_that_no_file_had_start_from_their_values() -> None:
+    """As `from_pretrained` fills what was left empty."""
+    config = KerpleNeoXConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=32, pos_emb="kerple_power",
+    )  # fmt: skip
+    model = KerpleNeoXForCausalLM(config)
+    positions = model.gpt_neox.positions
+    for parameter in positions.parameters():
+        parameter.data.fill_(-1.0)
+    model._init_weights(positions)
+    assert all((parameter > 0).all() for parameter in positions.parameters())

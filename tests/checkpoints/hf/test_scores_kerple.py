@@ -48,3 +48,20 @@ def test_absolute_positions_leave_out_padding_on_the_left() -> None:
     assert scores_kerple.absolute_positions(given, mask, 2, x) is given
     for whole in (None, torch.ones(2, 1, 3, 5)):  # a mask of four dimensions counts no padding
         assert scores_kerple.absolute_positions(None, whole, 2, x).tolist() == [[2, 3, 4]]
+
+
+@pytest.mark.parametrize("window", [None, 2, 3])
+@pytest.mark.parametrize("padded", [None, "keys", "rows"])
+def test_the_keys_that_a_query_sees_are_those_of_the_mask(
+    window: int | None, padded: str | None
+) -> None:
+    allowed = None
+    if padded:
+        allowed = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]).bool()[:, None, None]
+        allowed = allowed if padded == "keys" else allowed.expand(-1, -1, 4, -1)
+    scores = scores_kerple.Scores((None, None), 2, 4, 6, window, allowed, torch.device("cpu"))
+    visible = scores.dense()[0] == 0
+    expected = visible.sum(-1)[:, 0].clamp(min=1)
+    assert scores.keys_seen().tolist() == expected.tolist()
+    if padded is None:
+        assert expected.tolist() == [[min(n, window or n) for n in (3, 4, 5, 6)]]

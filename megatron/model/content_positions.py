@@ -1,0 +1,214 @@
+"""Methods whose scores depend on the text: each layer computes terms of its scores from its input.
+
+    score(m, n) = (q_m . k_n) / sqrt(head_dim) + bias(d) + f_m . P[:, d] + decay,    d = m - n
+
+and all of it times a factor of the query, where a method has one.
+
+Inkling: f_m are R features of the query's token, P a learned table of R x E features of distance.
+BAM: with its SSMax, a factor s log n for a query that sees n keys.
+CABLE: decay is minus the sum of what each token after the key takes off.
+Torch only: every exported model contains this file.
+
+Shapes: B batch, L length, h hidden size, H heads (of this rank), R features, E distances.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .position_base import (
+    CONSTRAINTS,
+    PositionalEmbedding,
+    PositionalEmbeddingError,
+    PositionOptions,
+    Positive,
+    at_least_fp32,
+    register,
+)
+from .positional_embeddings import Bam, Constant, KerpleLog
+
+MOST_FEATURES = 64  # the attention function's limit
+
+
+class ScoreTerms(NamedTuple):
+    """What a layer's input says about its scores."""
+
+    query_features: Tensor | None = None
+    """[B, H, L, R]"""
+    distance_features: Tensor | None = None
+    """[1, R, at most E], for all heads."""
+    log_gates: Tensor | None = None
+    """[B, H, L], at most 0: a score gets those of all tokens after its key."""
+    row_scale: Tensor | None = None
+    """[B or 1, H, L], above 0: all scores of a query, but a sink, times this."""
+
+
+class LayerTerms(PositionalEmbedding):
+    """Computes terms of the score from a layer's input; each layer has its own."""
+
+    kind = "layer"
+    weight: nn.Parameter
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.layer_terms = cls
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        self.heads = options.local_heads.stop - options.local_heads.start
+
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
+        """The terms of the queries at x, the last of so many keys; each sees n of them."""
+        raise NotImplementedError
+
+    def _add_matrix(self, name: str, rows_per_head: int) -> None:
+        """A projection of the layer's input, trained as its other matrices; split by heads."""
+        shape = (self.heads * rows_per_head, self.options.hidden_size)
+        matrix = _declared(torch.empty(shape), split=0, slices=self.options.tp_size)
+        self.register_parameter(name, matrix)
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Normal numbers for the whole model, which depend on the seed, the layer and the name."""
+        values = torch.empty(shape, device="cpu")
+        return values.normal_(
+            0.0, self.options.init_method_std, generator=self.options.generator(name)
+        )
+
+    def _draw_matrix(self, name: str, rows_per_head: int) -> Tensor:
+        everyone = self._draw(
+            name, (self.options.num_heads * rows_per_head, self.options.hidden_size)
+        )
+        mine = self.options.local_heads
+        return everyone[mine.start * rows_per_head : mine.stop * rows_per_head]
+
+    def _start(self) -> None:
+        """Set the parameters to their initial values, unless they are on device meta."""
+        if next(self.parameters()).is_meta:
+            return
+        with torch.no_grad():
+            for name, value in self.initial_values().items():
+                self.get_parameter(name).copy_(value)
+
+
+def _declared(values: Tensor, *, split: int | None, slices: int, **facts: Any) -> nn.Parameter:
+    """A parameter with its facts, described at ParameterFacts in mpu/parallel_layers.py."""
+    parameter = nn.Parameter(values)
+    parameter.facts = {"split": split, **facts}  # type: ignore[attr-defined]
+    for flag in ("model_parallel", "tensor_model_parallel"):
+        setattr(parameter, flag, split is not None and slices > 1)
+    return parameter
+
+
+@register("inkling")
+class Inkling(LayerTerms):
+    """Inkling's bias (Thinking Machines 2026): features of the query times features of distance.
+
+    f = W x has R numbers per head, from the layer's input. P is the layer's, for all of its heads,
+    and 0 from distance E on; a layer with a window has no more distances than its window.
+    """
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        self.features, extent = options.inkling_features, options.inkling_distances
+        if not 1 <= self.features <= MOST_FEATURES:
+            raise PositionalEmbeddingError(
+                f"inkling_features: {self.features} must be from 1 to {MOST_FEATURES}."
+            )
+        window = getattr(options.config, "attention_window", None)
+        self.extent = extent if window is None else min(extent, window)
+        self._add_matrix("weight", self.features)
+        table = torch.empty(self.features, self.extent)
+        kernel = {"fp32": True, "decay": False, "rate": "kernel"}
+        self.distance_features = _declared(table, split=None, slices=1, **kernel)
+        self._start()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        return {
+            "weight": self._draw_matrix("inkling.weight", self.features),
+            "distance_features": self._draw(
+                "inkling.distance_features", (self.features, self.extent)
+            ),
+        }
+
+    def own_flops(self, length: int) -> float:
+        """Of one token: the projection, and its product with the features of each distance."""
+        reach = min(self.extent, length)
+        distances = reach - reach**2 / (2 * length)
+        heads = self.options.num_heads
+        return 2.0 * heads * self.features * (self.options.hidden_size + distances)
+
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
+        features = F.linear(x_BLh, self.weight.to(x_BLh.dtype))
+        by_head = features.unflatten(-1, (self.heads, self.features)).transpose(1, 2)
+        table = at_least_fp32(self.distance_features)[None, :, :keys]
+        return ScoreTerms(by_head, table)
+
+
+@register("kerple_inkling")
+class KerpleInkling(KerpleLog):
+    """Ours: Inkling's bias near (d < E), and the log kernel, shared by all layers, everywhere."""
+
+    official: ClassVar = {}
+    layer_terms = Inkling
+
+
+@register("cable")
+class Cable(LayerTerms):
+    """CABLE (Veisi et al. 2025): each token takes softplus(w x + b) off all scores that pass it.
+
+    The forget gate of the Forgetting Transformer with the signs of w and b turned, alone.
+    """
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        self._add_matrix("weight", 1)
+        self.bias = _declared(torch.empty(self.heads), split=0, slices=options.tp_size)
+        self._start()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        return {
+            "weight": self._draw_matrix("cable.weight", 1),
+            "bias": torch.zeros(self.heads, device="cpu"),
+        }
+
+    def own_flops(self, length: int) -> float:
+        return 2.0 * self.options.num_heads * self.options.hidden_size
+
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
+        logits = F.linear(x_BLh, self.weight.to(x_BLh.dtype), self.bias.to(x_BLh.dtype))
+        return ScoreTerms(log_gates=-F.softplus(at_least_fp32(logits)).transpose(1, 2))
+
+
+class ScaledRows(LayerTerms):
+    """SSMax on whole scores: those of a query that sees n keys times s log n, s from 1 per head.
+
+    With one key its factor does not matter, and is that of two.
+    """
+
+    bounds: ClassVar = Positive(Constant(1.0))
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        fixed = {"fp32": True, "decay": False}
+        values = torch.empty(self.heads)
+        self.row_scale = _declared(values, split=0, slices=options.tp_size, **fixed)
+        self._start()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        return {"row_scale": torch.ones(self.heads, device="cpu")}
+
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
+        scale = CONSTRAINTS["ste"].value(at_least_fp32(self.row_scale), self.bounds)
+        log = n_BL.clamp(min=2).to(scale.dtype).log()
+        return ScoreTerms(row_scale=scale[:, None] * log[:, None])
+
+
+@register("bam_ssmax")
+class BamSSMax(Bam):
+    """BAM's prior with the authors' SSMax, which sharpens q.k and the prior alike."""
+
+    layer_terms = ScaledRows

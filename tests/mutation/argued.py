@@ -1,0 +1,34 @@
+"""Mutants that no test can see, because they change no result: each with the reason."""
+
+from __future__ import annotations
+
+ARGUED: dict[str, str] = {
+    "checkpoints/hf/modeling_kerple.py: Attention.forward: cos is not None and sin is not None -> "
+    "(cos is not None or sin is not None)": "_angles gives both or neither; the type checker asks",
+    "checkpoints/hf/scores_kerple.py: attend_in_blocks: 1 -> (2)": (
+        "the least number of rows in a block: the result does not depend on the blocks"
+    ),
+    "checkpoints/neox_run.py: _of_zero: True -> (False)": (
+        "zip's strict: one vector is made for each group, the lengths are equal"
+    ),
+    "checkpoints/safe_files.py: _checked_archive: 0 -> (1)": (
+        "the size of no pickle at all, only compared with a limit of megabytes"
+    ),
+    "checkpoints/store.py: CheckpointStore.verify: other < step -> (other <= step)": (
+        "the step itself is not in the list"
+    ),
+    "data/gpt_dataset.py: split_bounds: 0 -> (1)": (
+        "every boundary and the rounding error that is subtracted from it move by one"
+    ),
+    "data/index_cache.py: : 20 -> (21)": (
+        "a limit of memory for a forged header: 1 or 2 MB, where a header has some hundred bytes"
+    ),
+    "data/index_cache.py: _header: True -> (False) (3)": (
+        "the order of keys in a header, which is read as a mapping"
+    ),
+    'data/preprocess.py: _tokenize: bar.set_postfix_str(f"{speed:.1f} MB text/s", refresh=False) '
+    "-> pass": "the text beside a progress bar",
+    "data/preprocess.py: available_cores: 1 -> (2)": (
+        "for a system that tells neither its cores nor this process's"
+    ),
+}
