@@ -14,6 +14,8 @@
 #   make bench       attention, data, evaluation and step benchmarks
 #   make gpu-check   for whoever has a GPU: ten minutes, one JSON file, PASS or FAIL
 #   make docs-check  generated pages are up to date, links and commands of the pages are valid
+#   make docs-outputs  run the commands whose outputs the pages show, where they are stale
+#   make site        the documentation as a site, in site/; warnings are errors
 #   make dist        the wheel and the source archive, in dist/
 #   make install     the runtime only
 
@@ -24,7 +26,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 REQUIREMENTS := $(wildcard requirements/*.txt)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help install install-dev demo test test-quick test-full test-slow test-slurm slurm-packages test-ptx fuzz mutate soak lint format bench gpu-check docs docs-check dist clean
+.PHONY: help install install-dev demo test test-quick test-full test-slow test-slurm slurm-packages test-ptx fuzz mutate soak lint format bench gpu-check docs docs-check docs-outputs site dist clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -122,12 +124,25 @@ docs: $(VENV)/.dev
 
 docs-check: $(VENV)/.dev
 	@$(BIN)/python tools/generate_config_docs.py --check
+	@$(BIN)/python tools/document_outputs.py --check
 	@$(BIN)/python -m pytest -q tests/test_house.py tests/stories/test_stated_claims.py \
-	  tests/stories/test_readme.py -k "not all_commands and not python_example"
+	  tests/stories/test_readme.py tests/tools/test_site_hooks.py -k "not all_commands and not python_example"
+
+docs-outputs: $(VENV)/.dev
+	@$(BIN)/python tools/reproduce.py run --suite demo -j 2
+	@$(BIN)/python tools/document_outputs.py
+
+$(VENV)/.site: $(VENV)/.created requirements/requirements-site.txt
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements/requirements-site.txt
+	@touch $@
+
+site: export NO_MKDOCS_2_WARNING = 1
+site: $(VENV)/.site
+	@$(BIN)/mkdocs build --strict
 
 dist: $(VENV)/.created
 	@$(BIN)/python -m pip install $(PIP_FLAGS) build
 	@$(BIN)/python -m build --outdir dist
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist site *.egg-info

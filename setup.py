@@ -1,7 +1,7 @@
 """Dependencies are read from requirements/, so that there is one list of each kind.
 
-The base is what `kerple.attention` and `kerple.kernel` import. Every extra includes [train], the
-pinned packages that training, evaluation and the reports need.
+The base is what `kerple.attention` and `kerple.kernel` import. Every extra but [site] includes
+[train], the pinned packages that training, evaluation and the reports need.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ setup(
     install_requires=requirements("requirements-base.txt"),
     extras_require={
         "train": TRAIN,
+        "site": requirements("requirements-site.txt"),
         **{
             kind: [*TRAIN, *requirements(f"requirements-{kind}.txt")]
             for kind in ("wandb", "eval", "hf", "parquet", "dev")

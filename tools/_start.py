@@ -29,7 +29,7 @@ sys.modules.setdefault("tools", _package)
 
 
 _CONVERT = "tools/convert_checkpoint.py"
-_PREPROCESS = "tools/datasets/preprocess_data.py for plain text"
+_CHAT = "tools/datasets/preprocess_data.py --chat-template FILE with its other flags"
 ANSWERS = {
     "convert_neox_to_mamba_ssm": (
         "Mamba is not implemented here",
@@ -48,10 +48,10 @@ ANSWERS = {
         f"{_CONVERT} RUN NEW_FOLDER --to hf",
     ),
     "preprocess_data_with_chat_template": (
-        "chat templates and label masks are not implemented here",
-        _PREPROCESS,
+        "a flag of the tool for text does it, and writes the same two files",
+        _CHAT,
     ),
-    "preprocess_data_with_mask": ("label masks are not implemented here", _PREPROCESS),
+    "preprocess_data_with_mask": ("label masks are made of conversations by a template", _CHAT),
 }
 """A tool of GPT-NeoX's that is not here by that name: why, and what to run."""
 

@@ -88,6 +88,21 @@ def build_grid(*, pipe: int, model: int, data: int) -> Any:
         return PipelineParallelGrid(topology=topology)
 
 
+def sequence_group(grid: Any, size: int) -> Any:
+    """This rank's group among each `size` neighbours on the grid's data axis; None for one rank."""
+    from deepspeed import comm
+
+    if size == 1:
+        return None
+    own = None
+    for replicas in grid.topology().get_axis_comm_lists("data") or [[0]]:
+        for first in range(0, len(replicas), size):
+            ranks = replicas[first : first + size]
+            group = comm.new_group(ranks)  # every rank makes every group
+            own = group if comm.get_rank() in ranks else own
+    return own
+
+
 # Config keys, classes and versions.
 
 

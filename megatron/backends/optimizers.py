@@ -146,7 +146,7 @@ class Muon(Optimizer):
         # They keep nothing themselves: their groups and states are this optimizer's.
         none = [nn.Parameter(torch.zeros(1, 1))]
         self._muon = torch.optim.Muon(none, momentum=momentum, adjust_lr_fn="match_rms_adamw")
-        self._adam = torch.optim.AdamW(none, betas=tuple(betas), eps=eps)
+        self._adam = torch.optim.AdamW(none, betas=(betas[0], betas[1]), eps=eps)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -41,6 +41,7 @@ from megatron.checkpoints.universal import (
 from megatron.errors import CheckpointError, KerpleError
 from megatron.mpu.collectives import ParallelState, TensorParallel
 from megatron.mpu.job import Ranks
+from megatron.mpu.parallel_layers import parameter_facts
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.deepspeed_config import OptimizerBlock, optimizer_family
 from megatron.neox_arguments.model_keys import padded_vocab_size
@@ -230,8 +231,10 @@ def _whole_states(
         if "exp_avg_sq" in states and STEP not in states:  # DeepSpeed's converter, from ZeRO 3
             states[STEP] = step()
         kept = sorted(states.keys() - {WEIGHT, STEP})
+        is_linear = parameter_facts(parameter).is_linear(full_shape(parameter))
+        expected = block.linear_states if is_linear else block.states
         # A run with momentum 0 keeps nothing, nor does one before its first step.
-        if kept and block.states is not None and kept != sorted(block.states):
+        if kept and expected is not None and kept != sorted(expected):
             raise _other_optimizer(directory, f"one that keeps {', '.join(kept)}", block.type)
         yield parameter, name, states
 

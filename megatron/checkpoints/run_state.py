@@ -24,6 +24,7 @@ from megatron.errors import CheckpointError
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import set_seeds
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.optimization_keys import data_parallel_size
 
 LAYOUT = "layout.json"
 
@@ -38,7 +39,6 @@ def write_configs(directory: Path, args: NeoXArgs) -> None:
 
 def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
     """What must be equal for DeepSpeed's own files to fit."""
-    plan = args.batch_plan(world_size)
     zero = args.optimization.zero_stage_in_effect
     return {
         "pipe_parallel_size": args.parallel.pipe_parallel_size,
@@ -48,7 +48,7 @@ def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
         # DeepSpeed keeps bf16's fp32 sums in an optimizer, and files, of another kind.
         "grad_accum_dtype": args.optimization.accumulation_dtype if zero == 1 else None,
         # Without ZeRO every replica holds everything, and their number is free.
-        "data_parallel_size": plan.data_parallel_size if zero else None,
+        "data_parallel_size": data_parallel_size(args.parallel, world_size) if zero else None,
         "world_size": world_size,
     }
 
@@ -87,7 +87,8 @@ def saved_batch_size(directory: Path) -> int | None:
     accumulation = saved.get("gradient_accumulation_steps", 1)
     if not isinstance(micro, int) or not isinstance(accumulation, int):
         return None
-    ranks = max(saved.get("pipe_parallel_size", 0), 1) * saved.get("model_parallel_size", 1)
+    sizes = [saved.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model", "sequence")]
+    ranks = max(sizes[0], 1) * sizes[1] * sizes[2]
     return micro * accumulation * (int(layout["world_size"]) // ranks)
 
 

@@ -53,8 +53,10 @@ COMMANDS = {
         "ours, GPT-NeoX's, official KERPLE's, Hugging Face's: any to any"),
     "convert_neox_to_hf": Command("commands.checkpoint_tools:neox_to_hf",
         "export to Hugging Face, with GPT-NeoX's flags"),
-    "convert_hf_to_neox": Command("commands.checkpoint_tools:hf_to_neox",
+    "convert_hf_llama_to_neox": Command("commands.checkpoint_tools:hf_to_neox",
         "import from Hugging Face, with GPT-NeoX's flags"),
+    "convert_hf_to_sequential": Command("commands.checkpoint_tools:hf_to_neox",
+        "the same, with those of its other tool"),
     "reshard_checkpoint": Command("commands.checkpoint_tools:reshard_checkpoint",
         "make a run resume under another layout"),
     "plot_kernels": Command("commands.kernel_tools:plot_kernels",
@@ -116,5 +118,5 @@ def _kerple(argv: Sequence[str] | None) -> int:
 
 
 def _listing() -> str:
-    lines = [f"  {name:<20}{command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<26}{command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: kerple COMMAND ...", "", "commands (kerple COMMAND --help):", *lines])

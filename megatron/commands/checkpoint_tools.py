@@ -306,7 +306,7 @@ Nothing is downloaded: the model is a folder on this machine.
 
 def hf_to_neox(argv: Sequence[str] | None = None) -> int:
     """convert_checkpoint with the flags of GPT-NeoX's two importers."""
-    parser = command_parser("convert_hf_to_neox", HF_TOOL)
+    parser = command_parser("convert_hf_llama_to_neox.py", HF_TOOL)
     parser.add_argument("--model", "--hf-model-name", "--hf_model_name", required=True)
     parser.add_argument("--model_path", "--output-dir", "--output_dir", required=True)
     parser.add_argument("--tp", type=int, default=1, help="model-parallel size")

@@ -142,6 +142,12 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
         f"x {plan.data_parallel_size} data-parallel = {plan.train_batch_size} sequences per step",
         f"{plan.train_batch_size} x {args.model.seq_length} = {tokens:,} tokens per step",
     ]
+    if (shared := args.parallel.sequence_parallel_size) > 1:
+        heads = args.model.num_attention_heads // args.parallel.model_parallel_size // shared
+        lines.append(
+            f"{shared} processes share each sequence: {args.model.seq_length // shared} positions "
+            f"each and, in attention, {heads} heads"
+        )
     outline, _ = outline_of_config(args)
     flops = 3 * outline.flops_per_token(args.model.seq_length)
     lines.append(f"{flops:.3g} flops per token, forward and backward")

@@ -94,9 +94,9 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
     number = finite(value)
     if number is not None:
         yield name, number
-    items = value.items() if isinstance(value, dict) else []
+    items = list(value.items()) if isinstance(value, dict) else []
     if isinstance(value, list) and len(value) <= MAX_CELLS:
-        items = enumerate(value)
+        items = list(enumerate(value))
     for key, item in items:
         yield from _numbers(f"{name} {key}", item)
 

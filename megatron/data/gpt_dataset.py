@@ -244,7 +244,7 @@ class WholeDocuments(GPTDataset):
         generator = np.random.RandomState(seed)
         order = np.arange(count)
         generator.shuffle(order)
-        usable = np.array([self._is_usable(number) for number in range(first, last)])
+        usable = self._usable(first, last)
         if not usable.any():
             raise DataError(
                 f"{self.tokens.prefix}: none of the {self.name} documents can be used; each is "
@@ -263,13 +263,16 @@ class WholeDocuments(GPTDataset):
             self._documents, self._firsts = places + first, firsts
         return order
 
-    def _is_usable(self, document: int) -> bool:
-        if not self._chops and self.tokens.sizes[document] > self.length + 1:
-            return False
-        if self.labels is None:
-            return bool(self.tokens.sizes[document])
-        seen = self.length if self._one_each else self.length + 1  # as in GPT-NeoX
-        return bool((self.labels.get(document, 0, seen) != NO_LOSS).any())
+    def _usable(self, first: int, last: int) -> npt.NDArray[np.bool_]:
+        """Which documents have tokens, fit if they must, and have a label that carries loss."""
+        sizes = self.tokens.sizes[first:last]
+        usable = (sizes > 0) & (self._chops | (sizes <= self.length + 1))
+        if self.labels is not None:
+            seen = self.length if self._one_each else self.length + 1  # as in GPT-NeoX
+            for place in np.flatnonzero(usable):
+                labels = self.labels.get(first + int(place), 0, seen)
+                usable[place] = (labels != NO_LOSS).any()
+        return usable
 
     def _read(self, sample: int) -> Sample:
         count = self.length + 1

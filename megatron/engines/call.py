@@ -19,7 +19,7 @@ from megatron.errors import EngineError
 # The tensors of a call: its first fields, in the order in which engines pass them to autograd.
 OPERANDS = (
     *("q", "k", "v", "bias", "weight", "key_bias", "first_key", "sink"),
-    *("query_features", "distance_features", "row_scale"),
+    *("query_features", "distance_features", "row_scale", "seed"),
 )
 MAX_FEATURES = 64
 MANY_HEADS = 128  # more than these, and fewer keys: lengths and heads are probably swapped
@@ -40,11 +40,11 @@ class Call:
     query_features: Tensor | None = None
     distance_features: Tensor | None = None
     row_scale: Tensor | None = None
+    seed: Tensor | None = None  # of the dropout: one integer
     window: int | None = None  # None where it would hide nothing
     scale: float = 1.0
     dropout: float = 0.0
     pruning: bool = True
-    generator: torch.Generator | None = None
 
     @property
     def heads_per_key_head(self) -> int:
@@ -155,6 +155,10 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
         )
     if not 0.0 <= call.dropout < 1.0:
         raise EngineError(f"dropout={call.dropout}: must be at least 0 and below 1")
+    if call.seed is not None and (call.seed.numel() != 1 or call.seed.is_floating_point()):
+        raise EngineError(
+            f"seed must be one integer; got {call.seed.dtype} of shape {tuple(call.seed.shape)}"
+        )
     scale = 1.0 / math.sqrt(call.q.shape[-1]) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise EngineError(f"scale={scale}: must be a finite number")
@@ -198,7 +202,7 @@ def _check_terms(call: Call) -> None:
     q, k_len, first_key = call.q, call.k_len, call.first_key
     batch, heads, q_len, _ = q.shape
     for name in OPERANDS[3:]:
-        if name == "first_key":
+        if name in ("first_key", "seed"):
             continue
         x = getattr(call, name)
         if x is not None and not isinstance(x, Tensor):

@@ -67,7 +67,7 @@ class _Tiled(torch.autograd.Function):
         ctx.bounds, ctx.backend = _bounds_of(call), _current_backend()
         out, lse, _ = ctx.backend.forward(call, ctx.bounds)
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.settings = (call.window, call.scale)
+        ctx.settings = (call.window, call.scale, call.dropout)
         return out
 
     @staticmethod

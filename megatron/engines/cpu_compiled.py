@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.engines.call import Call, empty_blhd, key_origin, sink_rows
+from megatron.engines.dropout import kept_scale, row_keys, threshold
 from megatron.engines.pruning import DecayBounds, TileCount
 
 _LOG2E = math.log2(math.e)
@@ -49,7 +50,9 @@ class _Problem(ctypes.Structure):
         *_fields(ctypes.c_void_p, "query_features distance_features distance_across"),
         *_fields(ctypes.c_int64, "feature_head feature_row"),
         *_fields(ctypes.c_void_p, "grad_query_features grad_distance_features"),
-        *_fields(ctypes.c_void_p, "row_scale grad_row_scale"),
+        *_fields(ctypes.c_void_p, "row_scale grad_row_scale row_keys"),
+        *_fields(ctypes.c_int64, "drop_below"),
+        *_fields(ctypes.c_float, "kept_scale"),
         *_fields(ctypes.c_int64, "tiles tiles_visited"),
     ]
 
@@ -135,6 +138,12 @@ class _Job:
         self._set_tables(call, heads, k_len)
         self._set_terms(call)
         self._set_features(call, vector)
+        problem.kept_scale = 1.0
+        if call.dropout > 0.0:
+            problem.kept_scale = kept_scale(call.dropout)
+            problem.drop_below = threshold(call.dropout)
+            rows = row_keys(call).flatten()
+            self.set_pointer("row_keys", torch.nn.functional.pad(rows, (0, _MARGIN)))
         if bounds is not None:
             problem.prune_log2 = bounds.margin_log2
             self.set_pointer("bias_after", (bounds.bias_after * _LOG2E).contiguous())

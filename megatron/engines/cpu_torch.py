@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.engines.call import Call, key_origin, sink_rows
+from megatron.engines.dropout import kept, kept_scale, row_keys
 from megatron.engines.pruning import DecayBounds, TileCount, head_windows
 from megatron.engines.reference import flipped_view, reversed_table
 
@@ -69,7 +70,7 @@ def _groups(call: Call, bounds: DecayBounds | None, size: int) -> list[tuple[Ten
 def _is_plain(call: Call) -> bool:
     """Whether torch's flash operator can run it: the only extra term is an additive mask."""
     others = (call.weight, call.key_bias, call.sink, call.query_features, call.row_scale)
-    return all(x is None for x in others)
+    return call.dropout == 0.0 and all(x is None for x in others)
 
 
 class TorchBackend:
@@ -140,7 +141,8 @@ class _Heads:
         if call.window is not None:
             self.bias[:, : k_len - call.window] = -math.inf
         self.weight = self.key_bias = self.origin = self.first_key = self.sink = None
-        self.features = self.distance_features = self.row_scale = None
+        self.features = self.distance_features = self.row_scale = self.row_keys = None
+        self.dropout = call.dropout
         self.is_plain = _is_plain(call)
         if call.weight is not None:
             self.weight = reversed_table(call.weight[heads], k_len, rows, 0.0)
@@ -159,6 +161,8 @@ class _Heads:
             self.distance_features = table.expand(call.q.shape[1], -1, -1)[heads]
         if call.row_scale is not None:
             self.row_scale = call.row_scale.expand(call.q.shape[:3])[b, heads].flip(-1)[..., None]
+        if call.dropout > 0.0:
+            self.row_keys = row_keys(call, torch.tensor([b]), heads)[0].flip(-1)
 
     def mask(self, block: _Block) -> Tensor:
         """What is added to a block's scores; a view of the table if that is all."""
@@ -192,6 +196,14 @@ class _Heads:
         """Multiply by row_scale, in place."""
         return scores if self.row_scale is None else scores.mul_(self.row_scale[:, block.queries])
 
+    def kept(self, block: _Block) -> Tensor | None:
+        """What dropout multiplies a block's probabilities with: 0, or its scale."""
+        if self.row_keys is None:
+            return None
+        rows = self.row_keys[:, block.queries]
+        mask = kept(rows, block.keys.start, block.shape[1], self.dropout)
+        return mask.to(self.q.dtype).mul_(kept_scale(self.dropout))
+
     def weights(self, block: _Block) -> Tensor | None:
         if self.weight is None:
             return None
@@ -211,7 +223,10 @@ class _Heads:
         if self.sink is not None:
             lse = torch.logaddexp(lse, self.sink[:, block.queries, None])
         lse.masked_fill_(lse == -math.inf, 0.0)  # a row that sees nothing: all probabilities are 0
-        return scores.sub_(lse).exp_() @ self.v[:, block.keys], lse[..., 0]
+        probs = scores.sub_(lse).exp_()
+        if (kept := self.kept(block)) is not None:
+            probs.mul_(kept)
+        return probs @ self.v[:, block.keys], lse[..., 0]
 
 
 class _Backward:
@@ -246,8 +261,14 @@ class _Backward:
         padded = self._grads[: heads * rows * (rows + cols)].view(heads, rows, rows + cols)
         padded[:, :, cols:] = 0.0
         grads = padded[:, :, :cols]
-        grads.copy_(self.negative_delta[:, block.queries].expand_as(grads))
-        grads.baddbmm_(grad_out, v.transpose(1, 2)).mul_(probs)
+        kept, negative_delta = self.part.kept(block), self.negative_delta[:, block.queries]
+        if kept is None:
+            grads.copy_(negative_delta.expand_as(grads))
+            grads.baddbmm_(grad_out, v.transpose(1, 2)).mul_(probs)
+        else:
+            torch.mul(grad_out @ v.transpose(1, 2), kept, out=grads)
+            grads.add_(negative_delta).mul_(probs)
+            probs.mul_(kept)
         self.v[:, block.keys].baddbmm_(probs.transpose(1, 2), grad_out)
         if unscaled is not None:  # a hidden key's -inf has no share
             shares = torch.where(grads == 0, 0.0, grads * unscaled)

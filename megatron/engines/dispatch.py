@@ -34,6 +34,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     engine: str = "auto",
     pruning: bool = True,
     generator: torch.Generator | None = None,
@@ -62,17 +63,18 @@ def attention(
     * scale: 1/sqrt(D) unless given.
 
     `engine` is one of auto, naive, tiled (CPU), triton and flex (GPU); `auto` picks by device,
-    dtype, length and dropout. `pruning` lets an engine leave out keys whose bias has provably
-    decayed below rounding. `generator` seeds the dropout.
+    dtype and length. `pruning` lets an engine leave out keys whose bias has provably
+    decayed below rounding. `seed`, an integer or a tensor of one, decides which weights `dropout`
+    drops, the same in every engine; without it one is drawn from `generator`, or torch's own.
     """
     call = checked_call(
         *(q, k, v, bias, weight, key_bias, first_key, sink),
         *(query_features, distance_features, row_scale),
+        _seed_of(seed, generator) if dropout > 0.0 else None,
         window=window,
         scale=scale,
         dropout=dropout,
         pruning=pruning,
-        generator=generator,
     )
     chosen = choose_engine(call, engine)
     if chosen == "triton":
@@ -90,6 +92,13 @@ def attention(
     from megatron.engines.reference import naive_attention
 
     return naive_attention(call)
+
+
+def _seed_of(seed: int | Tensor | None, generator: torch.Generator | None) -> Tensor:
+    if seed is not None:
+        return torch.as_tensor(seed)
+    device = "cpu" if generator is None else generator.device
+    return torch.randint(2**62, (), generator=generator, device=device)
 
 
 def choose_engine(call: Call, engine: str = "auto") -> str:
@@ -164,11 +173,6 @@ def why_not_tiled(call: Call) -> str | None:
         return f"it runs on CPU, the tensors are on {call.q.device}; use engine 'auto' or 'triton'"
     if call.q.dtype == torch.float64:
         return "it computes in fp32, the tensors are float64; use engine 'naive' or 'auto'"
-    if call.dropout > 0.0:
-        return (
-            f"it has no attention dropout (dropout={call.dropout}); set attention_dropout to 0,"
-            " or use engine 'naive' or 'auto'"
-        )
     return None
 
 

@@ -22,7 +22,7 @@ try:
 except ImportError:  # pragma: no cover
     flex_attention = None  # type: ignore[assignment]
 
-_KNOWN = ("q", "k", "v", "bias", "weight", "key_bias", "first_key", "sink")
+_KNOWN = ("q", "k", "v", "bias", "weight", "key_bias", "first_key", "sink", "seed")
 _GPUS = ("cuda", "xpu")
 _BLOCK = 128  # rows and columns of a block of the mask
 _MIN_HEAD_DIM = 16

@@ -22,7 +22,7 @@ Backward = Callable[[Call, Sequence[Tensor], Sequence[bool]], list[Tensor | None
 """The gradients of the operands that are needed, from the output, its logsumexp and gradient."""
 
 _TENSORS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in OPERANDS)
-_SETTINGS = "SymInt? window, float scale, bool pruning"
+_SETTINGS = "SymInt? window, float scale, float dropout, bool pruning"
 _FORWARD = f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor)"
 _MADE = "Tensor out, Tensor lse, Tensor grad"
 _BACKWARD = f"({_MADE}, bool[] needed, {_TENSORS}, {_SETTINGS}) -> Tensor[]"
@@ -64,7 +64,7 @@ def graph_operator(
     operator.register_autograd(gradients, setup_context=save)
 
     def attend(call: Call) -> Tensor:
-        out, _ = operator(*call.operands(), call.window, call.scale, call.pruning)
+        out, _ = operator(*call.operands(), call.window, call.scale, call.dropout, call.pruning)
         return out
 
     return attend
@@ -95,8 +95,9 @@ def _backward_operator(name: str, backward: Backward) -> Any:
 
 def _call_of(arguments: Sequence[Any]) -> Call:
     """From the operands and the settings of an operator."""
-    *operands, window, scale, pruning = arguments
-    return replace(Call(*operands), window=window, scale=scale, pruning=pruning)
+    *operands, window, scale, dropout, pruning = arguments
+    settings = {"window": window, "scale": scale, "dropout": dropout, "pruning": pruning}
+    return replace(Call(*operands), **settings)
 
 
 def _in_declared_layout(x: Tensor) -> Tensor:

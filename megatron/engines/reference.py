@@ -1,7 +1,6 @@
 """The dense engine: all scores at once, through the fused softmax.
 
-Runs on any device and in any precision and is the only engine with attention dropout; needs
-O(Lq * Lk) memory. The others are tested against it.
+Runs on any device and in any precision; needs O(Lq * Lk) memory. The others are tested against it.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.engines.call import Call, key_origin, match_operand
+from megatron.engines.dropout import kept, kept_scale, row_keys
 
 
 def naive_attention(call: Call) -> Tensor:
@@ -36,9 +36,10 @@ def naive_attention(call: Call) -> Tensor:
         added=_dense_features(call),
         row_scale=call.row_scale,
         window=call.window,
-        dropout=call.dropout,
-        generator=call.generator,
     )
+    if call.dropout > 0.0:
+        mask = kept(row_keys(call), 0, call.k_len, call.dropout)
+        probs = (probs * kept_scale(call.dropout)).masked_fill(~mask, 0.0)
     if heads == call.k.shape[1]:
         return probs @ call.v
     return (probs.view(pairs, -1, call.k_len) @ call.v.flatten(0, 1)).view_as(call.q)
@@ -81,37 +82,20 @@ def fused_softmax(
     row_scale: Tensor | None = None,
     scale: float = 1.0,
     window: int | None = None,
-    dropout: float = 0.0,
-    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Softmax over the keys of `scores * scale * weight[d] + bias[d]`, d = distance to the key.
 
     `added` is one more term, [B, H, Lq, Lk]. The other arguments are those of `attention`, which
     has checked them.
     """
-    terms = (bias, weight, key_bias, first_key, sink, added, row_scale)
-    probs = _probabilities(scores, scale, window, *terms)
-    return _dropout(probs, dropout, generator) if dropout > 0.0 else probs
-
-
-def _probabilities(
-    scores: Tensor, scale: float, window: int | None, *terms: Tensor | None
-) -> Tensor:
-    bias, weight, *others = terms
+    others = (key_bias, first_key, sink, added, row_scale)
     if scores.is_cuda and all(x is None for x in others):
         from megatron.engines.triton_softmax import can_run_softmax, triton_fused_softmax
 
         if can_run_softmax(scores) is None:
             return triton_fused_softmax(scores, bias, weight, scale, window)
-    probs: Tensor = _FusedSoftmax.apply(scale, window, scores, *terms)
+    probs: Tensor = _FusedSoftmax.apply(scale, window, scores, bias, weight, *others)
     return probs
-
-
-def _dropout(probs: Tensor, dropout: float, generator: torch.Generator | None) -> Tensor:
-    if generator is None:
-        return torch.nn.functional.dropout(probs, dropout)
-    kept = torch.empty_like(probs).bernoulli_(1.0 - dropout, generator=generator)
-    return probs * kept.div_(1.0 - dropout)
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

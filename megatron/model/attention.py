@@ -25,21 +25,25 @@ from megatron.model.layer_formulas import (
 )
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.mpu.collectives import TensorParallel, copy_to_group
+from megatron.mpu.collectives import (
+    WHOLE,
+    SequenceParallel,
+    TensorParallel,
+    copy_to_group,
+    heads_to_positions,
+    positions_to_heads,
+)
 from megatron.mpu.parallel_layers import ColumnParallelLinear, Projections, per_head_parameter
 
 
-def _dropout_generator(device: torch.device, tp: TensorParallel) -> torch.Generator:
-    """A generator for this layer's attention dropout.
+def _dropout_seed(tp: TensorParallel) -> Tensor:
+    """The seed of this layer's attention dropout, in this forward pass.
 
-    Its seed is drawn from the default CPU generator, which is equal on all tensor-parallel ranks,
-    plus the rank: heads on different ranks get different masks, a recomputed activation gets the
-    same mask again, and only torch's own RNG state need be saved.
+    Drawn from the default CPU generator, which is equal on all tensor-parallel ranks, plus the
+    rank: heads on different ranks get different masks, a recomputed activation gets the same mask
+    again, and only torch's own RNG state need be saved.
     """
-    seed = int(torch.randint(2**62, (), dtype=torch.int64).item())
-    generator = torch.Generator(device=device)
-    generator.manual_seed(seed + tp.rank)
-    return generator
+    return torch.randint(2**62, (), dtype=torch.int64) + tp.rank
 
 
 class SelfAttention(nn.Module):
@@ -47,7 +51,9 @@ class SelfAttention(nn.Module):
 
     `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `temperature` is the
     floor and alpha of attention_temperature. `documents_apart`: a token sees its own document only;
-    `positions_restart`: rotary positions begin anew with each document.
+    `positions_restart`: rotary positions begin anew with each document. With `sp`, the input is
+    this rank's part of the positions; between the projections it has all positions of its share
+    of the heads.
     """
 
     q_norm: RMSNorm | None
@@ -77,9 +83,11 @@ class SelfAttention(nn.Module):
         window: int | None,
         engine: str,
         pruning: bool,
+        sp: SequenceParallel = WHOLE,
     ) -> None:
         super().__init__()
-        self.tp = tp = linear.tp
+        self.tp, self.sp = linear.tp, sp
+        tp = linear.tp
         tp.slice_of(num_heads, "num_attention_heads")  # whole heads only
         tp.slice_of(kv_heads, "num_kv_heads")
         if num_heads % kv_heads:
@@ -129,18 +137,19 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
         starts_BL: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every token; `starts` tells where its document begins."""
+        """Attention of every token; `starts` tells where the document of each position begins."""
         if self.shares_input:
             x_BLh = copy_to_group(x_BLh, self.tp)
         offset = cache.length if cache is not None else 0
-        q_BHLD, k_BHLD, v_BHLD = self._heads(self.query_key_value(x_BLh))
+        local = self._heads(self.query_key_value(x_BLh))
+        q_BHLD, k_BHLD, v_BHLD = (positions_to_heads(x, self.sp) for x in local)
         if self.rotary is not None:
             places = positions_in_documents(starts_BL) if self.positions_restart else None
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
         first_key = starts_BL if self.documents_apart else None
         if self.softmax_scale is not None:
             n_BL = self._keys_seen(x_BLh, offset, first_key)
-            q_BHLD = sharpened(q_BHLD, self.softmax_scale, n_BL)
+            q_BHLD = sharpened(q_BHLD, self.sp.own(self.softmax_scale, 0), n_BL)
         terms = self._terms(x_BLh, offset, starts_BL)
         key_bias, sink = self._gates_and_sinks(x_BLh, terms, cache, first_key)
         if cache is not None:
@@ -150,8 +159,7 @@ class SelfAttention(nn.Module):
             q_BHLD,
             k_BHLD,
             v_BHLD,
-            tables.bias,
-            tables.weight,
+            *(None if x is None else self.sp.own(x, 0) for x in (tables.bias, tables.weight)),
             key_bias=key_bias,
             first_key=first_key,
             sink=sink,
@@ -162,13 +170,14 @@ class SelfAttention(nn.Module):
             dropout=dropout,
             engine=self.engine,
             pruning=self.pruning,
-            generator=_dropout_generator(x_BLh.device, self.tp) if dropout else None,
+            seed=_dropout_seed(self.tp) if dropout else None,
         )
+        out_BHLD = heads_to_positions(out_BHLD, self.sp)
         return self.dense(rearrange(out_BHLD, "b h l d -> b l (h d)"))
 
     def _keys_seen(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> Tensor:
         return keys_seen(
-            x_BLh.shape[1],
+            x_BLh.shape[1] * self.sp.size,
             offset=offset,
             window=self.window,
             starts_BL=starts_BL,
@@ -177,11 +186,19 @@ class SelfAttention(nn.Module):
 
     def _terms(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> ScoreTerms:
         """What the input and the positions say about the scores."""
-        queries, device = x_BLh.shape[1], x_BLh.device
+        queries, device = x_BLh.shape[1] * self.sp.size, x_BLh.device
         terms = ScoreTerms()
         if self.terms is not None:
             seen = self._keys_seen(x_BLh, offset, starts_BL if self.documents_apart else None)
-            terms = self.terms(x_BLh, offset + queries, seen)
+            terms = self.terms(x_BLh, offset + queries, self.sp.own(seen))
+            by_position = {"query_features", "log_gates", "row_scale"}
+            terms = terms._replace(
+                **{
+                    name: positions_to_heads(term, self.sp)
+                    for name, term in terms._asdict().items()
+                    if name in by_position and term is not None
+                }
+            )
         if terms.distance_features is not None:  # of all heads, whole on every rank
             table = copy_to_group(terms.distance_features, self.tp)
             terms = terms._replace(distance_features=table)
@@ -204,10 +221,10 @@ class SelfAttention(nn.Module):
         The gates' term is c_m - c_n, times the row's scale; c_m, constant over a row, cancels in
         the softmax and is left out. A sink does not have it, so it is subtracted there.
         """
-        sink = None if self.sinks is None else at_least_fp32(self.sinks)
+        sink = None if self.sinks is None else at_least_fp32(self.sp.own(self.sinks, 0))
         gates, row_scale = terms.log_gates, terms.row_scale
         if self.forget_gate is not None:
-            forgotten = log_gates(self.forget_gate(x_BLh))
+            forgotten = positions_to_heads(log_gates(self.forget_gate(x_BLh)), self.sp)
             gates = forgotten if gates is None else gates + forgotten
         if gates is None:
             return None, sink

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from megatron.backends.interface import full_shape
 from megatron.model.rotary_and_input_positions import InputEmbedding
-from megatron.mpu.collectives import SERIAL, copy_to_group, gather_from_group
+from megatron.mpu.collectives import (
+    SERIAL,
+    WHOLE,
+    SequenceParallel,
+    copy_to_group,
+    gather_from_group,
+)
 from megatron.mpu.parallel_layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -39,19 +45,24 @@ class Embedding(nn.Module):
         dropout: float = 0.0,
         *,
         positions_restart: bool = False,
+        sp: SequenceParallel = WHOLE,
     ) -> None:
         super().__init__()
+        self.sp = sp
         self.word_embeddings = word_embeddings
         self.position_embeddings = position_embeddings
         self.dropout = dropout
         self.positions_restart = positions_restart
 
     def forward(self, inputs: State, offset: int = 0) -> State:
-        """Hidden states of tokens; document starts (see transformer.py) are passed on."""
+        """Hidden states of this rank's part of the tokens; document starts (see transformer.py),
+        of all tokens, are passed on."""
         tokens, starts = (inputs, None) if isinstance(inputs, Tensor) else inputs
-        x = self.word_embeddings(tokens)
+        x = self.word_embeddings(self.sp.own(tokens))
         if self.position_embeddings is not None:
+            offset += self.sp.rank * x.shape[1]
             places = positions_in_documents(starts) if self.positions_restart else None
+            places = None if places is None else self.sp.own(places)
             # a user-defined method may not take `positions`
             own = () if places is None else (places,)
             x = self.position_embeddings(x, offset, *own)

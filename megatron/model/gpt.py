@@ -18,18 +18,20 @@ from megatron.model.layer_list import Function, Layer, LayerFactory, ModelSpec
 from megatron.model.loss import DEFAULT_LOSS_CHUNK, head_losses, loss_chunk
 from megatron.model.position_base import PositionalEmbedding, TableEmbedding, Tables
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
-from megatron.mpu.collectives import SERIAL, TensorParallel
+from megatron.mpu.collectives import SERIAL, WHOLE, SequenceParallel, TensorParallel
 
 
 class GPTModel(nn.Module):
     """The layers in sequence. State-dict names are GPT-NeoX's: `sequential.<index>.<name>`."""
 
-    def __init__(self, spec: ModelSpec, tp: TensorParallel = SERIAL) -> None:
+    def __init__(
+        self, spec: ModelSpec, tp: TensorParallel = SERIAL, sp: SequenceParallel = WHOLE
+    ) -> None:
         super().__init__()
         self.spec = spec
-        self.tp = tp
+        self.tp, self.sp = tp, sp
         self.sequential = nn.ModuleList()
-        factory = LayerFactory(spec, tp)
+        factory = LayerFactory(spec, tp, sp=sp)
         self._layer_specs = factory.layer_specs
         for layer in factory.layers():
             if not isinstance(layer, Layer):
@@ -64,9 +66,11 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """Logits of the next token, [B, L, V]; with labels, their losses [B, L].
 
-        Inputs are tokens [B, L], or with them where the document of each begins, [B, L].
+        Inputs are tokens [B, L], or with them where the document of each begins, [B, L]. Ranks that
+        share sequences get all tokens and labels, and return what belongs to their own positions.
         """
         if labels_BL is not None:
+            labels_BL = self.sp.own(labels_BL)
             chunk: int | None = DEFAULT_LOSS_CHUNK
             if torch.is_grad_enabled():
                 chunk = loss_chunk(labels_BL.numel(), self.spec.padded_vocab_size)

@@ -51,7 +51,7 @@ from megatron.model.transformer import (
     drop_tables,
     end_tables,
 )
-from megatron.mpu.collectives import SERIAL, TensorParallel
+from megatron.mpu.collectives import SERIAL, WHOLE, SequenceParallel, TensorParallel
 from megatron.mpu.parallel_layers import (
     InitMethod,
     Projections,
@@ -156,6 +156,7 @@ class LayerFactory:
     spec: ModelSpec
     tp: TensorParallel = SERIAL
     pipelined: bool = False
+    sp: SequenceParallel = WHOLE
 
     def layers(self) -> list[Layer | Function]:
         """The list: layers, and plain functions between them."""
@@ -240,6 +241,7 @@ class LayerFactory:
             positions,
             spec.hidden_dropout,
             positions_restart=spec.reset_position_ids,
+            sp=self.sp,
         )
 
     def position_tables(self) -> PositionTables:
@@ -249,7 +251,7 @@ class LayerFactory:
             tables = self.positions(TableEmbedding, spec, layers[0] if place else None)
             assert tables is not None
             made.append(tables)
-        return PositionTables(*made, pipelined=self.pipelined)
+        return PositionTables(*made, pipelined=self.pipelined, sp=self.sp)
 
     def transformer_layer(self, number: int) -> TransformerLayer:
         """Layer `number` of the stack, counted from 0."""
@@ -341,6 +343,7 @@ class LayerFactory:
             window=spec.attention_window,
             engine=spec.engine_in_effect,
             pruning=spec.attention_pruning,
+            sp=self.sp,
         )
 
     def _own_norms(self) -> tuple[RMSNorm, RMSNorm] | None:

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.mpu.collectives import TensorParallel, vocab_parallel_cross_entropy
+from megatron.mpu.collectives import (
+    WHOLE,
+    SequenceParallel,
+    TensorParallel,
+    vocab_parallel_cross_entropy,
+)
 
 DEFAULT_LOSS_CHUNK = 1024
 AT_ONCE = 2**26
@@ -47,7 +52,11 @@ def head_losses(
     return torch.cat(losses).view_as(labels)
 
 
-def masked_mean(losses: Tensor, mask: Tensor) -> Tensor:
-    """The mean loss of the tokens that count."""
+def masked_mean(losses: Tensor, mask: Tensor, sp: SequenceParallel = WHOLE) -> Tensor:
+    """The mean loss of the tokens that count.
+
+    With ranks that share sequences, `losses` are of this rank's positions and `mask` is of all:
+    the mean over the ranks of what each returns is the mean loss.
+    """
     mask = mask.to(losses.dtype)
-    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+    return (losses * sp.own(mask)).sum() * sp.size / mask.sum().clamp(min=1.0)

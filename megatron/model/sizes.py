@@ -118,8 +118,9 @@ def estimate_memory(args: NeoXArgs, world_size: int) -> MemoryEstimate:
     sums = 4 if beside else 0
     # 16-bit training keeps an fp32 copy beside the optimizer's own states.
     states = int(share * (optimizer_bytes(optimization.optimizer) + (4 if half else 0)))
-    if optimization.optimizer.type == "muon":  # of a linear layer's matrix, one state and not two
-        states -= 4 * _linear_share(args)
+    block = optimization.optimizer
+    if (fewer := len(block.states or ()) - len(block.linear_states or ())) > 0:
+        states -= 4 * fewer * _linear_share(args)
     elif optimization.use_bnb_optimizer:
         states -= share * 6  # a byte for each of two states
     return MemoryEstimate(
@@ -183,10 +184,11 @@ def _activation_bytes(args: NeoXArgs, world_size: int) -> int:
     except ConfigError:
         micro = 1
     width = 4 if args.optimization.precision == "fp32" else 2
-    tokens = micro * model.seq_length
+    tokens = micro * model.seq_length // args.parallel.sequence_parallel_size
     layer = 17 * tokens * model.hidden_size * width // args.parallel.model_parallel_size
-    if model.attention_dropout > 0 or model.engine_in_effect == "naive":
-        heads = model.num_attention_heads // args.parallel.model_parallel_size
+    if model.attention_dropout > 0 or model.engine_in_effect == "naive":  # dropout: dense on GPUs
+        ranks = args.parallel.model_parallel_size * args.parallel.sequence_parallel_size
+        heads = model.num_attention_heads // ranks
         layer += 2 * micro * heads * model.seq_length**2 * width
     layers = -(-model.num_layers // max(args.parallel.pipe_parallel_size, 1))
     if args.optimization.checkpoint_activations:

@@ -3,7 +3,8 @@
 Layers pass the hidden states alone or a tuple `(hidden, [starts], *tables)`: the tables over
 distance are computed once, by `PositionTables`, and passed with the hidden states, so that their
 gradients return through any pipeline. `starts`, the only integers among them, are the first
-position of each token's document, with reset_attention_mask or reset_position_ids.
+position of each token's document, with reset_attention_mask or reset_position_ids. Where ranks
+share sequences, hidden states are of a rank's own positions, starts and tables of all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron.model.attention import LayerCache, SelfAttention
 from megatron.model.embedding import State
 from megatron.model.layer_formulas import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
+from megatron.mpu.collectives import WHOLE, SequenceParallel
 from megatron.mpu.parallel_layers import Projections
 
 TableNames = tuple[str | None, ...]
@@ -74,10 +76,13 @@ class PositionTables(nn.Module):
 
     hf_names: ClassVar = {"embedding.": "gpt_neox.positions."}
 
-    def __init__(self, *embeddings: TableEmbedding, pipelined: bool = False) -> None:
+    def __init__(
+        self, *embeddings: TableEmbedding, pipelined: bool = False, sp: SequenceParallel = WHOLE
+    ) -> None:
         super().__init__()
         alone = len(embeddings) == 1
         self.embedding = embeddings[0] if alone else nn.ModuleList(embeddings)
+        self.sp = sp
         self.pipelined = pipelined
 
     @property
@@ -88,7 +93,8 @@ class PositionTables(nn.Module):
 
     def forward(self, state: State, offset: int = 0) -> State:
         hidden, starts, _ = unpack(state, ())
-        tables = [embedding(offset + hidden.shape[1]) for embedding in self.embeddings]
+        length = offset + hidden.shape[1] * self.sp.size
+        tables = [embedding(length) for embedding in self.embeddings]
         if self.pipelined:
             tables = [Tables(*map(_sendable, kernel)) for kernel in tables]
         return pack(hidden, starts, *tables)
@@ -146,7 +152,7 @@ class TransformerLayer(nn.Module):
     def _tables(self, hidden: Tensor, tables: Tables, cache: LayerCache | None) -> Tables:
         if self.positions is not None:
             seen = cache.length if cache is not None else 0
-            tables = self.positions(seen + hidden.shape[1])
+            tables = self.positions(seen + hidden.shape[1] * self.attention.sp.size)
         if self.table_factor == 1 or tables.bias is None:
             return tables
         return Tables(self.table_factor * tables.bias, tables.weight)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.backends.deepspeed_processes import build_grid
+from megatron.backends.deepspeed_processes import build_grid, sequence_group
 from megatron.neox_arguments.optimization_keys import data_parallel_size
 from megatron.neox_arguments.run_keys import ParallelArgs
 
@@ -38,13 +38,33 @@ class TensorParallel:
         return slice(self.rank * share, (self.rank + 1) * share)
 
 
+@dataclass(frozen=True)
+class SequenceParallel:
+    """The ranks that hold parts of the same sequences, in the order of the positions."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    def own(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of the positions, or (`dim`) of the heads; a view."""
+        if self.size == 1:
+            return x
+        share = x.shape[dim] // self.size
+        return x.narrow(dim, self.rank * share, share)
+
+
 SERIAL = TensorParallel()
-Step = Callable[[Tensor, TensorParallel], Tensor]
+WHOLE = SequenceParallel()
+Step = Callable[[Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """This process's coordinates in the pipeline x data x tensor grid."""
+    """This process's coordinates in the pipeline x data x tensor grid.
+
+    The ranks of a sequence are neighbours on its data axis: to DeepSpeed they are data-parallel.
+    """
 
     tp: TensorParallel
     pp_rank: int
@@ -53,6 +73,16 @@ class ParallelState:
     dp_group: dist.ProcessGroup | None
     grid: Any
     """DeepSpeed's grid, for its engine only; None without DeepSpeed."""
+    sp: SequenceParallel = WHOLE
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples is this rank's: ranks of a sequence have the same."""
+        return self.dp_rank // self.sp.size
+
+    @property
+    def data_size(self) -> int:
+        return self.dp_size // self.sp.size
 
 
 def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> ParallelState:
@@ -64,6 +94,7 @@ def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> Paral
         model=options.model_parallel_size,
         data=data_parallel_size(options, dist.get_world_size()),
     )
+    dp_rank, shared = grid.get_data_parallel_rank(), options.sequence_parallel_size
     return ParallelState(
         tp=TensorParallel(
             group=grid.get_slice_parallel_group(),
@@ -71,10 +102,11 @@ def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> Paral
             size=grid.get_slice_parallel_world_size(),
         ),
         pp_rank=grid.get_pipe_parallel_rank(),
-        dp_rank=grid.get_data_parallel_rank(),
+        dp_rank=dp_rank,
         dp_size=grid.get_data_parallel_world_size(),
         dp_group=grid.get_data_parallel_group(),
         grid=grid,
+        sp=SequenceParallel(sequence_group(grid, shared), dp_rank % shared, shared),
     )
 
 
@@ -106,7 +138,7 @@ class _Collective(torch.autograd.Function):
     """One function of (tensor, group) in the forward pass, another in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel, there: Step, back: Step) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: Any, there: Step, back: Step) -> Tensor:
         ctx.tp, ctx.back = tp, back
         return there(x, tp)
 
@@ -133,6 +165,36 @@ def gather_from_group(x: Tensor, tp: TensorParallel) -> Tensor:
 def scatter_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
     """This rank's slice of the last dimension."""
     return x if tp.size == 1 else _Collective.apply(x, tp, _slice_last, _gather_last)
+
+
+# All-to-all over the ranks of a sequence (Ulysses): tensors are [batch, heads, positions, ...].
+
+
+def _to_heads(x: Tensor, sp: SequenceParallel) -> Tensor:
+    parts = x.unflatten(1, (sp.size, -1)).movedim(1, 0).contiguous()
+    return _exchanged(parts, sp).movedim(0, 2).flatten(2, 3)
+
+
+def _to_positions(x: Tensor, sp: SequenceParallel) -> Tensor:
+    parts = x.unflatten(2, (sp.size, -1)).movedim(2, 0).contiguous()
+    return _exchanged(parts, sp).movedim(0, 1).flatten(1, 2)
+
+
+def _exchanged(parts: Tensor, sp: SequenceParallel) -> Tensor:
+    """Part i goes to rank i; part i of the result is from rank i."""
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=sp.group)
+    return received
+
+
+def positions_to_heads(x: Tensor, sp: SequenceParallel) -> Tensor:
+    """From all heads of this rank's positions to all positions of this rank's heads."""
+    return x if sp.size == 1 else _Collective.apply(x, sp, _to_heads, _to_positions)
+
+
+def heads_to_positions(x: Tensor, sp: SequenceParallel) -> Tensor:
+    """The way back."""
+    return x if sp.size == 1 else _Collective.apply(x, sp, _to_positions, _to_heads)
 
 
 # Cross-entropy over logits whose vocabulary is split over the tensor-parallel ranks.

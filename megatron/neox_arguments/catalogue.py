@@ -106,9 +106,9 @@ def method(name: str) -> Method | None:
 
 
 def label_of(name: str) -> str:
-    """The label in tables and figures; a user-defined method has its own name."""
+    """The label in tables and figures; `module:Class` has the class's name."""
     known = method(name)
-    return known.label if known else name
+    return known.label if known else name.rpartition(":")[2]
 
 
 def check_position_name(name: str) -> None:

@@ -109,6 +109,11 @@ class OptimizerBlock(Group):
             return ()
         return OPTIMIZERS.get(self.type)
 
+    @property
+    def linear_states(self) -> tuple[str, ...] | None:
+        """The same for the matrices of linear layers, of which Muon keeps less."""
+        return ("momentum_buffer",) if self.type == "muon" else self.states
+
 
 def optimizer_kind(block: OptimizerBlock) -> Any:
     """The known name, or the user's class."""
@@ -238,7 +243,8 @@ def build_deepspeed_config(args: NeoXArgs, world_size: int) -> dict[str, Any]:
     optimization = args.optimization
     batch = args.batch_plan(world_size)
     config: dict[str, Any] = {
-        "train_batch_size": batch.train_batch_size,
+        # to DeepSpeed, the processes that share a sequence are data-parallel
+        "train_batch_size": batch.train_batch_size * args.parallel.sequence_parallel_size,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
         "gradient_clipping": optimization.gradient_clipping,

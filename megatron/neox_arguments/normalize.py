@@ -86,7 +86,7 @@ _FEATURES: dict[str, dict[str, tuple[Any, ...]]] = {
         mlp_type=("regular",), expansion_factor=(4,), opt_pos_emb_offset=(0,),
         rotary_save_freqs_buffer=(True,), rmsnorm_fusion=(True,)
     ),
-    "sequence and context parallelism": _keys(
+    "sequence and context parallelism (here sequence_parallel_size)": _keys(
         "sequence_parallel", context_parallel_size=(0, 1), requires_attention_mask=(True,)
     ),
     "Comet": _keys(

@@ -224,7 +224,7 @@ class BatchPlan:
 
 
 def data_parallel_size(parallel: ParallelArgs, world_size: int) -> int:
-    """Copies of the model that `world_size` processes hold."""
+    """Copies of the weights that `world_size` processes hold; those of a sequence hold one each."""
     replica = parallel.processes_per_replica
     if world_size < 1 or world_size % replica:
         raise ConfigError(
@@ -239,7 +239,14 @@ def plan_batch(
     optimization: OptimizationArgs, parallel: ParallelArgs, world_size: int
 ) -> BatchPlan:
     """Fill in the batch sizes that are not given; ConfigError if those given disagree."""
-    copies = data_parallel_size(parallel, world_size)
+    copies, shared = data_parallel_size(parallel, world_size), parallel.sequence_parallel_size
+    if copies % shared:
+        raise ConfigError(
+            f"sequence_parallel_size = {shared}: {world_size} processes hold {copies} copies of "
+            f"the model, and {shared} of them share each sequence. Start a multiple of "
+            f"{shared * parallel.processes_per_replica} processes (num_gpus), or lower it."
+        )
+    copies //= shared
     total = optimization.train_batch_size
     micro = optimization.train_micro_batch_size_per_gpu
     steps = optimization.gradient_accumulation_steps

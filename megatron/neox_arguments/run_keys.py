@@ -373,7 +373,7 @@ class LoggingArgs(Group):
 
 
 class ParallelArgs(Group):
-    """Tensor, pipeline and data parallelism."""
+    """Tensor, pipeline, sequence and data parallelism."""
 
     changes: ClassVar[Changes] = "execution"
 
@@ -383,6 +383,11 @@ class ParallelArgs(Group):
         "1 is that engine with one stage.",
     )
     model_parallel_size: PositiveInt = key(1, "Tensor-parallel processes.")
+    sequence_parallel_size: PositiveInt = key(
+        1,
+        "Processes that share each sequence: each holds its part of the positions, and in "
+        "attention all positions of its share of the heads (Ulysses).",
+    )
     pipe_partition_method: str = key(
         "type:transformer|mlp",
         "How layers are dealt to pipeline stages: uniform, parameters or type:REGEX.",

@@ -35,6 +35,7 @@ def check(args: NeoXArgs) -> None:
     _check_attention_config(args.model)
     _check_layers(args.model)
     _check_parallel(args)
+    _check_sequences(args)
     _check_schedule(args.optimization)
     _check_optimizer(args)
     _check_checkpoints(args.checkpoint)
@@ -248,6 +249,29 @@ def _check_parallel(args: NeoXArgs) -> None:
         raise ConfigError(
             f"zero_optimization.offload_param needs stage 3, not {stage}. Set stage: 3."
         )
+
+
+def _check_sequences(args: NeoXArgs) -> None:
+    shared, mp = args.parallel.sequence_parallel_size, args.parallel.model_parallel_size
+    if shared == 1:
+        return
+    model, what = args.model, f"sequence_parallel_size = {shared}"
+    for key, length in (("seq_length", model.seq_length), ("seq_length_val", model.seq_length_val)):
+        if length is not None and length % shared:
+            raise ConfigError(
+                f"{what} does not divide {key} = {length}. Use {key} {length // shared * shared}, "
+                f"or sequence_parallel_size {_divisors_near(length, shared)}."
+            )
+    for key, heads in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_kv_heads", model.kv_heads),
+    ):
+        if heads // mp % shared:
+            each = f" / model_parallel_size {mp}" if mp > 1 else ""
+            raise ConfigError(
+                f"{what} does not divide {key} = {heads}{each}: each process takes whole heads. "
+                f"Use sequence_parallel_size {_divisors_near(heads // mp, shared)}."
+            )
 
 
 def _check_schedule(optimization: OptimizationArgs) -> None:

@@ -20,7 +20,7 @@ from megatron.model.position_names import (
     position_options,
     positional_embedding_class,
 )
-from megatron.neox_arguments.catalogue import label_of
+from megatron.neox_arguments.catalogue import label_of, method
 from megatron.paper import style
 from megatron.paper.run_results import ResultSet
 from megatron.paper.suite_file import DataSet
@@ -230,9 +230,11 @@ def learned_parameters(results: ResultSet, data: Sequence[DataSet]) -> Figure | 
                     linewidths=0.6,
                     label=item.title,
                 )
+        first_label, second_label = ("scale r₁", "inner scale r₂") if method(name) else ("r₁", "r₂")
         of_r2 = cls.learnable.get("r2") if issubclass(cls, DistanceKernel) else None
-        meaning = "exponent r₂" if isinstance(of_r2, Exponent) else "inner scale r₂"
-        style.finish_axes(axes, title=label_of(name), xlabel="scale r₁", ylabel=meaning)
+        if isinstance(of_r2, Exponent):
+            second_label = "exponent r₂"
+        style.finish_axes(axes, title=label_of(name), xlabel=first_label, ylabel=second_label)
         axes.set_xscale("log")
         axes.set_yscale("log")
         style.plain_log_axis(axes.xaxis)

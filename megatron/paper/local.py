@@ -187,6 +187,6 @@ class LiveLines:
     def clear(self) -> None:
         with self._lock:
             if self._terminal and self._shown:
-                self._out.write(f"\033[{self._shown}A\033[J")
+                self._out.write(f"\r\033[{self._shown}A\033[J")  # \r: a typed ^C is echoed
                 self._out.flush()
             self._shown = 0

@@ -24,7 +24,9 @@ from megatron.paper.suite_file import (
 )
 
 _COUNTS = ("seq_length", "train_iters", "num_layers", "hidden_size", "num_attention_heads")
-_BATCH_KEYS = frozenset({"num_gpus", "model_parallel_size", "pipe_parallel_size"})
+_BATCH_KEYS = frozenset(
+    {"num_gpus", "model_parallel_size", "pipe_parallel_size", "sequence_parallel_size"}
+)
 """They say how a run is executed, but the size of its batch follows from them."""
 
 

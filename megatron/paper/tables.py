@@ -218,7 +218,7 @@ def _by_length_block(placed: _Placer, title: str, data: Sequence[DataSet]) -> Bl
         Row(str(point.length), tuple(placed.entry(*place, point) for place in places))
         for point in placed.spec.points
     )
-    return Block(title, "Extrp.", columns, rows)
+    return Block(title, "length", columns, rows)
 
 
 def _by_method_block(placed: _Placer, data: DataSet) -> Block:
@@ -230,7 +230,7 @@ def _by_method_block(placed: _Placer, data: DataSet) -> Block:
         Row(label_of(name), tuple(placed.entry(data, name, point) for point in points))
         for name in placed.spec.methods
     )
-    return Block(data.title, "Extrp. length", columns, rows)
+    return Block(data.title, "length", columns, rows)
 
 
 def group_table(

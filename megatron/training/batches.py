@@ -44,8 +44,8 @@ def build_streams(
             total_samples=(by_epochs and _whole_batches(dataset, plan)) or len(dataset),
             consumed_samples=consumed,
             micro_batch_size=plan.micro_batch_size,
-            dp_rank=parallel.dp_rank,
-            dp_size=parallel.dp_size,
+            dp_rank=parallel.data_rank,
+            dp_size=parallel.data_size,
             grad_accum=plan.gradient_accumulation_steps,
             wrap=wrap,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megatron.model import GPTModel, ModelSpec
 from megatron.model.embedding import Embedding, Head, TiedHead, UntiedHead
 from megatron.model.layer_list import Layer, LayerFactory
 from megatron.model.loss import head_losses, loss_chunk, masked_mean
-from megatron.mpu.collectives import ParallelState, TensorParallel
+from megatron.mpu.collectives import WHOLE, ParallelState, SequenceParallel, TensorParallel
 from megatron.mpu.job import current_device
 from megatron.mpu.parallel_layers import after_initialisation
 from megatron.neox_arguments import NeoXArgs
@@ -60,7 +61,7 @@ def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn
         return _build_pipeline(args, spec, parallel)
     if args.optimization.zero_stage == 3:
         return _build_in_pieces(args, spec, parallel)
-    return GPTModel(spec, parallel.tp)
+    return GPTModel(spec, parallel.tp, parallel.sp)
 
 
 def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
@@ -70,7 +71,7 @@ def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -
     config = args.deepspeed_config(dist.get_world_size())
     partition = partitioner(config, parallel.grid, weights_dtype(args.optimization))
     with after_initialisation(partition):
-        module = GPTModel(spec, parallel.tp)
+        module = GPTModel(spec, parallel.tp, parallel.sp)
     for parameter in module.parameters():  # norms and kernels, made elsewhere
         if not is_partitioned(parameter):
             partition(parameter)
@@ -85,24 +86,25 @@ def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -
 class PipelineLoss:
     """The last stage's loss against (labels, loss mask); it applies the head itself."""
 
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: int, sp: SequenceParallel) -> None:
+        self.vocabulary, self.sp = vocabulary, sp
         self.head: Head | None = None
 
     def __call__(self, hidden: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
         labels, mask = targets
         assert self.head is not None
-        chunk = loss_chunk(labels.numel(), self.vocabulary)
-        losses = head_losses(self.head.logits, hidden, labels, self.head.vocab_tp, chunk)
-        return masked_mean(losses, mask)
+        own = self.sp.own(labels)
+        chunk = loss_chunk(own.numel(), self.vocabulary)
+        losses = head_losses(self.head.logits, hidden, own, self.head.vocab_tp, chunk)
+        return masked_mean(losses, mask, self.sp)
 
 
-def pipeline_layers(spec: ModelSpec, tp: TensorParallel) -> list[Any]:
+def pipeline_layers(spec: ModelSpec, tp: TensorParallel, sp: SequenceParallel = WHOLE) -> list[Any]:
     """The list of layers for a pipeline; the tied embedding is first layer and head."""
     from megatron.backends.deepspeed_engine import PipelineLayer
 
     layers: list[Any] = []
-    for layer in LayerFactory(spec, tp, pipelined=True).layers():
+    for layer in LayerFactory(spec, tp, pipelined=True, sp=sp).layers():
         if isinstance(layer, Layer):
             # As a layer the tied head does nothing: the loss makes the logits.
             tied = layer.is_tied_head or (layer.kind is Embedding and not spec.no_weight_tying)
@@ -115,9 +117,9 @@ def pipeline_layers(spec: ModelSpec, tp: TensorParallel) -> list[Any]:
 def _build_pipeline(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
     from megatron.backends.deepspeed_engine import build_pipeline
 
-    loss = PipelineLoss(spec.padded_vocab_size)
+    loss = PipelineLoss(spec.padded_vocab_size, parallel.sp)
     module = build_pipeline(
-        pipeline_layers(spec, parallel.tp),
+        pipeline_layers(spec, parallel.tp, parallel.sp),
         parallel.grid,
         loss,
         partition_method=args.parallel.pipe_partition_method,
@@ -154,7 +156,7 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
             optimizer, build_schedule(options), keep_saved=options.use_checkpoint_lr_scheduler
         ),
         files=TrainingFiles(),
-        loss=_mean_loss,
+        loss=partial(_mean_loss, sp=parallel.sp),
         accumulation=plan.gradient_accumulation_steps,
         samples_per_step=plan.train_batch_size,
         max_norm=options.gradient_clipping,
@@ -183,6 +185,8 @@ def _on_backend(args: NeoXArgs, parts: Parts, parallel: ParallelState) -> Traini
     return engine
 
 
-def _mean_loss(model: Callable[..., Any], batch: MicroBatch) -> Tensor:
+def _mean_loss(
+    model: Callable[..., Any], batch: MicroBatch, sp: SequenceParallel = WHOLE
+) -> Tensor:
     inputs, (labels, mask) = batch
-    return masked_mean(model(inputs, labels), mask)
+    return masked_mean(model(inputs, labels), mask, sp)

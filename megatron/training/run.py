@@ -203,7 +203,7 @@ def _count(trainer: Trainer) -> int:
 
 def _print_summary(args: NeoXArgs, trainer: Trainer) -> None:
     """One line: the model, the layout, the attention engine and why it is not a faster one."""
-    engine = trainer.engine
+    engine, parallel = trainer.engine, trainer.parallel
     attention = explain_engine(
         args.model.engine_in_effect,
         device=engine.device,
@@ -214,8 +214,8 @@ def _print_summary(args: NeoXArgs, trainer: Trainer) -> None:
     trainer.say(
         f"{' + '.join(method_names(args.model))}: {_count(trainer):,} parameters on this rank, "
         f"{engine.device}, "
-        f"{dist.get_world_size()} process(es): dp {trainer.parallel.dp_size}, "
-        f"mp {trainer.parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
+        f"{dist.get_world_size()} process(es): dp {parallel.data_size}, sp {parallel.sp.size}, "
+        f"mp {parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "
         f"ZeRO {engine.zero_stage}; attention: {attention}; "
         + (f"resuming after step {trainer.step}" if trainer.step else "starting")
     )

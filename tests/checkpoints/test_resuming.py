@@ -36,7 +36,11 @@ ONE = {
     "bf16_zero1": {**layout(zero=1), **precision("bf16")},
     "fp16": {**layout(), "fp16": {"enabled": True, "initial_scale_power": 14}},
     "labels": layout(),
-    "muon": {**layout(), "optimizer": {"type": "Muon", "params": {"lr": 0.01}}},
+    "muon": {
+        **layout(),
+        "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
+        **dict.fromkeys(DROPOUT, 0.0),  # a checkpoint for any layout has no random states
+    },
 }
 TWO = {
     **ON_TWO,
@@ -67,6 +71,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             f"{name}-first": {"config": config, "steps": HALF, "save": saved},
             f"{name}-second": {"config": config, "steps": HALF, "resume": saved},
         }
+    muon, moved = cases[1]["muon-first"], str(directory / "muon-moved")
+    muon["export"] = moved
+    cases[1]["muon-moved"] = {**cases[1]["muon-second"], "resume": moved}
     found = run_cases(cases[1], directory, 1) | run_cases(cases[2], directory, 2)
     return {"directory": directory, **found}
 
@@ -100,6 +107,11 @@ def test_a_background_save_is_of_its_moment_to_the_bit(
     for file in files:
         twins = (load_file(store.path(HALF) / file) for store in (plain, background))
         assert same(*twins), file
+
+
+def test_muons_states_go_through_a_checkpoint_for_any_layout(results: dict[str, Any]) -> None:
+    """A matrix of a linear layer has one state there, every other parameter two."""
+    assert results["muon-moved"]["losses"] == results["muon-second"]["losses"]
 
 
 def test_dropout_was_on(results: dict[str, Any]) -> None:

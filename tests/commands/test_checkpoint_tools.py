@@ -87,8 +87,8 @@ def test_gpt_neoxs_import_tools_are_doors_to_ours(
     theirs.save_pretrained(tmp_path / "hf")
     values = (tmp_path / "hf", tmp_path / "neox", 2)
     words = [str(word) for pair in zip(flags, values, strict=True) for word in pair]
-    assert '("convert_hf_to_neox")' in (REPOSITORY / "tools" / "ckpts" / f"{tool}.py").read_text()
-    assert run("convert_hf_to_neox", words) == 0
+    assert f'("{tool}")' in (REPOSITORY / "tools" / "ckpts" / f"{tool}.py").read_text()
+    assert run(tool, words) == 0
     ours = kerple.load_pretrained(tmp_path / "neox")
     assert ours.kind == "neox"
     inputs = torch.arange(40)[None]

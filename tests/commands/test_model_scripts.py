@@ -252,10 +252,10 @@ def test_own_kernel_beside_a_known_one(place: Path) -> None:
             timeout=300,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert said in done.stdout and "my_kernels:SqrtLog" in done.stdout
+        assert said in done.stdout and "SqrtLog" in done.stdout
     report = place / "runs" / "compare" / "report"
     page = (report / "report.md").read_text("utf-8")
-    assert "my_kernels:SqrtLog" in page and "figures/main_kernels.png" in page
+    assert "SqrtLog" in page and "figures/main_kernels.png" in page
     figure = (report / "figures" / "main_kernels.svg").read_text("utf-8")
     assert figure.count("SqrtLog") and figure.count("ALiBi")
 

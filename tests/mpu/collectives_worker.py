@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.mpu.collectives import (
+    SequenceParallel,
     TensorParallel,
     copy_to_group,
     gather_from_group,
+    heads_to_positions,
+    positions_to_heads,
     reduce_from_group,
     scatter_to_group,
     vocab_parallel_cross_entropy,
@@ -56,9 +59,21 @@ def check_cross_entropy(tp: TensorParallel) -> None:
     torch.testing.assert_close(local.grad, reference.grad[..., share], atol=1e-3, rtol=0)
 
 
+def check_exchange(sp: SequenceParallel) -> None:
+    """Positions to heads and back, and the gradients, which take the other way."""
+    whole, grad = drawn(2, 6, 8, 3), drawn(2, 6, 8, 3, seed=1)
+    x = sp.own(whole, 2).clone().requires_grad_()
+    heads = positions_to_heads(x, sp)
+    torch.testing.assert_close(heads, sp.own(whole))
+    torch.testing.assert_close(heads_to_positions(heads, sp), x)
+    (found,) = torch.autograd.grad(heads, x, sp.own(grad))
+    torch.testing.assert_close(found, sp.own(grad, 2))
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     group = TensorParallel(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     check_collectives(group)
     check_cross_entropy(group)
+    check_exchange(SequenceParallel(dist.group.WORLD, group.rank, group.size))
     dist.destroy_process_group()

@@ -42,7 +42,7 @@ def test_a_label_belongs_to_one_method() -> None:
 
 def test_a_method_of_ones_own_is_shown_under_its_own_name() -> None:
     assert method("my.module:Kernel") is None
-    assert label_of("my.module:Kernel") == "my.module:Kernel"
+    assert label_of("my.module:Kernel") == "Kernel"
     assert label_of("kerple_power_ap_") == "KERPLE-power"
 
 

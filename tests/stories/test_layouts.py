@@ -1,4 +1,4 @@
-"""Every layout trains the same model: dp, mp, pp and ZeRO 0-3 against one process."""
+"""Every layout trains the same model: dp, mp, pp, sp and ZeRO 0-3 against one process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoints import read_checkpoint
+from megatron.neox_arguments.catalogue import METHODS
 from tests.training.cases import (
     ON_TWO,
     labelled,
@@ -26,7 +27,24 @@ ONE = {
     "zero3": layout(zero=3),
     "pp1": layout(pp=1),
 }
-TWO = {**ON_TWO, "pp1_dp2": layout(pp=1)}
+SHARED = {
+    "sp2": layout(sp=2),
+    "sp2_zero1": layout(sp=2, zero=1),
+    "sp2_zero2": layout(sp=2, zero=2),
+    "sp2_zero3": layout(sp=2, zero=3),
+    "sp2_pp1": layout(sp=2, pp=1),
+}
+"""Two processes that share each sequence."""
+TWO = {**ON_TWO, "pp1_dp2": layout(pp=1), **SHARED}
+FOUR = {
+    "sp4": layout(sp=4),
+    "sp4_zero3": layout(sp=4, zero=3),
+    **{f"sp2_dp2_zero{zero}": layout(sp=2, zero=zero) for zero in range(4)},
+    "sp2_mp2": layout(sp=2, mp=2),
+    "sp2_mp2_zero1": layout(sp=2, mp=2, zero=1),
+    "sp2_pp2": layout(sp=2, pp=2),
+    "sp2_pp2_zero1": layout(sp=2, pp=2, zero=1),
+}
 POSITIONS: dict[str, dict[str, Any]] = {
     "kerple_log": {},
     "rpe": {"pos_emb": "rpe"},
@@ -34,7 +52,7 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary"},
     "learned": {"pos_emb": "learned"},
     "tied": {"no_weight_tying": False},
-    "two_tables": {"pos_emb": "kerple_bias_wht"},
+    "two_tables": {"pos_emb": "kerple_bias_wht", "num_kv_heads": 2},
     "per_layer": {"kerple_share": "per_layer"},
     "row_head": {"output_layer_parallelism": "row"},
     "score_terms": {"forget_gate": True, "attention_sinks": True, "scalable_softmax": True},
@@ -56,12 +74,12 @@ POSITIONS: dict[str, dict[str, Any]] = {
     "labels": {"eod_mask_loss": True, "tokenizer_type": "CharLevelTokenizer"},
 }
 FULL = ("kerple_log", "rpe")
-SOME = ("mp2", "pp2")
+SOME = ("mp2", "pp2", "sp2")
 MORE = {
-    "score_terms": (*SOME, "dp2_zero3"),
+    "score_terms": (*SOME, "dp2_zero3", "sp2_zero3"),
     "query_features": (*SOME, "dp2_zero3"),
     "pattern": (*SOME, "dp2_zero3", "pp2_zero1"),
-    "packed": (*SOME, "dp2_zero3", "pp2_zero1"),
+    "packed": (*SOME, "dp2_zero3", "pp2_zero1", "sp2_zero1", "sp2_pp1"),
     "labels": (*SOME, "dp2"),
 }
 PRECISIONS = ("fp32", "bf16")
@@ -80,7 +98,8 @@ def _table() -> list[tuple[str, str, str, int]]:
             if position in FULL:
                 rows += [(position, name, one, 1) for one in ONE]
             some = MORE.get(position, SOME)
-            rows += [(position, name, two, 2) for two in (TWO if position in FULL else some)]
+            full = [two for two in TWO if two not in ("sp2_zero1", "sp2_zero3", "sp2_pp1")]
+            rows += [(position, name, two, 2) for two in (full if position in FULL else some)]
     return rows
 
 
@@ -198,3 +217,40 @@ def test_zero_3_draws_the_same_model_and_no_rank_holds_it_whole(
     assert result["weights_before"] == reference["weights_before"]
     assert result["whole_at_once"] <= 1
     assert reference["whole_at_once"] > 8
+
+
+@pytest.mark.slow
+def test_every_method_on_ranks_that_share_sequences(tmp_path: Path) -> None:
+    """Each positional embedding on two processes, and documents and grouped heads on four."""
+    plain = write_data(tmp_path)
+    packed = write_data(tmp_path / "packed", documents=400, length=7, end=0)
+    documents = {**POSITIONS["packed"], "data_path": packed, "eod_mask_loss": True}
+    models: dict[str, dict[str, Any]] = {name: {"pos_emb": name} for name in METHODS}
+    some: dict[str, dict[str, Any]] = {
+        "grouped": {"num_attention_heads": 16, "num_kv_heads": 8, "pos_emb": "kerple_bias_wht"},
+        "score_terms": POSITIONS["score_terms"],
+        "documents": documents,
+        "rotary_documents": {**documents, "pos_emb": "rotary", "forget_gate": False},
+        "learned_documents": {**documents, "pos_emb": "learned", "forget_gate": False},
+        "head_norms": {"use_qk_layernorm": True, "checkpoint_activations": True},
+    }
+
+    def case(changes: dict[str, Any]) -> dict[str, Any]:
+        return {"config": tiny_config(plain, **changes), "steps": 2, "validate": True}
+
+    expected = run_cases({x: case(y) for x, y in (models | some).items()}, tmp_path, 1)
+    two = {(x, "sp2"): case(models[x] | layout(sp=2)) for x in models}
+    four = {
+        (x, place): case(some[x] | FOUR[place])
+        for x in some
+        for place in FOUR
+        if (x, "mp" in place) != ("head_norms", True)
+    }
+    for cases, processes in ((two, 2), (four, 4)):
+        found = run_cases({"-".join(x): case for x, case in cases.items()}, tmp_path, processes)
+        for name, place in cases:
+            reference, result = expected[name], found[f"{name}-{place}"]
+            for key in ("losses", "valid_loss", "grad_norms"):
+                close = pytest.approx(reference[key], rel=TOLERANCE["fp32"])
+                assert result[key] == close, (name, place, key)
+            assert result["replicas_agree"], (name, place)

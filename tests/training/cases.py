@@ -86,8 +86,9 @@ ADAM = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.9, 0.95]}}
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 
 
-def layout(*, pp: int = 0, mp: int = 1, zero: int = 0) -> dict[str, Any]:
+def layout(*, pp: int = 0, mp: int = 1, sp: int = 1, zero: int = 0) -> dict[str, Any]:
     return {
+        "sequence_parallel_size": sp,
         "pipe_parallel_size": pp,
         "model_parallel_size": mp,
         "zero_optimization": {

@@ -73,7 +73,7 @@ def test_the_loader_pins_memory_where_there_is_a_gpu(
     args = NeoXArgs.from_dict(tiny_config("none"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(batches, "build_data_loader", build)
-    alone: Any = SimpleNamespace(dp_rank=0, dp_size=1)
+    alone: Any = SimpleNamespace(data_rank=0, data_size=1)
     monkeypatch.setattr(batches, "_datasets", lambda *_: ([0] * 8, None, None))
     start, plan = Resumed(0, 0), args.batch_plan(1)
     batches.build_streams(args, plan, alone, eod=0, vocab_size=9, start=start)
@@ -88,7 +88,7 @@ def by_epochs(tmp_path: Path, **changes: Any) -> NeoXArgs:
 
 def samples_of(args: NeoXArgs, rank: int, ranks: int, consumed: int = 0) -> Any:
     """The training micro-batches of one data-parallel rank."""
-    plan, parallel = args.batch_plan(ranks), SimpleNamespace(dp_rank=rank, dp_size=ranks)
+    plan, parallel = args.batch_plan(ranks), SimpleNamespace(data_rank=rank, data_size=ranks)
     start = Resumed(0, consumed)
     stream, _, _ = batches.build_streams(args, plan, parallel, eod=0, vocab_size=64, start=start)  # type: ignore[arg-type]
     return ([tuple(row.tolist()) for row in tokens] for tokens, _ in stream)  # type: ignore[union-attr]

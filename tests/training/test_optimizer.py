@@ -153,19 +153,19 @@ def test_a_scheduler_counts_from_nothing() -> None:
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_wsd_has_the_rates_of_transformers(style: str) -> None:
-    """But for the first step, which has a rate here, as in GPT-NeoX."""
+    """But for the warmup, which is GPT-NeoX's: theirs begins at the minimum."""
     from transformers import get_wsd_schedule
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=6e-4)
-    theirs = get_wsd_schedule(
-        optimizer, 10, 20, 70, decay_type=style, num_cycles=0.5, min_lr_ratio=0.1
-    )
+    parts = {"num_warmup_steps": 10, "num_stable_steps": 70, "num_decay_steps": 20}
+    theirs = get_wsd_schedule(optimizer, **parts, decay_type=style, min_lr_ratio=0.1)
     ours = schedule("wsd", rule="neox", wsd_steps=20, wsd_style=style, decay_steps=100)
-    assert ours(0) == ours(1)
     for step in range(1, 120):
         optimizer.step()
         theirs.step()
-        assert ours(step) == pytest.approx(theirs.get_last_lr()[0]), step
+        neox = schedule("constant", rule="neox")(step)
+        expected = neox if step <= 10 else theirs.get_last_lr()[0]
+        assert ours(step) == pytest.approx(expected), step
     assert schedule("wsd", rule="kerple", wsd_steps=20, decay_steps=100)(5) == ours(5)
 
 

@@ -81,6 +81,41 @@ def _step(
     return {"seconds": seconds, "loss": loss.item(), "peak": _status_bytes("VmHWM")}
 
 
+def _shared(
+    spec: dict[str, Any], length: int, threads: int, rank: int, size: int, store: str
+) -> dict[str, Any]:
+    """Forward and backward of a rank that shares its sequence; bytes above weights and gradients.
+
+    A first step of 64 tokens a rank loads what there is to load.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron.model import GPTModel, ModelSpec
+    from megatron.mpu.collectives import SequenceParallel
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    sp = SequenceParallel(dist.group.WORLD, rank, size)
+    model = GPTModel(ModelSpec(**spec), sp=sp).train()
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
+        loss.backward()
+        return loss.detach()
+
+    tokens = torch.randint(spec["padded_vocab_size"], (1, length + 1))
+    run(tokens[:, : 64 * size + 1])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, start = _status_bytes("VmRSS"), time.perf_counter()
+    loss = run(tokens)
+    seconds, peak = time.perf_counter() - start, _status_bytes("VmHWM") - before
+    dist.all_reduce(loss)
+    dist.destroy_process_group()
+    return {"seconds": seconds, "peak": peak, "loss": loss.item() / size}
+
+
 def _evaluation(pos_emb: str, length: int, threads: int) -> dict[str, Any]:
     """The losses of one sequence by the 162M model."""
     import torch
@@ -160,6 +195,7 @@ def _live_bytes(before: Iterable[Any]) -> Any:
 WORK: dict[str, Callable[..., dict[str, Any]]] = {
     "forward": _forward,
     "step": _step,
+    "shared": _shared,
     "evaluation": _evaluation,
     "index": _index,
 }

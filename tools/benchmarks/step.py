@@ -11,7 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -51,12 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="of --loss-memory: run the step, or count its live tensors without computing",
     )
+    parser.add_argument(
+        "--sequence-parallel",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="instead: peak memory of a rank where N ranks share one sequence of --length",
+    )
     parser.add_argument("--recompute", action="store_true", help="with checkpoint_activations")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.loss_memory:
         return compare_loss_memory(args)
+    if args.sequence_parallel:
+        return compare_shares(args)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     models = build_models(args)
@@ -112,6 +124,33 @@ def compare_loss_memory(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0 if abs(found["all at once"]["loss"] - found["in pieces"]["loss"]) < 1e-4 else 1
+
+
+def compare_shares(args: argparse.Namespace) -> int:
+    """Forward and backward of one sequence; every number of ranks must give the same loss."""
+    spec = {**model_sizes(args), "pos_emb": args.embeddings[0]}
+    spec["checkpoint_activations"] = args.recompute
+    found: dict[int, list[dict[str, Any]]] = {}
+    for size in args.sequence_parallel:
+        with TemporaryDirectory() as directory, ThreadPoolExecutor(size) as ranks:
+            shared = {"spec": spec, "length": args.length, "threads": args.threads, "size": size}
+            work = partial(measure, "shared", store=f"{directory}/store", **shared)
+            found[size] = list(ranks.map(lambda rank, run=work: run(rank=rank), range(size)))
+    rows = [["ranks that share the sequence", "peak of a rank, MiB", "loss"]]
+    rows += [
+        [str(size), f"{max(x['peak'] for x in ranks) / 2**20:.0f}", f"{ranks[0]['loss']:.6f}"]
+        for size, ranks in found.items()
+    ]
+    print(
+        f"forward and backward of 1 x {args.length:,} tokens, {spec['pos_emb']}, fp32, "
+        f"checkpoint_activations {args.recompute}; resident memory above weights, gradients "
+        "and a first short step; no GPU here\n"
+    )
+    print(render_table(rows))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    losses = [ranks[0]["loss"] for ranks in found.values()]
+    return 0 if max(losses) - min(losses) < 1e-4 else 1
 
 
 def model_sizes(args: argparse.Namespace) -> dict[str, Any]:

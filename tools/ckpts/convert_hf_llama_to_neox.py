@@ -8,4 +8,4 @@ from runpy import run_path
 
 if __name__ == "__main__":
     beside = Path(__file__).resolve().parents[1] / "_start.py"
-    run_path(str(beside))["start"]("convert_hf_to_neox")
+    run_path(str(beside))["start"]("convert_hf_llama_to_neox")

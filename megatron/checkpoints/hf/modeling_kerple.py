@@ -250,7 +250,7 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embed_in"
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["positions", "distance_features", *PER_HEAD]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["positions", "distance_features", "row_scale", *PER_HEAD]  # noqa: RUF012
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:

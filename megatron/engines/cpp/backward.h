@@ -103,7 +103,8 @@ ALWAYS_INLINE void store_pairs_across(const vf (&acc)[M][N], float* out, int64_t
   });
 }
 
-// probs = exp2(score - logsumexp); product = the unweighted scores, if there are weights.
+// probs = exp2(score - logsumexp), negative where dropout drops; product = the unweighted scores, if
+// there are weights.
 template <bool WEIGHTED, bool KEYED>
 void recompute_probs(const Problem& p, BackwardScratch& s, const Terms& t, const Block& b) {
   float *probs = s.probs.data, *product = s.product.data;
@@ -154,7 +155,29 @@ void recompute_probs(const Problem& p, BackwardScratch& s, const Terms& t, const
       acc[m][v] = exp2v(acc[m][v]);
       store(probs + (r + m) * LD + c + v * VL, acc[m][v]);
     });
+    if (t.row_keys)
+      each<M, N>([&](int m, int v) {
+        const vi keep = kept_lanes(t.row_keys[b.q0 + r + m],
+                                   static_cast<uint32_t>(b.c0 + c + v * VL),
+                                   static_cast<int32_t>(p.drop_below));
+        store(probs + (r + m) * LD + c + v * VL, keep ? acc[m][v] : -acc[m][v]);
+        acc[m][v] = keep ? acc[m][v] : vf{};
+      });
     if (p.bf16) store_pairs_down<N>(acc, s.probs_down.data, r, c);
+  });
+}
+
+// acc = probs * (acc kept and scaled - delta), and the probs of dropped keys become 0.
+template <int N>
+ALWAYS_INLINE void multiply_kept(const Problem& p, vf (&acc)[M][N], const float* delta,
+                                 float* probs) {
+  each<M, N>([&](int m, int v) {
+    float* at = probs + m * LD + v * VL;
+    const vf prob = load(at);
+    const vi dropped = prob < vf{};
+    const vf grad = dropped ? vf{} : acc[m][v] * splat(p.kept_scale);
+    acc[m][v] = (dropped ? -prob : prob) * (grad - splat(delta[m]));
+    store(at, dropped ? vf{} : prob);
   });
 }
 
@@ -162,16 +185,19 @@ void recompute_probs(const Problem& p, BackwardScratch& s, const Terms& t, const
 // grad_key += the sums of plain over the queries.
 template <bool WEIGHTED, bool KEYED>
 void score_grads(const Problem& p, BackwardScratch& s, const Terms& t, const Block& b) {
-  const float* probs = s.probs.data;
+  float* probs = s.probs.data;
   float *grads = s.grads.data, *plain = s.plain.data, *product = s.product.data;
   each_tile(p, t, b, [&](auto n, auto, int64_t r, int64_t c) {
     constexpr int N = decltype(n)::value;
     const long shift = p.k_len - 1 - (b.first_pos + r) + b.c0 + c;
     const float* delta = s.delta.data + b.q0 + r;
     vf acc[M][N];
-    each<M, N>([&](int m, int v) { acc[m][v] = splat(-delta[m]); });
+    each<M, N>([&](int m, int v) { acc[m][v] = t.row_keys ? vf{} : splat(-delta[m]); });
     multiply_rows<N>(p, acc, s.grad_out.data, b.q0 + r, s.value_panels.data + c * p.dim);
-    each<M, N>([&](int m, int v) { acc[m][v] *= load(probs + (r + m) * LD + c + v * VL); });
+    if (t.row_keys)
+      multiply_kept<N>(p, acc, delta, probs + r * LD + c);
+    else
+      each<M, N>([&](int m, int v) { acc[m][v] *= load(probs + (r + m) * LD + c + v * VL); });
     if (t.row_scale)
       each<M, 1>([&](int m, int) {
         if (p.grad_row_scale) {
@@ -353,7 +379,7 @@ void backward_head(const Problem& p, BackwardScratch& s, int64_t bh, int64_t par
     }
     write_rows(p, p.grad_k, kv, p.kv_heads, c0, count, p.bf16 ? p.scale * LN2 : LN2, add,
                s.grad_k.data);
-    write_rows(p, p.grad_v, kv, p.kv_heads, c0, count, 1.0f, add, s.grad_v.data);
+    write_rows(p, p.grad_v, kv, p.kv_heads, c0, count, p.kept_scale, add, s.grad_v.data);
     if (sums.key_bias) std::copy(s.grad_key.data, s.grad_key.data + count, sums.key_bias + c0);
   }
   const int64_t batch_part = part * p.batch * p.heads + bh;

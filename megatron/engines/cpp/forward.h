@@ -56,7 +56,9 @@ void score_block(const Problem& p, ForwardScratch& s, const Terms& t, const Bloc
   });
 }
 
-// Running softmax: scores become exp2(score - top), and what was summed before is rescaled.
+// Running softmax: scores become exp2(score - top), and what was summed before is rescaled. The
+// sum is of all scores, also of those that dropout then sets to 0.
+template <bool DROPPED>
 ALWAYS_INLINE void soften_block(const Problem& p, ForwardScratch& s, const Terms& t,
                                 const Block& b) {
   for (int64_t r = 0; r < b.rows; ++r) {
@@ -64,19 +66,25 @@ ALWAYS_INLINE void soften_block(const Problem& p, ForwardScratch& s, const Terms
     if (span.begin >= span.end) continue;
     const float top = std::max(s.top[r], largest(load(s.tops + r * VL)));
     float* row = s.scores.data + r * LD;
+    const auto kept = [&](vf e, int64_t c) {
+      if constexpr (!DROPPED) return e;
+      const vi keep = kept_lanes(t.row_keys[b.q0 + r], static_cast<uint32_t>(b.c0 + c),
+                                 static_cast<int32_t>(p.drop_below));
+      return keep ? e : vf{};
+    };
     vf total = {};
     if (p.bf16) {
       float* pairs = s.pairs.data + r * (C / 2);
       for (int64_t c = span.begin; c < span.end; c += 2 * VL) {
         const vf low = exp2v(load(row + c) - splat(top));
         const vf high = c + VL < span.end ? exp2v(load(row + c + VL) - splat(top)) : vf{};
-        store_pairs(pairs + c / 2, low, high);
+        store_pairs(pairs + c / 2, kept(low, c), kept(high, c + VL));
         total += low + high;
       }
     } else {
       for (int64_t c = span.begin; c < span.end; c += VL) {
         const vf e = exp2v(load(row + c) - splat(top));
-        store(row + c, e);
+        store(row + c, kept(e, c));
         total += e;
       }
     }
@@ -110,7 +118,7 @@ void finish_rows(const Problem& p, const ForwardScratch& s, int64_t bh, int64_t 
   for (int64_t r = 0; r < rows; ++r) {
     float* out = row_of(p.out, bh, p.heads, q0 + r);
     const bool empty = s.sum[r] == 0.0f;
-    const float inverse = empty ? 0.0f : 1.0f / s.sum[r];
+    const float inverse = empty ? 0.0f : p.kept_scale / s.sum[r];
     for (int64_t d = 0; d < p.dim; ++d) out[d] = s.out.data[r * p.dim + d] * inverse;
     p.lse[bh * p.q_len + q0 + r] = empty ? 0.0f : s.top[r] + std::log2(s.sum[r]);
   }
@@ -134,7 +142,10 @@ void forward_block(const Problem& p, ForwardScratch& s, const Pruner& pruner, co
     with_flags(t.weight, t.key_bias, [&](auto weighted, auto keyed) {
       score_block<weighted.value, keyed.value>(p, s, t, b, s.keys.data + b.c0 * p.dim);
     });
-    soften_block(p, s, t, b);
+    if (t.row_keys)
+      soften_block<true>(p, s, t, b);
+    else
+      soften_block<false>(p, s, t, b);
     if (p.bf16)
       multiply_block(p, t, b, s.pairs.data, s.values.data + b.c0 / 2 * p.dim, s.out.data);
     else

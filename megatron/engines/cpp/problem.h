@@ -65,6 +65,9 @@ struct Problem {
   float* grad_distance_features; // [parts * batch, heads, feature_row, rank], placed likewise
   const float* row_scale;        // [batch, heads, q_len]: times the whole score; or null
   float* grad_row_scale;         // [parts * batch, heads, q_len], or null
+  const uint64_t* row_keys;      // [batch, heads, q_len], then room: of the dropout; or null
+  int64_t drop_below;            // a key whose hash lies below is dropped
+  float kept_scale;              // 1 / (1 - dropout)
   int64_t tiles, tiles_visited;  // out
 };
 
@@ -160,6 +163,7 @@ struct Terms {
   const int64_t* first_key;             // by query, rising; or null
   const float *query_features, *row_scale;            // by query; or null
   const float *distance_features, *distance_across;   // at the reversed table's start
+  const uint64_t* row_keys;             // by query; or null
   Terms(const Problem& p, int64_t bh)
       : bias(p.bias + bh % p.heads * p.table_row),
         weight(p.weight ? p.weight + bh % p.heads * p.table_row : nullptr),
@@ -171,7 +175,8 @@ struct Terms {
         query_features(p.rank ? p.query_features + bh * p.q_len * p.rank : nullptr),
         row_scale(p.row_scale ? p.row_scale + bh * p.q_len : nullptr),
         distance_features(p.rank ? p.distance_features + bh % p.heads * p.feature_head : nullptr),
-        distance_across(p.rank ? p.distance_across + bh % p.heads * p.feature_head : nullptr) {}
+        distance_across(p.rank ? p.distance_across + bh % p.heads * p.feature_head : nullptr),
+        row_keys(p.row_keys ? p.row_keys + bh * p.q_len : nullptr) {}
 };
 
 struct Block {  // of scores: rows queries from q0, which stands at first_pos; keys from c0

@@ -29,6 +29,7 @@ constexpr int PANEL = MAX_N * VL;   // columns of a tile
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int vi __attribute__((vector_size(VL * 4)));
+typedef unsigned vu __attribute__((vector_size(VL * 4)));
 
 ALWAYS_INLINE vf load(const float* p) {
   vf x;
@@ -58,6 +59,17 @@ inline vi lanes_before(int n) {  // true in the first n lanes
   vi lane;
   for (int i = 0; i < VL; ++i) lane[i] = i;
   return lane < n;
+}
+
+// True for those of the VL keys from `key` on whose weight dropout keeps: `kept` of dropout.py.
+// `row` is the query's number, of `row_keys`.
+ALWAYS_INLINE vi kept_lanes(uint64_t row, uint32_t key, int32_t threshold) {
+  vu x;
+  for (int i = 0; i < VL; ++i) x[i] = i * 0x9E3779B9u;
+  x += key * 0x9E3779B9u + static_cast<uint32_t>(row);
+  x = (x ^ x >> 16) * 0x85EBCA6Bu + static_cast<uint32_t>(row >> 32);
+  x = (x ^ x >> 13) * 0xC2B2AE35u;
+  return reinterpret_cast<vi>(x) >= threshold;
 }
 
 // 2^f to 1 ulp for |f| <= 0.5.

@@ -120,6 +120,18 @@ def test_logits_equal_those_of_transformers_there_and_back(tmp_path: Path, case:
     torch.testing.assert_close(logits_of(back, tokens(LENGTH)), expected, atol=1e-5, rtol=0)
 
 
+def test_bf16_stays_bf16_and_a_cast_is_written_as_such(tmp_path: Path) -> None:
+    theirs = saved(tmp_path / "theirs", CASES["llama"]).bfloat16()
+    theirs.save_pretrained(tmp_path / "half")
+    for source, dtype in (("half", None), ("theirs", torch.bfloat16)):
+        (tmp_path / f"from_{source}").mkdir()
+        write_hf(read_checkpoint(tmp_path / source), tmp_path / f"from_{source}", dtype=dtype)
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / f"from_{source}")
+        assert back.dtype == torch.bfloat16
+        weights = back.state_dict()
+        assert all(torch.equal(weights[name], other) for name, other in theirs.state_dict().items())
+
+
 def test_every_architecture_has_a_case() -> None:
     assert {config.model_type for config in CASES.values()} == set(ARCHITECTURES)
 

@@ -23,6 +23,7 @@ PATTERN: list[dict[str, Any]] = [
     {"pos_emb": "none", "attention_temperature": {"floor": 4}},
     {"pos_emb": "rotary", "rotary_pct": 0.5, "attention_sinks": False},
     {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 16, "forget_gate": True},
+    {"pos_emb": "inkling", "inkling_features": 4, "sliding_window_width": 5},
 ]
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"pos_emb": "kerple_log"},
