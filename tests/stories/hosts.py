@@ -141,12 +141,18 @@ class Hosts:
 
     def start_ranks(self, names: Sequence[str], *arguments: str) -> list[ForkedRank]:
         """One rank of a job on each host, as torchrun would start it, forked with its imports."""
+        new = [name for name in names if name not in self.servers]
+        self.servers |= {name: RankServer(self.hosts[name]) for name in new}
+        for name in new:
+            self.servers[name].connection()  # all at once; the first rank waits for the imports
+        for name in new:
+            ForkedRank([os.devnull], self.environment, self.servers[name]).wait(timeout=120)
         ranks, port = [], str(next(self._ports))
         for rank, name in enumerate(names):
             variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names))}
             variables |= {"MASTER_ADDR": names[0], "MASTER_PORT": port}
-            server = self.servers.setdefault(name, RankServer(self.hosts[name]))
-            ranks.append(ForkedRank(arguments, {**self.environment, **variables}, server))
+            environment = {**self.environment, **variables}
+            ranks.append(ForkedRank(arguments, environment, self.servers[name]))
         return ranks
 
     def start_sshd(self) -> None:
