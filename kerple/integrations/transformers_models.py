@@ -52,13 +52,13 @@ def use_kerple(model: Any, pos_emb: str = "kerple_log", **keys: Any) -> Any:
     `keys` are those of `kerple.kernel` (rpe_num_buckets, seed, ...). Trained weights expect the
     positions that are gone: train on afterwards.
     """
-    for plain, ours in _CLASSES.items():
-        if type(model) is plain:
-            model.config.__class__ = ours.config_class
-            model.config.kerple = {"pos_emb": pos_emb, **keys}
-            _put_kernel(model, _made_kernel(model.config))
-            model.__class__ = ours
-            return model
+    ours = _CLASSES.get(type(model))
+    if ours is not None:
+        model.config.__class__ = ours.config_class
+        model.config.kerple = {"pos_emb": pos_emb, **keys}
+        _put_kernel(model, _made_kernel(model.config))
+        model.__class__ = ours
+        return model
     if type(model) in _CLASSES.values():
         raise EngineError(f"use_kerple: this {type(model).__name__} has a kernel already")
     raise EngineError(

@@ -108,7 +108,7 @@ def write_onnx(model: GPTModel, path: Path, *, int8: bool = False) -> None:
     free = torch.export.Dim.DYNAMIC
     shapes = {"input_ids": {0: free, 1: free}, "past": [{0: free, 2: free}] * len(past)}
     with _quiet(), torch.no_grad():
-        program = torch.onnx.export(
+        program: Any = torch.onnx.export(
             _WithCache(model),
             (torch.zeros(2, 7, dtype=torch.int64), past),
             input_names=["input_ids", *_names("past_key_values", layers)],

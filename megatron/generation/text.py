@@ -291,16 +291,17 @@ def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
 
 def run_onnx(path: Path, options: GenerationArgs, seed: int) -> int:
     """Generate with an ONNX file and the tokenizer.json beside it; returns the exit code."""
+    from megatron.checkpoints.hf.companions import tokenizer_settings
     from megatron.generation.onnx_model import OnnxModel
     from megatron.tokenizer import build_tokenizer
 
-    vocabulary = path.with_name("tokenizer.json")
     model = OnnxModel(path)
-    if not vocabulary.is_file():
+    settings = tokenizer_settings(path.parent)
+    if not settings:
         raise GenerationError(f"--onnx {path}: no tokenizer.json beside it")
     generator = TextGenerator(
         model=model,
-        tokenizer=build_tokenizer("HFTokenizer", vocab_file=vocabulary),
+        tokenizer=build_tokenizer(**settings),
         sampling=Sampling(options.temperature, options.top_k, options.top_p),
         max_new_tokens=options.maximum_tokens,
         stop_strings=tuple(options.stop_strings or ()),

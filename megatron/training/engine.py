@@ -86,7 +86,7 @@ def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -
 class PipelineLoss:
     """The last stage's loss against (labels, loss mask); it applies the head itself."""
 
-    def __init__(self, vocabulary: int, sp: SequenceParallel) -> None:
+    def __init__(self, vocabulary: int, sp: SequenceParallel = WHOLE) -> None:
         self.vocabulary, self.sp = vocabulary, sp
         self.head: Head | None = None
 

