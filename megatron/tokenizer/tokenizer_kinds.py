@@ -35,15 +35,19 @@ def _reading(what_it_is_not: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def _encoding() -> Iterator[None]:
-    """A panic of the library's Rust code is not an Exception, and cannot be pickled by a worker."""
+    """A panic of the library's Rust code is not an Exception, and cannot be pickled by a worker.
+
+    Its other errors are plain Exceptions.
+    """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise TokenizerError(
-            f"the tokenizer failed on a text ({str(error).splitlines()[0]:.120}); its file holds a "
-            "pattern that takes too many steps. Use another vocab_file."
+            f"the tokenizer failed on a text ({str(error).splitlines()[0]:.120}): its file has a "
+            "pattern that takes too many steps, or no token for unknown words. Use another "
+            "vocab_file."
         ) from None
 
 

