@@ -94,6 +94,8 @@ class OptimizerBlock(Group):
     @classmethod
     def _fill_params(cls, block: Any) -> Any:
         """What is not given has the default of this optimizer; a class has its own defaults."""
+        if not isinstance(block, dict):
+            return block
         kind, params = block.get("type", "adam"), block.get("params", {})
         if not isinstance(params, dict) or not isinstance(kind, str):
             return block

@@ -239,6 +239,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow  # README's test runs it once
 def test_own_kernel_beside_a_known_one(place: Path) -> None:
     """Twice: the second call finds both runs finished."""
     words = ["compare", "my_kernels:SqrtLog", "--with", "alibi", "--input", str(place / "my books")]

@@ -107,7 +107,6 @@ def test_output_and_every_gradient_match_the_dense_formula(case: Case) -> None:
         Case(65, 90, 96, weight=True, window=50),
         Case(70, 70, 32, key_bias="gate", documents=33, sink="head", heads=4, key_heads=2),
         Case(20, 36, 256, heads=1, weight=True, window=30),
-        Case(140, 150, 32, heads=1, features=(16, 20), row_scale="head"),
     ],
     ids=str,
 )

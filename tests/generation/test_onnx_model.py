@@ -47,7 +47,7 @@ def all_logits(session: Any, tokens: np.ndarray, pieces: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "pos_emb", [*KINDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+    "pos_emb", [pytest.param(name, marks=pytest.mark.slow) for name in (*KINDS, *MORE)]
 )
 def test_logits_and_tokens_are_ours_at_1x_and_32x(pos_emb: str, tmp_path: Path) -> None:
     model = tiny_model(pos_emb, TRAINED, **{**KINDS, **MORE}[pos_emb])

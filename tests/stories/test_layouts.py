@@ -76,6 +76,9 @@ POSITIONS: dict[str, dict[str, Any]] = {
 FULL = ("kerple_log", "rpe")
 SOME = ("mp2", "pp2", "sp2")
 MORE = {
+    "tied": SOME[:2],
+    "per_layer": SOME[:2],
+    "row_head": SOME[:2],
     "score_terms": (*SOME, "dp2_zero3", "sp2_zero3"),
     "query_features": (*SOME, "dp2_zero3"),
     "pattern": (*SOME, "dp2_zero3", "pp2_zero1"),
@@ -94,7 +97,7 @@ def _table() -> list[tuple[str, str, str, int]]:
     """(positions, precision, layout, processes) of every case beside the references."""
     rows = []
     for position in POSITIONS:
-        for name in PRECISIONS if position in FULL else PRECISIONS[:1]:
+        for name in PRECISIONS if position == FULL[0] else PRECISIONS[:1]:
             if position in FULL:
                 rows += [(position, name, one, 1) for one in ONE]
             some = MORE.get(position, SOME)

@@ -42,6 +42,7 @@ COMMANDS: dict[str, list[str] | None] = {
     ],
     "python evaluate.py runs/first": ["--set", "eval_lengths=[128,256]", "eval_num_sequences=2"],
     "python generate.py runs/first": ["maximum_tokens=3", "num_samples=1"],
+    "kerple watch runs/first": ["--once"],
     "python tools/plot_run.py runs/first runs/alibi --out runs/compared.png": [],
     "python tools/plot_kernels.py runs/first": [],
     "python tools/convert_checkpoint.py runs/first exported --to hf": [],
