@@ -22,9 +22,15 @@ from tests.engines.reference import reference_attention, relative_error
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty cache, and a loader that has not tried yet."""
+def fresh(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An empty cache, a loader that has not tried yet, and a compiler that does not optimize."""
     force("compiled", monkeypatch)  # skips without a compiler
+    quick = tmp_path_factory.mktemp("compiler") / "quick-cxx"
+    quick.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+    quick.chmod(0o755)
+    monkeypatch.setenv("CXX", str(quick))
     monkeypatch.setenv("KERPLE_TILED_BACKEND", "auto")
     monkeypatch.setenv("KERPLE_CACHE_DIR", str(tmp_path))
     compiled._load_once.cache_clear()

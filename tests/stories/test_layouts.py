@@ -73,9 +73,10 @@ POSITIONS: dict[str, dict[str, Any]] = {
     },
     "labels": {"eod_mask_loss": True, "tokenizer_type": "CharLevelTokenizer"},
 }
-FULL = ("kerple_log", "rpe")
+FULL = ("kerple_log",)
 SOME = ("mp2", "pp2", "sp2")
 MORE = {
+    "rpe": (*SOME, "dp2_zero3", "pp2_zero1"),
     "tied": SOME[:2],
     "per_layer": SOME[:2],
     "row_head": SOME[:2],
@@ -97,7 +98,7 @@ def _table() -> list[tuple[str, str, str, int]]:
     """(positions, precision, layout, processes) of every case beside the references."""
     rows = []
     for position in POSITIONS:
-        for name in PRECISIONS if position == FULL[0] else PRECISIONS[:1]:
+        for name in PRECISIONS if position in FULL else PRECISIONS[:1]:
             if position in FULL:
                 rows += [(position, name, one, 1) for one in ONE]
             some = MORE.get(position, SOME)
