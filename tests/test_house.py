@@ -114,6 +114,8 @@ TESTED_BY = {
     "engines/triton_bands.py": "engines/test_triton_attention.py",
     "engines/triton_features.py": "engines/test_triton_attention.py",
     "engines/triton_forward.py": "engines/test_triton_attention.py",
+    "generation/model_thread.py": "generation/test_server.py",
+    "model/cache.py": "generation/test_decoding.py",
     "training/resharding.py": "checkpoints/test_universal.py",
 }
 """Modules that are tested through another module, or as a process of their own."""

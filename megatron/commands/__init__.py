@@ -40,6 +40,8 @@ COMMANDS = {
     "chat": Command("commands.model_scripts:generate",
         "type the beginning of a text, read how a run's model continues it",
         ("--text_gen_type", "interactive")),
+    "serve": Command("commands.model_scripts:serve",
+        "answer OpenAI's completions over HTTP with a run's model"),
     "prepare_data": Command("commands.data_tools:prepare_data",
         "fetch a corpus, or take your own text, and tokenize it"),
     "preprocess_data": Command("commands.data_tools:preprocess_data",

@@ -175,7 +175,8 @@ tools/plot_kernels.py --framework --out pictures           the paper's Figure 1
 
 Each picture has the bias (or weight) over distance, a line per head, and the matrix over queries
 and keys, for the heads whose bias decays fastest and slowest. Of a run with `inkling` or
-`kerple_inkling` the features of distance are drawn for each layer, a line per feature.
+`kerple_inkling` the features of distance are drawn for each layer, a line per feature; of one with
+`fire` each layer's bias, of queries up to its threshold L and of one at 8 L.
 """
 MATRIX = 64  # queries and keys shown
 FEATURES = "features of distance"
@@ -202,24 +203,31 @@ def subjects(names: Sequence[str], options: argparse.Namespace) -> Iterator[Draw
 def _of_method(name: str, options: argparse.Namespace) -> Drawn:
     if "/" in name:
         raise KerpleError(f"{name}: no such run or checkpoint")
-    module = _named(name, options)
+    from megatron.model.content_positions import Fire
+    from megatron.model.position_names import position_options
+
     title = f"{label_of(name)}, as it starts ({options.heads} heads of {options.head_dim})"
-    return Drawn(title, Path(f"{name.replace(':', '.')}.png"), tables_of(module, options.length))
+    file = Path(f"{name.replace(':', '.')}.png")
+    if name == Fire.name:
+        fire = Fire(position_options(heads=options.heads, head_dim=options.head_dim))
+        return Drawn(title, file, term_tables(fire, options.length or 513))
+    return Drawn(title, file, tables_of(_named(name, options), options.length))
 
 
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     from megatron.generation.pretrained import load_pretrained
-    from megatron.model.content_positions import Inkling
+    from megatron.model.content_positions import LayerTerms
     from megatron.model.outline import layer_ranges, outline_of
     from megatron.model.position_base import TableEmbedding
 
     model = load_pretrained(path, iteration=options.iteration)
     positions = list(model.positional_embeddings())
     modules = [m for m in positions if isinstance(m, TableEmbedding)]
-    features = [m.distance_features.detach().float() for m in positions if isinstance(m, Inkling)]
-    if not modules and not features:
-        raise KerpleError(f"{path}: {model.spec.pos_emb} has no table over distance to draw")
     length = options.length or 4 * model.config.model.seq_length
+    layers_of_terms = [m for m in positions if isinstance(m, LayerTerms)]
+    terms = [term_tables(m, length) for m in layers_of_terms]
+    if not modules and not any(terms):
+        raise KerpleError(f"{path}: {model.spec.pos_emb} has no table over distance to draw")
     kernels = outline_of(model.spec).kernels()  # in the order of the modules
     for number, (module, (_, own, layers)) in enumerate(zip(modules, kernels, strict=True)):
         layer = f", layer {number + 1}" if len(modules) > 1 else ""
@@ -229,9 +237,19 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
             file = path / (f"kernels_{number}.png" if len(modules) > 1 else "kernels.png")
         title = f"{path.name}: {label_of(own.pos_emb)} at step {model.iteration}{layer}"
         yield Drawn(title, file, tables_of(module, length))
-    for number, table in enumerate(features):
-        title = f"{path.name}: features of distance at step {model.iteration}, layer {number + 1}"
-        yield Drawn(title, path / f"features_layer{number + 1}.png", {FEATURES: table})
+    for number, tables in enumerate(terms):
+        if tables:
+            what, word = (FEATURES, "features") if FEATURES in tables else ("bias", "bias")
+            title = f"{path.name}: {what} at step {model.iteration}, layer {number + 1}"
+            yield Drawn(title, path / f"{word}_layer{number + 1}.png", tables)
+
+
+def term_tables(module: Any, length: int) -> dict[str, Tensor]:
+    """What a method's terms of a layer have over distance, by name."""
+    import torch
+
+    with torch.no_grad():
+        return {k: table.detach().float() for k, table in module.to_draw(length).items()}
 
 
 def tables_of(module: Any, length: int | None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""deepy.py, train.py, evaluate.py and generate.py; `kerple compare` and `kerple init`.
+"""deepy.py, train.py, evaluate.py and generate.py; `kerple serve`, `compare` and `init`.
 
 deepy.py merges and validates configs, then prints a dry run or launches. The others run on every
 process and import torch only after their arguments are checked. `compare` runs the demo's suite
@@ -25,6 +25,7 @@ from megatron.neox_arguments import GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.allowed_code import allow_kernel, is_import_path
 from megatron.neox_arguments.catalogue import METHODS, check_position_name, label_of
 from megatron.neox_arguments.command_line import (
+    add_checkpoint_arguments,
     add_config_arguments,
     add_set_argument,
     load_config,
@@ -170,6 +171,44 @@ def _generate_onnx(words: Sequence[str]) -> int:
     small = ["num_layers=1", "hidden_size=1", "num_attention_heads=1", "seq_length=1"]
     args = NeoXArgs.from_files([], sets=[*small, "max_position_embeddings=1", *sets, *chosen])
     return run_onnx(file, args.generation, args.runtime.seed)
+
+
+# kerple serve: OpenAI's completions over HTTP.
+
+SERVE = """Answer OpenAI's completions over HTTP with a run's model, on one machine.
+
+kerple serve runs/first                                then, with the package openai:
+  client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+  client.completions.create(model="first", prompt="def main(", max_tokens=40, stream=True)
+
+Routes: /v1/completions (stream: true for server-sent events), /v1/models, /health.
+For production use ONNX Runtime (convert_checkpoint --to onnx) or vLLM (models that it knows):
+this server runs one batch at a time and asks for no key.
+"""
+SERVE_LIMITS: dict[str, tuple[float, str]] = {
+    "queue": (256, "prompts that may wait; beyond it the answer is 429"),
+    "batch": (8, "prompts that run together"),
+    "max_tokens": (1024, "new tokens of a prompt, at most"),
+    "max_context": (8192, "tokens of a prompt and its new ones, at most"),
+    "seconds": (120.0, "time for a request; its text is cut off there"),
+}
+
+
+def serve(argv: Sequence[str] | None = None) -> int:
+    """kerple serve's exit code: 0 after SIGTERM."""
+    parser = command_parser("kerple serve", SERVE)
+    parser.add_argument("run", metavar="RUN", help="a run's, a checkpoint's or an exported folder")
+    parser.add_argument("--host", default="127.0.0.1", help="address (this machine alone)")
+    parser.add_argument("--port", type=int, default=8000, help="(8000; 0 takes a free one)")
+    parser.add_argument("--name", help="the model's name in requests (the folder's)")
+    for name, (value, meaning) in SERVE_LIMITS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(value), default=value, help=f"{meaning} ({value:g})")
+    add_checkpoint_arguments(parser)
+    options = parser.parse_args(argv)
+    from megatron.generation import server
+
+    return server.serve(options)
 
 
 # kerple compare: kernels of one's own beside the known ones, as a suite.

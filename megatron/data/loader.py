@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -135,6 +136,16 @@ def get_labels_and_mask(
     if eod_mask_loss:
         loss_mask[tokens == eod] = 0.0
     return tokens, labels, loss_mask
+
+
+def drawn_positions(seed: int, sample: int, length: int, most: int) -> torch.Tensor:
+    """The positions of a training sample, [length]: drawn from `most`, sorted, none twice.
+
+    They depend on the seed and on the sample's number in training, not on ranks or restarts.
+    """
+    key = hashlib.sha256(f"{seed}/positions/{sample}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
+    return torch.randperm(most, generator=generator)[:length].sort().values
 
 
 def document_starts(tokens: torch.Tensor, eod: int) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 No engine stores a mask or draws numbers: forward and backward compute again whether a key is kept.
 The hash is a 64-bit number for each query (`row_keys`), made here for every engine, and a 32-bit
-mix of it with the key's position (`kept`; `kept_lanes` in cpp/tile.h is the same). All arithmetic
+mix of it with the key's position (`kept`; so are `kept_lanes` in cpp/tile.h and `kept` in
+triton_forward). All arithmetic
 is modulo 2^64 and 2^32. The finalizers are those of SplitMix64 and MurmurHash3.
 """
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron.engines.call import Call
 
 _STEP_64, _FACTORS_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_STEP_32, _FACTORS_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
+STEP_32, FACTORS_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
 
 
 def kept_scale(dropout: float) -> float:
@@ -46,8 +47,8 @@ def kept(rows: Tensor, first: int, count: int, dropout: float) -> Tensor:
     """Which of `count` keys from `first` on the queries of `row_keys` keep, bool [..., count]."""
     key = torch.arange(first, first + count, device=rows.device, dtype=torch.int32)
     low, high = rows.to(torch.int32)[..., None], (rows >> 32).to(torch.int32)[..., None]
-    first_factor, second_factor = (_signed(x, 32) for x in _FACTORS_32)
-    x = key * _signed(_STEP_32, 32) + low
+    first_factor, second_factor = (_signed(x, 32) for x in FACTORS_32)
+    x = key * _signed(STEP_32, 32) + low
     x = (x ^ _shifted(x, 16, 32)) * first_factor + high
     x = (x ^ _shifted(x, 13, 32)) * second_factor
     return x >= threshold(dropout)

@@ -15,7 +15,8 @@ from megatron.engines.call import Call, key_origin, match_operand
 from megatron.engines.dropout import kept, kept_scale, row_keys
 
 
-def naive_attention(call: Call) -> Tensor:
+def naive_attention(call: Call, added: Tensor | None = None) -> Tensor:
+    """Attention with all scores at once; `added` is one more term of them, [B or 1, H, Lq, Lk]."""
     batch, heads, q_len, _ = call.q.shape
     # All queries of a key head are rows of one product: k and v are not copied for each head.
     pairs = batch * call.k.shape[1]
@@ -33,7 +34,7 @@ def naive_attention(call: Call) -> Tensor:
         key_bias=call.key_bias,
         first_key=call.first_key,
         sink=call.sink,
-        added=_dense_features(call),
+        added=_dense_features(call) if added is None else added,
         row_scale=call.row_scale,
         window=call.window,
     )

@@ -43,8 +43,6 @@ def can_run(call: Call) -> str | None:
             f"with query_features its head dim is at most {_MAX_FEATURES_DIM}, got {q.shape[-1]};"
             " use engine 'naive' or 'flex'"
         )
-    if call.dropout > 0.0:
-        return f"it has no attention dropout (dropout={call.dropout}); set attention_dropout to 0"
     if (reason := triton_runtime.unavailable()) is not None:
         return reason
     if q.dtype not in _DTYPES:
@@ -117,18 +115,19 @@ class _TritonAttention(torch.autograd.Function):
         launches, out, lse = forward_launches(problem)
         run_on(out, *launches)
         # q, k and v are the problem's: not kept twice where it had to copy them
-        laid_out = (*problem.operands(), problem.own, problem.visible)
+        laid_out = (*problem.operands(), problem.own, problem.visible, problem.row_hashes)
         ctx.save_for_backward(*tensors[3:], *laid_out, out, lse)
-        settings = ("window", "scale", "arch", "shared_memory")
+        settings = ("window", "scale", "dropout", "arch", "shared_memory")
         ctx.settings = {name: getattr(problem, name) for name in settings}
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, own, visible, out, lse = ctx.saved_tensors
+        *saved, own, visible, hashes, out, lse = ctx.saved_tensors
         terms = len(OPERANDS) - 3
-        problem = Problem(*saved[terms:], **ctx.settings | {"own": own, "visible": visible})
+        kept = {"own": own, "visible": visible, "row_hashes": hashes}
+        problem = Problem(*saved[terms:], **ctx.settings | kept)
         given = Call(problem.q, problem.k, problem.v, *saved[:terms])
         made = (out, lse, grad_out)
         return None, None, *_gradients(problem, given, made, ctx.needs_input_grad[2:])

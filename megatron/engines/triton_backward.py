@@ -32,8 +32,10 @@ from megatron.engines.triton_forward import (
     block_of_item,
     head_of_program,
     head_terms,
+    kept,
     line_of,
     load_along,
+    load_hashes,
     load_tile,
     query_block,
     query_scores,
@@ -99,8 +101,14 @@ def key_block_walk(
         )  # fmt: skip
         p = tl.math.exp2(x - tl.load(lse_row + rows)[None, :])
         grad_tile = load_tile(grad_line, m_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D)
-        dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=C.PRECISION)
+        weights = p
+        if terms.hash_low is not None:
+            hashes = load_hashes(terms, rows, 0)
+            weights = kept(hashes, keys[:, None], p, C)
+        dv = tl.dot(weights.to(grad_tile.dtype), grad_tile, dv, input_precision=C.PRECISION)
         dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
+        if terms.hash_low is not None:
+            dp = kept(hashes, keys[:, None], dp * C.KEPT_SCALE, C)
         ds = p * (dp - tl.load(delta_row + rows)[None, :])
         if terms.row_scale is not None:
             ds = ds * row_scale
@@ -180,6 +188,8 @@ def dkdv_block(
     dk_line = line_of(dk, batch, key_head, sizes.k_length)
     dv_line = line_of(dv, batch, key_head, sizes.k_length)
     store_tile(dk_line, n_start, dk_sum * dk_factor, C.HEAD_DIM, C.BLOCK_D)
+    if terms.row_hashes is not None:
+        dv_sum *= C.KEPT_SCALE
     store_tile(dv_line, n_start, dv_sum, C.HEAD_DIM, C.BLOCK_D)
 
 
@@ -231,6 +241,9 @@ def dq_walk(
         p = tl.math.exp2(x - lse[:, None])
         v_tile = load_tile(v_line, n_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D)
         dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
+        if terms.hash_low is not None:
+            key = (n_start + tl.arange(0, C.BLOCK_N))[None, :]
+            dp = kept(block.hashes, key, dp * C.KEPT_SCALE, C)
         ds = p * (dp - delta[:, None])
         if SCALE_GRAD:
             scale_sum += tl.sum(ds * x, 1)  # masked: 0 * NOTHING

@@ -33,8 +33,10 @@ from megatron.engines.triton_forward import (
     Sizes,
     head_of_program,
     head_terms,
+    kept,
     line_of,
     load_along,
+    load_hashes,
     tile_product,
     tile_scores,
 )
@@ -79,8 +81,8 @@ def band_reference(bias_row, base, table_start, IN_LOOP: tl.constexpr, C: tl.con
 @jit()
 def without_bias(terms):
     """The terms of a walk that the bias has left."""
-    others = (terms.key_bias, terms.own, terms.first_key, terms.row_scale, terms.features)
-    return HeadTerms(None, terms.weight, *others, terms.reach)
+    rows = (terms.own, terms.first_key, terms.row_scale, terms.hash_low, terms.hash_high)
+    return HeadTerms(None, terms.weight, terms.key_bias, *rows, terms.features, terms.reach)
 
 
 @jit()
@@ -179,6 +181,9 @@ def attention_band_kernel(
             lse -= reference
         p = tl.math.exp2(x - lse[:, None])
         dp = tile_product(grad_line, m_start, v_line, n_start, C)
+        if terms.row_hashes is not None:
+            hashes = load_hashes(whole, m_start + offsets_m, 1)
+            dp = kept(hashes, (n_start + offsets_n)[None, :], dp * C.KEPT_SCALE, C)
         ds = p * (dp - tl.load(delta_ptr + places)[:, None])
         if terms.row_scale is not None:
             ds = ds * row_scale

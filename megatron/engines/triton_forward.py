@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from megatron.engines.dropout import FACTORS_32, STEP_32
 from megatron.engines.triton_features import (
     fill_query_strip,
     head_features,
@@ -41,6 +42,9 @@ from megatron.engines.triton_runtime import constant, jit, tl
 LOG2E = constant(1.4426950408889634)
 # below this before a row's factor multiplies it, a score does not count
 _MASKED = constant(-1e20)
+
+# of dropout.kept
+_STEP, _FIRST_FACTOR, _SECOND_FACTOR = (constant(x) for x in (STEP_32, *FACTORS_32))
 
 # The numbers that every kernel takes: their values must not make Triton compile again.
 NUMBERS = ["heads", "group", "q_length", "k_length", "window", "table_start", "exponent_scale"]
@@ -71,6 +75,8 @@ class Constants(NamedTuple):
     PRECISION: str
     STAGES: int
     FEATURES: int  # query features, padded; 0 without
+    DROP_BELOW: int  # a key whose hash is below this is dropped, and
+    KEPT_SCALE: float  # the others' weights are multiplied by this; see dropout
 
 
 class Line(NamedTuple):
@@ -90,6 +96,8 @@ class HeadTerms(NamedTuple):
     own: Any
     first_key: Any
     row_scale: Any
+    hash_low: Any
+    hash_high: Any
     features: Any  # triton_features.HeadFeatures
     reach: Any  # how many of the nearest keys a query may see
 
@@ -105,6 +113,7 @@ class QueryBlock(NamedTuple):
     own: Any
     first_key: Any
     row_scale: Any
+    hashes: Any
 
 
 @jit()
@@ -188,6 +197,8 @@ def head_terms(terms, batch, head, sizes, C: tl.constexpr):
         moved(terms.own, line * terms.row_stride),
         moved(terms.first_key, batch * terms.row_stride),
         moved(terms.row_scale, line * terms.row_stride),
+        moved(terms.row_hashes, line * 2 * terms.row_stride),
+        moved(terms.row_hashes, (line * 2 + 1) * terms.row_stride),
         head_features(terms.features, line, head, terms.row_stride, C),
         tl.minimum(sizes.window, tl.load(terms.visible + head)),
     )
@@ -232,6 +243,22 @@ def tile_scores(
 
 
 @jit()
+def load_hashes(terms, rows, AXIS: tl.constexpr):
+    """The two hashes of each query, along one axis as in `load_along`; 0 without dropout."""
+    return load_along(terms.hash_low, rows, AXIS), load_along(terms.hash_high, rows, AXIS)
+
+
+@jit()
+def kept(hashes, key, values, C: tl.constexpr):
+    """The values of the keys that dropout keeps, 0 for the others: `kept` of dropout.py."""
+    low, high = hashes
+    x = key.to(tl.uint32) * _STEP + low.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * _FIRST_FACTOR + high.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 13)) * _SECOND_FACTOR
+    return tl.where(x.to(tl.int32, bitcast=True) >= C.DROP_BELOW, values, 0.0)
+
+
+@jit()
 def query_block(m_start, terms, copy_stride, sizes, C: tl.constexpr):
     """The block of queries from `m_start` on, and the blocks of keys to walk."""
     position = sizes.k_length - sizes.q_length + m_start
@@ -246,7 +273,8 @@ def query_block(m_start, terms, copy_stride, sizes, C: tl.constexpr):
         first = tl.maximum(first, tl.load(terms.first_key + m_start))  # they do not decrease
     first = first // C.BLOCK_N * C.BLOCK_N
     row_scale = load_along(terms.row_scale, rows, 1)
-    return QueryBlock(position, first, end, rows, entries, own, first_key, row_scale)
+    hashes = load_hashes(terms, rows, 1)
+    return QueryBlock(position, first, end, rows, entries, own, first_key, row_scale, hashes)
 
 
 @jit()
@@ -288,6 +316,8 @@ def forward_walk(
         p = tl.math.exp2(x - new_largest[:, None])
         shrink = tl.math.exp2(largest - new_largest)
         total = total * shrink + tl.sum(p, 1)
+        if terms.hash_low is not None:
+            p = kept(block.hashes, (n_start + tl.arange(0, C.BLOCK_N))[None, :], p, C)
         v_tile = load_tile(v_line, n_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=C.PRECISION)
         largest = new_largest
@@ -330,6 +360,8 @@ def forward_block(
             near, block.end, strip, sizes, C,
         )  # fmt: skip
     largest, total, acc = state
+    if terms.row_hashes is not None:
+        acc *= C.KEPT_SCALE
     seen = total > 0.0
     safe = tl.where(seen, total, 1.0)
     out_line = line_of(out, batch, head, sizes.q_length)

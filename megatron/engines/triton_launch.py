@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.engines.call import empty_blhd
+from megatron.engines.dropout import kept_scale, threshold
 from megatron.engines.triton_backward import (
     attention_delta_kernel,
     attention_dkdv_kernel,
@@ -78,6 +79,8 @@ def _options(problem: Problem, tiles: Tiles, terms: Terms, masked: bool = True) 
         PRECISION=_FP32_PRODUCTS,
         STAGES=tiles.stages,
         FEATURES=0 if terms.features is None else terms.features.query.shape[-1],
+        DROP_BELOW=threshold(problem.dropout),
+        KEPT_SCALE=kept_scale(problem.dropout),
     )
     return {
         # Triton 3.7 unpacks a NamedTuple: each field must be declared constexpr by itself

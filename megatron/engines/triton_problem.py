@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.engines.call import Call, key_origin, sink_rows
+from megatron.engines.dropout import row_keys
 from megatron.engines.triton_runtime import Launch, cdiv, constant, jit, next_power_of_2, tl
 from megatron.engines.triton_tiles import ROW_MULTIPLE, SHARED_MEMORY
 
@@ -70,6 +71,7 @@ class Terms(NamedTuple):
     first_key: Any  # [B, row_stride] int32
     visible: Any  # [H] int32: distances worth visiting
     row_scale: Any  # [B * H, row_stride] fp32: factors of the rows' scores
+    row_hashes: Any  # [B * H, 2, row_stride] int32: low and high half of dropout.row_keys
     features: Any  # triton_features.Features
     copy_stride: int
     key_stride: int
@@ -88,6 +90,7 @@ class Problem(Call):
 
     own: Tensor | None = None  # [B, H, padded Lq] fp32, finite: subtracted from key biases
     visible: Tensor | None = None  # [H] int32
+    row_hashes: Tensor | None = None  # [B, H, 2, padded Lq] int32: of the dropout
     arch: int = 80  # compute capability, times ten
     shared_memory: int = SHARED_MEMORY[80]  # bytes that a program may take
 
@@ -145,10 +148,23 @@ def build_problem(call: Call, visible: Tensor | None) -> Problem:
         *(q, k, v, call.bias, call.weight, key_bias, first_key, sink),
         *(call.query_features, call.distance_features, row_scale),
     )
-    settings: dict[str, Any] = {"window": call.window, "scale": call.scale, "visible": visible}
     arch = architecture(q.device)
-    memory = shared_memory(q.device, arch)
-    return Problem(*operands, own=own, arch=arch, shared_memory=memory, **settings)
+    return Problem(
+        *operands,
+        window=call.window,
+        scale=call.scale,
+        dropout=call.dropout,
+        own=own,
+        visible=visible,
+        row_hashes=_row_hashes(call) if call.dropout > 0.0 else None,
+        arch=arch,
+        shared_memory=shared_memory(q.device, arch),
+    )
+
+
+def _row_hashes(call: Call) -> Tensor:
+    rows = row_keys(call)
+    return _padded(torch.stack([rows.to(torch.int32), (rows >> 32).to(torch.int32)], 2))
 
 
 def architecture(device: torch.device) -> int:
@@ -245,6 +261,7 @@ def terms_of(problem: Problem, reverse: bool) -> tuple[list[Launch], Terms]:
     terms = Terms(
         copies.get("bias"), copies.get("weight"),
         problem.key_bias, problem.own, problem.first_key, problem.visible, problem.row_scale,
+        problem.row_hashes,
         features=None,
         copy_stride=table_layout(problem.k_len, reverse)[1],
         key_stride=0 if problem.key_bias is None else problem.key_bias.shape[2],

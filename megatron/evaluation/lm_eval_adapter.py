@@ -1,8 +1,9 @@
 """A model for lm-eval (0.4.13): `--model kerple_neox --model_args pretrained=PATH`.
 
-Requests are sorted by length and run in batches of a number of tokens rather than of rows. With
-several processes each computes a share and all get every answer, so lm-eval itself sees a single
-process and the scores do not depend on how many there are.
+Requests are sorted by length and run in batches of a number of tokens rather than of rows. A
+context that several continuations share is read once. With several processes each computes a share
+and all get every answer, so lm-eval itself sees a single process and the scores do not depend on
+how many there are.
 """
 
 from __future__ import annotations
@@ -131,19 +132,34 @@ class KerpleNeoXLM(TemplateLM):
         """(log-probability, is it what greedy decoding gives) of each continuation."""
         pairs = [self._fitted(context, continuation) for _, context, continuation in requests]
 
-        def answer(numbers: Sequence[int]) -> list[tuple[float, bool]]:
-            scores = score_continuations(self.model, [pairs[number] for number in numbers])
-            answers = [
-                (float(score.log_probs.double().sum()), bool(score.greedy.all()))
-                for score in scores
-            ]
-            for number, found in zip(numbers, answers, strict=True):
-                if (texts := requests[number][0]) is not None:
-                    self.cache_hook.add_partial("loglikelihood", texts, found)
-            return answers
+        alike: dict[tuple[int, ...], list[int]] = {}  # the choices of a question share its text
+        for number, (context, _) in enumerate(pairs):
+            alike.setdefault(tuple(context), []).append(number)
+        groups = list(alike.values())
 
-        lengths = [len(context) + len(continuation) - 1 for context, continuation in pairs]
-        return self._in_batches(answer, lengths, label="loglikelihood", quiet=disable_tqdm)
+        def answer(places: Sequence[int]) -> list[list[tuple[float, bool]]]:
+            numbers = [number for place in places for number in groups[place]]
+            scores = score_continuations(self.model, [pairs[number] for number in numbers])
+            found = {
+                number: (float(score.log_probs.double().sum()), bool(score.greedy.all()))
+                for number, score in zip(numbers, scores, strict=True)
+            }
+            for number, answer in found.items():
+                if (texts := requests[number][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", texts, answer)
+            return [[found[number] for number in groups[place]] for place in places]
+
+        lengths = [
+            sum(len(context) + len(continuation) - 1 for context, continuation in own)
+            for own in ([pairs[number] for number in group] for group in groups)
+        ]
+        by_group = self._in_batches(answer, lengths, label="loglikelihood", quiet=disable_tqdm)
+        answers = {
+            number: found
+            for group, own in zip(groups, by_group, strict=True)
+            for number, found in zip(group, own, strict=True)
+        }
+        return [answers[number] for number in range(len(pairs))]
 
     def _fitted(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """The pair with its context cut at the left so that the input fits."""

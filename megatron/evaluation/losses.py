@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from megatron.errors import EvaluationError
+from megatron.generation.decoding import read_prompts
 from megatron.model.embedding import full_logits
 
 if TYPE_CHECKING:
@@ -36,6 +37,18 @@ def sequence_losses(
         return measured.token_losses(text[:, :-1], text[:, 1:]).float().cpu()
 
     return context.in_batches(losses, range(len(texts)), texts.length, label)
+
+
+@torch.inference_mode()
+def stream_losses(model: GPTModel, text: Tensor, chunk: int) -> Tensor:
+    """The fp32 loss of every token of one long text but the first, read once with a cache."""
+    _check_tokens(text, model.spec.padded_vocab_size)
+    cache, parts = model.new_cache(), []
+    for start in range(0, len(text) - 1, chunk):
+        piece = text[None, start : start + chunk + 1].to(model.device)
+        losses = model.token_losses(piece[:, :-1], piece[:, 1:], cache=cache)
+        parts.append(losses[0].float().cpu())
+    return torch.cat(parts)
 
 
 def _check_tokens(text: Tensor, vocabulary: int) -> None:
@@ -105,6 +118,13 @@ def score_tokens(
     before = [row * length + place - 1 for row, own in enumerate(places) for place in own]
     labels = [text[place] for text, own in zip(texts, places, strict=True) for place in own]
     hidden = model.hidden_states(inputs.to(model.device)).flatten(0, 1)
+    return _scores(model, hidden, before, labels, [*map(len, places)])
+
+
+def _scores(
+    model: GPTModel, hidden: Tensor, before: list[int], labels: list[int], counts: list[int]
+) -> list[Score]:
+    """Of labels, by the hidden states before them; `counts` says how many are whose."""
     chosen = hidden[torch.tensor(before, device=model.device)]
     label = torch.tensor(labels, device=model.device)
     log_probs, greedy = [], []
@@ -112,19 +132,48 @@ def score_tokens(
         logits = full_logits(model.head(h), model.head.vocab_tp).float()
         log_probs.append(logits.log_softmax(-1).gather(1, y[:, None])[:, 0])
         greedy.append(logits.argmax(-1) == y)
-    parts = [torch.cat(found).cpu().split([*map(len, places)]) for found in (log_probs, greedy)]
+    parts = [torch.cat(found).cpu().split(counts) for found in (log_probs, greedy)]
     return [Score(*score) for score in zip(*parts, strict=True)]
 
 
 def score_continuations(
     model: GPTModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[Score]:
-    """A score for each (context, continuation); no context may be empty."""
+    """A score for each (context, continuation); no context may be empty.
+
+    A context that several pairs share is read once, if the model's caches allow it.
+    """
+    contexts = list(dict.fromkeys(tuple(context) for context, _ in pairs))
+    long_enough = all(len(context) > 1 for context in contexts)
+    if len(contexts) < len(pairs) and long_enough and model.rows_may_differ:
+        return _score_after_contexts(model, contexts, pairs)
     texts = [[*context, *continuation] for context, continuation in pairs]
     places = [
         range(len(context), len(text)) for (context, _), text in zip(pairs, texts, strict=True)
     ]
     return score_tokens(model, texts, places)
+
+
+@torch.inference_mode()
+def _score_after_contexts(
+    model: GPTModel,
+    contexts: Sequence[tuple[int, ...]],
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+) -> list[Score]:
+    """Every context but its last token is read once; that token and the continuation follow it."""
+    owner = {context: number for number, context in enumerate(contexts)}
+    inputs = pad_sequence(
+        [torch.tensor([context[-1], *continuation[:-1]]) for context, continuation in pairs],
+        batch_first=True,
+    ).to(model.device)
+    _, cache = read_prompts(model, [context[:-1] for context in contexts])
+    rows = [owner[tuple(context)] for context, _ in pairs]
+    cache.select(torch.tensor(rows, device=model.device))
+    hidden = model.hidden_states(inputs, cache).flatten(0, 1)
+    width = inputs.shape[1]
+    before = [row * width + i for row, (_, own) in enumerate(pairs) for i in range(len(own))]
+    labels = [token for _, continuation in pairs for token in continuation]
+    return _scores(model, hidden, before, labels, [len(own) for _, own in pairs])
 
 
 # One progress bar for all tasks, with the time left.

@@ -10,10 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron.errors import EvaluationError
-from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses
+from megatron.evaluation.losses import mean_and_error, perplexity, sequence_losses, stream_losses
 from megatron.evaluation.results_schema import OpenModel
 from megatron.evaluation.sequences import (
     SequenceSet,
@@ -272,7 +273,9 @@ class Sliding(TaskByLength):
                                                [. . s s]
                                                    [. . s s]      s: scored, .: context only
 
-    The same tokens are scored at every length, so that lengths can be compared.
+    The same tokens are scored at every length, so that lengths can be compared. Where attention
+    windows reach less far back, through all layers, than the context of every scored token, a file
+    is read once with a cache: the numbers are the same.
     """
 
     needs_longest: ClassVar[bool] = True
@@ -304,7 +307,7 @@ class Sliding(TaskByLength):
         longest = max(context.options.eval_lengths)
         usable = [file for file in files if file.predictable >= longest]
         usable = usable or [max(files, key=lambda file: file.predictable)]
-        readers, scored_tokens = [], []
+        readers, scored_tokens, totals = [], [], []
         for file in usable:
             total = min(file.predictable, _wanted(context.options, len(usable)))
             if total < length:
@@ -312,14 +315,32 @@ class Sliding(TaskByLength):
                     f"the {split} split of {file.prefix} holds {total} tokens to predict, fewer "
                     f"than a window of {length}; use shorter eval_lengths or more data"
                 )
+            totals.append(total)
             for start, new in window_starts(total, length, stride):
                 readers.append(partial(file.read, start, length + 1))
                 scored_tokens.append(new)
-        losses = self.losses(context, SequenceSet(length, readers), split)
-        scored = [loss[-new:] for loss, new in zip(losses, scored_tokens, strict=True)]
+        seen = context.model.context_seen()
+        if seen is not None and stride < length and seen <= length - stride:
+            whole = self._streamed(context, usable, totals, split)
+            scored = list(torch.cat(whole).split(scored_tokens))
+        else:
+            losses = self.losses(context, SequenceSet(length, readers), split)
+            scored = [loss[-new:] for loss, new in zip(losses, scored_tokens, strict=True)]
         summary = mean_and_error(scored)
         summary["windows"] = summary.pop("sequences")
         return {"length": length, "stride": stride, **summary}
+
+    def _streamed(
+        self, context: Context, files: Sequence[SplitTokens], totals: Sequence[int], split: Split
+    ) -> list[Tensor]:
+        """The losses of each file's tokens, of which no window is read twice."""
+
+        def losses(numbers: Sequence[int]) -> list[Tensor]:
+            texts = [torch.from_numpy(files[i].read(0, totals[i] + 1)) for i in numbers]
+            chunk = context.options.eval_batch_tokens
+            return [stream_losses(context.model, text, chunk) for text in texts]
+
+        return context.in_batches(losses, range(len(files)), max(totals), f"{self.name} {split}")
 
     def table(self, results: dict[str, Any]) -> str:
         return table_by_length(results, "length", "stride", "loss", "ppl", "stderr", "tokens")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 """1 (before `settings`, `checkpoint_id` and `version` were recorded) is still read."""
-MODEL_KEYS = ("rope_scaling", "kerple_legacy_bf16")
+MODEL_KEYS = ("rope_scaling", "kerple_legacy_bf16", "kerple_legacy_fp16")
 """Model keys that an evaluation may change after training, and that change its numbers."""
 Content = dict[str, Any]
 

@@ -1,15 +1,19 @@
 """Decoding with a cache of keys and values, for batches of prompts of different lengths.
 
-All rows start at position 0. The shortest prompt's length is run first; then every step feeds each
-row its own next token, which is a prompt token as long as the row has any left and a sampled one
-afterwards. Rows therefore never need padding, masks or shifted positions, and the result is exact
-for every positional embedding::
+Prompts are read as blocks. Those of similar length are read together, padded at the right end,
+where a causal model cannot see; long ones in chunks, so that memory is bounded. Then the rows'
+caches are put side by side, their newest tokens at one place (`megatron.model.cache`), and every
+step feeds each row its last token::
 
-    prompts     a b c          step   row 0   row 1
-                d              0      a       d        (the shortest length: 1)
-                               1      b       sample
-                               2      c       sample
-                               3      sample  sample
+    prompts     a b c          read    a b c    d . .      (or apart, if lengths differ much)
+                d              cache   a b c
+                                       . . d
+                               step    sample
+                                       sample
+
+A row's positions are its own and its first key is known, so the result is exact for every
+positional embedding. Where the rows of a cache must be equally long (an ONNX file, rotations that
+depend on the length), prompts of one length run together.
 """
 
 from __future__ import annotations
@@ -20,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron.errors import GenerationError
@@ -88,41 +91,134 @@ def complete(
     so that a sample does not depend on its neighbours.
     """
     rows = _checked_prompts(prompts, max_new_tokens)
-    if not rows:
-        return []
     results = [Completion() for _ in rows]
-    generators = [_generator(seed, i, model.device) for i in streams or range(len(rows))]
-    known = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    tokens = pad(known, (0, max_new_tokens)).to(model.device)
-    cache: Any = model.new_cache() if use_cache else None
-    position = min(map(len, rows))
-    alive = list(range(len(rows)))
-    while alive:
-        seen = cache.length if cache is not None else 0
-        logits_BV = model.next_logits(tokens[alive, seen:position], cache)[:, :vocab_size]
-        running = []
-        for place, row in enumerate(alive):
-            result = results[row]
-            if position >= len(rows[row]):  # past its prompt
+    generators = [random_stream(seed, i, model.device) for i in streams or range(len(rows))]
+    together = list(range(len(rows)))
+    for batch in [together] if model.rows_may_differ else _of_one_length(rows):
+        reader = BatchReader(model, [rows[row] for row in batch], use_cache)
+        while batch:
+            logits_BV = reader.next_logits()[:, :vocab_size]
+            running = []
+            for place, row in enumerate(batch):
+                result = results[row]
                 token = (sampling or Sampling()).choose(logits_BV[place], generators[row])
                 if token in stop_ids:
                     result.stopped = True
                     continue
-                tokens[row, position] = token
                 result.tokens.append(token)
                 if keep_logits:
                     result.logits.append(logits_BV[place].float().cpu())
                 result.stopped = should_stop is not None and should_stop(result.tokens)
-            if not result.stopped and len(result.tokens) < max_new_tokens:
-                running.append(place)
-        position += 1
-        if cache is not None and 0 < len(running) < len(alive):
-            cache.select(torch.tensor(running, device=model.device))
-        alive = [alive[place] for place in running]
+                if not result.stopped and len(result.tokens) < max_new_tokens:
+                    running.append(place)
+            batch = [batch[place] for place in running]
+            reader.extend(running, [results[row].tokens[-1] for row in batch])
     return results
 
 
-def _generator(seed: int | None, stream: int, device: torch.device) -> torch.Generator | None:
+def _of_one_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The numbers of the rows, those of equal length together."""
+    found: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault(len(row), []).append(number)
+    return list(found.values())
+
+
+class BatchReader:
+    """The texts of a batch, of which the model has read all but the newest tokens."""
+
+    def __init__(self, model: Any, rows: Sequence[Sequence[int]], use_cache: bool) -> None:
+        self.model = model
+        self.texts = [list(row) for row in rows]
+        self.cache: Any = None
+        self._first: Tensor | None = None
+        if use_cache and rows:
+            self._first, self.cache = read_prompts(model, self.texts)
+
+    def next_logits(self) -> Tensor:
+        """Of the token after each text, [rows, vocabulary]."""
+        if self.cache is None:
+            tokens, last = _padded(self.texts, self.model.device)
+            return self.model.next_logits(tokens, None, last)
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        newest = torch.tensor([text[-1:] for text in self.texts], device=self.model.device)
+        return self.model.next_logits(newest, self.cache)
+
+    def extend(self, places: Sequence[int], tokens: Sequence[int]) -> None:
+        """Go on with the texts at these places, each with its next token."""
+        if self.cache is not None and 0 < len(places) < len(self.texts):
+            self.cache.select(torch.tensor(places, device=self.model.device))
+        self.texts = [self.texts[place] for place in places]
+        for text, token in zip(self.texts, tokens, strict=True):
+            text.append(token)
+
+
+# Prompts.
+
+PROMPT_TOKENS = 4_096  # of all rows together, that the model reads in one pass
+SHORTEST_CHUNK = 256
+LITTLE_PADDING = 16
+
+
+def read_prompts(model: Any, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Any]:
+    """The logits after each prompt, [rows, vocabulary], and a cache that holds them all."""
+    parts: list[tuple[Any, list[int]]] = []
+    logits: list[Tensor] = []
+    for numbers in _of_similar_length(rows):
+        found, cache = _read_block(model, [rows[number] for number in numbers])
+        parts.append((cache, numbers))
+        logits.append(found)
+    order = [number for _, numbers in parts for number in numbers]
+    in_order = torch.cat(logits)[torch.tensor(order).argsort().to(model.device)]
+    lengths = [len(row) for row in rows]
+    if len(set(lengths)) == 1:
+        return in_order, parts[0][0]
+    cache = model.new_cache()
+    cache.join(parts, lengths, model.device)
+    return in_order, cache
+
+
+def _of_similar_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The numbers of the rows, in groups whose longest is hardly longer than their shortest."""
+    groups: list[list[int]] = []
+    longest = 0
+    for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
+        if groups and longest - len(rows[number]) <= max(longest // 8, LITTLE_PADDING):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+            longest = len(rows[number])
+    return groups
+
+
+def _read_block(model: Any, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Any]:
+    """The logits after each of some rows of similar length, and their cache, padding included."""
+    tokens, last = _padded(rows, model.device)
+    length = tokens.shape[1]
+    cache = model.new_cache(length - min(map(len, rows)))
+    step = length if model.by_length else max(PROMPT_TOKENS // len(rows), SHORTEST_CHUNK)
+    logits: Tensor | None = None
+    for start in range(0, length, step):
+        chunk = tokens[:, start : start + step]
+        here = (last - start).clamp(0, chunk.shape[1] - 1)
+        found = model.next_logits(chunk, cache, here)
+        ends_here = (last >= start)[:, None]
+        logits = found if logits is None else torch.where(ends_here, found, logits)
+    assert logits is not None
+    return logits, cache
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows [rows, longest], and the place of each one's last token."""
+    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    last = torch.tensor([len(row) - 1 for row in rows], device=device)
+    return tokens.to(device), last
+
+
+def random_stream(seed: int | None, stream: int, device: torch.device) -> torch.Generator | None:
+    """The random numbers of one row; None takes torch's own."""
     if seed is None:
         return None
     return torch.Generator(device=device).manual_seed((seed << 20) + stream)

@@ -36,7 +36,7 @@ LARGEST = 1_900_000_000  # bytes of weights in one protocol buffer; more go to a
 class _TensorLayerCache:
     """One layer's cache as tensors that the graph is given and returns."""
 
-    gate_sum = None
+    gate_sum = starts = None
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
@@ -53,6 +53,8 @@ class _TensorLayerCache:
 
 
 class _TensorCache:
+    starts = None
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
         self.layers = [_TensorLayerCache(keys, values) for keys, values in pairs]
@@ -163,6 +165,7 @@ class OnnxModel:
     """The model of an ONNX file, for `megatron.generation.complete`."""
 
     device = torch.device("cpu")
+    by_length = rows_may_differ = False
 
     def __init__(self, path: Path) -> None:
         require("onnxruntime", "--onnx")
@@ -181,11 +184,13 @@ class OnnxModel:
         if "input_ids" not in shapes or not self.past:
             raise GenerationError(f"--onnx {path}: no inputs input_ids and past_key_values.0.key")
 
-    def new_cache(self) -> OnnxCache:
+    def new_cache(self, padding: int = 0) -> OnnxCache:
         """An empty past; its batch is that of the first tokens."""
         return OnnxCache({})
 
-    def next_logits(self, tokens_BL: Tensor, cache: OnnxCache | None = None) -> Tensor:
+    def next_logits(
+        self, tokens_BL: Tensor, cache: OnnxCache | None = None, last_B: Tensor | None = None
+    ) -> Tensor:
         """Of the token after the last one, [batch, vocabulary]."""
         import numpy
 
@@ -198,4 +203,5 @@ class OnnxModel:
         logits, *present = self.session.run(None, {"input_ids": tokens_BL.numpy(), **past})
         cache.past = dict(zip(self.past, present, strict=True))
         cache.length += tokens_BL.shape[1]
-        return torch.from_numpy(logits[:, -1])
+        last = -1 if last_B is None else last_B.numpy()
+        return torch.from_numpy(logits[numpy.arange(batch), last])

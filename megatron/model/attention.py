@@ -5,13 +5,15 @@ Shape suffixes: B batch, L length, H heads (of this rank), D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from megatron.engines import attention
+from megatron.model.cache import LayerCache, row_starts
 from megatron.model.content_positions import LayerTerms, ScoreTerms
 from megatron.model.embedding import positions_in_documents
 from megatron.model.layer_formulas import (
@@ -25,6 +27,7 @@ from megatron.model.layer_formulas import (
 )
 from megatron.model.position_base import Tables, at_least_fp32
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
+from megatron.model.row_attention import attention_by_rows
 from megatron.mpu.collectives import (
     WHOLE,
     SequenceParallel,
@@ -51,7 +54,7 @@ class SelfAttention(nn.Module):
 
     `per_head` tells where the numbers of `layer_formulas.PER_HEAD` start. `temperature` is the
     floor and alpha of attention_temperature. `documents_apart`: a token sees its own document only;
-    `positions_restart`: rotary positions begin anew with each document. With `sp`, the input is
+    `positions_restart`: rotary positions are those that `starts` tell. With `sp`, the input is
     this rank's part of the positions; between the projections it has all positions of its share
     of the heads.
     """
@@ -137,25 +140,40 @@ class SelfAttention(nn.Module):
         cache: LayerCache | None = None,
         starts_BL: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every token; `starts` tells where the document of each position begins."""
+        """Attention of every token; `starts` tells where the document of each position begins.
+
+        Rows of a cache may begin at places of their own, as documents do.
+        """
         if self.shares_input:
             x_BLh = copy_to_group(x_BLh, self.tp)
         offset = cache.length if cache is not None else 0
+        rows_BL = None if cache is None else row_starts(cache.starts, x_BLh.shape[1])
+        if rows_BL is not None:
+            starts_BL = rows_BL
         local = self._heads(self.query_key_value(x_BLh))
         q_BHLD, k_BHLD, v_BHLD = (positions_to_heads(x, self.sp) for x in local)
+        restart = self.positions_restart or rows_BL is not None
+        places = positions_in_documents(starts_BL, offset) if restart else None
         if self.rotary is not None:
-            places = positions_in_documents(starts_BL) if self.positions_restart else None
             q_BHLD, k_BHLD = self.rotary(q_BHLD, k_BHLD, offset, offset, places)
-        first_key = starts_BL if self.documents_apart else None
+        first_key = starts_BL if self.documents_apart or rows_BL is not None else None
         if self.softmax_scale is not None:
             n_BL = self._keys_seen(x_BLh, offset, first_key)
             q_BHLD = sharpened(q_BHLD, self.sp.own(self.softmax_scale, 0), n_BL)
-        terms = self._terms(x_BLh, offset, starts_BL)
-        key_bias, sink = self._gates_and_sinks(x_BLh, terms, cache, first_key)
+        terms = self._terms(x_BLh, offset, starts_BL, first_key)
+        documents_BL = first_key if rows_BL is None else None  # a cache has the sums of its rows
+        key_bias, sink = self._gates_and_sinks(x_BLh, terms, cache, documents_BL)
         if cache is not None:
             k_BHLD, v_BHLD = cache.append(k_BHLD, v_BHLD)
+            if rows_BL is not None:  # counted from the first key that the cache still has
+                first_key = (rows_BL - cache.length + k_BHLD.shape[2]).clamp(min=0)
         dropout = self.dropout if self.training else 0.0
-        out_BHLD = attention(
+        attend: Callable[..., Tensor] = attention
+        if terms.row_bias is not None:
+            if places is None:
+                places = keys_seen(q_BHLD.shape[2], offset=offset, device=x_BLh.device) - 1
+            attend = partial(attention_by_rows, terms.row_bias, places)
+        out_BHLD = attend(
             q_BHLD,
             k_BHLD,
             v_BHLD,
@@ -184,12 +202,14 @@ class SelfAttention(nn.Module):
             device=x_BLh.device,
         )
 
-    def _terms(self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None) -> ScoreTerms:
+    def _terms(
+        self, x_BLh: Tensor, offset: int, starts_BL: Tensor | None, first_key: Tensor | None
+    ) -> ScoreTerms:
         """What the input and the positions say about the scores."""
         queries, device = x_BLh.shape[1] * self.sp.size, x_BLh.device
         terms = ScoreTerms()
         if self.terms is not None:
-            seen = self._keys_seen(x_BLh, offset, starts_BL if self.documents_apart else None)
+            seen = self._keys_seen(x_BLh, offset, first_key)
             terms = self.terms(x_BLh, offset + queries, self.sp.own(seen))
             by_position = {"query_features", "log_gates", "row_scale"}
             terms = terms._replace(
@@ -202,6 +222,11 @@ class SelfAttention(nn.Module):
         if terms.distance_features is not None:  # of all heads, whole on every rank
             table = copy_to_group(terms.distance_features, self.tp)
             terms = terms._replace(distance_features=table)
+        if terms.row_bias is not None:
+            rows = terms.row_bias.of_heads(
+                partial(copy_to_group, tp=self.tp), partial(self.sp.own, dim=0)
+            )
+            terms = terms._replace(row_bias=rows)
         if self.temperature is not None:
             n_BL = keys_seen(queries, offset=offset, starts_BL=starts_BL, device=device)
             heat = temperatures(n_BL, *self.temperature)
@@ -259,99 +284,3 @@ class SelfAttention(nn.Module):
             q_BLHD = normed_heads(self.q_norm, q_BLHD, next(scales))
             k_BLHD = normed_heads(self.k_norm, k_BLHD, next(scales))
         return q_BLHD.transpose(1, 2), k_BLHD.transpose(1, 2), v_BLHD.transpose(1, 2)
-
-
-# Keys and values of the tokens already seen, for generation.
-
-
-class LayerCache:
-    """One layer's keys and values, [batch, heads, length, head_dim], and the sums of its gates.
-
-    With a `window`, the latest `window` tokens are kept, in buffers for at most twice as many.
-    Buffers double when they are full.
-    """
-
-    def __init__(self, window: int | None = None) -> None:
-        self.window = window
-        self.length = 0  # tokens seen
-        self._room = self._end = 0  # tokens that a buffer holds, and where the newest ends
-        self._buffers: dict[str, Tensor] = {}
-
-    @property
-    def kept(self) -> int:
-        """How many of the tokens seen have their keys here."""
-        return self.length if self.window is None else min(self.length, self.window)
-
-    @property
-    def num_bytes(self) -> int:
-        """What the buffers take."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest tokens; returns the keys and values kept, and theirs, oldest first."""
-        keys, values = self._extended("keys", k), self._extended("values", v)
-        self.length += k.shape[2]
-        self._end += k.shape[2]
-        if self.window is not None and self._room > max(2 * self.window, 64):  # a long prompt
-            self._move(self.window)
-        return keys, values
-
-    def append_gates(self, sums: Tensor) -> Tensor:
-        """Add the newest tokens' sums [batch, heads, new], before their keys; returns all kept."""
-        return self._extended("gates", sums[..., None])[..., 0]
-
-    @property
-    def gate_sum(self) -> Tensor | None:
-        """The sum of the gates of all tokens seen, [batch, heads]; None before the first."""
-        gates = self._buffers.get("gates")
-        return None if gates is None else gates[:, :, self._end - 1, 0]
-
-    def _extended(self, name: str, new: Tensor) -> Tensor:
-        batch, heads, count, width = new.shape
-        if self._end + count > self._room:
-            most = max(2 * self.kept, 64)
-            if self.window is not None:
-                most = min(most, 2 * self.window)
-            self._move(max(self.kept + count, most))
-        if name not in self._buffers:
-            self._buffers[name] = new.new_empty(batch, heads, self._room, width)
-        end = self._end + count
-        self._buffers[name][:, :, self._end : end] = new
-        return self._buffers[name][:, :, self._end - self.kept : end]
-
-    def _move(self, room: int) -> None:
-        """New buffers for so many tokens, which begin with those kept."""
-        for name, old in self._buffers.items():
-            kept = old[:, :, self._end - self.kept : self._end]
-            new = old.new_empty(*old.shape[:2], room, old.shape[3])
-            new[:, :, : self.kept] = kept
-            self._buffers[name] = new
-        self._room, self._end = room, self.kept
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
-        for name, buffer in self._buffers.items():
-            self._buffers[name] = buffer.index_select(0, rows)
-
-
-class Cache:
-    """The caches of all layers of a model, by their windows."""
-
-    def __init__(self, windows: Sequence[int | None]) -> None:
-        self.layers = [LayerCache(window) for window in windows]
-
-    @property
-    def length(self) -> int:
-        """How many tokens have been seen."""
-        return self.layers[0].length if self.layers else 0
-
-    @property
-    def num_bytes(self) -> int:
-        """What all layers' buffers take."""
-        return sum(layer.num_bytes for layer in self.layers)
-
-    @torch.no_grad()
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order."""
-        for layer in self.layers:
-            layer.select(rows)

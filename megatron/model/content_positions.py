@@ -7,6 +7,7 @@ and all of it times a factor of the query, where a method has one.
 Inkling: f_m are R features of the query's token, P a learned table of R x E features of distance.
 BAM: with its SSMax, a factor s log n for a query that sees n keys.
 CABLE: decay is minus the sum of what each token after the key takes off.
+FIRE: bias is a function of d and of the query's position m.
 Torch only: every exported model contains this file.
 
 Shapes: B batch, L length, h hidden size, H heads (of this rank), R features, E distances.
@@ -14,6 +15,7 @@ Shapes: B batch, L length, h hidden size, H heads (of this rank), R features, E 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,6 +36,49 @@ from .positional_embeddings import Bam, Constant, KerpleLog
 MOST_FEATURES = 64  # the attention function's limit
 
 
+class RowBias(NamedTuple):
+    """FIRE's bias: f(psi(d) / psi(max(m, L))) of distance d and position m, psi(x) = log(c x + 1).
+
+    f is a network 1 -> 32 -> ReLU -> heads. All heads share the first four.
+    """
+
+    c: Tensor
+    threshold: Tensor
+    """L, a number: up to it the bias is a table over distance."""
+    hidden_weight: Tensor
+    hidden_bias: Tensor
+    head_weight: Tensor
+    """[H, 32]"""
+    head_bias: Tensor
+    """[H]"""
+
+    def psi(self, x: Tensor) -> Tensor:
+        return torch.log1p((self.c * x).abs())
+
+    def of(self, distance: Tensor, position: Tensor) -> Tensor:
+        """The bias at distances [.., K] of queries at positions that broadcast: [.., K, H]."""
+        normalizer = self.psi(torch.maximum(position.to(self.c.dtype), self.threshold)) + 1e-6
+        ratio = self.psi(distance.to(self.c.dtype)) / normalizer
+        hidden = F.relu(ratio[..., None] * self.hidden_weight + self.hidden_bias)
+        return F.linear(hidden, self.head_weight, self.head_bias)
+
+    def table(self, length: int, position: int = 0) -> Tensor:
+        """The bias over distance of a query at this position, [H, length]; 0: up to L."""
+        device = self.c.device
+        distance = torch.arange(length, device=device)
+        return self.of(distance, torch.tensor(position, device=device)).T
+
+    def dense(self, distance_QK: Tensor, positions_BQ: Tensor) -> Tensor:
+        """The bias of every pair, [B, H, Q, K]; at distance 0 for keys in the future."""
+        return self.of(distance_QK.clamp(min=0), positions_BQ[..., None]).movedim(-1, 1)
+
+    def of_heads(
+        self, shared: Callable[[Tensor], Tensor], own: Callable[[Tensor], Tensor]
+    ) -> RowBias:
+        """`shared` of what all heads share, `own` of each head's numbers."""
+        return RowBias(*map(shared, self[:4]), *map(own, self[4:]))
+
+
 class ScoreTerms(NamedTuple):
     """What a layer's input says about its scores."""
 
@@ -45,6 +90,8 @@ class ScoreTerms(NamedTuple):
     """[B, H, L], at most 0: a score gets those of all tokens after its key."""
     row_scale: Tensor | None = None
     """[B or 1, H, L], above 0: all scores of a query, but a sink, times this."""
+    row_bias: RowBias | None = None
+    """A bias that depends on the distance and on the query's position."""
 
 
 class LayerTerms(PositionalEmbedding):
@@ -64,6 +111,10 @@ class LayerTerms(PositionalEmbedding):
     def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
         """The terms of the queries at x, the last of so many keys; each sees n of them."""
         raise NotImplementedError
+
+    def to_draw(self, length: int) -> dict[str, Tensor]:
+        """What it has over distance, [rows, distances] by name (nothing by default)."""
+        return {}
 
     def _add_matrix(self, name: str, rows_per_head: int) -> None:
         """A projection of the layer's input, trained as its other matrices; split by heads."""
@@ -141,6 +192,9 @@ class Inkling(LayerTerms):
         heads = self.options.num_heads
         return 2.0 * heads * self.features * (self.options.hidden_size + distances)
 
+    def to_draw(self, length: int) -> dict[str, Tensor]:
+        return {"features of distance": self.distance_features}
+
     def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
         features = F.linear(x_BLh, self.weight.to(x_BLh.dtype))
         by_head = features.unflatten(-1, (self.heads, self.features)).transpose(1, 2)
@@ -181,6 +235,73 @@ class Cable(LayerTerms):
     def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
         logits = F.linear(x_BLh, self.weight.to(x_BLh.dtype), self.bias.to(x_BLh.dtype))
         return ScoreTerms(log_gates=-F.softplus(at_least_fp32(logits)).transpose(1, 2))
+
+
+@register("fire")
+class Fire(LayerTerms):
+    """FIRE (Li et al. 2023): a learned function of log distance over log position.
+
+    Starts as in the authors' listing: c = 0.1, L = fire_threshold, torch's draws of linear layers.
+    L is stored as its share of fire_threshold. Each layer has its own.
+    """
+
+    width = 32
+    shared: ClassVar = ("distance_scale", "threshold", "hidden_weight", "hidden_bias")
+    of_heads: ClassVar = ("head_weight", "head_bias")
+
+    def __init__(self, options: PositionOptions) -> None:
+        super().__init__(options)
+        kernel = {"fp32": True, "decay": False, "rate": "kernel"}
+        shapes: tuple[tuple[int, ...], ...] = ((1,), (1,), (self.width,), (self.width,))
+        for name, shape in zip(self.shared, shapes, strict=True):
+            self.register_parameter(
+                name, _declared(torch.empty(shape), split=None, slices=1, **kernel)
+            )
+        shapes = ((self.heads, self.width), (self.heads,))
+        for name, shape in zip(self.of_heads, shapes, strict=True):
+            values = torch.empty(shape)
+            self.register_parameter(
+                name, _declared(values, split=0, slices=options.tp_size, **kernel)
+            )
+        self._start()
+
+    def initial_values(self) -> dict[str, Tensor]:
+        heads, reach = self.options.num_heads, self.width**-0.5
+        shapes = {
+            "hidden_weight": ((self.width,), 1.0),
+            "hidden_bias": ((self.width,), 1.0),
+            "head_weight": ((heads, self.width), reach),
+            "head_bias": ((heads,), reach),
+        }
+        values = {
+            "distance_scale": torch.full((1,), 0.1, device="cpu"),
+            "threshold": torch.ones(1, device="cpu"),
+        }
+        for name, (shape, most) in shapes.items():
+            drawn = torch.empty(shape, device="cpu")
+            drawn.uniform_(-most, most, generator=self.options.generator(f"fire.{name}"))
+            values[name] = drawn[self.options.local_heads] if name in self.of_heads else drawn
+        return values
+
+    def own_flops(self, length: int) -> float:
+        """Of a table, shared by the tokens of a sequence; rows beyond the threshold cost more."""
+        return 2.0 * self.width * (1 + self.options.num_heads)
+
+    def row_bias(self) -> RowBias:
+        names = (*self.shared, *self.of_heads)
+        numbers = RowBias(*(at_least_fp32(self.get_parameter(name)) for name in names))
+        return numbers._replace(threshold=(numbers.threshold * self.options.fire_threshold).abs())
+
+    def to_draw(self, length: int) -> dict[str, Tensor]:
+        """Of a query up to L, and of one at eight times L."""
+        rows = self.row_bias()
+        return {
+            "bias": rows.table(length),
+            "bias at 8 L": rows.table(length, int(8 * rows.threshold)),
+        }
+
+    def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
+        return ScoreTerms(row_bias=self.row_bias())
 
 
 class ScaledRows(LayerTerms):

@@ -54,14 +54,16 @@ class Embedding(nn.Module):
         self.dropout = dropout
         self.positions_restart = positions_restart
 
-    def forward(self, inputs: State, offset: int = 0) -> State:
+    def forward(self, inputs: State, offset: int = 0, rows: Tensor | None = None) -> State:
         """Hidden states of this rank's part of the tokens; document starts (see transformer.py),
-        of all tokens, are passed on."""
+        of all tokens, are passed on. `rows`: where the rows of a cache begin, [B, L]."""
         tokens, starts = (inputs, None) if isinstance(inputs, Tensor) else inputs
         x = self.word_embeddings(self.sp.own(tokens))
         if self.position_embeddings is not None:
-            offset += self.sp.rank * x.shape[1]
             places = positions_in_documents(starts) if self.positions_restart else None
+            if rows is not None:
+                places = positions_in_documents(rows, offset)
+            offset += self.sp.rank * x.shape[1]
             places = None if places is None else self.sp.own(places)
             # a user-defined method may not take `positions`
             own = () if places is None else (places,)
@@ -71,11 +73,15 @@ class Embedding(nn.Module):
         return x if starts is None else (x, starts)
 
 
-def positions_in_documents(starts_BL: Tensor | None) -> Tensor | None:
-    """Each token's position in its document; None without document starts."""
+def positions_in_documents(starts_BL: Tensor | None, offset: int = 0) -> Tensor | None:
+    """Each token's position in its document; None without document starts.
+
+    The first token is the one at `offset`, from where starts are counted too.
+    """
     if starts_BL is None:
         return None
-    return torch.arange(starts_BL.shape[1], device=starts_BL.device) - starts_BL
+    end = offset + starts_BL.shape[1]
+    return torch.arange(offset, end, device=starts_BL.device) - starts_BL
 
 
 class FinalNorm(nn.Module):

@@ -5,6 +5,7 @@ Shape suffixes: B batch, L length, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import cast
 
@@ -12,13 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.attention import Cache, LayerCache
+from megatron.model.cache import Cache, LayerCache, row_starts
 from megatron.model.embedding import Embedding, Head, TiedHead, full_logits
 from megatron.model.layer_list import Function, Layer, LayerFactory, ModelSpec
 from megatron.model.loss import DEFAULT_LOSS_CHUNK, head_losses, loss_chunk
 from megatron.model.position_base import PositionalEmbedding, TableEmbedding, Tables
+from megatron.model.reach import FALLING, HORIZON
+from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu.collectives import SERIAL, WHOLE, SequenceParallel, TensorParallel
+
+_BY_POSITION = ("input", "rotation")  # kinds that are told each token's position
 
 
 class GPTModel(nn.Module):
@@ -81,31 +86,88 @@ class GPTModel(nn.Module):
     def hidden_states(self, inputs: State, cache: Cache | None = None) -> Tensor:
         """The input of the head."""
         offset = cache.length if cache is not None else 0
-        state: State = self.embedding(inputs, offset)
+        rows = None
+        if cache is not None and isinstance(inputs, Tensor):
+            rows = row_starts(cache.starts, inputs.shape[1])
+        state: State = self.embedding(inputs, offset, rows)
         owner = self.sequential[1]
         if isinstance(owner, PositionTables):
             state = owner(state, offset)
         state = self._run_layers(state, cache)
         return self.sequential[-2](drop_tables(state))
 
-    def next_logits(self, tokens_BL: Tensor, cache: Cache | None = None) -> Tensor:
-        """Of the token after the last one, [B, V]; those of 16,384 positions would not fit."""
+    def next_logits(
+        self, tokens_BL: Tensor, cache: Cache | None = None, last_B: Tensor | None = None
+    ) -> Tensor:
+        """Of the token after the last one, [B, V]; those of 16,384 positions would not fit.
+
+        `last` tells which token is each row's last one; what follows it is padding.
+        """
         hidden = self.hidden_states(tokens_BL, cache)
-        return full_logits(self.head(hidden[:, -1:]), self.head.vocab_tp)[:, 0]
+        ends = hidden[:, -1] if last_B is None else hidden[torch.arange(len(last_B)), last_B]
+        return full_logits(self.head(ends[:, None]), self.head.vocab_tp)[:, 0]
 
     def token_losses(
-        self, inputs: State, labels_BL: Tensor, chunk: int | None = DEFAULT_LOSS_CHUNK
+        self,
+        inputs: State,
+        labels_BL: Tensor,
+        chunk: int | None = DEFAULT_LOSS_CHUNK,
+        cache: Cache | None = None,
     ) -> Tensor:
         """The loss of each label, fp32 [B, L].
 
         Logits exist for `chunk` tokens at a time only (see loss.py); None takes all at once.
         """
-        hidden = self.hidden_states(inputs)
+        hidden = self.hidden_states(inputs, cache)
         return head_losses(self.head, hidden, labels_BL, self.head.vocab_tp, chunk)
 
-    def new_cache(self) -> Cache:
-        """An empty cache of keys and values."""
-        return Cache([layer.attention.window for layer in self.layers])
+    def new_cache(self, padding: int = 0) -> Cache:
+        """An empty cache of keys and values.
+
+        A layer with a window, or with a kernel beyond whose reach every weight is 0, keeps as many
+        tokens, and `padding` more: so many at the end may be no row's own.
+        """
+        kept = []
+        for layer, reach in zip(self.layers, self._reaches(), strict=True):
+            bounds = [bound for bound in (layer.attention.window, reach) if bound is not None]
+            kept.append(min(bounds) + padding if bounds else None)
+        return Cache(kept)
+
+    def _reaches(self) -> list[int | None]:
+        """How many of the nearest tokens each layer can see, whatever the text."""
+        kernels = list(self.positional_embeddings())
+        if not kernels or not all(type(kernel) in FALLING for kernel in kernels):
+            return [None] * len(self.layers)
+        word = self.embedding.word_embeddings.weight.new_empty(1, 1, self.spec.hidden_size)
+        owner = self.sequential[1]
+        far = owner(word, HORIZON - 1) if isinstance(owner, PositionTables) else word
+        return [layer.reach(far, HORIZON) for layer in self.layers]
+
+    def context_seen(self) -> int | None:
+        """How many tokens before it a prediction depends on at most, wherever it stands.
+
+        Windows add up over layers. None: on all, or on the token's place in the text.
+        """
+        for module in self.positional_embeddings():
+            if module.kind not in ("tables", "none") and type(module) is not RotaryEmbedding:
+                return None
+        windows = [layer.attention.window for layer in self.layers]
+        tempered = any(layer.attention.temperature is not None for layer in self.layers)
+        if tempered or self.by_length or None in windows:
+            return None
+        return sum(window - 1 for window in windows if window is not None)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether positions depend on the length of the text at hand: it is read as a whole."""
+        return any(getattr(module, "by_length", False) for module in self.positional_embeddings())
+
+    @property
+    def rows_may_differ(self) -> bool:
+        """Whether the rows of a cache may be of different lengths."""
+        own = [module for module in self.positional_embeddings() if module.kind in _BY_POSITION]
+        takes = (inspect.signature(module.forward).parameters for module in own)
+        return not self.by_length and all({"positions", "positions_BL"} & set(t) for t in takes)
 
     def positional_embeddings(self) -> Iterator[PositionalEmbedding]:
         """The modules that hold or make positions, each once."""

@@ -90,6 +90,7 @@ class ModelSpec(ModelArgs):
     checkpoint_num_layers: int = _declared(OptimizationArgs, "checkpoint_num_layers")
     reset_attention_mask: bool = _declared(DataArgs, "reset_attention_mask")
     reset_position_ids: bool = _declared(DataArgs, "reset_position_ids")
+    randomized_positions: PositiveInt | None = _declared(DataArgs, "randomized_positions")
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -104,6 +105,11 @@ class ModelSpec(ModelArgs):
         declared = {key: value for group in groups for key, value in group}
         own = {key: declared[key] for key in cls.model_fields if key in declared}
         return cls(**own, padded_vocab_size=padded_vocab_size)
+
+    @property
+    def positions_are_told(self) -> bool:
+        """Whether tokens may come with positions that are not their places in the sequence."""
+        return self.reset_position_ids or self.randomized_positions is not None
 
     def replace(self, **changes: Any) -> ModelSpec:
         """The same model but for these keys."""
@@ -234,13 +240,13 @@ class LayerFactory:
             with torch.no_grad():
                 generator = seeded_generator(spec.seed, 0, "position_embeddings")
                 self._init(spec.init_method)(positions.weight, generator)
-        if positions is not None and spec.reset_position_ids:
-            _check_restarts(positions, spec.pos_emb)
+        if positions is not None and spec.positions_are_told:
+            _check_restarts(positions, spec)
         return Embedding(
             words,
             positions,
             spec.hidden_dropout,
-            positions_restart=spec.reset_position_ids,
+            positions_restart=spec.positions_are_told,
             sp=self.sp,
         )
 
@@ -338,7 +344,7 @@ class LayerFactory:
             per_head=per_head_starts(spec),
             temperature=None if heat is None else (heat.floor, heat.alpha),
             documents_apart=spec.reset_attention_mask,
-            positions_restart=spec.reset_position_ids,
+            positions_restart=spec.positions_are_told,
             dropout=spec.attention_dropout,
             window=spec.attention_window,
             engine=spec.engine_in_effect,
@@ -364,10 +370,12 @@ class LayerFactory:
         return norm
 
 
-def _check_restarts(embedding: InputEmbedding, pos_emb: str) -> None:
-    """Refuse reset_position_ids if a user-defined method takes no `positions`."""
+def _check_restarts(embedding: InputEmbedding, spec: ModelSpec) -> None:
+    """Refuse positions that are not consecutive if a user-defined method takes no `positions`."""
     if "positions" not in signature(embedding.forward).parameters:
+        drawn = f"randomized_positions = {spec.randomized_positions}"
+        key = "reset_position_ids = true" if spec.reset_position_ids else drawn
         raise PositionalEmbeddingError(
-            f"reset_position_ids = true with pos_emb = {pos_emb}: its forward takes no "
+            f"{key} with pos_emb = {spec.pos_emb}: its forward takes no "
             "`positions`. Give it that argument ([batch, length] or None), or remove the key."
         )

@@ -313,13 +313,16 @@ CONSTRAINTS: dict[str, Constraint] = {
 }
 
 
+_LEGACY = {"kerple_legacy_bf16": torch.bfloat16, "kerple_legacy_fp16": torch.float16}
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def log1p(x: Tensor) -> Tensor:
-    """log(1 + x); in bf16 the sum is rounded before the logarithm, as in the official code."""
-    return torch.log1p(x) if x.dtype != torch.bfloat16 else torch.log(1 + x)
+    """log(1 + x); in bf16 and fp16 the sum is rounded first, as in the official code."""
+    return torch.log(1 + x) if x.dtype in _LEGACY.values() else torch.log1p(x)
 
 
 def sharded_parameter(values: Tensor, *, split: int = 0, official: str = "") -> nn.Parameter:
@@ -377,6 +380,7 @@ class DistanceKernel(TableEmbedding):
         self._divisor = math.sqrt(options.head_dim) if pre else None  # Eq. 1
         constraint = _one_of("kerple_constraint", options.kerple_constraint, CONSTRAINTS)
         self._constraint = CONSTRAINTS[constraint]
+        self._legacy = _legacy_precision(options)
         for name, raw in self.initial_values().items():
             official = self.official.get(name, "")
             self.register_parameter(name, sharded_parameter(raw, official=official))
@@ -393,8 +397,8 @@ class DistanceKernel(TableEmbedding):
         d = self.distances(length)
         if values:
             d = d.to(next(iter(values.values())).dtype)
-        if self.options.kerple_legacy_bf16:
-            d, values = d.bfloat16(), {name: value.bfloat16() for name, value in values.items()}
+        if self._legacy is not None:
+            d, values = d.to(self._legacy), {k: v.to(self._legacy) for k, v in values.items()}
         tables = {}
         for table, names in self._arguments.items():
             formula: Callable[..., Tensor] = getattr(self, table)
@@ -424,6 +428,14 @@ class DistanceKernel(TableEmbedding):
     def project_(self) -> None:
         for name, spec in self.learnable.items():
             self._constraint.project_(self.get_parameter(name), spec)
+
+
+def _legacy_precision(options: PositionOptions) -> torch.dtype | None:
+    """The precision that a kerple_legacy key asks for; None: fp32."""
+    chosen = [dtype for key, dtype in _LEGACY.items() if getattr(options, key)]
+    if len(chosen) > 1:
+        raise PositionalEmbeddingError(f"{' and '.join(_LEGACY)} are both true: set one of them.")
+    return chosen[0] if chosen else None
 
 
 def _one_of(key: str, value: str, choices: Iterable[str]) -> str:

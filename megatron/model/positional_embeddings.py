@@ -237,6 +237,30 @@ class Bam(DistanceKernel):
         return -torch.exp(r1) * (d + 1e-5) ** r2
 
 
+@register("ape")
+class Ape(DistanceKernel):
+    """APE's decay bias and distance temperature (Vetcha 2026, arXiv 2601.06113).
+
+    Read in a summary of the paper; the authors' code and starting values were not found. Its
+    rotation by the entropy of attention is left out: no score is known before all of its row are.
+    The bias is CPD, as a sum of kernels of Corollary 1; the weight is PD.
+    """
+
+    learnable: ClassVar = {
+        "r1": Bounded(AlibiSlopes(), minimum=0.0),
+        "r2": Bounded(Uniform(0, 1), minimum=0.0),
+        "r3": Bounded(Uniform(0, 1), minimum=0.0),
+        "r4": Bounded(Uniform(0, 0.01), minimum=0.0),
+    }
+
+    def bias(self, d: Tensor, r1: Tensor, r2: Tensor, r3: Tensor) -> Tensor:
+        # the square root's slope is infinite at 0, where only r3's gradient is taken
+        return -(r1 * d + r2 * log1p(d) + r3 * d.sqrt())
+
+    def weight(self, d: Tensor, r4: Tensor) -> Tensor:
+        return 1 / (1 + r4 * d)
+
+
 def t5_buckets(d: Tensor, num_buckets: int, max_distance: int) -> Tensor:
     """The bucket of each distance: half of them hold one distance, the rest grow as its log.
 

@@ -212,6 +212,12 @@ def next_power_of_two(length: int) -> int:
     return 1 << max(length - 1, 0).bit_length()
 
 
+def _end(options: PositionOptions, end: int, positions: Tensor | None) -> int:
+    """After the last position of a sequence that ends at `end`; drawn ones may be later."""
+    drawn = None if positions is None else getattr(options, "randomized_positions", None)
+    return max(end, drawn or 0)
+
+
 def cos_and_sin(
     positions: Tensor, frequencies: Sequence[float], factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -298,7 +304,7 @@ class RotaryEmbedding(PositionalEmbedding):
         return turned_q, self._rotate(k_BHLD, k_offset, positions_BL)
 
     def _rotate(self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None) -> Tensor:
-        end = offset + x_BHLD.shape[-2]
+        end = _end(self.options, offset + x_BHLD.shape[-2], positions_BL)
         if torch.compiler.is_exporting() and positions_BL is None:  # lengths are symbols
             places = torch.arange(offset, end, device=x_BHLD.device)
             return rotate(x_BHLD, *cos_and_sin(places, *self._fixed))
@@ -350,18 +356,26 @@ class XPos(RotaryEmbedding):
         scaled_q = self._scaled(q_BHLD, q_offset, positions_BL, 1)
         return scaled_q, self._scaled(k_BHLD, k_offset, positions_BL, -1)
 
+    def factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of q and of k at these positions, [2, *positions.shape, R]."""
+        self._check_end(int(positions.max()) + 1, dtype)
+        return torch.stack([xpos_factors(sign * positions, self.rotary_dim) for sign in (1, -1)])
+
+    def _check_end(self, end: int, dtype: torch.dtype) -> None:
+        # the smallest z to this power must be a normal number of the dtype, and so must 1 / it
+        steepest = math.log((1 + XPOS_SHARE) / XPOS_SHARE) / XPOS_BASE
+        longest = int(-math.log(torch.finfo(dtype).tiny) / steepest)
+        if end > longest:
+            raise PositionalEmbeddingError(
+                f"pos_emb: xpos at position {end - 1}: its factors are beyond {dtype} from "
+                f"position {longest} on; shorten the sequence, or use bf16 or fp32."
+            )
+
     def _scaled(
         self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None, sign: int
     ) -> Tensor:
-        end = offset + x_BHLD.shape[-2]
-        # the smallest z to this power must be a normal number of the dtype, and so must 1 / it
-        steepest = math.log((1 + XPOS_SHARE) / XPOS_SHARE) / XPOS_BASE
-        longest = int(-math.log(torch.finfo(x_BHLD.dtype).tiny) / steepest)
-        if end > longest:
-            raise PositionalEmbeddingError(
-                f"pos_emb: xpos at position {end - 1}: its factors are beyond {x_BHLD.dtype} from "
-                f"position {longest} on; shorten the sequence, or use bf16 or fp32."
-            )
+        end = _end(self.options, offset + x_BHLD.shape[-2], positions_BL)
+        self._check_end(end, x_BHLD.dtype)
         if positions_BL is None:
             places = torch.arange(offset, end, device=x_BHLD.device)
         else:
@@ -404,7 +418,8 @@ class LearnedEmbedding(InputEmbedding):
         self.weight = nn.Parameter(values * options.init_method_std)
 
     def forward(self, x_BLH: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
-        end, table_length = offset + x_BLH.shape[1], self.weight.shape[0]
+        table_length = self.weight.shape[0]
+        end = _end(self.options, offset + x_BLH.shape[1], positions)
         if end > table_length:
             raise PositionalEmbeddingError(
                 f"pos_emb: learned has vectors for {table_length} positions "
@@ -429,7 +444,7 @@ class SinusoidalEmbedding(InputEmbedding):
         self._table_LH = torch.empty(0, options.hidden_size)
 
     def forward(self, x_BLH: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
-        end = offset + x_BLH.shape[1]
+        end = _end(self.options, offset + x_BLH.shape[1], positions)
         if self._table_LH.shape[0] < end or self._table_LH.device != x_BLH.device:
             with torch.inference_mode(False):
                 everywhere = torch.arange(next_power_of_two(end), device=x_BLH.device)

@@ -186,7 +186,7 @@ def _activation_bytes(args: NeoXArgs, world_size: int) -> int:
     width = 4 if args.optimization.precision == "fp32" else 2
     tokens = micro * model.seq_length // args.parallel.sequence_parallel_size
     layer = 17 * tokens * model.hidden_size * width // args.parallel.model_parallel_size
-    if model.attention_dropout > 0 or model.engine_in_effect == "naive":  # dropout: dense on GPUs
+    if model.engine_in_effect == "naive":
         ranks = args.parallel.model_parallel_size * args.parallel.sequence_parallel_size
         heads = model.num_attention_heads // ranks
         layer += 2 * micro * heads * model.seq_length**2 * width

@@ -3,7 +3,8 @@
 Layers pass the hidden states alone or a tuple `(hidden, [starts], *tables)`: the tables over
 distance are computed once, by `PositionTables`, and passed with the hidden states, so that their
 gradients return through any pipeline. `starts`, the only integers among them, are the first
-position of each token's document, with reset_attention_mask or reset_position_ids. Where ranks
+position of each token's document, with reset_attention_mask or reset_position_ids; with
+randomized_positions they are negative, so that place minus start is the drawn position. Where ranks
 share sequences, hidden states are of a rank's own positions, starts and tables of all.
 """
 
@@ -15,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.attention import LayerCache, SelfAttention
+from megatron.model.attention import SelfAttention
+from megatron.model.cache import LayerCache
 from megatron.model.embedding import State
 from megatron.model.layer_formulas import GATED, activation_named
 from megatron.model.position_base import TableEmbedding, Tables
+from megatron.model.reach import layer_reach
 from megatron.mpu.collectives import WHOLE, SequenceParallel
 from megatron.mpu.parallel_layers import Projections
 
@@ -146,13 +149,19 @@ class TransformerLayer(nn.Module):
 
     def forward(self, state: State, cache: LayerCache | None = None) -> State:
         hidden, starts, tables = unpack(state, self.table_names)
-        hidden = self._residual(hidden, self._tables(hidden, tables, cache), cache, starts)
+        seen = cache.length if cache is not None else 0
+        length = seen + hidden.shape[1] * self.attention.sp.size
+        hidden = self._residual(hidden, self._tables(tables, length), cache, starts)
         return (hidden, *state[1:]) if isinstance(state, tuple) else hidden
 
-    def _tables(self, hidden: Tensor, tables: Tables, cache: LayerCache | None) -> Tables:
+    def reach(self, state: State, length: int) -> int | None:
+        """How many of the nearest tokens can have a weight (reach.py); `state` has the tables."""
+        tables = self._tables(unpack(state, self.table_names)[2], length)
+        return layer_reach(self.input_layernorm, self.attention, tables)
+
+    def _tables(self, tables: Tables, length: int) -> Tables:
         if self.positions is not None:
-            seen = cache.length if cache is not None else 0
-            tables = self.positions(seen + hidden.shape[1] * self.attention.sp.size)
+            tables = self.positions(length)
         if self.table_factor == 1 or tables.bias is None:
             return tables
         return Tables(self.table_factor * tables.bias, tables.weight)

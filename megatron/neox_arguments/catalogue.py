@@ -29,8 +29,6 @@ class Method:
     """The value of `pos_emb` in the official KERPLE code; an alias here."""
     in_neox: bool = False
     """Whether GPT-NeoX has it under the same name."""
-    in_hf: bool = True
-    """Whether the code of a Hugging Face export computes it."""
 
 
 METHODS: dict[str, Method] = {
@@ -68,15 +66,17 @@ METHODS: dict[str, Method] = {
                r"-e^{\,r_1}(d+10^{-5})^{\,r_2}"),
         Method("bam_ssmax", "BAM SSMax", "BAM's prior, and all scores of n keys times s log n",
                r"-e^{\,r_1}(d+10^{-5})^{\,r_2}"),
+        Method("ape", "APE", "linear, log and square root of distance, and a weight on scores",
+               r"-(r_1 d+r_2\log(1+d)+r_3\sqrt{d}),\quad 1/(1+r_4 d)"),
         Method("kerple_inkling", "KERPLE-Inkling",
                "the log variant, and near the query features of query and distance",
                r"-r_1\,\log(1+r_2 d)+\sum_r f_r(x_m)\,P_{r d}"),
         Method("inkling", "Inkling", "features of the query times features of distance"),
+        Method("fire", "FIRE", "a small network of the distance over the query's position"),
         Method("cable", "CABLE", "each token takes a learned amount off the scores that pass it"),
         Method("rotary", "Rotary", "queries and keys rotated by position",
                in_neox=True),
-        Method("xpos", "xPos", "rotary with scores that decay, fastest in the fastest pairs",
-               in_hf=False),
+        Method("xpos", "xPos", "rotary with scores that decay, fastest in the fastest pairs"),
         Method("sinusoidal", "Sinusoidal", "fixed sines and cosines added to the input",
                in_neox=True),
         Method("learned", "Learned", "a vector per position, none beyond training length",

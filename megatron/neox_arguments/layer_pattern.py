@@ -126,6 +126,11 @@ def _check_position(where: str, entry: Mapping[str, Any]) -> None:
         )
 
 
+def knows_positions(name: str) -> bool:
+    """Whether a method computes from a token's own position, not from distances alone."""
+    return _kind(name) in ("input", "rotation")
+
+
 def _kind(name: str) -> str:
     """Where a method acts: input, rotation, tables or none. Imports torch."""
     found = importlib.import_module("megatron.model.position_names")

@@ -279,6 +279,13 @@ class ModelArgs(Group):
         ours=True,
         layer=True,
     )
+    fire_threshold: PositiveInt = key(
+        PositionKeys.fire_threshold,
+        "fire: the position (L, learned, starts here) up to which its bias is a table over "
+        "distance; queries beyond are exact and slower. A seq_length above it trains slower.",
+        ours=True,
+        layer=True,
+    )
     kerple_constraint: Constraint = key(
         PositionKeys.kerple_constraint,
         "How kernel parameters stay in their range: a straight-through clamp (what "
@@ -299,6 +306,13 @@ class ModelArgs(Group):
         PositionKeys.kerple_legacy_bf16,
         "Compute distances and bias in bf16 as the official code does (coarse beyond "
         "256 tokens); for reproducing its numbers only.",
+        ours=True,
+        evaluate="free",
+    )
+    kerple_legacy_fp16: bool = key(
+        PositionKeys.kerple_legacy_fp16,
+        "Compute distances and bias in fp16 as forks that train in fp16 do (distances exact to "
+        "2,048 only); for reproducing their numbers only. Not with kerple_legacy_bf16.",
         ours=True,
         evaluate="free",
     )
@@ -561,6 +575,6 @@ KEYS_OF_OURS: frozenset[str] = frozenset(declared("ours", ModelArgs))
 SCORE_TERMS = tuple(
     entry.key
     for entry in hugging_face_keys()
-    if entry.key in KEYS_OF_OURS and not entry.key.startswith(("kerple_", "inkling_"))
+    if entry.key in KEYS_OF_OURS and not entry.key.startswith(("kerple_", "inkling_", "fire_"))
 )
 """Those of them that change what any method computes: further terms of the scores."""

@@ -78,7 +78,7 @@ class OptimizationArgs(Group):
     )
     use_bnb_optimizer: bool = key(
         False,
-        "Adam with 8-bit states, of the bitsandbytes package (GPUs only; not measured here).",
+        "Adam with 8-bit states, of the bitsandbytes package (not measured on a GPU).",
     )
     weight_decay: values.NonNegativeFloat = key(
         0.1, "Decoupled decay; not of norms, biases or kernels."

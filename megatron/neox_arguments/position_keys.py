@@ -26,9 +26,11 @@ class PositionKeys:
     rope_scaling: Any = None
     inkling_features: int = 16
     inkling_distances: int = 1024
+    fire_threshold: int = 512
     kerple_constraint: Constraint = "ste"
     kerple_bias_scale: BiasScale = "post"
     kerple_legacy_bf16: bool = False
+    kerple_legacy_fp16: bool = False
     seq_length: int = 2048
     max_position_embeddings: int = 2048
     init_method_std: float = 0.02

@@ -90,6 +90,12 @@ class DataArgs(Group):
     reset_position_ids: bool = key(
         False, "Absolute and rotary positions begin anew with every document of a sequence."
     )
+    randomized_positions: PositiveInt | None = key(
+        None,
+        "Training alone: the positions of a sequence are drawn from this many (sorted, none "
+        "twice; learned, sinusoidal, rotary, xpos), so that longer inputs have positions that were "
+        "trained. null: consecutive.",
+    )
     data_seed: NonNegativeInt | None = key(
         None,
         "Seed of the sample order; null means `seed`. Set it to compare training "

@@ -10,7 +10,11 @@ from pydantic import BaseModel, ValidationError
 from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
 from megatron.neox_arguments.deepspeed_config import optimizer_family
-from megatron.neox_arguments.layer_pattern import check_layer_pattern
+from megatron.neox_arguments.layer_pattern import (
+    check_layer_pattern,
+    knows_positions,
+    positions_named,
+)
 from megatron.neox_arguments.model_keys import LAYER_KEYS, intermediate_size_for
 from megatron.neox_arguments.normalize import unknown_key
 from megatron.neox_arguments.values import declared
@@ -43,6 +47,8 @@ def check(args: NeoXArgs) -> None:
     _check_allowed_changes(args.checkpoint.allow_changed or [], known)
     split_shares(args.data.split)
     _check_blends(args.data)
+    if args.data.randomized_positions is not None:
+        _check_randomized(args.data.randomized_positions, args)
     if args.optimization.train_epochs is not None:
         _check_epochs(args.data)
     _check_evaluation(args.evaluation, args.model.validation_length)
@@ -384,6 +390,31 @@ def _check_blends(data: DataArgs) -> None:
             )
         if sum(weights) <= 0 or sum(weights) == float("inf"):
             raise ConfigError(f"{name}_data_weights = {weights!r:.80}: not all may be 0.")
+
+
+def _check_randomized(most: int, args: NeoXArgs) -> None:
+    """Positions are drawn for methods that know a token's own position, and for whole sequences."""
+    model, key = args.model, f"randomized_positions = {most}"
+    named = positions_named({"layer_pattern": model.layer_pattern}) or [None]
+    methods = {canonical_method(name or model.pos_emb) for name in named}
+    wrong = sorted(name for name in methods - {"none"} if not knows_positions(name))
+    if wrong or methods == {"none"}:
+        raise ConfigError(
+            f"{key} with pos_emb = {(wrong or ['none'])[0]}, which knows no positions of tokens. "
+            "Use learned, sinusoidal, rotary or xpos, or remove the key."
+        )
+    if most < model.seq_length:
+        raise ConfigError(f"{key} is below seq_length = {model.seq_length}. Raise it.")
+    if "learned" in methods and most > model.position_rows:
+        raise ConfigError(
+            f"{key} is above max_position_embeddings = {model.position_rows}, and pos_emb = "
+            "learned has no vectors beyond it. Raise max_position_embeddings."
+        )
+    if args.data.tells_documents_apart:
+        raise ConfigError(
+            f"{key} with reset_attention_mask or reset_position_ids: positions are drawn for whole "
+            "sequences. Remove one of them."
+        )
 
 
 def _check_epochs(data: DataArgs) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -169,17 +169,17 @@ def _plain(entry: Entry, color: bool) -> str:
     return f"\033[1;32m{text}\033[0m" if color else f"{text}*"
 
 
-def to_csv(table: Table) -> str:
+def to_csv(*tables: Table) -> str:
     """One line per cell with full precision, ours and the paper's."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     head = "table,block,group,column,row,mean,std,seeds,bold,dagger,p_value,note"
     writer.writerow([*head.split(","), "published_mean", "published_std", "published_dagger"])
-    for block in table.blocks:
+    for key, block in ((table.key, block) for table in tables for block in table.blocks):
         for row in block.rows:
             for column, entry in zip(block.columns, row.entries, strict=True):
                 cell, paper = entry.cell, entry.published
-                line: list[object] = [table.key, block.title, column.group, column.label, row.label]
+                line: list[object] = [key, block.title, column.group, column.label, row.label]
                 line += [cell.mean, cell.std, cell.seeds, int(cell.bold), int(cell.dagger)]
                 line = [_csv_text(item) for item in line]
                 line += [cell.p_value, cell.note or ("" if cell.present else "missing")]
@@ -196,11 +196,21 @@ def _csv_text(item: object) -> object:
     return f"'{item}" if formula else item
 
 
-def write_tables(tables: Iterable[Table], directory: Path) -> None:
-    """Each in every format; an interrupted report leaves the old ones in place."""
+def write_tables(tables: Collection[Table], directory: Path) -> None:
+    """tables/ with each in every format; tables.md and tables.csv with all of them."""
+    folder = directory / "tables"
     for table in tables:
         for suffix, render in (("md", to_markdown), ("tex", to_latex), ("csv", to_csv)):
-            write_text(directory / f"{table.key}.{suffix}", render(table), parents=True)
+            write_text(folder / f"{table.key}.{suffix}", render(table), parents=True)
+    ordered = sorted(tables, key=lambda table: table.key)
+    head = (
+        "# Tables of the report\n\n"
+        "Written by `tools/reproduce.py report`; the page beside shows some of them.\n"
+    )
+    places = [f"<!-- table: {t.key} -->\n<!-- end of table -->\n" for t in ordered]
+    texts = {table.key: to_markdown(table) for table in ordered}
+    write_text(directory / "tables.md", fill_tables("\n".join([head, *places]), texts))
+    write_text(directory / "tables.csv", to_csv(*ordered))
 
 
 def write_page(page: Page, directory: Path) -> None:

@@ -101,7 +101,7 @@ def make_released_report(directory: Path, out: Path, options: ReleasedOptions) -
     if options.text:
         table = _perplexity_table(released, out, options)
         page.chapters.insert(0, Chapter("Perplexity by length", tables=[table]))
-        write_tables([table], out / "tables")
+        write_tables([table], out)
         print(f"\n{to_text(table)}", end="")
     write_page(page, out)
     return out / "report.html"

@@ -24,12 +24,11 @@ from megatron.paper.result_fit import Fit, is_finished
 from megatron.paper.run_files import finite, read_history, step_seconds
 from megatron.paper.run_results import ResultSet, read_run
 from megatron.paper.section_report import heads_of, machine_name, section_chapter
+from megatron.paper.style import Plot, save_figures
 from megatron.paper.suite import TRAIN, Suite
 from megatron.paper.suite_file import DataSet, Layout
-from megatron.paper.tables import (
-    Table,
-    contrast_table,
-)
+from megatron.paper.tables import Table, contrast_table
+from megatron.paper.token_figures import CAPTION, figure_by_tokens
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,10 @@ def make_report(suite: Suite, directory: Path | None = None, command: str = "") 
     missing = [item.run.name for item in results.runs if not is_finished(item.run, item.checks)]
     chapters = [section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
-    chapters[1:1] = [_claims_chapter(suite, results), *_contrast_chapters(suite, results)]
+    chapters[1:1] = [
+        _claims_chapter(suite, results),
+        *_contrast_chapters(suite, results, directory),
+    ]
     chapters += _theory_chapters(suite, results)
     chapters.append(Chapter("What differs from the paper", notes=suite.file.differs))
     page = Page(
@@ -69,7 +71,7 @@ def make_report(suite: Suite, directory: Path | None = None, command: str = "") 
         _listings(results, missing),
     )
     tables = tuple(table for chapter in chapters for table in [*chapter.tables, *chapter.folded])
-    write_tables(tables, directory / "tables")
+    write_tables(tables, directory)
     own_page = directory / "README.md"
     if own_page.is_file():  # written by hand, with the report's tables in it
         texts = {table.key: to_markdown(table) for table in tables}
@@ -134,13 +136,17 @@ def _claims_chapter(suite: Suite, results: ResultSet) -> Chapter:
     return Chapter("The paper's claims against these results", findings=findings)
 
 
-def _contrast_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:
+def _contrast_chapters(suite: Suite, results: ResultSet, directory: Path) -> list[Chapter]:
     """One per question of the suite file that has any answer yet."""
-    return [
-        Chapter(contrast.title, tables=[table])
-        for key, contrast in suite.file.contrasts.items()
-        if (table := contrast_table(key, contrast, results, suite.file.splits[0]))
-    ]
+    split, chapters = suite.file.splits[0], []
+    for key, contrast in suite.file.contrasts.items():
+        if table := contrast_table(key, contrast, results, split):
+            plots = [
+                Plot("tokens", contrast.title, CAPTION, figure_by_tokens(contrast, results, split))
+            ]
+            figures = save_figures(plots, directory / "figures", f"{key}_")
+            chapters.append(Chapter(contrast.title, tables=[table], figures=figures))
+    return chapters
 
 
 def _theory_chapters(suite: Suite, results: ResultSet) -> list[Chapter]:

@@ -81,6 +81,8 @@ _METHOD_STYLES = {
     "kerple_inkling": LineStyle(_BLUE, "D", "--"),
     "bam": LineStyle(_SKY, "o", ":"),
     "bam_ssmax": LineStyle(_SKY, "D", "-."),
+    "ape": LineStyle(_ORANGE, "o", "-."),
+    "fire": LineStyle(_GREY, "D", "--"),
     "inkling": LineStyle(_PURPLE, "s"),
     "cable": LineStyle(_GREEN, "P", "--"),
     "rotary": LineStyle(_VERMILION, "v"),

@@ -184,6 +184,10 @@ class Contrast(_Strict):
     title: str
     pairs: list[Pair] = []
     """Perplexity of the first against the second's."""
+    curve_lengths: list[int] = []
+    """A figure of the pairs against training tokens, a line for each of these lengths."""
+    curve_task: str = ""
+    """Drawn below that figure: this task's result at the training length."""
     growth: dict[str, str] = {}
     """Label -> a kind of runs: perplexity at the longest length against that at 1x."""
     beyond: dict[str, str] = {}

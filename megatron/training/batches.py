@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from megatron.data.loader import (
     ResumableBatchSampler,
     build_data_loader,
     document_starts,
+    drawn_positions,
     get_labels_and_mask,
 )
 from megatron.errors import ConfigError, DataError
@@ -56,7 +59,8 @@ def build_streams(
             pin_memory=torch.cuda.is_available(),
             seed=args.runtime.seed,
         )
-        return _micro_batches(loader, current_device(), eod, args.data)
+        places = _places(args, sampler) if dataset is train else None
+        return _micro_batches(loader, current_device(), eod, args.data, places)
 
     train, valid, test = _datasets(args, plan, start, eod, vocab_size)
     evaluations_done = start.step // args.evaluation.eval_interval
@@ -177,10 +181,28 @@ def _sample_counts(args: NeoXArgs, plan: BatchPlan, start: Resumed) -> tuple[int
     return start.samples_at(iterations, plan.train_batch_size), valid, test
 
 
+def _places(args: NeoXArgs, sampler: ResumableBatchSampler) -> Iterator[torch.Tensor] | None:
+    """The drawn positions of this rank's micro-batches, [B, L]; None without the key."""
+    most, batch = args.data.randomized_positions, sampler.micro_batch_size
+    if most is None:
+        return None
+    draw = partial(drawn_positions, args.runtime.seed, length=args.model.seq_length, most=most)
+    first = count(sampler.consumed_samples + sampler.dp_rank * batch, sampler.dp_size * batch)
+    return (torch.stack([draw(number + i) for i in range(batch)]) for number in first)
+
+
 def _micro_batches(
-    loader: Iterable[dict[str, torch.Tensor]], device: torch.device, eod: int, data: DataArgs
+    loader: Iterable[dict[str, torch.Tensor]],
+    device: torch.device,
+    eod: int,
+    data: DataArgs,
+    places: Iterator[torch.Tensor] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Text is copied to the device asynchronously from pinned memory, then split there."""
+    """Text is copied to the device asynchronously from pinned memory, then split there.
+
+    Positions that are not consecutive are told as those of documents are: by the place of a
+    position 0.
+    """
     masks_ends = data.eod_mask_loss or data.reset_attention_mask
     gives_starts = data.tells_documents_apart
     for batch in loader:
@@ -190,5 +212,10 @@ def _micro_batches(
         )
         if gives_starts:
             yield (tokens, document_starts(tokens, eod)), (labels, mask)
+        elif data.randomized_positions is not None:
+            starts = torch.zeros_like(tokens)
+            if places is not None:
+                starts += torch.arange(tokens.shape[1], device=device) - next(places).to(device)
+            yield (tokens, starts), (labels, mask)
         else:
             yield tokens, (labels, mask)

@@ -155,6 +155,25 @@ def test_8bit_adam_gets_adams_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build_optimizer("adam8bit", [], SETTINGS) == ([], SETTINGS)  # type: ignore[comparison-overlap]
 
 
+def test_8bit_adam_of_the_package_steps_as_adam() -> None:
+    """Its states are bytes; on a CPU too. Skipped where bitsandbytes is not installed."""
+    pytest.importorskip("bitsandbytes", reason="not installed: bitsandbytes")
+    torch.manual_seed(0)
+    start = torch.randn(64, 128)
+    ours, exact = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizer = build_optimizer("adam8bit", [{"params": [ours], "weight_decay": DECAY}], SETTINGS)
+    adam = torch.optim.AdamW([exact], **SETTINGS, weight_decay=DECAY)
+    for _ in range(5):
+        ours.grad = torch.randn_like(start)
+        exact.grad = ours.grad.clone()
+        optimizer.step()
+        adam.step()
+    kinds = {value.dtype for value in optimizer.state[ours].values() if torch.is_tensor(value)}
+    assert torch.uint8 in kinds
+    moved, expected = ours.detach() - start, exact.detach() - start
+    assert float((moved - expected).norm() / expected.norm()) < 0.05
+
+
 def test_deepspeeds_adam_without_a_compiler_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -215,7 +215,8 @@ def _sources() -> list[Path]:
         text=True,
     ).stdout.split()
     found = [REPOSITORY / name for name in listed] or list(REPOSITORY.rglob("*.py"))
-    return [f for f in found if f.is_file() and not {".venv", "tests"} & set(f.parts)]
+    left_out = {".venv", "tests"}
+    return [f for f in found if f.is_file() and not left_out & set(f.relative_to(REPOSITORY).parts)]
 
 
 def _dotted(node: ast.expr) -> str:

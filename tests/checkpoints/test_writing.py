@@ -92,13 +92,7 @@ def test_native_to_neox_and_back(tmp_path: Path, variant: str, mp: int) -> None:
     assert_equal_weights(original, back)
 
 
-def test_a_method_that_an_export_cannot_compute_is_refused_by_name(tmp_path: Path) -> None:
-    args = small_args(pos_emb="xpos")
-    with pytest.raises(CheckpointError, match="pos_emb: xpos is not in the code"):
-        write_hf(at_rest(random_model(args), args), tmp_path / "hf")
-
-
-@pytest.mark.parametrize("pos_emb", [name for name in METHODS if METHODS[name].in_hf])
+@pytest.mark.parametrize("pos_emb", METHODS)
 def test_native_to_hugging_face_and_back(tmp_path: Path, pos_emb: str) -> None:
     args = small_args(pos_emb=pos_emb, no_weight_tying=pos_emb != "rotary")
     original = at_rest(random_model(args), args)

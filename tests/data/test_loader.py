@@ -10,7 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.loader import ResumableBatchSampler, build_data_loader, get_labels_and_mask
+from megatron.data.loader import (
+    ResumableBatchSampler,
+    build_data_loader,
+    drawn_positions,
+    get_labels_and_mask,
+)
 from megatron.errors import DataError
 
 GLOBAL_BATCH = 24
@@ -117,3 +122,12 @@ def test_labels_are_the_next_tokens_and_eod_may_be_masked() -> None:
     _, _, mask = get_labels_and_mask(text, eod=0, eod_mask_loss=True)
     assert mask.tolist() == [[1, 0, 1], [0, 0, 1]]
     assert mask.dtype == torch.float32
+
+
+def test_drawn_positions_rise_and_reach_all_of_the_range() -> None:
+    draws = torch.stack([drawn_positions(7, sample, 16, 64) for sample in range(200)])
+    assert draws.shape == (200, 16) and (draws.diff(dim=1) > 0).all()
+    assert draws.unique().tolist() == list(range(64))
+    assert torch.equal(draws[3], drawn_positions(7, 3, 16, 64))
+    assert not torch.equal(draws[3], drawn_positions(8, 3, 16, 64))
+    assert drawn_positions(7, 0, 16, 16).tolist() == list(range(16))

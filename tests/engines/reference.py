@@ -25,6 +25,7 @@ def reference_attention(
     sink: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
+    factors: Tensor | None = None,
 ) -> Tensor:
     heads, q_len, k_len = q.shape[1], q.shape[2], k.shape[2]
     k, v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
@@ -58,6 +59,7 @@ def reference_attention(
         column = sink.double()[:, None, None] if sink.dim() == 1 else sink.double()[..., None]
         scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], -1)
     probs = torch.softmax(scores, -1)[..., :k_len].masked_fill(~sees, 0.0)
+    probs = probs if factors is None else probs * factors.double()  # of dropout
     return torch.einsum("bhij,bhjd->bhid", probs, v)
 
 

@@ -383,6 +383,15 @@ def test_bad_tensors_are_named(name: str) -> None:
         ({"first_key": torch.arange(32)[None] + 1}, "own position at most"),
         ({"first_key": torch.arange(32)[None].flip(-1) - 31}, "must rise"),
         ({"first_key": torch.tensor([[0] * 10 + [5] * 10 + [4] * 12])}, "must rise"),
+        ({"row_scale": torch.ones(1, 3, 32)}, "row_scale must be .batch=1 or 1, heads=2 or 1, que"),
+        ({"row_scale": torch.zeros(1, 2, 32)}, "row_scale must be positive and finite"),
+        (
+            {
+                "query_features": torch.ones(1, 2, 31, 4),
+                "distance_features": torch.ones(2, 4, 32),
+            },
+            "query_features must be .batch=1, heads=2, queries=32, features.",
+        ),
     ],
 )
 def test_bad_options_are_named(options: dict, says: str) -> None:

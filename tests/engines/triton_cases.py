@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.engines.call import checked_call
+from megatron.engines.dropout import kept, kept_scale, row_keys
 from megatron.engines.triton_attention import pruned_attention
 from tests.conftest import REPOSITORY
 
@@ -37,6 +38,7 @@ class Case:
     features: tuple[int, int] | None = None  # how many, and their distances
     shared_features: bool = False  # one distance feature for all heads
     row_scale: str | None = None  # row (all alike), head
+    dropout: float = 0.0
     dtype: torch.dtype = torch.float32
     rounded_to: torch.dtype | None = None  # inputs rounded to this precision first
 
@@ -121,7 +123,25 @@ def run_triton(
     q: Tensor, *tensors: Tensor | None, visible: Tensor | None = None, **options: Any
 ) -> Tensor:
     """The engine itself, for any call that the check lets pass, without its own pruning."""
+    if "seed" in options:
+        options["seed"] = torch.tensor(options["seed"])
     return pruned_attention(checked_call(q, *tensors, **options), visible)
+
+
+def dropout_of(case: Case) -> dict[str, Any]:
+    """The call's settings."""
+    return {"dropout": case.dropout, "seed": 2**40 + 3} if case.dropout else {}
+
+
+def kept_weights(case: Case) -> dict[str, Any]:
+    """The settings of `reference_attention` for the same dropout."""
+    if not case.dropout:
+        return {}
+    q = torch.empty(case.batch, case.heads, case.q_length, 1)
+    k = torch.empty(case.batch, case.heads, case.k_length, 1)
+    seed = torch.tensor(dropout_of(case)["seed"])
+    rows = row_keys(checked_call(q, k, k, dropout=case.dropout, seed=seed))
+    return {"factors": kept(rows, 0, case.k_length, case.dropout) * kept_scale(case.dropout)}
 
 
 def outputs_and_gradients(

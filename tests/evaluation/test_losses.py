@@ -12,7 +12,7 @@ import torch
 
 from megatron.data import IndexedDatasetWriter
 from megatron.evaluation.evaluator import run_evaluation
-from megatron.evaluation.losses import TotalBar, score_tokens
+from megatron.evaluation.losses import TotalBar, score_continuations, score_tokens
 from megatron.model import GPTModel, ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from tests.evaluation.helpers import VOCAB, sharpened, tiny_config, write_run
@@ -37,6 +37,27 @@ def test_scores_at_places_are_those_of_the_full_logits() -> None:
     for row, own in enumerate(places):
         wanted = [log_probs[row, place - 1, tokens[row, place]] for place in own]
         torch.testing.assert_close(scores[row].log_probs, torch.stack(wanted))
+
+
+@pytest.mark.parametrize("pos_emb", ["kerple_log", "rotary", "learned"])
+def test_a_shared_context_is_read_once(pos_emb: str) -> None:
+    args = NeoXArgs.from_dict(tiny_config(pos_emb=pos_emb, max_position_embeddings=64))
+    model = sharpened(GPTModel(ModelSpec.from_args(args, VOCAB)))
+    tokens = torch.randint(0, 256, (80,)).tolist()
+    question, other = tokens[:30], tokens[30:34]
+    pairs = [
+        (question, tokens[40:43]),
+        (other, tokens[43:50]),
+        (question, tokens[50:51]),
+        (question, tokens[51:60]),
+    ]
+    alone = [score_continuations(model, [pair])[0] for pair in pairs]
+    read: list[int] = []
+    model.embedding.register_forward_hook(lambda _, given, __: read.append(given[0].numel()))
+    for found, expected in zip(score_continuations(model, pairs), alone, strict=True):
+        torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
+        assert found.greedy.tolist() == expected.greedy.tolist()
+    assert read == [29, 3, 4 * 9]  # each context but its last token, then that and continuations
 
 
 def test_data_of_another_tokenizer_is_refused(

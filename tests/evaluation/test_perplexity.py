@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import torch
 
 from kerple import __version__
 from megatron.data import IndexedDataset
+from megatron.evaluation import perplexity
 from megatron.evaluation.evaluator import run_evaluation
+from megatron.evaluation.losses import stream_losses
 from megatron.evaluation.perplexity import window_starts
+from megatron.model import GPTModel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 from tests.evaluation.helpers import (
@@ -138,6 +142,41 @@ def test_sliding_scores_every_token_once_with_the_most_context(tmp_path: Path) -
             done = end
         assert entry["tokens"] == total
         assert entry["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "streams"),
+    [
+        ({"pos_emb": "kerple_log"}, True),
+        ({"pos_emb": "rotary", "scalable_softmax": True}, True),
+        ({"pos_emb": "none", "forget_gate": True}, True),
+        ({"pos_emb": "sinusoidal"}, False),
+    ],
+    ids=str,
+)
+def test_sliding_reads_a_file_once_where_windows_allow_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], streams: bool
+) -> None:
+    """Windows reach back 3 tokens a layer, 6 in all: a stride of 5 leaves 19 of 24 and 3 of 8."""
+    args, _ = write_run(
+        tmp_path, eval_lengths=[8, 24], eval_stride=5, sliding_window_width=3, **changes
+    )
+    calls: list[int] = []
+
+    def counted(model: GPTModel, text: torch.Tensor, chunk: int) -> torch.Tensor:
+        calls.append(len(text))
+        return stream_losses(model, text, 7)
+
+    monkeypatch.setattr(perplexity, "stream_losses", counted)
+    found = evaluated(args, "sliding")["results"]
+    assert calls == ([5 * 16 + 1] * len(found) if streams else [])
+    monkeypatch.setattr(GPTModel, "context_seen", lambda self: None)
+    shutil.rmtree(tmp_path / "run" / "results")  # else it would not be measured again
+    expected = evaluated(args, "sliding")["results"]
+    assert len(calls) == (len(found) if streams else 0)
+    for split, entries in expected.items():
+        for entry, other in zip(entries, found[split], strict=True):
+            assert other == pytest.approx(entry, rel=1e-5)
 
 
 def test_sliding_goes_over_all_files_of_a_split(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.errors import GenerationError
-from megatron.generation import Sampling, complete, generate
-from megatron.generation.decoding import restrict
+from megatron.generation import Sampling, complete, decoding, generate
+from megatron.generation.decoding import read_prompts, restrict
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.attention import Cache
+from megatron.model.cache import Cache
 from megatron.model.position_names import POSITIONAL_EMBEDDINGS
 from tests.evaluation.helpers import sharpened
 
@@ -49,8 +49,16 @@ def greedy_by_hand(model: GPTModel, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of PROMPTS are read apart, the longest in three chunks."""
+    monkeypatch.setattr(decoding, "LITTLE_PADDING", 2)
+    monkeypatch.setattr(decoding, "PROMPT_TOKENS", 4)
+    monkeypatch.setattr(decoding, "SHORTEST_CHUNK", 4)
+
+
 @pytest.mark.parametrize("pos_emb", sorted(POSITIONAL_EMBEDDINGS))
-def test_greedy_is_the_same_with_and_without_cache(pos_emb: str) -> None:
+def test_greedy_is_the_same_with_and_without_cache(pos_emb: str, small_blocks: None) -> None:
     model = tiny_model(pos_emb)
     expected = [greedy_by_hand(model, prompt, 20) for prompt in PROMPTS]
     assert len({tuple(row) for row in expected}) > 1, "a model that says one thing proves nothing"
@@ -75,10 +83,63 @@ def test_greedy_is_the_same_with_and_without_cache(pos_emb: str) -> None:
     ],
     ids=str,
 )
-def test_cache_with_other_attention(changes: dict[str, object]) -> None:
+def test_cache_with_other_attention(
+    changes: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    """Prompts in one padded block, and apart in chunks."""
     model = tiny_model(**changes)
     expected = [greedy_by_hand(model, prompt, 20) for prompt in PROMPTS]
     assert generate(model, PROMPTS, max_new_tokens=20) == expected
+    request.getfixturevalue("small_blocks")
+    assert generate(model, PROMPTS, max_new_tokens=20) == expected
+
+
+DYNAMIC = {"type": "dynamic", "factor": 2.0, "original_max_position": 8}
+
+
+def test_rotations_by_length_run_with_their_own_length_alone() -> None:
+    model = tiny_model("rotary", rope_scaling=DYNAMIC)
+    alone = [generate(model, [prompt], max_new_tokens=20)[0] for prompt in PROMPTS]
+    assert generate(model, PROMPTS, max_new_tokens=20) == alone
+    assert generate(model, [PROMPTS[0], PROMPTS[0]], max_new_tokens=20) == [alone[0]] * 2
+
+
+def test_prompts_are_read_as_blocks() -> None:
+    """Two passes for 1 and 300 tokens together, and then one for each new token."""
+    model, passes = tiny_model(positions=512), []
+    model.embedding.register_forward_hook(lambda _, inputs, __: passes.append(inputs[0].shape))
+    generate(model, [[1], list(range(60)) * 5], max_new_tokens=3)
+    assert passes == [(1, 300), (1, 1), (2, 1), (2, 1)]
+
+
+def test_a_row_that_ends_frees_its_places() -> None:
+    """The longest prompt stops: learned positions of the other may then reach the last one."""
+    model = tiny_model("learned", positions=32)
+    prompts = [[3, 5], list(range(28))]
+    expected = [
+        greedy_by_hand(model, prompt, count) for prompt, count in zip(prompts, (30, 2), strict=True)
+    ]
+    stopped = complete(
+        model, prompts, max_new_tokens=30, should_stop=lambda new: new == expected[1]
+    )
+    assert [row.tokens for row in stopped] == expected
+
+
+@pytest.mark.parametrize(
+    "changes", [{"forget_gate": True}, {"num_layers": 3, "layer_pattern": PATTERN}]
+)
+def test_blocks_after_rows_of_different_lengths(changes: dict[str, object]) -> None:
+    """Several tokens at once continue a joint cache, which `select` may repeat rows of."""
+    model = tiny_model(**changes)
+    with torch.inference_mode():
+        first, cache = read_prompts(model, PROMPTS)
+        cache.select(torch.tensor([2, 0, 0]))
+        more = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]])
+        found = model(more, cache=cache)
+        for row, (prompt, own) in enumerate(zip((2, 0, 0), more.tolist(), strict=True)):
+            whole = model(torch.tensor([[*PROMPTS[prompt], *own]]))[0]
+            torch.testing.assert_close(found[row], whole[-4:], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(first[prompt], whole[-5], rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_bounds_its_layers_cache() -> None:

@@ -28,9 +28,9 @@ from megatron.neox_arguments.catalogue import METHODS
 POINTS = 48
 SCALES = st.floats(0.01, 20)
 EXPONENTS = st.floats(0.01, 2)
-KERPLE = ["kerple_log", "kerple_power", "kerple_log3", "kerple_bias_wht"]
+CPD = ["kerple_log", "kerple_power", "kerple_log3", "kerple_bias_wht", "ape"]
 GAUSSIAN_BIAS = ["gauss_bias2", "gauss_bias3"]
-WEIGHTS = ["kerple_bias_wht", "gauss_wht1", "gauss_wht2"]
+WEIGHTS = ["kerple_bias_wht", "gauss_wht1", "gauss_wht2", "ape"]
 
 property_test = settings(max_examples=40, deadline=None)
 
@@ -52,10 +52,10 @@ def tables_of(name: str, data: st.DataObject, points: int = POINTS):
         return kernel(points)
 
 
-@pytest.mark.parametrize("name", KERPLE)
+@pytest.mark.parametrize("name", CPD)
 @property_test
 @given(data=st.data())
-def test_kerple_kernels_are_cpd_zero_at_zero_and_decreasing(name: str, data) -> None:
+def test_kernels_are_cpd_zero_at_zero_and_decreasing(name: str, data) -> None:
     bias = tables_of(name, data).bias
     assert is_cpd(bias)
     assert bias[0, 0] == 0

@@ -233,10 +233,13 @@ class TestGradients:
             shifted = 2e-4 if name.startswith("bam") else 0.0  # its distances begin at 1e-5
             torch.testing.assert_close(parameter.grad, expected, atol=shifted, rtol=0)
 
+    @pytest.mark.parametrize(
+        ("precision", "length"), [("kerple_legacy_bf16", 512), ("kerple_legacy_fp16", 128)]
+    )
     @pytest.mark.parametrize("name", KERNELS)
-    def test_legacy_bf16_trains(self, name: str) -> None:
-        embedding = kernel(name, kerple_legacy_bf16=True)
-        for table in present(embedding(512)):
+    def test_legacy_precision_trains(self, name: str, precision: str, length: int) -> None:
+        embedding = kernel(name, **{precision: True})
+        for table in present(embedding(length)):
             table.mean().backward()
         assert all(p.grad.isfinite().all() for p in embedding.parameters())
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from megatron.errors import PositionalEmbeddingError
 from megatron.model.position_base import Tables
 from megatron.model.positional_embeddings import alibi_slopes, t5_buckets
 from megatron.mpu.parallel_layers import parameter_facts
@@ -33,6 +34,10 @@ FORMULAS = {
     "gauss_wht2": {"weight": lambda d, r: math.exp(-r[0] * d ** r[1])},
     "alibi_learned": {"bias": lambda d, r: -r[0] * d},
     "kerple_inkling": {"bias": lambda d, r: -r[0] * math.log(1 + r[1] * d)},  # beside features
+    "ape": {
+        "bias": lambda d, r: -r[0] * d - r[1] * math.log(1 + d) - r[2] * math.sqrt(d),
+        "weight": lambda d, r: 1 / (1 + r[3] * d),
+    },
     "bam": {"bias": lambda d, r: -math.exp(r[0]) * (d + 1e-5) ** r[1]},
     "bam_ssmax": {"bias": lambda d, r: -math.exp(r[0]) * (d + 1e-5) ** r[1]},  # and its rows
 }
@@ -89,6 +94,24 @@ class TestFormulas:
         assert torch.equal(log(16384).bias, official.float())
         error = (log(16384).bias - exact(16384).bias).abs().max()
         assert 0.03 < error < 0.08
+
+    def test_legacy_fp16_holds_distances_exactly_to_2048_only(self) -> None:
+        power = kernel("kerple_power", kerple_legacy_fp16=True)
+        power.set_kernel_values_({"r1": torch.ones(12), "r2": torch.ones(12)})
+        bias = -power(8192).bias[0]
+        d = torch.arange(8192)
+        assert torch.equal(bias[:2049], d[:2049].float())
+        assert len(bias[2048:4096].unique()) == 1025 and len(bias[4096:].unique()) == 1025
+        log = kernel("kerple_log", kerple_legacy_fp16=True)
+        values = {"r1": torch.full((12,), 2.0), "r2": torch.full((12,), 1.0)}
+        log.set_kernel_values_(values)
+        rounded = -torch.tensor(2.0).half() * torch.log(1 + d.half())
+        assert torch.equal(log(8192).bias, rounded.float().expand(12, -1))
+        assert torch.equal(log(8192).bias[0, 2048], log(8192).bias[0, 2049])
+
+    def test_two_legacy_precisions_are_refused(self) -> None:
+        with pytest.raises(PositionalEmbeddingError, match="kerple_legacy_fp16 are both true"):
+            kernel("kerple_log", kerple_legacy_fp16=True, kerple_legacy_bf16=True)
 
     def test_alibi_slopes_equal_blooms(self) -> None:
         from transformers.models.bloom.modeling_bloom import build_alibi_tensor

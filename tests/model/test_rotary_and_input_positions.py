@@ -30,14 +30,16 @@ def rotary(**changes: object) -> RotaryEmbedding:
     return built
 
 
-def hugging_face(length: int, rope: dict[str, object], q: torch.Tensor, k: torch.Tensor):
+def hugging_face(
+    length: int | torch.Tensor, rope: dict[str, object], q: torch.Tensor, k: torch.Tensor
+):
     config = GPTNeoXConfig(
         hidden_size=128,
         num_attention_heads=4,
         max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **rope},
     )
-    positions = torch.arange(length)[None]
+    positions = torch.arange(length)[None] if isinstance(length, int) else length
     cos, sin = GPTNeoXRotaryEmbedding(config)(q, positions)
     return apply_rotary_pos_emb(q, k, cos, sin)
 
@@ -262,3 +264,13 @@ def test_learned_past_its_table_says_what_to_do(length: int, offset: int) -> Non
     embedding = build_positional_embedding("learned", options())
     with pytest.raises(PositionalEmbeddingError, match=r"64 positions .max_position_embeddings"):
         embedding(torch.zeros(1, length, 128), offset=offset)
+
+
+def test_drawn_positions_turn_as_hugging_faces() -> None:
+    """Beyond the length of the sequence, and another draw for each row of the batch."""
+    q, k = torch.randn(2, 2, 4, 10, 32).unbind()
+    positions = torch.stack([torch.randperm(200)[:10].sort().values for _ in range(2)])
+    expected = hugging_face(positions, {"partial_rotary_factor": 1.0}, q, k)
+    found = rotary(randomized_positions=200)(q, k, 0, 0, positions)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

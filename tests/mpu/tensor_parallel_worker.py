@@ -39,6 +39,7 @@ VARIANTS = {
     ),
     "query features": SPEC.replace(pos_emb="kerple_inkling", inkling_distances=9),
     "scaled rows": SPEC.replace(pos_emb="bam_ssmax", forget_gate=True, attention_sinks=True),
+    "bias by rows": SPEC.replace(pos_emb="fire", fire_threshold=9),
     "gates of tokens": SPEC.replace(pos_emb="cable", forget_gate=True),
 }
 

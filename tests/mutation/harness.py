@@ -75,6 +75,13 @@ def own_tests(name: str) -> str:
     return f"tests/{TESTED_BY.get(name, own)}"
 
 
+def wider_tests(name: str) -> list[str]:
+    """Tests of the whole package; first those of the kernels in this module."""
+    part = Path(name).stem.rpartition("_")[2]
+    files = WIDER.get(name.partition("/")[0], [])
+    return sorted(files, key=lambda file: not Path(file).stem.endswith(f"_{part}"))
+
+
 class Checkout:
     """A copy to break, and what its tests say."""
 
@@ -98,7 +105,7 @@ class Checkout:
                 "file": f"megatron/{module}",
                 "source": mutant.apply((self.folder / "megatron" / module).read_text("utf-8")),
                 "statement": [mutant.statement.start, mutant.statement.stop],
-                "own": [own_tests(module), *WIDER.get(module.partition("/")[0], ())],
+                "own": [own_tests(module), *wider_tests(module)],
                 "seconds": SECONDS,
             }
             for module, mutant in chosen

@@ -71,6 +71,18 @@ def test_a_missing_seed_is_not_filled_in(report: tuple[Suite, Path, Path]) -> No
     assert {row["note"] for row in sinusoidal} == {"missing"}
 
 
+def test_all_tables_are_in_one_file_of_each_kind(report: tuple[Suite, Path, Path]) -> None:
+    directory = report[2]
+    single = sorted((directory / "tables").glob("*.csv"))
+    lines = [path.read_text().splitlines() for path in single]
+    rows = [row for table in lines for row in table[1:]]
+    assert (directory / "tables.csv").read_text().splitlines() == [lines[0][0], *rows]
+    page = (directory / "tables.md").read_text()
+    assert re.findall(r"<!-- table: (\S+) -->", page) == [path.stem for path in single]
+    for path in single:
+        assert path.with_suffix(".md").read_text() in page
+
+
 def test_tables_and_figures_in_every_format(report: tuple[Suite, Path, Path]) -> None:
     directory = report[2]
     for name in ("main", "main_test", "main_speed"):

@@ -15,7 +15,15 @@ from torch import Tensor
 from megatron.engines import attention
 from megatron.engines.triton_softmax import triton_fused_softmax
 from tests.engines.reference import reference_attention
-from tests.engines.triton_cases import Case, Inputs, in_double, inputs_of, outputs_and_gradients
+from tests.engines.triton_cases import (
+    Case,
+    Inputs,
+    dropout_of,
+    in_double,
+    inputs_of,
+    kept_weights,
+    outputs_and_gradients,
+)
 from tests.ptx.findings import PtxError
 from tests.ptx.host import Emulation, emulated
 
@@ -149,18 +157,19 @@ def _rms(x: Tensor) -> float:
 
 def _attention(case: AttentionCase, emulation: Emulation) -> tuple[dict[str, Tensor], ...]:
     inputs = attention_inputs(case)
-    settings = {"window": case.window}
+    settings: dict[str, Any] = {"window": case.window}
     grad = torch.randn(inputs["q"].shape, generator=torch.Generator().manual_seed(99))
     grad = grad.to(case.dtype)
     engine: Callable[..., Tensor] = attention
     if case.compiled:
         engine = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=False)
     with emulated(emulation):
-        given = {"engine": "triton", "pruning": case.pruning, **settings}
+        given = {"engine": "triton", "pruning": case.pruning, **settings, **dropout_of(case)}
         found = outputs_and_gradients(engine, inputs, grad, **given)
     exact = in_double(inputs)
     for name in case.frozen:
         exact[name] = exact[name].detach()
+    settings |= kept_weights(case)
     expected = outputs_and_gradients(reference_attention, exact, grad.double(), **settings)
     return found, {name: torch.nan_to_num(x) for name, x in expected.items()}
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from tests.ptx.comparison import BF16, FP16, FP32, AnyCase, AttentionCase, SoftmaxCase
 
-# `make test`: forward and backward at two head dims, the fused softmax, pruning, torch.compile,
-# features with a row scale
+# `make test`: forward and backward at two head dims, the fused softmax, pruning, torch.compile
+# with dropout, features with a row scale
 QUICK: tuple[AnyCase, ...] = (
     AttentionCase(70, 90, 64, heads=1),
     AttentionCase(70, 90, 128, heads=1),
     SoftmaxCase(20, 53),
     AttentionCase(270, 270, 64, heads=1, table="decay", pruning=True),
-    AttentionCase(70, 90, 64, heads=1, compiled=True),
+    AttentionCase(70, 90, 64, heads=1, compiled=True, dropout=0.1),
     AttentionCase(70, 90, 64, heads=1, features=(16, 40), row_scale="head"),
 )
 
@@ -106,6 +106,27 @@ def _features() -> list[AnyCase]:
     return cases
 
 
+def _dropout() -> list[AnyCase]:
+    """Attention dropout in every kernel, alone and with the other operands."""
+    cases: list[AnyCase] = []
+    for dim in (64, 128):
+        cases.append(AttentionCase(130, 180, dim, **_GROUPED, dropout=0.1))
+        others = {**_ALL, "row_scale": "row", "batch": 2}
+        cases.append(AttentionCase(100, 130, dim, **_GROUPED, weight=True, dropout=0.3, **others))
+    cases += [
+        AttentionCase(130, 150, 64, heads=1, bias=False, dropout=0.5),
+        AttentionCase(130, 150, 64, heads=1, table="steep", window=90, dropout=0.1),
+        AttentionCase(130, 150, 64, heads=1, features=(16, 40), dropout=0.1),
+        AttentionCase(130, 150, 40, heads=1, dropout=0.1, compiled=True),
+        AttentionCase(130, 150, 256, heads=1, dropout=0.1),
+        AttentionCase(260, 300, 64, heads=1, table="decay", pruning=True, dropout=0.1),
+        AttentionCase(70, 93, 64, heads=1, dtype=FP16, dropout=0.1),
+        AttentionCase(70, 93, 64, heads=1, dtype=FP32, dropout=0.1),
+        AttentionCase(1, 77, 64, dropout=0.1),
+    ]
+    return cases
+
+
 def _softmax() -> list[AnyCase]:
     return [
         SoftmaxCase(20, 53),
@@ -141,5 +162,12 @@ def random_cases(seed: int, count: int) -> list[AnyCase]:
 
 
 def every_case(arch: int, seed: int = 0, sizes: int = 16) -> list[AnyCase]:
-    cases = [*_operands(), *_sizes(), *_features(), *_softmax(), *random_cases(seed, sizes)]
+    cases = [
+        *_operands(),
+        *_sizes(),
+        *_features(),
+        *_dropout(),
+        *_softmax(),
+        *random_cases(seed, sizes),
+    ]
     return [replace(case, arch=arch) for case in cases]

@@ -8,11 +8,11 @@ with its conditions::
       holds:
       - 'study/main: ALiBi@4096 < KERPLE-log@4096'
 
-SUITE/TABLE is `docs/results/SUITE/tables/TABLE.csv`, or `paper/TABLE` for the published numbers,
-with `[BLOCK]` behind it where a table has several. A cell is COLUMN@ROW, where `*` stands for every
-row; the left side may be one cell divided by another. A row of a hand-written table with a verdict
-("settled") is listed as a sentence is. `ranks_nothing: START` lists a sentence by its first words
-that has the words of a ranking and is none. Relations: `<`, `>`, `<=`, `>=`; `=` with a
+SUITE/TABLE is a table of `docs/results/SUITE/tables.csv`, or `paper/TABLE` for the published
+numbers, with `[BLOCK]` behind it where a table has several. A cell is COLUMN@ROW, where `*` stands
+for every row; the left side may be one cell divided by another. A row of a hand-written table with
+a verdict ("settled") is listed as a sentence is. `ranks_nothing: START` lists a sentence by its
+first words that has the words of a ranking and is none. Relations: `<`, `>`, `<=`, `>=`; `=` with a
 number as it is printed; `, settled` and `, not settled` behind it ask for the paired test of the
 left cell.
 """
@@ -199,11 +199,14 @@ def _tables(table: str, results: Path) -> dict[str, _Block]:
     suite, _, key = table.partition("/")
     if suite == "paper":
         return _published(key)
-    path = results / suite / "tables" / f"{key}.csv"
+    path = results / suite / "tables.csv"
     try:
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+        lines = csv.DictReader(path.read_text(encoding="utf-8").splitlines())
     except OSError as error:
         raise ReproduceError(f"{path}: {error.strerror}") from error
+    rows = [row for row in lines if row["table"] == key]
+    if not rows:
+        raise ReproduceError(f"{path}: no table {key}")
     blocks: dict[str, _Block] = {}
     for row in rows:
         if row["mean"]:

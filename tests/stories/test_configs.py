@@ -1,15 +1,20 @@
-"""Every YAML in configs/ loads, in the combinations its comments promise."""
+"""Every YAML in configs/ loads, in the combinations its comments promise; examples also train."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
+from megatron.commands import run as run_command
 from megatron.model.sizes import count_parameters
 from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
 from megatron.neox_arguments.yaml_files import read_layer
 from tests.conftest import REPOSITORY
+from tests.data.samples import prepare
+from tests.processes import run_ranks
 
 CONFIGS = REPOSITORY / "configs"
 SMALL = CONFIGS / "small_bf16.yml"
@@ -27,14 +32,15 @@ def is_model(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_every_file_loads_alone_or_on_top_of_the_small_model(path: Path) -> None:
+def test_every_file_loads_alone_or_on_top_of_a_small_model(path: Path) -> None:
     if is_model(path):
         args = NeoXArgs.from_files([path])
     else:
-        args = NeoXArgs.from_files([SMALL], overrides=[path])
+        base = CONFIGS / "laptop" / "tiny.yml" if path.parent.name == "laptop" else SMALL
+        args = NeoXArgs.from_files([base], overrides=[path])
     for key, value in read_layer(path, KNOWN_KEYS).values.items():
         if not isinstance(value, dict) and key != "data_impl":
-            assert args.to_dict()[key] == value
+            assert args.to_dict().get(key) == value  # null: left out
 
 
 @pytest.mark.parametrize("name", ["local_setup", "slurm_local", "eleutherai_cluster"])
@@ -134,3 +140,105 @@ def test_gpt_neoxs_two_names_of_one_size_agree() -> None:
     assert NeoXArgs.from_files([CONFIGS / "125M.yml"]) == NeoXArgs.from_files(
         [CONFIGS / "small.yml"]
     )
+
+
+TINY = ["configs/laptop/tiny.yml"]
+STDLIB = [*TINY, "configs/laptop/stdlib.yml"]
+SMALLER = {"num_layers": 1, "train_batch_size": 4, "train_iters": 2, "eval_iters": 1}
+SMALLER |= {"eval_interval": 2, "log_interval": 1, "lr_decay_iters": 40}
+EXAMPLES: dict[str, tuple[list[str], dict[str, int], int, list[str]]] = {
+    "muon": (
+        [*STDLIB, "--override", "configs/laptop/muon.yml"],
+        {"lr_wsd_decay_iters": 1},
+        1,
+        ["optimizer: {type: muon", "lr_decay_style: wsd", "attention_dropout: 0.1"],
+    ),
+    "lion": (
+        [*STDLIB, "--override", "configs/laptop/lion.yml"],
+        {"profile_step_start": 1, "profile_step_stop": 2},
+        1,
+        ["optimizer: {type: lion", "profile: true", "memory_profiling: true"],
+    ),
+    "adam8bit": (
+        [*STDLIB, "--override", "configs/laptop/adam8bit.yml"],
+        {},
+        1,
+        ["use_bnb_optimizer: true"],
+    ),
+    "chat": (
+        [*TINY, "--override", "configs/laptop/chat.yml"],
+        {"lr_wsd_decay_iters": 1},
+        1,
+        ["pack_impl: pack_until_overflow", "train_label_data_paths: data/chat/", "finetune: true"],
+    ),
+    "sequence_parallel": (
+        [*STDLIB, "--override", "configs/sequence_parallel.yml"],
+        {"seq_length": 256, "train_batch_size": 2, "train_micro_batch_size_per_gpu": 2},
+        4,
+        ["4 processes share each sequence: 64 positions each and, in attention, 1 heads"],
+    ),
+}
+"""Files, what is changed for the test beside SMALLER, processes, what the dry run says of it."""
+SAID = {
+    "lion": ["memory_profiling: torch records the memory of GPUs", "trace_rank0.json.gz (open it"],
+    "chat": ["training tokens in 40 documents with loss"],
+}
+"""What the two steps say beside their losses."""
+
+
+@pytest.fixture(scope="module")
+def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the examples expect it: configs/, prepared data and a first model."""
+    folder = tmp_path_factory.mktemp("laptop")
+    (folder / "configs").symlink_to(CONFIGS)
+    (folder / "train.py").write_text("")
+    texts = "\n".join(path.read_text() for path in (REPOSITORY / "megatron/data").glob("*.py"))
+    (folder / "text.txt").write_text(texts)
+    assert prepare(folder, "--input", folder / "text.txt", "stdlib") == 0
+    talks = [
+        {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"},
+    ]  # fmt: skip
+    (folder / "talks.jsonl").write_text(f"{json.dumps({'messages': talks})}\n" * 40)
+    template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    (folder / "chat.jinja").write_text(
+        template + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    given = ("--input", folder / "talks.jsonl", "--chat-template", folder / "chat.jinja", "chat")
+    assert prepare(folder, *given) == 0
+    train(folder, STDLIB, {}, 1)
+    return folder
+
+
+def train(folder: Path, files: list[str], changes: dict[str, int], processes: int) -> str:
+    """Two steps of a config, whose places are in a folder."""
+    options = [file for file in files if file != "--override"]
+    keys = {key for file in options for key in read_layer(REPOSITORY / file, KNOWN_KEYS).values}
+    save = folder / "runs" / Path(files[-1]).stem
+    places = {"save": save, "load": folder / "runs" / "stdlib" if "finetune" in keys else save}
+    if "train_data_paths" in keys:
+        chat = folder / "data" / "chat" / "chat_messages"
+        places["train_data_paths"] = f"[{chat}_document]"
+        places["train_label_data_paths"] = f"[{chat}_label_document]"
+    else:
+        places["data_path"] = folder / "data" / "stdlib" / "stdlib_text_document"
+    sets = [f"{key}={value}" for key, value in {**SMALLER, **changes, **places}.items()]
+    return run_ranks(["train.py", *files, "--set", *sets], processes)[0]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_described_and_takes_two_steps(
+    name: str, laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, changes, processes, described = EXAMPLES[name]
+    monkeypatch.chdir(laptop)
+    sets = [f"{key}={value}" for key, value in changes.items()]
+    words = ["train.py", *files, "--set", f"num_gpus={processes}", *sets, "--dry-run"]
+    assert run_command("deepy", words) == 0
+    report = capsys.readouterr().out
+    assert [text for text in described if text not in report] == []
+    assert "MISSING" not in report and "not possible" not in report
+    if name == "adam8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("described; two steps need the package bitsandbytes")
+    output = train(laptop, files, changes, processes)
+    expected = ["step 2/2: loss", *SAID.get(name, [])]
+    assert [text for text in expected if text not in output] == [], output

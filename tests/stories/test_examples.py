@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY
 EXAMPLES = REPOSITORY / "examples"
 
 
-@pytest.mark.parametrize("name", ["kerple_in_plain_pytorch", "kerple_in_gpt2"])
+@pytest.mark.parametrize("name", ["kerple_in_plain_pytorch", "kerple_in_gpt2", "train_inkling"])
 def test_the_example_runs(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,6 +133,29 @@ def test_positions_may_restart_without_a_mask(pos_emb: str) -> None:
     assert float((apart - restarted)[:, first:].abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("pos_emb", ["rotary", "xpos", "learned", "sinusoidal"])
+def test_drawn_positions_reach_the_method(pos_emb: str) -> None:
+    """Gaps change what a rotation and an embedding compute; a shift of all, an embedding alone."""
+    spec = SPEC.replace(
+        pos_emb=pos_emb, num_layers=1, reset_attention_mask=False, reset_position_ids=False,
+        randomized_positions=60,
+    )  # fmt: skip
+    model = GPTModel(spec)
+    places = torch.arange(0, 45, 3) + torch.tensor([0, 1, 2] * 5)
+    tokens = torch.arange(15)[None] % 7 + 1
+    starts = (torch.arange(15) - places)[None]
+    with torch.no_grad():
+        found = model((tokens, starts))
+        consecutive, told = model(tokens), model((tokens, torch.zeros_like(tokens)))
+        shifted = model((tokens, starts - 7))
+    torch.testing.assert_close(consecutive, told)
+    assert float((found - told)[:, 1:].abs().max()) > 1e-3
+    if pos_emb in ("rotary", "xpos"):  # relative
+        torch.testing.assert_close(shifted, found, rtol=1e-3, atol=1e-4)
+    else:
+        assert float((shifted - found).abs().max()) > 1e-3
+
+
 @register("test_no_positions")
 class NoPositions(InputEmbedding):
     """Knows nothing of positions that begin anew."""

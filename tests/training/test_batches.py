@@ -60,6 +60,31 @@ def test_what_each_key_about_documents_means(keys: dict[str, bool], mask: list[i
     assert tokens.tolist() == [[5, 0, 7, 8]] and starts.tolist() == [[0, 0, 2, 2]]
 
 
+def test_drawn_positions_belong_to_samples_and_validation_has_none() -> None:
+    """On one rank, on two, and after a restart, sample 5 of the training has the same positions."""
+    args = NeoXArgs.from_dict(
+        tiny_config("none", pos_emb="rotary", randomized_positions=64, train_batch_size=4)
+    )
+    text = {"text": torch.arange(2 * 17).view(2, 17)}
+
+    def positions(consumed: int, rank: int, ranks: int, number: int) -> list[torch.Tensor]:
+        sampler = batches.ResumableBatchSampler(
+            99, consumed, 2, dp_rank=rank, dp_size=ranks, grad_accum=2 // ranks
+        )
+        places = batches._places(args, sampler)
+        stream = batches._micro_batches([text] * number, torch.device("cpu"), 0, args.data, places)
+        return [torch.arange(16) - row for inputs, _ in stream for row in inputs[1]]
+
+    alone = positions(0, 0, 1, 4)
+    first, second = positions(0, 0, 2, 2), positions(0, 1, 2, 2)
+    assert torch.equal(torch.stack(alone[:2] + alone[4:6]), torch.stack(first))
+    assert torch.equal(torch.stack(alone[2:4] + alone[6:8]), torch.stack(second))
+    assert torch.equal(torch.stack(alone[4:]), torch.stack(positions(4, 0, 1, 2)))
+    assert len({tuple(row.tolist()) for row in alone}) == 8
+    plain = batches._micro_batches([text], torch.device("cpu"), 0, args.data)
+    assert next(plain)[0][1].eq(0).all()
+
+
 @pytest.mark.parametrize("cuda", [False, True])
 def test_the_loader_pins_memory_where_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, cuda: bool

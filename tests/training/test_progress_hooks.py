@@ -76,7 +76,12 @@ def test_a_trace_has_the_steps_asked_for(tmp_path: Path) -> None:
     trace = tmp_path / "trace_rank0.json.gz"
     assert profiled(tmp_path, 1, 6, **keys) == [f"profile: {trace} (open it with Perfetto)"]
     with gzip.open(trace) as file:
-        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        events = json.load(file)["traceEvents"]
+    names = {event.get("name") for event in events}
+    whole = [event for event in events if event["ph"] == "X"]  # Chrome's complete events
+    assert len(whole) > 2
+    for event in whole:
+        assert event["dur"] >= 0 and event["ts"] > 0 and {"name", "pid", "tid"} <= event.keys()
     assert {"step_3", "step_4", "aten::mm"} <= names
     assert names.isdisjoint({"step_2", "step_5"})
 

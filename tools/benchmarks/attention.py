@@ -202,6 +202,14 @@ def measure_terms(args: argparse.Namespace, report: Report) -> None:
         if name in at_most:
             report.target(f"{text} at {length}: over plain", fastest, at_most[name])
     report.add(f"Forward+backward at {length}, batch 1, with the log bias and", rows)
+    sizes = {"length": length, "heads": HEADS, "dim": DIM, "threads": args.threads}
+    plain, features = (
+        measure("terms", term=term, **sizes)["above_inputs"] for term in ("plain", "features 16")
+    )
+    rows = [["", "MB above the inputs"]]
+    rows += [["log bias alone", f"{plain / 1e6:.0f}"], ["16 features", f"{features / 1e6:.0f}"]]
+    report.add(f"Peak memory of forward+backward at {length}, in processes of their own", rows)
+    report.target(f"memory of 16 features at {length}: over plain", features / plain, 1.3)
 
 
 def measure_inkling(args: argparse.Namespace, report: Report) -> None:
@@ -219,6 +227,12 @@ def measure_inkling(args: argparse.Namespace, report: Report) -> None:
     report.add(f"Forward+backward at {length}, batch 1, Inkling's bias", rows)
     over = timings.ratio("tiled", "transformers")
     report.target(f"Inkling's bias at {length}: over transformers", over, 0.15)
+    rows = [["", "CPU s of the fastest step", "GB above model and optimizer", "loss"]]
+    for name, ours in (("transformers' attention", False), ("our engine", True)):
+        found = measure("inkling_step", ours=ours, length=length, rounds=2, threads=args.threads)
+        numbers = (found["seconds"], found["above_model"] / 1e9, found["loss"])
+        rows.append([name, *(f"{number:.2f}" for number in numbers)])
+    report.add(f"A training step of a transformers Inkling of six layers at {length}", rows)
 
 
 def measure_bf16(args: argparse.Namespace, report: Report) -> None:

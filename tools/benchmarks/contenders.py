@@ -158,6 +158,39 @@ def inkling_attention(inputs: Inputs, *, dense: bool) -> Contender:
     return run
 
 
+def inkling_model(*, ours: bool) -> Any:
+    """transformers' Inkling of six layers, one of them without a window, with its own attention
+    or with ours; the same weights."""
+    from transformers.models.inkling import InklingForCausalLM, InklingTextConfig
+
+    from kerple.integrations.inkling import use_inkling_engine
+
+    torch.manual_seed(0)
+    heads, width, layers = 12, 64, 6
+    config = InklingTextConfig(
+        vocab_size=4096,
+        hidden_size=heads * width,
+        intermediate_size=4 * heads * width,
+        num_hidden_layers=layers,
+        mlp_layer_types=["dense"] * layers,
+        layer_types=["hybrid_sliding"] * (layers - 1) + ["hybrid"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=width,
+        swa_num_attention_heads=heads,
+        swa_num_key_value_heads=heads,
+        swa_head_dim=width,
+        sliding_window_size=512,
+        d_rel=FEATURES,
+        rel_extent=EXTENT,
+        logits_mup_width_multiplier=1.0,
+        pad_token_id=0,
+    )
+    config._attn_implementation = "eager"
+    model = InklingForCausalLM(config).train()
+    return use_inkling_engine(model) if ours else model
+
+
 def sdpa_causal(inputs: Inputs) -> Contender:
     """(c) torch's attention with no positional information: the line to reach."""
 

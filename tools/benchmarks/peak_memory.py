@@ -55,6 +55,51 @@ def _forward(length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
     return {"seconds": seconds, "above_inputs": peak - before, "peak": peak}
 
 
+def _terms(term: str, length: int, heads: int, dim: int, threads: int) -> dict[str, Any]:
+    """Forward and backward of the log bias with one more term; bytes above the inputs."""
+    import torch
+
+    from .contenders import Inputs, with_terms
+
+    torch.set_num_threads(threads)
+    with_terms(Inputs(1, heads, 256, dim, train=True), term)()  # loads what there is to load
+    run = with_terms(Inputs(1, heads, length, dim, train=True), term)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, start = _status_bytes("VmRSS"), time.perf_counter()
+    run()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "above_inputs": _status_bytes("VmHWM") - before}
+
+
+def _inkling_step(ours: bool, length: int, rounds: int, threads: int) -> dict[str, Any]:
+    """A training step of transformers' Inkling: CPU seconds of the fastest, and bytes above it."""
+    import torch
+
+    from .contenders import inkling_model
+
+    torch.set_num_threads(threads)
+    model = inkling_model(ours=ours)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    tokens = torch.randint(1, model.config.vocab_size, (1, length))
+
+    def run(tokens: torch.Tensor) -> float:
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # so that gradients are not counted below
+        return float(loss.item())
+
+    first = run(tokens[:, :64])  # loads what there is to load, and makes gradients and moments
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, seconds, last = _status_bytes("VmRSS"), [], first
+    for _ in range(rounds):
+        start = time.process_time()
+        last = run(tokens)
+        seconds.append(time.process_time() - start)
+    above = _status_bytes("VmHWM") - before
+    return {"seconds": min(seconds), "above_model": above, "loss": last}
+
+
 def _step(
     spec: dict[str, Any], shape: tuple[int, int], chunk: int | None, threads: int, device: str
 ) -> dict[str, Any]:
@@ -194,6 +239,8 @@ def _live_bytes(before: Iterable[Any]) -> Any:
 
 WORK: dict[str, Callable[..., dict[str, Any]]] = {
     "forward": _forward,
+    "terms": _terms,
+    "inkling_step": _inkling_step,
     "step": _step,
     "shared": _shared,
     "evaluation": _evaluation,

@@ -148,7 +148,6 @@ def _refusals(settings: Settings) -> list[Finding]:
     findings = []
     for name, call in (
         ("head dim 512", checked_call(q, q, q)),
-        ("dropout", checked_call(q[..., :64], q[..., :64], q[..., :64], dropout=0.1)),
         ("float64", checked_call(*[q[..., :64].double()] * 3)),
     ):
         reason = why_not_triton(call)

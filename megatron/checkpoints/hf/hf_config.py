@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.saved_config import differences
 from megatron.errors import CheckpointError, KerpleError
 from megatron.model import ModelSpec
-from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS
+from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS, pattern_places
 from megatron.model.position_names import canonical_name
 from megatron.model.rotary_and_input_positions import SCALINGS
 from megatron.neox_arguments import FACTS, NeoXArgs
@@ -26,6 +27,8 @@ from megatron.neox_arguments.model_keys import (
     hugging_face_keys,
     intermediate_size_for,
 )
+
+_WIDTH = "sliding_window_width"
 
 # Which class an export has.
 
@@ -56,7 +59,7 @@ def _misfits(architecture: Architecture, spec: ModelSpec) -> list[str]:
         read = args_from_hf(config, Path("config.json"))
     except (KerpleError, ValueError) as error:
         return [" ".join(str(error).split())]
-    theirs, mine = _with_original_length(read.model), _with_original_length(spec)
+    theirs, mine = _comparable(read.model), _comparable(spec)
     found = differences(theirs, mine, lambda key: _shapes(key, spec))
     return [f"{key} is {b!r:.60} and not {a!r:.60}" for key, (a, b) in found.items()]
 
@@ -68,16 +71,22 @@ def _shapes(key: str, spec: ModelSpec) -> bool:
         unread.add("gpt_j_tied")
     if spec.norm != "layernorm":
         unread.add("use_bias_in_norms")
-    if canonical_name(spec.pos_emb) != "rotary":
+    if canonical_name(spec.pos_emb) not in ("rotary", "xpos"):
         unread |= {"rotary_pct", "rotary_emb_base", "rope_scaling"}
     of_tables = key.startswith(("kerple_", "rpe_"))
     return FACTS[key].get("changes") == "model" and key not in unread and not of_tables
 
 
-def _with_original_length(model: ModelArgs) -> dict[str, Any]:
+def _comparable(model: ModelArgs) -> dict[str, Any]:
+    """The model's keys, with the original length of a scaling and the window of every layer."""
     values = model.model_dump(exclude_none=True)
     if scaling := values.get("rope_scaling"):
         scaling.setdefault("original_max_position", model.position_rows)
+    if model.layer_pattern is not None:
+        width = values.pop(_WIDTH, None)
+        entries = [{_WIDTH: width, **entry, "count": 1} for entry in model.layer_pattern]
+        places = pattern_places(model.layer_pattern, model.num_layers)
+        values["layer_pattern"] = [entries[place] for place in places]
     return values
 
 
@@ -102,7 +111,6 @@ def hf_config(
             "If its users may read and run the source: --with-kernel-source (in Python "
             "write_hf(..., with_kernel_source=True))."
         )
-    _check_exported(pos_emb)
     scaling, heat = spec.rope_scaling, spec.attention_temperature
     values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
     values |= common | {
@@ -121,14 +129,6 @@ def hf_config(
     return KerpleNeoXConfig(**values)
 
 
-def _check_exported(pos_emb: str) -> None:
-    if pos_emb in METHODS and not METHODS[pos_emb].in_hf:
-        raise CheckpointError(
-            f"pos_emb: {pos_emb} is not in the code of a Hugging Face export; convert to native, "
-            "which kerple.load_pretrained reads."
-        )
-
-
 def _exported_pattern(spec: ModelSpec) -> list[dict[str, Any]] | None:
     """layer_pattern with our names of positions: an export knows no others."""
     pattern = []
@@ -139,7 +139,6 @@ def _exported_pattern(spec: ModelSpec) -> list[dict[str, Any]] | None:
                 f"layer_pattern with pos_emb: {name!r:.80}, a class of your own: the export of a "
                 "pattern holds no source of yours. Convert to native."
             )
-        _check_exported(name)
         pattern.append({**entry, "pos_emb": name} if "pos_emb" in entry else entry)
     return pattern or None
 
@@ -196,15 +195,10 @@ def _written(architecture: Architecture, spec: ModelSpec) -> dict[str, Any]:
     values[architecture.activation] = _their_activation(spec, gated=_is_gated(architecture))
     if architecture.rotary != "none":
         values["rope_parameters"] = _their_rope(spec, architecture)
-    if architecture.window != "none":
+    if architecture.window == "sliding_window":
         values["sliding_window"] = spec.attention_window
     if architecture.window == "layer_types":
-        window = spec.attention_window
-        kind = "full_attention" if window is None else "sliding_attention"
-        values |= {
-            "use_sliding_window": window is not None,
-            "layer_types": [kind] * spec.num_layers,
-        }
+        values |= _their_windows(spec)
     return values
 
 
@@ -228,8 +222,10 @@ def _read(architecture: Architecture, config: Any, source: Path) -> dict[str, An
     values["seq_length"] = values["max_position_embeddings"]
     if architecture.rotary != "none":
         values |= _our_rope(config, architecture)
-    window = _our_window(config, architecture)
-    values["sliding_window_width"] = None if window is None else window - 1
+    if architecture.window == "sliding_window":
+        values |= _same_window(config.sliding_window)
+    if architecture.window == "layer_types":
+        values |= _our_windows(config)
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -329,18 +325,45 @@ def _our_rope(config: Any, architecture: Architecture) -> dict[str, Any]:
     return {**values, "rope_scaling": given}
 
 
-def _our_window(config: Any, architecture: Architecture) -> int | None:
-    """How many keys a query sees, its own included."""
-    if architecture.window == "none":
-        return None
-    if architecture.window == "layer_types":
-        kinds = sorted(set(config.layer_types))
-        if kinds == ["full_attention"]:
-            return None
-        if kinds != ["sliding_attention"]:
-            raise CheckpointError(
-                f"layer_types mix {' and '.join(kinds)} (max_window_layers = "
-                f"{config.max_window_layers}): one window for all layers is converted, or none"
-            )
+# Windows. Theirs count the query's own key, sliding_window_width does not.
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _their_windows(spec: ModelSpec) -> dict[str, Any]:
+    """Which layers slide; the model's own keys where it has no layer_pattern."""
+    if {key for entry in spec.layer_pattern or () for key in entry} - {"count", _WIDTH}:
+        raise CheckpointError(f"layer_pattern sets more than {_WIDTH}: their layers differ in that")
+    entries = [{_WIDTH: spec.sliding_window_width, **entry} for entry in spec.layer_pattern or [{}]]
+    widths = [entries[place][_WIDTH] for place in pattern_places(entries, spec.num_layers)]
+    used = {width for width in widths if width is not None}
+    if len(used) > 1:
+        raise CheckpointError(f"{_WIDTH} is {sorted(used)} in layers: theirs have one window")
+    return {
+        "use_sliding_window": bool(used),
+        "sliding_window": used.pop() + 1 if used else None,
+        "layer_types": [_FULL if width is None else _SLIDING for width in widths],
+    }
+
+
+def _our_windows(config: Any) -> dict[str, Any]:
+    """A window of all layers, or a layer_pattern where some layers see everything."""
+    kinds: list[str] = config.layer_types
+    if unknown := sorted(set(kinds) - {_FULL, _SLIDING}):
+        raise CheckpointError(
+            f"layer_types: {unknown[0]!r:.60} is not converted; there are {_FULL} and {_SLIDING}"
+        )
     window: int | None = config.sliding_window
-    return window
+    if window is None or _SLIDING not in kinds:
+        return {}
+    if _FULL not in kinds:
+        return _same_window(window)
+    runs = [(kind, len(list(run))) for kind, run in groupby(kinds)]
+    pattern = [
+        {"count": count, _WIDTH: window - 1 if kind == _SLIDING else None} for kind, count in runs
+    ]
+    return {"layer_pattern": pattern}
+
+
+def _same_window(window: int | None) -> dict[str, Any]:
+    return {} if window is None else {_WIDTH: window - 1}

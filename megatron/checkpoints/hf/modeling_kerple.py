@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from megatron.model.content_positions import LayerTerms, ScoreTerms
+from megatron.model.content_positions import Fire, LayerTerms, ScoreTerms
 from megatron.model.layer_formulas import (
     GATED,
     PER_HEAD,
@@ -41,6 +41,7 @@ from megatron.model.position_base import POSITIONAL_EMBEDDINGS, PositionOptions
 from megatron.model.positional_embeddings import TableEmbedding
 from megatron.model.rotary_and_input_positions import (
     RotaryEmbedding,
+    XPos,
     cos_and_sin,
     rotate,
     sinusoids,
@@ -152,7 +153,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         q, k, v = self.heads(x)
         if cos is not None and sin is not None:
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = rotate(q, cos[0], sin[0]), rotate(k, cos[1], sin[1])
         if self.softmax_scale is not None:
             q = sharpened(q, self.softmax_scale, scores.keys_seen())
         terms = ScoreTerms()
@@ -175,7 +176,7 @@ class Attention(nn.Module):
         eager = output_attentions or self.config._attn_implementation == "eager"
         dropout = self.config.attention_dropout if self.training else 0.0
         run = partial(attend, dropout=dropout, eager=eager, sinks=self.sinks)
-        added = partial(content_bias, scores, sums, *terms[:2])
+        added = partial(content_bias, scores, sums, *terms[:2], terms.row_bias)
         if bias is not None:
             more = added()
             bias = scaled_rows(bias if more is None else bias + more, row_scale, 0, None)
@@ -250,7 +251,9 @@ class KerpleNeoXPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embed_in"
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers wants lists here
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["positions", "distance_features", "row_scale", *PER_HEAD]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = [  # noqa: RUF012
+        *("positions", "distance_features", "row_scale", *Fire.shared, *Fire.of_heads, *PER_HEAD)
+    ]
     _supports_sdpa = True
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -293,7 +296,8 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         ]
         # one kernel is `positions`, several are `positions.0`, `positions.1`, ...
         self.positions = nn.ModuleList(made) if len(made) > 1 else made[0] if made else None
-        rotary = {id(c): RotaryEmbedding(PositionOptions(c)) for c in own if c.pos_emb == "rotary"}
+        turns = {"rotary": RotaryEmbedding, "xpos": XPos}
+        rotary = {id(c): turns[c.pos_emb](PositionOptions(c)) for c in own if c.pos_emb in turns}
         self._rotary = [rotary.get(id(c)) for c in own]
         self.layers = nn.ModuleList(Layer(config, i, c) for i, c in enumerate(own))
         self.final_layer_norm = make_norm(config)
@@ -374,8 +378,12 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
     ) -> tuple[Tensor | None, Tensor | None]:
         if rotary is None:
             return None, None
-        cos, sin = cos_and_sin(position_ids, *rotary.frequencies(position_ids))
-        return cos.unsqueeze(1), sin.unsqueeze(1)
+        angles = cos_and_sin(position_ids, *rotary.frequencies(position_ids))
+        cos, sin = (part.unsqueeze(1).expand(2, -1, -1, -1, -1) for part in angles)  # of q and k
+        if isinstance(rotary, XPos):
+            factors = rotary.factors(position_ids[:, None], self.dtype)
+            cos, sin = cos * factors, sin * factors
+        return cos, sin
 
     def _with_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
         if self.config.pos_emb == "sinusoidal":

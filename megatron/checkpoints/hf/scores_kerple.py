@@ -93,10 +93,14 @@ def features_by_distance(
 
 def content_bias(
     scores: Scores, sums: Tensor | None, features: Tensor | None, table: Tensor | None,
-    start: int = 0, stop: int | None = None,
+    row_bias: Any = None, start: int = 0, stop: int | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """What gates and features of queries add to the scores of some queries; None if nothing."""
+    """What a layer's terms (see ScoreTerms) add to the scores of some queries; None if nothing."""
     bias = None if sums is None else decay(sums, scores.q_index, start, stop)
+    if row_bias is not None:
+        distance = scores.q_index[start:stop, None] - scores.k_index
+        by_row = row_bias.dense(distance, scores.positions[:, start:stop])
+        bias = by_row if bias is None else bias + by_row
     if features is None or table is None:
         return bias
     more = features_by_distance(features, table, scores, start, stop)

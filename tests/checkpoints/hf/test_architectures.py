@@ -70,6 +70,14 @@ CASES: dict[str, PretrainedConfig] = {
         **SIZES, num_key_value_heads=4, use_sliding_window=True, sliding_window=9,
         max_window_layers=0,
     ),
+    "qwen2_windows_after_2": Qwen2Config(
+        **{**GROUPED, "num_hidden_layers": 4}, use_sliding_window=True, sliding_window=9,
+        max_window_layers=2,
+    ),
+    "qwen3_windows_between": Qwen3Config(
+        **{**GROUPED, "num_hidden_layers": 6}, use_sliding_window=True, sliding_window=7,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, head_dim=8,
+    ),
     "qwen3": Qwen3Config(**GROUPED, head_dim=12),
     "qwen3_biases": Qwen3Config(**SIZES, num_key_value_heads=4, head_dim=8, attention_bias=True),
     "olmo2": Olmo2Config(**GROUPED, eos_token_id=1),
@@ -88,6 +96,10 @@ CASES: dict[str, PretrainedConfig] = {
         vocab_size=64, n_positions=128, n_embd=32, n_layer=2, n_head=4, bos_token_id=0,
         eos_token_id=0, tie_word_embeddings=False, activation_function="relu",
     ),
+}  # fmt: skip
+QWEN3_SHAPE: dict[str, Any] = {
+    "norm": "rmsnorm", "activation": "swiglu", "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False, "qk_norm": "per_head",
 }  # fmt: skip
 LENGTH = 100  # beyond max_position_embeddings, where scalings by length begin
 
@@ -148,6 +160,18 @@ def test_every_architecture_has_a_case() -> None:
         ({"activation": "softsign"}, None),
         ({"pos_emb": "kerple_log"}, None),
         ({"pos_emb": "rotary", "attention_sinks": True}, None),
+        ({**QWEN3_SHAPE, "layer_pattern": [{}, {"sliding_window_width": 5}]}, "qwen3"),
+        (
+            {**QWEN3_SHAPE, "sliding_window_width": 5, "layer_pattern": [{"pos_emb": "none"}, {}]},
+            None,
+        ),
+        (
+            {
+                **QWEN3_SHAPE,
+                "layer_pattern": [{"sliding_window_width": 5}, {"sliding_window_width": 6}],
+            },
+            None,
+        ),
     ],
 )
 def test_a_standard_class_only_where_it_computes_the_same(
@@ -173,8 +197,8 @@ def test_an_architecture_that_does_not_fit_says_why(tmp_path: Path) -> None:
         ({"model_type": "llama", "hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'.* silu"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "only False"),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
-            "layer_types mix full_attention and sliding_attention .max_window_layers = 1",
+            {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
+            "layer_types: 'chunked_attention' is not converted; there are full_attention",
         ),
         ({"model_type": "llama", **rope("axial", factor=2.0)}, "rope_type 'axial'.* longrope"),
     ],

@@ -105,7 +105,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("pos_emb", [name for name in METHODS if METHODS[name].in_hf])
+@pytest.mark.parametrize("pos_emb", METHODS)
 def test_every_positional_embedding_beyond_the_training_length(
     tmp_path: Path, pos_emb: str, attention: str
 ) -> None:
