@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from megatron.engines.triton_runtime import Launch
 
-# Bytes per thread that may live in local memory (it is cached, but a loop should not live there):
+# Bytes per thread that may be in local memory (it is cached, but a loop should not use it):
 # on the A100 with tables alone, in half precision, at head dims 32, 64 and 128; with features (sums
 # wait there while strips are written); and elsewhere.
 STACK_LIMIT, FEATURES_STACK_LIMIT, WIDE_STACK_LIMIT = 128, 2048, 512

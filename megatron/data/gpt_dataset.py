@@ -290,7 +290,7 @@ class WholeDocuments(GPTDataset):
 def _packed_until_overflow(
     sizes: npt.NDArray[np.int32],
     usable: npt.NDArray[np.bool_],
-    room: int,
+    capacity: int,
     count: int,
     generator: np.random.RandomState,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -305,7 +305,7 @@ def _packed_until_overflow(
         generator.shuffle(order)
         for document in order[usable[order]].tolist():
             used += int(sizes[document])
-            if not firsts or used > room:
+            if not firsts or used > capacity:
                 firsts.append(len(documents))
                 used = int(sizes[document])
             documents.append(document)

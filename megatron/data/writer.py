@@ -150,7 +150,7 @@ class IndexedDatasetWriter:
             yield
         except OSError as error:
             raise DataError(
-                f"{bin_path(self.prefix)}: cannot be written ({error.strerror}). Make room, or "
+                f"{bin_path(self.prefix)}: cannot be written ({error.strerror}). Free disk space, or "
                 "choose another folder."
             ) from error
 

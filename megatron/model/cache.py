@@ -32,7 +32,7 @@ class LayerCache:
         self.window = window
         self.length = 0  # tokens seen
         self.starts: Tensor | None = None
-        self._room = self._end = 0  # tokens that a buffer holds, and where the newest ends
+        self._capacity = self._end = 0  # tokens that a buffer holds, and where the newest ends
         self._buffers: dict[str, Tensor] = {}
 
     @property
@@ -50,7 +50,7 @@ class LayerCache:
         keys, values = self._extended("keys", k), self._extended("values", v)
         self.length += k.shape[2]
         self._end += k.shape[2]
-        if self.window is not None and self._room > max(2 * self.window, 64):  # a long prompt
+        if self.window is not None and self._capacity > max(2 * self.window, 64):  # a long prompt
             self._move(self.window)
         return keys, values
 
@@ -66,25 +66,25 @@ class LayerCache:
 
     def _extended(self, name: str, new: Tensor) -> Tensor:
         batch, heads, count, width = new.shape
-        if self._end + count > self._room:
+        if self._end + count > self._capacity:
             most = max(2 * self.kept, 64)
             if self.window is not None:
                 most = min(most, 2 * self.window)
             self._move(max(self.kept + count, most))
         if name not in self._buffers:
-            self._buffers[name] = new.new_empty(batch, heads, self._room, width)
+            self._buffers[name] = new.new_empty(batch, heads, self._capacity, width)
         end = self._end + count
         self._buffers[name][:, :, self._end : end] = new
         return self._buffers[name][:, :, self._end - self.kept : end]
 
-    def _move(self, room: int) -> None:
+    def _move(self, capacity: int) -> None:
         """New buffers for so many tokens, which begin with those kept."""
         for name, old in self._buffers.items():
             kept = old[:, :, self._end - self.kept : self._end]
-            new = old.new_empty(*old.shape[:2], room, old.shape[3])
+            new = old.new_empty(*old.shape[:2], capacity, old.shape[3])
             new[:, :, : self.kept] = kept
             self._buffers[name] = new
-        self._room, self._end = room, self.kept
+        self._capacity, self._end = capacity, self.kept
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -101,12 +101,12 @@ class LayerCache:
         `lengths` are the numbers of tokens of all rows. A part may hold more than a row's tokens
         (padding), and must still hold the last `window` of them.
         """
-        self.length = self._room = max(lengths)
+        self.length = self._capacity = max(lengths)
         if self.window is not None:
-            self._room = max(self.kept, min(self.length, 64))
+            self._capacity = max(self.kept, min(self.length, 64))
         for name, like in parts[0][0]._buffers.items():
             # zeros: a key that is not seen must still be a number
-            shape = (len(lengths), like.shape[1], self._room, like.shape[3])
+            shape = (len(lengths), like.shape[1], self._capacity, like.shape[3])
             self._buffers[name] = like.new_zeros(shape)
             for part, rows in parts:
                 for place, row in enumerate(rows):

@@ -33,7 +33,7 @@ from megatron.neox_arguments.yaml_files import dump_yaml, merge, parse_set, pars
 
 
 class NeoXArgs(Group):
-    """A validated config. Keys live in typed groups: `args.model.num_layers`."""
+    """A validated config. Keys are in typed groups: `args.model.num_layers`."""
 
     model: ModelArgs
     parallel: ParallelArgs
