@@ -150,8 +150,8 @@ class IndexedDatasetWriter:
             yield
         except OSError as error:
             raise DataError(
-                f"{bin_path(self.prefix)}: cannot be written ({error.strerror}). Free disk space, or "
-                "choose another folder."
+                f"{bin_path(self.prefix)}: cannot be written ({error.strerror}). Free disk "
+                "space, or choose another folder."
             ) from error
 
     def _check_range(self, values: npt.NDArray[Any]) -> None:

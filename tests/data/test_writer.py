@@ -135,7 +135,7 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
         with (
-            pytest.raises(DataError, match=r"x\.bin: cannot be written .*Make room"),
+            pytest.raises(DataError, match=r"x\.bin: cannot be written .*Free disk space"),
             IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer,
         ):
             for _ in range(100):
