@@ -313,16 +313,13 @@ CONSTRAINTS: dict[str, Constraint] = {
 }
 
 
-_LEGACY = {"kerple_legacy_bf16": torch.bfloat16, "kerple_legacy_fp16": torch.float16}
-
-
 def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def log1p(x: Tensor) -> Tensor:
     """log(1 + x); in bf16 and fp16 the sum is rounded first, as in the official code."""
-    return torch.log(1 + x) if x.dtype in _LEGACY.values() else torch.log1p(x)
+    return torch.log(1 + x) if x.dtype in (torch.bfloat16, torch.float16) else torch.log1p(x)
 
 
 def sharded_parameter(values: Tensor, *, split: int = 0, official: str = "") -> nn.Parameter:
@@ -432,10 +429,13 @@ class DistanceKernel(TableEmbedding):
 
 def _legacy_precision(options: PositionOptions) -> torch.dtype | None:
     """The precision that a kerple_legacy key asks for; None: fp32."""
-    chosen = [dtype for key, dtype in _LEGACY.items() if getattr(options, key)]
-    if len(chosen) > 1:
-        raise PositionalEmbeddingError(f"{' and '.join(_LEGACY)} are both true: set one of them.")
-    return chosen[0] if chosen else None
+    if options.kerple_legacy_bf16 and options.kerple_legacy_fp16:
+        raise PositionalEmbeddingError(
+            "kerple_legacy_bf16 and kerple_legacy_fp16 are both true: set one of them."
+        )
+    if options.kerple_legacy_bf16:
+        return torch.bfloat16
+    return torch.float16 if options.kerple_legacy_fp16 else None
 
 
 def _one_of(key: str, value: str, choices: Iterable[str]) -> str:

@@ -42,8 +42,7 @@ def attention_by_rows(
     A method has tables or a bias by rows, never both.
     """
     length = q.shape[2]
-    beyond = (positions_BL > rows.threshold.detach()).any(0)
-    first = int(beyond.int().argmax()) if bool(beyond.any()) else length
+    first = _first_beyond(rows, positions_BL)
     parts = []
     if first:
         tensors, others = _part(q, k, v, 0, first, options)
@@ -60,6 +59,14 @@ def attention_by_rows(
         else:
             parts.append(block(q, k, v))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _first_beyond(rows: RowBias, positions_BL: Tensor) -> int:
+    """The first query at a position beyond the threshold in any row; none on device meta."""
+    beyond = (positions_BL > rows.threshold.detach()).any(0)
+    if beyond.is_meta or not bool(beyond.any()):
+        return len(beyond)
+    return int(beyond.int().argmax())
 
 
 def _block(
