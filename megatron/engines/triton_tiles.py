@@ -114,6 +114,7 @@ _SMALL: _Changes = {
 _FEATURES: _Changes = {
     ("dkdv", True, False, 128): Tiles(32, 128, 8, 2),
     ("dq", True, False, 128): Tiles(128, 16, 4, 2),
+    ("dq", True, True, 128): Tiles(128, 16, 4, 2),
 }
 _SMALL_FEATURES = _FEATURES | {("dkdv", True, False, 128): Tiles(32, 128, 8, 1)}
 # The steep band has the band's workspace, hence its tile, but needs more registers (more warps) and
