@@ -82,13 +82,14 @@ def _options(problem: Problem, tiles: Tiles, terms: Terms, masked: bool = True) 
         DROP_BELOW=threshold(problem.dropout),
         KEPT_SCALE=kept_scale(problem.dropout),
     )
-    return {
+    options: dict[str, Any] = {
         # Triton 3.7 unpacks a NamedTuple: each field must be declared constexpr by itself
         "C": Constants(*(constant(value) for value in constants)),
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         "enable_fp_fusion": True,
     }
+    return options if tiles.registers is None else options | {"maxnreg": tiles.registers}
 
 
 def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
