@@ -60,7 +60,7 @@ TABLES = {
     "weight+fixed-bias": Tables(bias=True, weight=True, learned_weight=True),
 }
 # Operands that a call may have besides, with gradients where they have some. "features": both of
-# them, which the engine refuses together with a weight table.
+# them.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "gate": ("key_bias", "sink"),
@@ -315,7 +315,7 @@ def all_configurations() -> list[Configuration]:
     return [
         *plain,
         *configurations((64, 128, 256), DTYPES, ("none", "bias", "both"), KINDS, others),
-        *configurations((32, 64, 128), DTYPES, ("none", "bias"), KINDS, features),
+        *configurations((32, 64, 128, 256), DTYPES, ("none", "bias", "both"), KINDS, features),
     ]
 
 

@@ -3,7 +3,7 @@
 python tools/draw_kernel_docs.py [--out docs/images/kernels]
 
 One picture per kernel: the bias (or weight) of each head as it starts, in the shape of the 162M
-model (12 heads of 64); and one picture that compares the families. A run's kernels, or your own:
+model (12 heads of 64); and one picture with all families. A run's kernels, or your own:
 tools/plot_kernels.py.
 """
 
@@ -13,12 +13,12 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from _start import start_main
 
 # isort: split
-from megatron.commands.kernel_tools import FLOOR, head_colors, tables_of
+from megatron.commands.kernel_tools import FLOOR, head_colors, tables_of, term_tables
 from megatron.neox_arguments.catalogue import METHODS
 
 if TYPE_CHECKING:
@@ -49,55 +49,94 @@ def draw_heads(axes: Axes, table: Tensor, label: str) -> None:
         axes.set_ylim(FLOOR, 0.5)
 
 
-def draw_kernel(name: str, path: Path) -> None:
+def draw_kernel(name: str, tables: dict[str, Tensor], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    tables = tables_of(as_it_starts(name), LENGTH)
     figure = Figure(figsize=(5.2 * len(tables), 3.2), layout="constrained")
     axes_row = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (table_name, table) in zip(axes_row, tables.items(), strict=True):
-        near = table_name == "weight" or name.startswith("gauss")
+        near = (table_name == "weight" and name != "ape") or name.startswith("gauss")
         draw_heads(axes, table[:, : NEAR if near else LENGTH], table_name)
     known = METHODS[name]
-    figure.suptitle(f"{known.label} ({name}):  ${known.formula}$", fontsize=11)
+    formula = f":  ${known.formula}$" if known.formula else ""
+    figure.suptitle(f"{known.label} ({name}){formula}", fontsize=11)
     figure.savefig(path, dpi=110)
 
 
-def draw_families(path: Path) -> None:
-    """The paper's two views: shapes side by side, and heads within their effective length."""
+def fire_tables(length: int) -> dict[str, Tensor]:
+    """Of queries up to FIRE's threshold, and of one at eight times it."""
+    from megatron.model.content_positions import Fire
+    from megatron.model.position_names import position_options
+
+    return term_tables(Fire(position_options(heads=12, head_dim=64)), length)
+
+
+def rotated_scores(name: str, length: int, **keys: Any) -> Tensor:
+    """Of two equal vectors at each distance, over that at distance 0: the mean of all pairs."""
     import torch
+
+    from megatron.model.position_names import build_positional_embedding, position_options
+
+    options = position_options(heads=1, head_dim=64, **keys)
+    ones = torch.ones(1, 1, length, 64)
+    q, k = build_positional_embedding(name, options)(ones, ones)
+    return (k[0, 0] @ q[0, 0, -1]).flip(0) / 64
+
+
+def draw_families(path: Path) -> None:
+    """Shapes side by side, rotations, and the paper's heads within their effective length."""
     from matplotlib.figure import Figure
 
     from megatron.model.kernel_theory import effective_length, heads_within
 
-    figure = Figure(figsize=(10.4, 3.6), layout="constrained")
-    shapes, counts = figure.subplots(1, 2)
-    d = torch.arange(1025.0)
-    for label, bias in {
-        "log: $-2\\log(1+d)$": -2 * torch.log1p(d),
-        "power: $-0.5\\,d^{0.5}$": -0.5 * d**0.5,
-        "ALiBi: $-2^{-4}d$": -(2**-4) * d,
-        "BAM: $-e^{-8}d^{1.5}$": -math.exp(-8) * d**1.5,
-        "CABLE as it starts: $-d\\log 2$": -math.log(2) * d,
-        "Gaussian bias: $2\\exp(-0.01 d^2)$": 2 * torch.exp(-0.01 * d**2),
-        "Sandwich, head 12": tables_of(as_it_starts("sandwich"), 1025)["bias"][11],
-    }.items():
+    figure = Figure(figsize=(16.6, 3.8), layout="constrained")
+    shapes, turned, counts = figure.subplots(1, 3)
+    for label, bias in family_shapes().items():
         shapes.plot(bias.numpy(), label=label)
     shapes.set(xlabel="distance d", ylabel="bias", ylim=(1.5 * FLOOR, 3))
+    clipped = {"type": "clipped", "clipped_pairs": 16}
+    for label, scores in {
+        "Rotary": rotated_scores("rotary", 513),
+        "Rotary, 16 of 32 pairs clipped": rotated_scores("rotary", 513, rope_scaling=clipped),
+        "xPos": rotated_scores("xpos", 513),
+    }.items():
+        turned.plot(scores.numpy(), label=label)
+    turned.set(xlabel="distance d", ylabel="score of two equal vectors")
     for name in ("kerple_log", "kerple_power", "alibi"):
         heads = heads_within(effective_length(as_it_starts(name)))
         counts.plot(heads.numpy(), label=METHODS[name].label)
     counts.set(xlabel="distance d", ylabel="heads with effective length $\\leq d$", xscale="symlog")
     counts.set_ylim(0, 12.4)
-    for axes, corner in ((shapes, "lower right"), (counts, "upper left")):
-        axes.legend(fontsize=8, loc=corner)
+    shapes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    turned.legend(fontsize=8, loc="upper right")
+    counts.legend(fontsize=8, loc="upper left")
+    for axes in (shapes, turned, counts):
         axes.grid(alpha=0.25)
         axes.margins(x=0)
     figure.savefig(path, dpi=110)
 
 
+def family_shapes() -> dict[str, Tensor]:
+    """One bias over distance of each family."""
+    import torch
+
+    d = torch.arange(1025.0)
+    return {
+        "log: $-2\\log(1+d)$": -2 * torch.log1p(d),
+        "power: $-0.5\\,d^{0.5}$": -0.5 * d**0.5,
+        "ALiBi: $-2^{-4}d$": -(2**-4) * d,
+        "BAM: $-e^{-8}d^{1.5}$": -math.exp(-8) * d**1.5,
+        "APE: $-(0.01d+\\log(1+d)+0.2\\sqrt{d})$": -(0.01 * d + torch.log1p(d) + 0.2 * d**0.5),
+        "CABLE as it starts: $-d\\log 2$": -math.log(2) * d,
+        "Gaussian bias: $2\\exp(-0.01 d^2)$": 2 * torch.exp(-0.01 * d**2),
+        "Sandwich, head 12": tables_of(as_it_starts("sandwich"), 1025)["bias"][11],
+        "T5, head 1 as it starts": tables_of(as_it_starts("rpe"), 1025)["bias"][0],
+        "FIRE, head 1 as it starts": next(iter(fire_tables(1025).values()))[0],
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Every table over distance, and the families beside each other."""
+    """Every table over distance, FIRE's, and the families beside each other."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,8 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for name, cls in POSITIONAL_EMBEDDINGS.items():
         if issubclass(cls, TableEmbedding):
-            draw_kernel(name, out / f"{name}.png")
+            draw_kernel(name, tables_of(as_it_starts(name), LENGTH), out / f"{name}.png")
             print(out / f"{name}.png")
+    draw_kernel("fire", fire_tables(LENGTH), out / "fire.png")
+    print(out / "fire.png")
     draw_families(out / "families.png")
     print(out / "families.png")
     return 0

@@ -1,17 +1,17 @@
 """Write docs/triton_memory.md: the shared memory of every tile, on each kind of GPU.
 
-    python tools/compile_triton.py --memory    # about 200 kernels: a quarter of an hour
+    python tools/compile_triton.py --memory    # about 300 kernels: a quarter of an hour
 
 A tile's largest need is with all operands. Two tables need more than one, so that a row without a
 weight table is measured with a bias table, and a row with it with both. In fp32 the tiles are the
-same with a weight table and without. Rows with features are measured
-with a row scale as well.
+same with a weight table and without. Rows with features are measured with a row scale as well.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,9 +46,6 @@ HEADER = (
 )
 
 
-_WITH_FEATURES = ("forward", "dkdv", "dq")
-
-
 class Row(NamedTuple):
     kernel: str
     dim: int
@@ -59,7 +56,7 @@ class Row(NamedTuple):
     @property
     def cells(self) -> tuple[str, ...]:
         weighted = "yes" if self.weighted else "no"
-        weighted = "any" if self.dtype == "fp32" and not self.features else weighted
+        weighted = "any" if self.dtype == "fp32" else weighted
         return self.kernel, str(self.dim), self.dtype, weighted, "yes" if self.features else "no"
 
     def tile(self, arch: int) -> str:
@@ -73,25 +70,24 @@ class Row(NamedTuple):
 def rows() -> Iterator[Row]:
     """Every tile that the engine can choose; fp16 takes those of bf16."""
     for dtype in ("bf16", "fp32"):
-        for dim in (32, 64, 128, 256):
+        for dim, features in product((32, 64, 128, 256), (False, True)):
             for weighted in (True,) if dtype == "fp32" else (False, True):
                 kernels = KERNELS if weighted else (*KERNELS, "steep band")
-                yield from (Row(kernel, dim, dtype, weighted) for kernel in kernels)
-            if dim <= 128:
-                yield from (Row(kernel, dim, dtype, False, True) for kernel in _WITH_FEATURES)
+                if features and not weighted:  # whose bands have no strips
+                    kernels = KERNELS[:3]
+                yield from (Row(kernel, dim, dtype, weighted, features) for kernel in kernels)
 
 
 def measured(arch: int, dtypes: Sequence[str] = ("bf16", "fp32")) -> dict[Row, int]:
     """Bytes of shared memory by compiling all kernels for one kind of GPU."""
     found: dict[Row, int] = {}
-    for dim, dtype, weighted, features in dict.fromkeys(row[1:] for row in rows()):
-        if dtype not in dtypes:
-            continue
-        tables = "both" if weighted and not features else "bias"
+    wanted = [row for row in rows() if row.dtype in dtypes]
+    for dim, dtype, weighted, features in dict.fromkeys(row[1:] for row in wanted):
+        tables = "both" if weighted else "bias"
         configuration = Configuration(dim, dtype, tables, arch, "every" if features else "all")
         for launch in attention_launches(configuration):
             row = Row(kernel_name(launch), dim, dtype, weighted, features)
-            if row.kernel in (_WITH_FEATURES if features else (*KERNELS, "steep band")):
+            if row in wanted:
                 with absent_gpu(arch):
                     made = launch.kernel.warmup(
                         *launch.arguments, grid=launch.grid, **launch.options

@@ -30,19 +30,12 @@ from megatron.engines.triton_pruning import visible_distances
 from megatron.engines.triton_runtime import cdiv, next_power_of_2, run_on
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEAD_DIM, _MAX_FEATURES_DIM = 256, 128
+_MAX_HEAD_DIM = 256
 
 
 def can_run(call: Call) -> str | None:
     """None if the engine can run this call, otherwise the reason and what to do."""
     q = call.q
-    if call.query_features is not None and call.weight is not None:
-        return "it has no query_features together with a weight table; use engine 'naive' or 'flex'"
-    if call.query_features is not None and q.shape[-1] > _MAX_FEATURES_DIM:
-        return (
-            f"with query_features its head dim is at most {_MAX_FEATURES_DIM}, got {q.shape[-1]};"
-            " use engine 'naive' or 'flex'"
-        )
     if (reason := triton_runtime.unavailable()) is not None:
         return reason
     if q.dtype not in _DTYPES:

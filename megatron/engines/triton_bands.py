@@ -18,8 +18,10 @@ left to a second launch, which reads the table inside the walk (IN_LOOP), as doe
 a weight table. Each band belongs to one of the two launches; the other does nothing for it.
 
 Features are not constant along a diagonal. Within their reach dQ's kernel sums the bias's gradient
-as that of one more feature (triton_features), and the bands leave those distances out. A row scale
-puts every band into the second launch.
+as that of one more feature (triton_features), and the bands leave those distances out. With a
+weight table that does not do, as its gradient needs the product of each score: the bands then
+write the features' term of each tile to a strip and read it back, and a program takes several
+bands. A row scale puts every band into the second launch.
 """
 
 # Triton reads the signatures below; their run-time arguments have no Python types.
@@ -27,6 +29,7 @@ puts every band into the second launch.
 
 from __future__ import annotations
 
+from megatron.engines.triton_features import fill_strip, query_strip_tile
 from megatron.engines.triton_forward import (
     NUMBERS,
     HeadTerms,
@@ -86,7 +89,7 @@ def without_bias(terms):
 
 
 @jit()
-def band_scores(product, terms, m_start, n_start, zero, tile, sizes, C: tl.constexpr):
+def band_scores(product, terms, m_start, n_start, zero, tile, added, sizes, C: tl.constexpr):
     """x of the tile that begins at this query and key."""
     rows = m_start + tl.arange(0, C.BLOCK_M)
     keys = n_start + tl.arange(0, C.BLOCK_N)
@@ -96,103 +99,165 @@ def band_scores(product, terms, m_start, n_start, zero, tile, sizes, C: tl.const
     row_scale = load_along(terms.row_scale, rows, 1)
     x, _ = tile_scores(
         product, terms, m_start * zero, tile, rows[:, None], keys[None, :],
-        (own, key_bias, first_key, row_scale), None, sizes, C,
+        (own, key_bias, first_key, row_scale), added, sizes, C,
     )  # fmt: skip
     return x, row_scale
 
 
 @jit()
-def store_sums(
-    dbias_ptr, dweight_ptr, bias_sum, weight_sum, bias_row, tile,
-    base, nearest, window, reference, mine, IN_LOOP: tl.constexpr, C: tl.constexpr,
+def band_strip(features, m_start, base, C: tl.constexpr):
+    """The features' term of the band's tile whose first query is `m_start`, by way of the strip."""
+    tl.debug_barrier()  # the tile before is read
+    top = base + C.BLOCK_M - 1
+    fill_strip(features.strip, features, m_start, top, C.BLOCK_M + C.BLOCK_N, C.BLOCK_M, C)
+    tl.debug_barrier()
+    return tl.load(query_strip_tile(features, 0, C)).to(tl.float32)
+
+
+@jit()
+def band_walk(
+    sums, lines, terms, lse_row, delta_row, base, first, end, reference, zero, tile, sizes,
+    STRIP: tl.constexpr, BIAS_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the walk as the program's lines of the two tables' bands."""
+    """The sums (of the bias's and of the weight's gradients) with the queries `first` to `end`."""
+    bias_sum, weight_sum = sums
+    q_line, k_line, v_line, grad_line = lines
+    offset = sizes.k_length - sizes.q_length
+    offsets_m = tl.arange(0, C.BLOCK_M)
+    STAGES: tl.constexpr = 1 if STRIP else C.STAGES
+    for m_start in tl.range(first, end, C.BLOCK_M, num_stages=STAGES):
+        m_start = tl.multiple_of(m_start, C.BLOCK_M)
+        n_start = tl.multiple_of(offset + m_start - base, C.BLOCK_N)
+        added = band_strip(terms.features, m_start, base, C) if STRIP else None
+        product = tile_product(q_line, m_start, k_line, n_start, C)
+        x, row_scale = band_scores(product, terms, m_start, n_start, zero, tile, added, sizes, C)
+        lse = tl.load(lse_row + (m_start + offsets_m))
+        if reference is not None:
+            lse -= reference
+        p = tl.math.exp2(x - lse[:, None])
+        dp = tile_product(grad_line, m_start, v_line, n_start, C)
+        if terms.hash_low is not None:
+            hashes = load_hashes(terms, m_start + offsets_m, 1)
+            key = (n_start + tl.arange(0, C.BLOCK_N))[None, :]
+            dp = kept(hashes, key, dp * C.KEPT_SCALE, C)
+        ds = p * (dp - tl.load(delta_row + (m_start + offsets_m))[:, None])
+        if terms.row_scale is not None:
+            ds = ds * row_scale
+        if BIAS_GRAD:
+            bias_sum += ds
+        if WEIGHT_GRAD:
+            weight_sum += ds * product
+    return bias_sum, weight_sum
+
+
+@jit()
+def store_sums(
+    dbias_ptr, dweight_ptr, sums, bias_row, tile, line,
+    base, nearest, window, reference, mine, C: tl.constexpr,
+):  # fmt: skip
+    """The sums of the walk as line `line` of the two tables' bands."""
+    bias_sum, weight_sum = sums
     distance = base + tl.arange(0, C.BLOCK_M)[:, None] - tl.arange(0, C.BLOCK_N)[None, :]
     valid = (distance >= nearest) & (distance < window)
-    batch, head = head_of_program()
-    line = (batch * tl.num_programs(1) + head) * tl.num_programs(0) + tl.program_id(0)
     if dbias_ptr is not None:
-        if not IN_LOOP:
+        if reference is not None:
             bias = tl.load(bias_row + tile)
             bias_sum *= tl.math.exp2(bias - reference)
             valid = valid & (bias > LOWEST)
-        sums = tl.where(valid, bias_sum, 0.0)
-        store_diagonals(dbias_ptr + line * 2 * C.BLOCK_M, sums, mine, C.BLOCK_M, C.BLOCK_N)
+        bias_sum = tl.where(valid, bias_sum, 0.0)
+        store_diagonals(dbias_ptr + line * 2 * C.BLOCK_M, bias_sum, mine, C.BLOCK_M, C.BLOCK_N)
     if dweight_ptr is not None:
-        sums = tl.where(valid, weight_sum, 0.0)
-        store_diagonals(dweight_ptr + line * 2 * C.BLOCK_M, sums, mine, C.BLOCK_M, C.BLOCK_N)
+        weight_sum = tl.where(valid, weight_sum, 0.0)
+        store_diagonals(dweight_ptr + line * 2 * C.BLOCK_M, weight_sum, mine, C.BLOCK_M, C.BLOCK_N)
 
 
-@jit(do_not_specialize=[*NUMBERS, "zero"])
+@jit()
+def band_block(
+    q, k, v, grad, terms, lse_ptr, delta_ptr, dbias_ptr, dweight_ptr, number, bands, batch, head,
+    zero, sizes, IN_LOOP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The diagonals of band `number` of one head of one sequence."""
+    # near bands have the most tiles, and they come first
+    offset = sizes.k_length - sizes.q_length
+    shift = (C.BLOCK_N - offset % C.BLOCK_N) % C.BLOCK_N  # makes key blocks begin at multiples
+    base = (number - (C.BLOCK_M // C.BLOCK_N - 1)) * C.BLOCK_N - shift
+    key_head = head // sizes.group
+    lines = (
+        line_of(q, batch, head, sizes.q_length),
+        line_of(k, batch, key_head, sizes.k_length),
+        line_of(v, batch, key_head, sizes.k_length),
+        line_of(grad, batch, head, sizes.q_length),
+    )
+    rows = (batch * sizes.heads + head) * terms.row_stride
+    whole = head_terms(terms, batch, head, sizes, C)
+    walked = whole if IN_LOOP else without_bias(whole)
+    offsets_m = tl.arange(0, C.BLOCK_M)
+    entries = row_offsets(sizes.table_start - base - offsets_m, terms.copy_stride)
+    tile = entries[:, None] + tl.arange(0, C.BLOCK_N)[None, :]
+
+    # the highest and lowest entry of the band decide which of the two launches takes it
+    reference = None
+    mine = 1
+    if terms.bias is not None and terms.weight is None and terms.row_scale is None:
+        middle, mine = band_reference(whole.bias, base, sizes.table_start, IN_LOOP, C)
+        reference = None if IN_LOOP else middle
+    # the first query block that reaches back to a block of keys
+    first = tl.cdiv(tl.maximum(base - offset, 0), C.BLOCK_M) * C.BLOCK_M
+    last = tl.where(base - C.BLOCK_N + 1 < whole.reach, sizes.q_length, first)
+    nearest = 0
+    STRIPS: tl.constexpr = terms.features is not None and terms.weight is not None
+    if terms.features is not None and not STRIPS:
+        # nearer distances have their gradient from dQ, by the features
+        nearest = whole.features.extent
+        last = tl.where(base + C.BLOCK_M > nearest, last, first)
+    end = first + (last - first) * mine
+
+    BIAS_GRAD: tl.constexpr = dbias_ptr is not None
+    WEIGHT_GRAD: tl.constexpr = dweight_ptr is not None
+    zeros = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
+    sums = (zeros, zeros)
+    if STRIPS:
+        near = tl.where(base - C.BLOCK_N + 1 < whole.features.extent, end, first)
+        sums = band_walk(
+            sums, lines, walked, lse_ptr + rows, delta_ptr + rows, base, first, near,
+            reference, zero, tile, sizes, True, BIAS_GRAD, WEIGHT_GRAD, C,
+        )  # fmt: skip
+        first = near
+    sums = band_walk(
+        sums, lines, walked, lse_ptr + rows, delta_ptr + rows, base, first, end,
+        reference, zero, tile, sizes, False, BIAS_GRAD, WEIGHT_GRAD, C,
+    )  # fmt: skip
+    store_sums(
+        dbias_ptr, dweight_ptr, sums, whole.bias, tile,
+        (batch * sizes.heads + head) * bands + number,
+        base, nearest, sizes.window, reference, mine, C,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize=[*NUMBERS, "bands", "zero"])
 def attention_band_kernel(
     q, k, v, grad,  # Rows
     terms,  # with reversed tables, as in the forward
     lse_ptr, delta_ptr,
     dbias_ptr, dweight_ptr,  # [batch * heads, bands, 2, BLOCK_M] fp32; or None
     heads, group, q_length, k_length, window, table_start, exponent_scale,
+    bands,
     zero,  # 0, which the compiler must not know: a load at zero * step stays in the walk
     IN_LOOP: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """The diagonals of one band of one head of one sequence."""
+    """The diagonals of one band of one head of one sequence; by strips, of every so many bands."""
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
-    # near bands have the most tiles, and they come first
-    offset = k_length - q_length
-    shift = (C.BLOCK_N - offset % C.BLOCK_N) % C.BLOCK_N  # makes key blocks begin at multiples
-    base = (tl.program_id(0) - (C.BLOCK_M // C.BLOCK_N - 1)) * C.BLOCK_N - shift
     batch, head = head_of_program()
-    q_line = line_of(q, batch, head, q_length)
-    k_line = line_of(k, batch, head // group, k_length)
-    v_line = line_of(v, batch, head // group, k_length)
-    grad_line = line_of(grad, batch, head, q_length)
-    line = (batch * heads + head) * terms.row_stride
-    whole = head_terms(terms, batch, head, sizes, C)
-    walked = whole if IN_LOOP else without_bias(whole)
-    offsets_m = tl.arange(0, C.BLOCK_M)
-    offsets_n = tl.arange(0, C.BLOCK_N)
-    entries = row_offsets(table_start - base - offsets_m, terms.copy_stride)
-    tile = entries[:, None] + offsets_n[None, :]
-
-    # the highest and lowest entry of the band decide which of the two launches takes it
-    reference = 0.0
-    mine = 1
-    if terms.bias is not None and terms.weight is None and terms.row_scale is None:
-        reference, mine = band_reference(whole.bias, base, table_start, IN_LOOP, C)
-    # the first query block that reaches back to a block of keys
-    first = tl.cdiv(tl.maximum(base - offset, 0), C.BLOCK_M) * C.BLOCK_M
-    last = tl.where(base - C.BLOCK_N + 1 < whole.reach, q_length, first)
-    nearest = 0
-    if terms.features is not None:
-        # nearer distances have their gradient from dQ, by the features
-        nearest = whole.features.extent
-        last = tl.where(base + C.BLOCK_M > nearest, last, first)
-    end = first + (last - first) * mine
-
-    bias_sum = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
-    weight_sum = tl.zeros([C.BLOCK_M, C.BLOCK_N], tl.float32)
-    for m_start in tl.range(first, end, C.BLOCK_M, num_stages=C.STAGES):
-        m_start = tl.multiple_of(m_start, C.BLOCK_M)
-        n_start = tl.multiple_of(offset + m_start - base, C.BLOCK_N)
-        product = tile_product(q_line, m_start, k_line, n_start, C)
-        x, row_scale = band_scores(product, walked, m_start, n_start, zero, tile, sizes, C)
-        places = line + (m_start + offsets_m)
-        lse = tl.load(lse_ptr + places)
-        if not IN_LOOP:
-            lse -= reference
-        p = tl.math.exp2(x - lse[:, None])
-        dp = tile_product(grad_line, m_start, v_line, n_start, C)
-        if terms.row_hashes is not None:
-            hashes = load_hashes(whole, m_start + offsets_m, 1)
-            dp = kept(hashes, (n_start + offsets_n)[None, :], dp * C.KEPT_SCALE, C)
-        ds = p * (dp - tl.load(delta_ptr + places)[:, None])
-        if terms.row_scale is not None:
-            ds = ds * row_scale
-        if dbias_ptr is not None:
-            bias_sum += ds
-        if dweight_ptr is not None:
-            weight_sum += ds * product
-
-    store_sums(
-        dbias_ptr, dweight_ptr, bias_sum, weight_sum, whole.bias, tile,
-        base, nearest, window, reference, mine, IN_LOOP, C,
-    )  # fmt: skip
+    if terms.features is None or terms.weight is None:
+        band_block(
+            q, k, v, grad, terms, lse_ptr, delta_ptr, dbias_ptr, dweight_ptr,
+            tl.program_id(0), bands, batch, head, zero, sizes, IN_LOOP, C,
+        )  # fmt: skip
+    else:
+        items = bands * tl.load(terms.features.counts + 1)
+        for item in tl.range(tl.program_id(0), items, tl.num_programs(0)):
+            band_block(
+                q, k, v, grad, terms, lse_ptr, delta_ptr, dbias_ptr, dweight_ptr,
+                item % bands, bands, (item // bands).to(tl.int64), head, zero, sizes, IN_LOOP, C,
+            )  # fmt: skip

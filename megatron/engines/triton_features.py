@@ -57,7 +57,7 @@ class Features(NamedTuple):
 
     query: Any  # [B * H, row_stride, R], R a power of 2; rows past the end are 0
     distance: Any  # [H or 1, 8 or 4, R, line]: shifted copies, reversed, 0 outside of 0 .. E-1
-    strips: Any  # [programs, slot]; None for the bands, which leave the features' reach out
+    strips: Any  # [programs, slot]; None for bands that leave the features' reach out
     counts: Any  # int32: E, sequences, and the entry of a line that is distance 0
     head: int  # from one head's distance features to the next
     line: int
@@ -125,16 +125,16 @@ def strip_grid(problem: Problem, heads: int, blocks: int) -> tuple[int, int, int
     return min(blocks * problem.q.shape[0], cdiv(PROGRAMS, heads)), heads, 1
 
 
-def with_strips(terms: Terms, problem: Problem, tiles: Tiles, programs: int, keys: bool) -> Terms:
-    """The terms with memory for the strips of a launch; `keys`: its programs own keys."""
-    if terms.features is None:
-        return terms
-    rows = STRIP_QUERIES if keys else tiles.queries
-    # a block of queries sees at most so many keys within the features' reach, in whole tiles
-    walked = feature_extent(problem) + rows + 2 * tiles.keys
-    columns = rows + (tiles.keys if keys else walked)
+def with_strips(terms: Terms, problem: Problem, tiles: Tiles, programs: int, kernel: str) -> Terms:
+    """The terms with memory for the strips of a launch of this kernel."""
+    assert terms.features is not None
+    rows, strips = (STRIP_QUERIES, _CHUNK_STRIPS) if kernel == "dkdv" else (tiles.queries, 1)
+    columns = rows + tiles.keys
+    if kernel in ("forward", "dq"):
+        # a block of queries sees at most so many keys within the features' reach, in whole tiles
+        columns += feature_extent(problem) + rows + tiles.keys
     pitch = cdiv(columns, _FILL_COLUMNS) * _FILL_COLUMNS + ALIGNMENT
-    slot = (_CHUNK_STRIPS if keys else 1) * rows * (pitch + ALIGNMENT)
+    slot = strips * rows * (pitch + ALIGNMENT)
     dtype = torch.float32 if problem.q.dtype == torch.float32 else torch.float16
     memory = torch.empty(programs, slot, dtype=dtype, device=problem.q.device)
     features = terms.features._replace(strips=memory, pitch=pitch, slot=slot)
@@ -245,7 +245,7 @@ def strip_gradients(
 
     `keys` have been walked; entries of the strip outside of them are not gradients.
     """
-    COLUMNS: tl.constexpr = 32 if strip.dtype.element_ty == tl.float32 else 64
+    COLUMNS: tl.constexpr = 32  # 64 spill twice as much at head dim 128
     i = tl.arange(0, C.BLOCK_M)
     c = tl.arange(0, COLUMNS)
     r = tl.arange(0, C.FEATURES)

@@ -82,13 +82,14 @@ def _options(problem: Problem, tiles: Tiles, terms: Terms, masked: bool = True) 
         DROP_BELOW=threshold(problem.dropout),
         KEPT_SCALE=kept_scale(problem.dropout),
     )
-    return {
+    options: dict[str, Any] = {
         # Triton 3.7 unpacks a NamedTuple: each field must be declared constexpr by itself
         "C": Constants(*(constant(value) for value in constants)),
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
         "enable_fp_fusion": True,
     }
+    return options if tiles.registers is None else options | {"maxnreg": tiles.registers}
 
 
 def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
@@ -99,7 +100,8 @@ def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
     out = empty_blhd(q.shape, q.dtype, q.device)
     lse = q.new_empty(batch * heads, problem.padded_rows, dtype=torch.float32)
     launches, terms = terms_of(problem, reverse=True)
-    grid, terms = _placed(with_features(terms, problem, ones=False), problem, tiles)
+    terms = with_features(terms, problem, ones=False)
+    grid, terms = _placed("forward", terms, problem, tiles)
     rows = (rows_of(x) for x in (q, problem.k, problem.v, out))
     arguments = (*rows, terms, problem.sink, lse, *_sizes(problem, reverse=True))
     options = _options(problem, tiles, terms)
@@ -108,15 +110,20 @@ def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:
 
 
 def _placed(
-    terms: Terms, problem: Problem, tiles: Tiles, keys: bool = False
+    kernel: str, terms: Terms, problem: Problem, tiles: Tiles
 ) -> tuple[tuple[int, ...], Terms]:
-    """The grid of a launch over blocks of queries, or of keys, and the terms with its strips."""
-    x, length = (problem.k, tiles.keys) if keys else (problem.q, tiles.queries)
-    blocks, heads = cdiv(x.shape[2], length), x.shape[1]
-    if terms.features is None:
-        return (blocks, heads, x.shape[0]), terms
+    """The grid of a launch over blocks of queries, of keys or bands; the terms with its strips."""
+    heads = (problem.k if kernel == "dkdv" else problem.q).shape[1]
+    if kernel == "band":
+        blocks = _band_count(problem, tiles)
+    elif kernel == "dkdv":
+        blocks = cdiv(problem.k_len, tiles.keys)
+    else:
+        blocks = cdiv(problem.q_len, tiles.queries)
+    if terms.features is None or (kernel == "band" and problem.weight is None):
+        return (blocks, heads, problem.q.shape[0]), terms
     grid = strip_grid(problem, heads, blocks)
-    return grid, with_strips(terms, problem, tiles, grid[0] * grid[1], keys)
+    return grid, with_strips(terms, problem, tiles, grid[0] * grid[1], kernel)
 
 
 def _delta_launch(
@@ -159,18 +166,23 @@ def _band_count(problem: Problem, tiles: Tiles) -> int:
     return last // tiles.keys + tiles.queries // tiles.keys
 
 
-def _band_launches(problem: Problem, terms: Terms, arguments: tuple[Any, ...]) -> list[Launch]:
+def _band_launches(
+    problem: Problem, grad: Tensor, rows: tuple[Tensor, Tensor], terms: Terms, filled: Filled
+) -> list[Launch]:
     """One launch with a weight table; without, one for gentle bands and one for steep ones.
 
     A row scale leaves no band gentle: the bias is not the same along a diagonal.
     """
-    q, tiles = problem.q, _tiles("band", problem)
+    tiles = _tiles("band", problem)
     kinds = {True: tiles}
     if problem.weight is None:
         kinds = {False: tiles, True: _tiles("steep band", problem)}
     if problem.weight is None and problem.row_scale is not None:
         del kinds[False]
-    grid = (_band_count(problem, tiles), q.shape[1], q.shape[0])
+    grid, terms = _placed("band", terms, problem, tiles)
+    lines = (rows_of(x) for x in (problem.q, problem.k, problem.v, grad))
+    numbers = (*_sizes(problem, reverse=True), _band_count(problem, tiles), 0)
+    arguments = (*lines, terms, *rows, filled.get("bias"), filled.get("weight"), *numbers)
     launches = []
     for in_loop, chosen in kinds.items():
         options = _options(problem, chosen, terms, masked=False) | {"IN_LOOP": in_loop}
@@ -199,7 +211,8 @@ def _to_fill(problem: Problem, lse: Tensor, wanted: set[str]) -> Filled:
 
 def _bias_from_features(problem: Problem, wanted: set[str]) -> bool:
     """True if the bias's gradient at near distances is that of one more feature."""
-    return "bias" in wanted and problem.query_features is not None
+    by_bands = problem.query_features is None or problem.weight is not None
+    return "bias" in wanted and not by_bands
 
 
 def backward_launches(
@@ -214,7 +227,8 @@ def backward_launches(
     if wanted & _FROM_DKDV_KERNEL:
         made, terms = terms_of(problem, reverse=False)
         tiles = _tiles("dkdv", problem)
-        grid, terms = _placed(with_features(terms, problem, ones=False), problem, tiles, keys=True)
+        terms = with_features(terms, problem, ones=False)
+        grid, terms = _placed("dkdv", terms, problem, tiles)
         rows = (rows_of(x) for x in (*operands, filled["k"], filled["v"]))
         own = (_query_ends(problem, tiles.keys), lse, delta, filled.get("key_bias"))
         arguments = (*rows, terms, *own, *_sizes(problem, reverse=False), factor)
@@ -224,14 +238,10 @@ def backward_launches(
         made, terms = terms_of(problem, reverse=True)
         terms = with_features(terms, problem, _bias_from_features(problem, wanted))
         launches += made
-        sizes = _sizes(problem, reverse=True)
         if "q" in filled:
             launches.append(_dq_launch(problem, grad, (lse, delta), terms, filled, wanted))
         if wanted & {"bias", "weight"}:
-            bands = (filled.get("bias"), filled.get("weight"))
-            rows = (rows_of(x) for x in operands)
-            arguments = (*rows, terms, lse, delta, *bands, *sizes, 0)
-            launches += _band_launches(problem, terms, arguments)
+            launches += _band_launches(problem, grad, (lse, delta), terms, filled)
     return launches, filled, delta
 
 
@@ -241,7 +251,7 @@ def _dq_launch(
 ) -> Launch:  # fmt: skip
     """dQ with the gradients of row scale and features: adds the features' to `filled`."""
     tiles = _tiles("dq", problem)
-    grid, terms = _placed(terms, problem, tiles)
+    grid, terms = _placed("dq", terms, problem, tiles)
     by_feature = {"query_features", "distance_features"} & wanted
     if by_feature or _bias_from_features(problem, wanted):
         features, lse = terms.features, rows[0]
@@ -281,7 +291,7 @@ def feature_gradients(problem: Problem, filled: Filled) -> None:
     assert problem.query_features is not None
     extent, count = feature_extent(problem), problem.query_features.shape[-1]
     by_distance = distance_gradient(filled["distance_features"], extent)
-    if "bias" in filled:
+    if _bias_from_features(problem, set(filled)):
         filled["bias"][:, :extent] += by_distance[:, count]
     filled["distance_features"] = by_distance[:, :count]
     lines = filled["query_features"].unflatten(0, problem.q.shape[:2])

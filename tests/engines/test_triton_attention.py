@@ -42,17 +42,6 @@ def test_a_batch_beyond_a_grids_axis_is_refused_with_the_fix() -> None:
     )
 
 
-@pytest.mark.skipif(unavailable() is not None, reason="Triton is not installed")
-def test_features_beside_a_weight_table_or_in_wide_heads_are_refused_with_the_fix() -> None:
-    x, table = torch.zeros(1, 1, 4, 32), torch.zeros(1, 4)
-    features = {"query_features": x[..., :2], "distance_features": torch.zeros(1, 2, 4)}
-    reason = can_run(checked_call(x, x, x, None, table, **features)) or ""
-    assert "no query_features together with a weight table; use engine 'naive'" in reason
-    wide = torch.zeros(1, 1, 4, 129)
-    reason = can_run(checked_call(wide, wide, wide, **features)) or ""
-    assert "its head dim is at most 128, got 129; use engine 'naive'" in reason
-
-
 @pytest.mark.skipif(unavailable() is not None or interpreted(), reason="Triton is not installed")
 def test_cpu_tensors_are_refused_with_the_fix() -> None:
     x = torch.zeros(1, 1, 4, 32)

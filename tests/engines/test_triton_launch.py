@@ -150,7 +150,7 @@ def test_every_launch_is_whole_and_every_gradient_has_its_place(
     rehearsal = rehearse(recorded, **settings)
     for launch in rehearsal.launches:
         given = {**_arguments(launch), **launch.options}
-        options = {"num_warps", "num_stages", "enable_fp_fusion"}
+        options = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}
         assert given.keys() - options == set(_parameters(launch)), _name(launch)
         assert all(x.device.type == "meta" for x in _tensors(launch))
         assert all(1 <= n <= limit for n, limit in zip(launch.grid, MAX_GRID, strict=False))

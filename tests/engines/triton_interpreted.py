@@ -77,7 +77,7 @@ CASES = [
     Case(35, 35, 160, heads=1),
     Case(35, 52, 256, window=30, weight=True, heads=1),
     Case(18, 41, 200, bias=False, window=25, heads=1),
-    Case(1, 40, 256, weight=True, heads=1),
+    Case(1, 40, 256, weight=True, heads=1, features=(3, 20)),
     # grouped heads
     Case(60, 60, 32, heads=4, key_heads=2),
     Case(33, 70, 32, heads=3, key_heads=1, bias=False, batch=2),
@@ -98,6 +98,7 @@ CASES = [
     # query features and row scales
     Case(70, 90, 32, heads=2, key_heads=1, features=(5, 30)),
     Case(40, 60, 32, batch=2, bias=False, features=(17, 99), shared_features=True, window=33),
+    Case(70, 90, 32, batch=2, weight=True, features=(5, 30), key_bias="small", row_scale="head"),
     Case(
         50, 90, 32, heads=1, key_bias="gate", documents=31, sink="row", features=(3, 20),
         row_scale="row",

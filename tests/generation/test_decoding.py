@@ -126,7 +126,13 @@ def test_a_row_that_ends_frees_its_places() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"forget_gate": True}, {"num_layers": 3, "layer_pattern": PATTERN}]
+    "changes",
+    [
+        {"forget_gate": True},
+        {"num_layers": 3, "layer_pattern": PATTERN},
+        # rows on both sides of its threshold, in one block
+        {"pos_emb": "fire", "fire_threshold": 5, "sliding_window_width": 9},
+    ],
 )
 def test_blocks_after_rows_of_different_lengths(changes: dict[str, object]) -> None:
     """Several tokens at once continue a joint cache, which `select` may repeat rows of."""

@@ -18,12 +18,13 @@ Checked beside the numbers (each finding is reported with the line of PTX and of
   * cp.async: copied at wait_group, not before; a read of a word whose copy is under way, a new copy
     into a word that another warp has read since the last barrier, copies left open at the end;
   * wgmma: reads that are overwritten before their wait, writes that no proxy fence has shown to it,
-    descriptors that differ inside a warpgroup;
+    registers of its result that are used before their wait (on every path of the code, not only on
+    those that run), descriptors that differ inside a warpgroup;
   * registers that are read before they are set; branches that are not uniform in a CTA;
   * memory of `torch.empty` holds NaN, so what a kernel leaves out shows in the numbers.
 
 Not modelled: ptxas and machine code, time, bank conflicts, the order of instructions inside a warp,
 independent thread scheduling, rounding inside the tensor cores (float64 sums, rounded once), the
-approximation errors of ex2, lg2 and div.full, when wgmma's registers become valid, memory order
-between CTAs, real launches and streams, NCCL.
+approximation errors of ex2, lg2 and div.full, memory order between CTAs, real launches and streams,
+NCCL.
 """

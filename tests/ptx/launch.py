@@ -33,6 +33,8 @@ def launch(
 ) -> Report:
     """`values` are numbers and addresses; `order` permutes the gangs."""
     program, report = program_of(ptx), Report()
+    for line in program.unwaited:
+        report.add("uses what wgmma still writes", line, program.source_of(line))
     threads = program.module.threads
     block = Block(threads, shared_bytes, _granule(ptx), report, program.source_of)
     parameters = _packed(program, values)

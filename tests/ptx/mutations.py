@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "wait for wgmma removed", r"^\s*wgmma\.wait_group[^;]*;", "",
-        "the operands are not overwritten after it, and when D becomes valid is not modelled", 90,
+        "nothing uses the result before a later wait, and the operands are not overwritten", 90,
     ),
     Mutation(
         "proxy fence removed", r"^\s*fence\.proxy[^;]*;", "",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.ptx import arithmetic, machine_instructions, number_instructions  # noqa: F401
@@ -16,6 +17,9 @@ def run(machine, parameters, grid):
     gang, block = machine.gang, 0
     T, full, where = gang.threads, np.full, np.where"""
 _WRITE_NOTHING = ("st", "bar", "cp", "red", "stmatrix")
+_OPEN = -1  # a product that no commit_group has closed
+# registers that wgmma is still writing: commit_groups since the one that closed their product
+Pending = dict[str, int]
 
 
 class Program:
@@ -72,6 +76,32 @@ class Program:
                 blocks.append([])
         return blocks, labels
 
+    @functools.cached_property
+    def unwaited(self) -> list[int]:
+        """Lines that use what wgmma writes, before a wait_group has ended it on every path."""
+        if "wgmma." not in "".join(self.text):
+            return []
+        blocks, labels = self._blocks()
+        found: set[int] = set()
+        known: dict[int, Pending] = {0: {}}  # at the beginning of each block
+        changed = [0]
+        while changed:
+            number = changed.pop()
+            pending = dict(known[number])
+            for instruction in blocks[number]:
+                if _uses(instruction) & pending.keys():
+                    found.add(instruction.line)
+                _pass(instruction, pending)
+            for follower in _followers(blocks[number], number, labels):
+                before = known.get(follower)
+                both = dict(before or {})
+                for name, age in pending.items():
+                    both[name] = min(age, both.get(name, age))
+                if both != before and follower < len(blocks):
+                    known[follower] = both
+                    changed.append(follower)
+        return sorted(found)
+
     def _set_under_predicates(self) -> list[str]:
         """Registers that some threads may leave unset."""
         names: dict[str, None] = {}
@@ -86,6 +116,35 @@ def _written(instruction: Instruction) -> list[str]:
         return []
     names = [x for part in registers_of(instruction.operands[0]) for x in part.split("|")]
     return [name.strip()[1:] for name in names if name.strip().startswith("%")]
+
+
+def _uses(instruction: Instruction) -> set[str]:
+    """Registers that it reads or writes; of wgmma, not those of its sum, which it may add to."""
+    operands = instruction.operands
+    if instruction.opcode.startswith("wgmma.mma_async"):
+        operands = operands[1:]
+    return set(re.findall(r"%\w+", " ".join(operands)))
+
+
+def _pass(instruction: Instruction, pending: Pending) -> None:
+    """What is under way after an instruction."""
+    if instruction.opcode.startswith("wgmma.mma_async"):
+        pending |= dict.fromkeys(registers_of(instruction.operands[0]), _OPEN)
+    elif instruction.opcode.startswith("wgmma.commit_group"):
+        for name in pending:
+            pending[name] += 1
+    elif instruction.opcode.startswith("wgmma.wait_group"):
+        allowed = int(instruction.operands[0], 0)
+        for name in [name for name, age in pending.items() if age >= allowed]:
+            del pending[name]
+
+
+def _followers(block: list[Instruction], number: int, labels: dict[str, int]) -> Iterator[int]:
+    last = block[-1] if block else None
+    if last is not None and last.branches:
+        yield labels[last.operands[0]]
+    if last is None or last.predicate or not (last.branches or last.opcode == "ret"):
+        yield number + 1
 
 
 program_of = functools.cache(Program)

@@ -89,6 +89,13 @@ def _features() -> list[AnyCase]:
             cases.append(AttentionCase(130, 150, dim, **_GROUPED, **tables, **others))
             scaled = {"bias": bias, "weight": not bias, "row_scale": "row"}
             cases.append(AttentionCase(130, 150, dim, **_GROUPED, **scaled, **_ALL))
+            weighted = {"weight": True, "features": (16, 70), "bias": bias}
+            cases.append(AttentionCase(130, 180, dim, **_GROUPED, **weighted))
+        others = {**_ALL, "row_scale": "head", "batch": 2, "dropout": 0.1}
+        cases.append(AttentionCase(100, 150, dim, **_GROUPED, **weighted, **others))
+    for dtype, weight in ((BF16, False), (BF16, True), (FP32, True)):
+        wide = {"dtype": dtype, "weight": weight, "features": (16, 40)}
+        cases.append(AttentionCase(70, 93, 256, heads=1, **wide))
     cases += [
         AttentionCase(260, 300, 64, heads=1, bias=False, features=(16, 150), shared_features=True),
         AttentionCase(150, 150, 64, batch=2, bias=False, features=(3, 1)),
@@ -101,6 +108,8 @@ def _features() -> list[AnyCase]:
         AttentionCase(130, 150, 64, heads=1, dtype=FP16, features=(16, 40), row_scale="head"),
         AttentionCase(70, 93, 64, heads=1, dtype=FP32, features=(16, 40), row_scale="head"),
         AttentionCase(70, 93, 128, heads=1, dtype=FP32, features=(16, 40)),
+        AttentionCase(70, 93, 64, heads=1, dtype=FP32, features=(16, 40), weight=True),
+        AttentionCase(300, 400, 64, heads=1, features=(16, 60), weight=True, window=350),
         AttentionCase(1, 77, 64, features=(16, 40)),
     ]
     return cases

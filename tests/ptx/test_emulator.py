@@ -14,6 +14,7 @@ from tests.ptx.findings import PtxError, Report
 from tests.ptx.global_memory import GlobalMemory
 from tests.ptx.launch import launch
 from tests.ptx.parsing import parse, split_operands
+from tests.ptx.program import Program
 
 HEAD = """
 .visible .entry sample(
@@ -158,6 +159,29 @@ def test_mma_is_a_product() -> None:
     column = 2 * (lane % 4) + 1  # of register 3; B's column n has lanes 4 n .. 4 n + 3, twice
     expected = 2 * (4 * (first + 4 * column) + 6)
     assert out.tolist() == expected.tolist()
+
+
+def test_results_of_wgmma_are_used_after_their_wait() -> None:
+    product = (
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r5, %r6, %r7, %r8}, %rd1, %rd2,"
+        " 1, 1, 1, 0, 0;"
+    )
+    commit, wait = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned {};"
+    use = "add.s32 %r4, %r5, 1;"
+
+    def unwaited(*body: str) -> int:
+        ptx = HEAD.format(threads=128) + "\n".join(body) + "\n    ret;\n}\n"
+        return len(Program(ptx).unwaited)
+
+    assert unwaited(product, product, commit, wait.format(0), use) == 0
+    assert unwaited(product, commit, use) == 1
+    assert unwaited(product, wait.format(0), use) == 1, "it waits for what was committed"
+    assert unwaited(product, commit, wait.format(1), use) == 1
+    assert unwaited(product, commit, commit, wait.format(1), use) == 0, "an older group"
+    skip = ("@%p1 bra $L1;", wait.format(0), "$L1:")
+    assert unwaited(product, commit, *skip, use) == 1, "one of two paths"
+    loop = ("$L1:", use, product, commit, "@%p1 bra $L1;")
+    assert unwaited(*loop) == 1, "in the next pass"
 
 
 def test_rounding_to_bf16_is_torchs() -> None:

@@ -23,6 +23,21 @@ from tests.training.cases import layout, run_cases, tiny_config, write_data
 STEPS = 3
 # limits below the length of a sequence, 16, so that both sides of each are trained
 OPTIONS = {"inkling_features": 3, "inkling_distances": 7, "fire_threshold": 6}
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position": 48,
+}
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"pos_emb": name} for name in METHODS},
+    "longrope": {"pos_emb": "rotary", "rope_scaling": LONGROPE},
+    "clipped, randomized_positions": {
+        "pos_emb": "rotary",
+        "rope_scaling": {"type": "clipped", "clipped_pairs": 2},
+        "randomized_positions": 48,
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +47,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     data = write_data(root)
 
     def config(name: str, **changes: Any) -> dict[str, Any]:
-        return tiny_config(data, pos_emb=name, max_position_embeddings=48, **OPTIONS, **changes)
+        return tiny_config(data, max_position_embeddings=48, **OPTIONS, **CASES[name], **changes)
 
     alone, two = dict[str, Any](), dict[str, Any]()
-    for name in METHODS:
+    for name in CASES:
         whole = {"config": config(name), "steps": STEPS, "background": [2, str(root / name)]}
         alone[name] = whole
         alone[f"{name}, resumed"] = {
@@ -47,7 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**found, "root": root}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_every_method(name: str, trained: dict[str, Any], tmp_path: Path) -> None:
     whole, resumed, split = (trained[f"{name}{way}"] for way in ("", ", resumed", ", split"))
     assert whole["unchanged"] == [[False]] * STEPS and whole["skipped"] == [[False]] * STEPS
@@ -72,7 +87,7 @@ def test_every_method(name: str, trained: dict[str, Any], tmp_path: Path) -> Non
     with torch.no_grad():
         torch.testing.assert_close(exported(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
-    method = positional_embedding_class(name)
+    method = positional_embedding_class(CASES[name]["pos_emb"])
     drawn = issubclass(method, TableEmbedding) or method.layer_terms in (Inkling, Fire)
     assert run("plot_kernels", [str(root), "--out", str(tmp_path)]) == (0 if drawn else 2)
     assert bool(list(tmp_path.glob("*.png"))) == drawn

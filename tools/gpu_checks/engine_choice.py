@@ -65,9 +65,7 @@ COLUMNS = {
     "dropout": Kind(torch.bfloat16, dropout=0.1),
     "fewer than 8 queries": Kind(torch.bfloat16, queries=1),
     "row scale": Kind(torch.bfloat16, operands=(("row_scale",),)),
-    "features": Kind(torch.bfloat16, (16, 64, 80, 128), operands=(FEATURES,)),
-    "features, head dim over 128": Kind(torch.bfloat16, (256,), operands=(FEATURES,)),
-    "features and weight": Kind(torch.bfloat16, operands=((*FEATURES, "weight"),)),
+    "features": Kind(torch.bfloat16, operands=(FEATURES, (*FEATURES, "weight"))),
 }
 
 
