@@ -19,6 +19,7 @@ from megatron.data import chunks as chunks_module
 from megatron.data.datasets import check_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset, check_tokenizer, read_manifest
 from megatron.data.preprocess import (
+    MAX_PROBLEMS_PER_CHUNK,
     Encoder,
     PreprocessOptions,
     preprocess,
@@ -83,6 +84,10 @@ def test_only_broken_lines_is_an_error_that_shows_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"nothing\nuseful\n")
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         run([tmp_path / "a.jsonl"], tmp_path / "out")
+    encoder = Encoder(BYTES, PreprocessOptions(), np.dtype("<u2"))
+    many = chunks_module.Chunk("a.jsonl", parts=[b"nothing"] * 30, first_line=1)
+    encoded = encoder.encode(many)
+    assert encoded.broken_lines == 30 and len(encoded.problems) == MAX_PROBLEMS_PER_CHUNK < 30
 
 
 def test_several_keys_make_several_datasets(tmp_path: Path) -> None:

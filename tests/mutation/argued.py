@@ -26,6 +26,9 @@ ARGUED: dict[str, str] = {
     "data/index_cache.py: _header: True -> (False) (3)": (
         "the order of keys in a header, which is read as a mapping"
     ),
+    "data/preprocess.py: Encoder._encode_conversations: True -> (False) (3)": (
+        "zip's strict: one list is made for each column"
+    ),
     'data/preprocess.py: _tokenize: bar.set_postfix_str(f"{speed:.1f} MB text/s", refresh=False) '
     "-> pass": "the text beside a progress bar",
     "data/preprocess.py: available_cores: 1 -> (2)": (

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -92,6 +93,7 @@ class Hosts:
         self.hosts: dict[str, Host] = {}
         self.servers: dict[str, RankServer] = {}
         self._ports = count(29611)
+        self._starting = threading.Lock()
 
     def start(self) -> None:
         self._wait(lambda: _namespace(self.switch.pid) != _namespace(os.getpid()))
@@ -141,19 +143,23 @@ class Hosts:
 
     def start_ranks(self, names: Sequence[str], *arguments: str) -> list[ForkedRank]:
         """One rank of a job on each host, as torchrun would start it, forked with its imports."""
-        new = [name for name in names if name not in self.servers]
+        with self._starting:
+            self._start_servers()
+            ranks, port = [], str(next(self._ports))
+            for rank, name in enumerate(names):
+                variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names))}
+                variables |= {"MASTER_ADDR": names[0], "MASTER_PORT": port}
+                environment = {**self.environment, **variables}
+                ranks.append(ForkedRank(arguments, environment, self.servers[name]))
+            return ranks
+
+    def _start_servers(self) -> None:
+        new = [name for name in NODES if name not in self.servers]
         self.servers |= {name: RankServer(self.hosts[name]) for name in new}
         for name in new:
             self.servers[name].connection()  # all at once; the first rank waits for the imports
         for name in new:
             ForkedRank([os.devnull], self.environment, self.servers[name]).wait(timeout=120)
-        ranks, port = [], str(next(self._ports))
-        for rank, name in enumerate(names):
-            variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names))}
-            variables |= {"MASTER_ADDR": names[0], "MASTER_PORT": port}
-            environment = {**self.environment, **variables}
-            ranks.append(ForkedRank(arguments, environment, self.servers[name]))
-        return ranks
 
     def start_sshd(self) -> None:
         """ssh between all hosts without a password, by a key of this directory."""
