@@ -85,7 +85,7 @@ def test_only_broken_lines_is_an_error_that_shows_them(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         run([tmp_path / "a.jsonl"], tmp_path / "out")
     encoder = Encoder(BYTES, PreprocessOptions(), np.dtype("<u2"))
-    many = chunks_module.Chunk("a.jsonl", parts=[b"nothing"] * 30, first_line=1)
+    many = chunks_module.Chunk("a.jsonl", is_json=True, parts=[b"nothing"] * 30)
     encoded = encoder.encode(many)
     assert encoded.broken_lines == 30 and len(encoded.problems) == MAX_PROBLEMS_PER_CHUNK < 30
 
