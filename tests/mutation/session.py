@@ -157,6 +157,8 @@ class Session:
             for name, test in self.tests.items()
             if test["passes"] and lines & set(test["lines"].get(job["file"], ()))
         ]
+        own = job["own"][0]
+        reaching.sort(key=lambda name: (name.partition("::")[0] != own, self._seconds(name)))
         return self._shown(reaching, exchange, job["seconds"])
 
     def _unmoved(self, file: str, path: str, own: str) -> list[str]:
@@ -168,6 +170,7 @@ class Session:
                 for name, test in self.tests.items()
                 if test["passes"] and name.partition("::")[0] == own
             ]
+            names.sort(key=self._seconds)
             while names:
                 answer = self._shown(names, lambda: execute_anew(path, source), CPU_SECONDS * 10)
                 if answer["outcome"] == "survived":
@@ -177,13 +180,16 @@ class Session:
             self._controls[file] = names
         return self._controls[file]
 
+    def _seconds(self, name: str) -> float:
+        return float(self.tests[name]["seconds"])
+
     def _shown(self, names: list[str], change: Callable[[], None], most: float) -> dict[str, Any]:
-        """What tests say to a change, in a fork, fast ones first."""
+        """What tests say to a change, in a fork, in this order."""
         if not names:
             return {"outcome": "unjudged", "by": "no test here reaches it"}
         chosen, total = [], 0.0
-        for name in sorted(names, key=lambda name: self.tests[name]["seconds"]):
-            total += self.tests[name]["seconds"]
+        for name in names:
+            total += self._seconds(name)
             if not chosen or total < most:
                 chosen.append(self.items[name])
         note = self.answers.with_suffix(".failed")
