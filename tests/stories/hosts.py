@@ -226,13 +226,15 @@ mount -t tmpfs -o mode=755 none /run/sshd
         self.directory.chmod(0o755)
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (self.directory / name).mkdir()
-        nodes = "SlurmdTimeout=10\nTreeWidth=16\n" + "".join(
-            f"NodeName={name} NodeAddr={ADDRESSES[name]} CPUs=4 RealMemory=8000 State=UNKNOWN\n"
-            for name in NODES
-        )
-        nodes += (
-            f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n"
-        )
+        nodes = "SlurmdTimeout=10\nTreeWidth=16\nGresTypes=gpu\n"
+        own = "CPUs=32 RealMemory=16000 Gres=gpu:a100:1 State=UNKNOWN"  # a GPU's name only
+        for name in NODES:
+            nodes += f"NodeName={name} NodeAddr={ADDRESSES[name]} {own}\n"
+        for partition in ("main Default=YES", "a100", "cpu"):
+            nodes += f"PartitionName={partition} Nodes={','.join(NODES)} State=UP\n"
+        (self.directory / "gpu0").touch()
+        gres = f"NodeName=n[1-3] Name=gpu Type=a100 File={self.directory}/gpu0\n"
+        (self.directory / "gres.conf").write_text(gres, encoding="utf-8")
         controller = f"{CONTROLLER}({ADDRESSES[CONTROLLER]})"
         self.tool.write_config(self.directory, controller, nodes, (6817, 6818), node="-%n")
         enter = self.hosts[CONTROLLER].enter

@@ -81,12 +81,15 @@ def test_a_directory_of_each_host_is_refused(hosts: Hosts, data: str, tmp_path: 
     assert re.search(r"not seen by rank 1 on n[123]", done.stdout)
 
 
-def test_names_that_mean_loopback(hosts: Hosts, data: str, tmp_path: Path) -> None:
-    """Debian's 127.0.1.1: gloo would listen where no other host can connect."""
+def test_deepy_in_an_allocation_and_names_that_mean_loopback(
+    hosts: Hosts, data: str, tmp_path: Path
+) -> None:
+    """`launcher: slurm`. Debian's 127.0.1.1: gloo would listen where no other host can connect."""
+    deepy = ["salloc", "--nodes=2", "--ntasks-per-node=1", sys.executable, "deepy.py", "train.py"]
     try:
         for name in ("n1", "n2", "n3"):
             hosts.names_file(name, own="127.0.1.1")
-        done = hosts.run(CONTROLLER, *TWO_NODES, *TRAIN, written(data, tmp_path))
+        done = hosts.run(CONTROLLER, *deepy, written(data, tmp_path, launcher="slurm"))
     finally:
         for name in ("n1", "n2", "n3"):
             hosts.names_file(name)
