@@ -34,4 +34,7 @@ ARGUED: dict[str, str] = {
     "data/preprocess.py: available_cores: 1 -> (2)": (
         "for a system that tells neither its cores nor this process's"
     ),
+    "training/optimizer.py: wsd_rate: step <= warmup -> (step < warmup)": (
+        "at the last step of the warmup both branches give the peak"
+    ),
 }
