@@ -20,6 +20,12 @@ ARGUED: dict[str, str] = {
     "data/gpt_dataset.py: split_bounds: 0 -> (1)": (
         "every boundary and the rounding error that is subtracted from it move by one"
     ),
+    "engines/cpu_torch.py: _Heads.forward: 0.0 -> (1.0) (2)": (
+        "any finite number: the scores of a row that sees nothing are -inf, its probabilities 0"
+    ),
+    "engines/dropout.py: _mixed: 64 -> (65)": (
+        "a factor as an unsigned number: torch multiplies modulo 2^64 either way"
+    ),
     "data/index_cache.py: : 20 -> (21)": (
         "a limit of memory for a forged header: 1 or 2 MB, where a header has some hundred bytes"
     ),

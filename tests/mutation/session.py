@@ -147,7 +147,7 @@ class Session:
             names = [
                 name
                 for own in job["own"]
-                for name in sorted(self.tests, key=_shuffled)
+                for name in sorted(self.tests, key=self._engine_order)
                 if name.partition("::")[0] == own
             ]
             return self._shown(names, exchange, job["seconds"])
@@ -179,6 +179,12 @@ class Session:
                 names = [name for name in names if name != failed] if failed in self.items else []
             self._controls[file] = names
         return self._controls[file]
+
+    def _engine_order(self, name: str) -> tuple[bool, str]:
+        """Tests that start no engine take little time: first of all."""
+        fixtures = getattr(self.items[name], "fixturenames", ())
+        starts = not {"engine", "tiled"}.isdisjoint(fixtures)
+        return starts, hashlib.sha256(name.encode()).hexdigest()
 
     def _seconds(self, name: str) -> float:
         return float(self.tests[name]["seconds"])
@@ -218,10 +224,6 @@ class Session:
 
 def run_one(item: pytest.Item, following: pytest.Item | None) -> None:
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-
-
-def _shuffled(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _too_costly(number: int, frame: FrameType | None) -> None:
