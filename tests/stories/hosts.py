@@ -127,7 +127,7 @@ class Hosts:
         (self.directory / f"hosts-{name}").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def run(
-        self, name: str, *command: str, seconds: float = 90, **variables: str
+        self, name: str, *command: str, seconds: float = 120, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """A command on a host to its end, with Slurm's programs at hand."""
         return subprocess.run(
