@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from megatron.data.preprocess import (
     MAX_PROBLEMS_PER_CHUNK,
     Encoder,
     PreprocessOptions,
+    _Worker,
     preprocess,
     terminated_like_interrupted,
 )
@@ -189,6 +191,21 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.1)
+
+
+def test_the_watch_for_the_parent_does_not_keep_a_worker_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process is no worker
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setattr(_Worker, "encoder", None, raising=False)
+    done = threading.Event()
+    monkeypatch.setattr("megatron.data.preprocess._end_with_parent", lambda parent: done.wait(30))
+    before = set(threading.enumerate())
+    _Worker.start(Encoder(BYTES, PreprocessOptions(), np.dtype("<u2")), os.getpid())
+    (watch,) = set(threading.enumerate()) - before
+    done.set()
+    assert watch.daemon
 
 
 def command(tmp_path: Path, *extra: str) -> list[str]:
