@@ -77,7 +77,7 @@ test-slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "slow and not slurm" -q $(TESTS)
 
 test-slurm: $(VENV)/.dev slurm-packages
-	@$(BIN)/python -m pytest -m slurm -q tests/stories
+	@$(BIN)/python -m pytest -m slurm -q -n 3 --dist loadfile tests/stories
 
 slurm-packages:
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null || { \

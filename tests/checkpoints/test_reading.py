@@ -257,3 +257,16 @@ def test_every_weight_of_a_universal_checkpoint_is_verified(tmp_path: Path) -> N
         else:
             open_files(tmp_path)
         file.write_bytes(content)
+
+
+def test_layer_files_beside_universal_weights_are_not_read(tmp_path: Path) -> None:
+    universal(tmp_path)
+    step = tmp_path / "global_step5"
+    expected = {name: weight.clone() for name, weight in read_checkpoint(tmp_path).weights.items()}
+    layers = {int(name.partition(".")[0]) for name in expected}
+    for layer in layers:
+        own = {n.partition(".")[2]: w * 0 for n, w in expected.items() if n.startswith(f"{layer}.")}
+        torch.save(own, step / f"layer_{layer:02d}-model_00-model_states.pt")
+    write_checksums(step)
+    found = read_checkpoint(tmp_path).weights
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())

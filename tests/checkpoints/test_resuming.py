@@ -5,12 +5,20 @@ The run of 2N steps saves in the background after N, its writer held until it ha
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.checkpoints import read_checkpoint
+from megatron.checkpoints.resuming import _load
 from megatron.checkpoints.safe_files import load_file
 from megatron.checkpoints.store import CheckpointStore
+from megatron.mpu.collectives import SERIAL, ParallelState
+from tests.checkpoints.small_models import random_model, small_args
+from tests.fuzz.checkpoint_targets import universal
 from tests.training.cases import (
     ADAM,
     DROPOUT,
@@ -122,3 +130,25 @@ def test_dropout_was_on(results: dict[str, Any]) -> None:
 
 def test_recomputed_activations_change_nothing(results: dict[str, Any]) -> None:
     assert results["recomputed-whole"]["losses"] == results["zero0-whole"]["losses"]
+
+
+def test_a_universal_checkpoint_is_given_to_the_engine_whole(tmp_path: Path) -> None:
+    universal(tmp_path)
+    keys = {"pos_emb": "kerple_log", "no_weight_tying": True, "num_layers": 1}
+    args = small_args(**keys, make_vocab_size_divisible_by=64)
+    module, given = random_model(args, seed=1), dict[Any, Any]()
+    engine: Any = SimpleNamespace(
+        module=module,
+        write_states=given.update,
+        set_counters=given.update,
+        scheduler=SimpleNamespace(load_state_dict=lambda state: given.update(schedule=state)),
+    )
+    alone = ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, dp_group=None, grid=None)
+    progress = _load(engine, CheckpointStore(tmp_path), args, 5, alone)
+    assert progress["consumed_samples"] == given["global_samples"] == 20
+    assert given["schedule"] == {"steps": 5}
+    weights = read_checkpoint(tmp_path).weights
+    for name, parameter in module.named_parameters():
+        states = given[parameter]
+        assert states["step"] == 5 and len(states) == 4
+        assert torch.equal(states["fp32"], weights[name.removeprefix("sequential.")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from megatron.checkpoints.run_state import (
+    LAYOUT,
     check_layout,
     restore_random_states,
     rng_file,
     rng_state,
+    saved_batch_size,
     write_layout,
 )
 from megatron.errors import CheckpointError
@@ -57,3 +60,13 @@ def test_another_layout_is_refused_with_the_command_to_run(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="zero_stage 0 -> 1") as caught:
         check_layout(tmp_path, small_args(zero_optimization={"stage": 1}))
     assert "tools/reshard_checkpoint.py" in str(caught.value)
+
+
+def test_the_batch_of_a_run_from_before_it_was_recorded(tmp_path: Path) -> None:
+    assert saved_batch_size(tmp_path) is None
+    (tmp_path / LAYOUT).write_text(json.dumps({"world_size": 8}))
+    saved = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}
+    saved |= {"pipe_parallel_size": 2, "model_parallel_size": 2}
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "resolved.yml").write_text(json.dumps(saved))
+    assert saved_batch_size(tmp_path) == 3 * 5 * 2

@@ -47,6 +47,8 @@ def test_a_malicious_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"not a file", b"PK\x03\x04garbage" * 9])
 def test_garbage_is_named(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.pt: no such checkpoint file"):
+        load_file(tmp_path / "none.pt")
     file = tmp_path / "file.pt"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"file\.pt"):

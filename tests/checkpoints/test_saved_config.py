@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 import kerple
-from megatron.checkpoints.run_state import LAYOUT
+from megatron.checkpoints.run_state import LAYOUT, write_configs
 from megatron.checkpoints.saved_config import (
+    _found,
     _plain,
+    check_agreement,
     check_same_model,
     config_to_resume,
     intermediate_size_for,
@@ -150,3 +152,29 @@ def test_another_pattern_is_refused_with_both_values() -> None:
         check_same_model(saved, other, Path("x"), native=True)
     assert "kerple_power_ap_'}, {'pos_emb': 'none'}] in the checkpoint" in str(caught.value)
     assert "'sliding_window_width': 7}] in the config" in str(caught.value)
+
+
+def test_what_may_change_on_resuming_is_named_key_by_key(tmp_path: Path) -> None:
+    config = tiny_config("x")
+    write_configs(tmp_path / "configs", NeoXArgs.from_dict(config))
+
+    def agree(**changes: Any) -> list[str]:
+        args = NeoXArgs.from_dict({**config, **changes})
+        return check_agreement(tmp_path, args, batch_size=4, saved_batch_size=4)
+
+    assert agree() == []
+    with pytest.raises(CheckpointError, match=r"pos_emb is .*allow_changed: \[pos_emb\]"):
+        agree(pos_emb="alibi")
+    assert "pos_emb" in agree(pos_emb="alibi", allow_changed=["pos_emb"])[0]
+    other = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.5, 0.9]}}}
+    with pytest.raises(CheckpointError, match=r"optimizer\.params\.betas"):
+        agree(**other, allow_changed=["pos_emb"])
+    assert agree(**other, allow_changed=["optimizer"])
+
+
+def test_a_file_of_the_tokenizer_may_lie_beside_the_checkpoint(tmp_path: Path) -> None:
+    assert _found("elsewhere/vocab.json", tmp_path / "run") == "elsewhere/vocab.json"
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.json").touch()
+    found = str(tmp_path / "tokenizer" / "vocab.json")
+    assert _found("elsewhere/vocab.json", tmp_path / "run") == found

@@ -10,7 +10,7 @@ import torch
 
 import kerple
 from megatron.checkpoints import load_weights, read_checkpoint
-from megatron.checkpoints.sharding import Sharding, merge_shards
+from megatron.checkpoints.sharding import Sharding, merge_shards, neox_shard
 from megatron.checkpoints.writing import write_native
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
@@ -91,3 +91,20 @@ def test_a_vocabulary_that_does_not_divide_is_named(tmp_path: Path) -> None:
     original.weights["0.word_embeddings.weight"] = torch.zeros(VOCABULARY + 1, 32)
     with pytest.raises(CheckpointError, match=r"word_embeddings.weight \(65, 32\)"):
         write_native(original, tmp_path, mp=2)
+
+
+def test_a_weight_that_a_rank_does_not_have_is_named() -> None:
+    norm = {"4.norm.weight": torch.ones(8)}
+    with pytest.raises(CheckpointError, match=r"together:\n  4\.norm\.weight is missing on .* 1$"):
+        merge_shards([norm, {}], Sharding.of(small_args().model, neox=False))
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "name"), [("kerple_log", "mlp.dense_h_to_4h"), ("rotary", "mlp.linear1")]
+)
+def test_gated_layers_have_the_names_of_the_code_that_has_the_kernel(
+    pos_emb: str, name: str
+) -> None:
+    args = small_args(pos_emb=pos_emb, activation="swiglu")
+    shard = neox_shard(at_rest(random_model(args), args).weights, args.model, 0, 1)
+    assert f"2.{name}.weight" in shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,7 +15,10 @@ import torch
 
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.safe_files import load_file
-from megatron.checkpoints.universal import WEIGHT
+from megatron.checkpoints.sharding import Sharding
+from megatron.checkpoints.universal import WEIGHT, conversion_info, other_names, read_progress
+from megatron.errors import CheckpointError
+from tests.checkpoints.small_models import random_model, small_args
 from tests.processes import REPOSITORY
 from tests.training.cases import ADAM, ON_TWO, layout, precision, run_cases, tiny_config, write_data
 from tests.training.runs import finish, losses, run, run_config, start_run
@@ -327,3 +331,34 @@ def test_one_command(tmp_path: Path) -> None:
     assert universal.weights.keys() == original.weights.keys()
     for name, weight in original.weights.items():
         assert torch.equal(universal.weights[name], weight), name
+
+
+def test_progress_is_the_indexs_or_that_of_deepspeeds_own_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither universal\.json nor mp_rank_00"):
+        read_progress(tmp_path)
+    counts = {"iteration": 3, "consumed_samples": 12, "skipped_steps": 1}
+    torch.save({**counts, "lr_scheduler": {"steps": 3}}, tmp_path / "mp_rank_00_model_states.pt")
+    assert read_progress(tmp_path) == {**counts, "schedule": {"steps": 3}}
+    index = {"format": 1, **counts, "iteration": 4, "vocab_size": 7}
+    (tmp_path / "universal.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"holds no training progress .*schedule"):
+        read_progress(tmp_path)
+    (tmp_path / "universal.json").write_text(json.dumps({**index, "schedule": {"steps": 4}}))
+    expected = {**counts, "iteration": 4, "vocab_size": 7, "schedule": {"steps": 4}}
+    assert read_progress(tmp_path) == expected
+
+
+def test_deepspeed_is_told_which_parameters_every_rank_has_whole() -> None:
+    args = small_args(pos_emb="kerple_log", num_layers=1)
+    shapes = {name: tuple(p.shape) for name, p in random_model(args).named_parameters()}
+    info = conversion_info(shapes, Sharding.of(args.model, neox=False), 2)
+    patterns = info["tp_replicated_parameter_patterns"]
+    whole = {name for name in shapes if any(re.match(p, name) for p in patterns)}
+    assert whole == {
+        name for name in shapes if "norm" in name or name.endswith(("dense.bias", "4h_to_h.bias"))
+    }
+    first, other = "0.word_embeddings.weight", "2.mlp.dense_4h_to_h.bias"
+    assert other_names(first, tied=False) == [f"sequential.{first}"]
+    assert other_names(other, tied=True) == [f"sequential.{other}"]
+    tied = "tied_modules.embedding.word_embeddings.weight"
+    assert other_names(first, tied=True) == [f"sequential.{first}", tied]

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron.checkpoints.hf.folder import write_hf
-from megatron.data.chat import ChatTemplate
+from megatron.data.chat import ChatTemplate, conversations_of_line
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import get_labels_and_mask
 from megatron.errors import DataError
@@ -120,6 +120,13 @@ def test_prepare_data_writes_tokens_and_labels(
     template.write_text(TEMPLATE.replace("<|end|>", "|"))
     assert prepare(tmp_path, *given) == 0
     assert "talks: ready" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("message", ["hello", {"content": "hello"}, {"role": 1}])
+def test_a_message_without_a_role_is_refused(message: Any) -> None:
+    line = json.dumps({"messages": [TALK[0], message]}).encode()
+    with pytest.raises(ValueError, match='key "messages": message 2 has no role'):
+        conversations_of_line(line, ["messages"])
 
 
 @pytest.mark.parametrize(

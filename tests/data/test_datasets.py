@@ -97,6 +97,8 @@ def test_blend_from_config(tmp_path: Path) -> None:
     assert tokens.count(1) == pytest.approx(45, abs=1)
     assert len(train[0]["text"]) == 9
     assert len(build(data, (4000, 12, 6))[0][3999]["text"]) == 9  # several epochs of each
+    once = build_datasets(data, seq_length=8, seq_length_val=None, num_samples=None, seed=1)
+    assert [len(part or ()) for part in once] == [73] * 3  # of the first file: 600 tokens
     assert len(valid[0]["text"]) == len(test[0]["text"]) == 17  # seq_length_val holds here too
     assert [int(valid[i]["text"][0]) for i in range(12)].count(2) == 6
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,10 @@ from megatron.data import chunks as chunks_module
 from megatron.data.datasets import check_tokenizers
 from megatron.data.indexed_dataset import IndexedDataset, check_tokenizer, read_manifest
 from megatron.data.preprocess import (
+    MAX_PROBLEMS_PER_CHUNK,
     Encoder,
     PreprocessOptions,
+    _Worker,
     preprocess,
     terminated_like_interrupted,
 )
@@ -83,6 +86,10 @@ def test_only_broken_lines_is_an_error_that_shows_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"nothing\nuseful\n")
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         run([tmp_path / "a.jsonl"], tmp_path / "out")
+    encoder = Encoder(BYTES, PreprocessOptions(), np.dtype("<u2"))
+    many = chunks_module.Chunk("a.jsonl", is_json=True, parts=[b"nothing"] * 30)
+    encoded = encoder.encode(many)
+    assert encoded.broken_lines == 30 and len(encoded.problems) == MAX_PROBLEMS_PER_CHUNK < 30
 
 
 def test_several_keys_make_several_datasets(tmp_path: Path) -> None:
@@ -184,6 +191,21 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.1)
+
+
+def test_the_watch_for_the_parent_does_not_keep_a_worker_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process is no worker
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    monkeypatch.setattr(_Worker, "encoder", None, raising=False)
+    done = threading.Event()
+    monkeypatch.setattr("megatron.data.preprocess._end_with_parent", lambda parent: done.wait(30))
+    before = set(threading.enumerate())
+    _Worker.start(Encoder(BYTES, PreprocessOptions(), np.dtype("<u2")), os.getpid())
+    (watch,) = set(threading.enumerate()) - before
+    done.set()
+    assert watch.daemon
 
 
 def command(tmp_path: Path, *extra: str) -> list[str]:

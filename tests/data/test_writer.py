@@ -128,17 +128,18 @@ def test_what_a_killed_preprocessing_left_is_removed_by_the_next(tmp_path: Path)
     assert other.exists()
 
 
-def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path) -> None:
-    """A limit of the size of files stands for the disk's end."""
+@pytest.mark.parametrize("documents", [100, 1])
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path, documents: int) -> None:
+    """A limit of the size of files stands for the disk's end; one document waits for `close`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
     try:
         with (
             pytest.raises(DataError, match=r"x\.bin: cannot be written .*Free disk space"),
             IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer,
         ):
-            for _ in range(100):
+            for _ in range(documents):
                 writer.add_document(np.zeros(10_000, np.uint16))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

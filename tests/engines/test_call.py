@@ -397,6 +397,8 @@ def test_bad_tensors_are_named(name: str) -> None:
 def test_bad_options_are_named(options: dict, says: str) -> None:
     with pytest.raises(EngineError, match=says):
         attention(*plain(), **options)
+    if "query_features" in options:  # one query more, and they are taken
+        attention(*plain(), **{**options, "query_features": torch.ones(1, 2, 32, 4)})
 
 
 def test_lengths_before_heads_are_told() -> None:

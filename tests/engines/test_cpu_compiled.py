@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.engines.cpu import tiled_forward_with_count
+from megatron.engines.cpu_compiled import _TASKS_PER_THREAD, _parts
 from tests.engines.conftest import force
 from tests.engines.test_call import Draw, gates
 
@@ -40,3 +41,10 @@ def test_gates_alone_prune_tiles() -> None:
     q, k, v = (draw.arguments[name] for name in "qkv")
     _, count = tiled_forward_with_count(q, k, v, key_bias=gates(1, 6, 2000, 1000.0))
     assert count.share < 0.5
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 16, 17])
+def test_there_are_tasks_for_every_thread_and_few_more(pairs: int) -> None:
+    parts = _parts(4, pairs, grouped=False)
+    assert (parts - 1) * pairs < 4 * _TASKS_PER_THREAD <= parts * pairs
+    assert _parts(1, pairs, grouped=False) == 1 <= _parts(4, pairs, grouped=True) <= parts

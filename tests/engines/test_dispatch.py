@@ -34,6 +34,16 @@ def test_auto_on_cpu_goes_by_length_and_dtype() -> None:
     assert choose_engine(call(512, torch.float64)) == "naive"
 
 
+@pytest.mark.parametrize(
+    ("engine", "place"), [("naive", "reference.naive"), ("tiled", "cpu.tiled")]
+)
+def test_the_engine_that_is_asked_for_runs(
+    engine: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"megatron.engines.{place}_attention", lambda call: (engine, call.k_len))
+    assert attention(*make(), engine=engine) == (engine, 32)
+
+
 @pytest.mark.parametrize("engine", ["auto", "naive", "tiled"])
 def test_scale_defaults_to_the_root_of_the_head_dim(engine: str) -> None:
     q, k, v = make()

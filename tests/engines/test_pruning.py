@@ -155,3 +155,23 @@ def test_head_windows_are_true_bounds() -> None:
         beyond = torch.where(distance >= window, scores, -torch.inf)
         excess = torch.logsumexp(beyond, 1) - scores.diagonal()
         assert excess.max() < -24 * 0.6931
+
+
+def test_each_head_is_bounded_by_its_own_keys_and_by_the_largest_bias_so_far() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 256, 16)
+    k, v = torch.randn(2, 2, 256, 16), torch.randn(2, 2, 256, 16)
+    k[:, 1] *= 8  # of heads 2 and 3
+    bias = -torch.arange(256.0).repeat(4, 1)
+
+    def windows(**terms: Tensor) -> Tensor:
+        call = checked_call(q, k, v, bias, **terms)
+        bounds = decay_bounds(call)
+        assert bounds is not None
+        return head_windows(call, bounds)
+
+    plain = windows()
+    assert plain[:2].max() + 50 < plain[2:].min() < 256
+    lifted = torch.zeros(1, 1, 256)
+    lifted[..., 3] = 20.0
+    assert torch.equal(windows(key_bias=lifted), plain + 20)

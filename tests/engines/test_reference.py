@@ -116,3 +116,12 @@ def test_rows_sum_to_one_and_hidden_keys_get_exactly_zero() -> None:
     torch.testing.assert_close(probs.sum(-1), torch.ones(2, 3, 30))
     distance = torch.arange(30)[:, None] + 20 - torch.arange(50)[None, :]
     assert probs[..., (distance < 0) | (distance >= 5)].eq(0).all()
+
+
+def test_a_row_whose_keys_are_all_hidden_has_no_probabilities() -> None:
+    scores, _, _ = draw(5, 5)
+    key_bias = torch.zeros(2, 3, 5)
+    key_bias[..., :2] = -math.inf
+    probs = fused_softmax(scores, key_bias=key_bias)
+    assert torch.equal(probs.sum(-1) > 0, torch.arange(5).expand(2, 3, 5) >= 2)
+    assert probs[..., :2].eq(0).all()

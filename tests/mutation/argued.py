@@ -20,15 +20,27 @@ ARGUED: dict[str, str] = {
     "data/gpt_dataset.py: split_bounds: 0 -> (1)": (
         "every boundary and the rounding error that is subtracted from it move by one"
     ),
+    "engines/cpu_torch.py: _Heads.forward: 0.0 -> (1.0) (2)": (
+        "any finite number: the scores of a row that sees nothing are -inf, its probabilities 0"
+    ),
+    "engines/dropout.py: _mixed: 64 -> (65)": (
+        "a factor as an unsigned number: torch multiplies modulo 2^64 either way"
+    ),
     "data/index_cache.py: : 20 -> (21)": (
         "a limit of memory for a forged header: 1 or 2 MB, where a header has some hundred bytes"
     ),
     "data/index_cache.py: _header: True -> (False) (3)": (
         "the order of keys in a header, which is read as a mapping"
     ),
+    "data/preprocess.py: Encoder._encode_conversations: True -> (False) (3)": (
+        "zip's strict: one list is made for each column"
+    ),
     'data/preprocess.py: _tokenize: bar.set_postfix_str(f"{speed:.1f} MB text/s", refresh=False) '
     "-> pass": "the text beside a progress bar",
     "data/preprocess.py: available_cores: 1 -> (2)": (
         "for a system that tells neither its cores nor this process's"
+    ),
+    "training/optimizer.py: wsd_rate: step <= warmup -> (step < warmup)": (
+        "at the last step of the warmup both branches give the peak"
     ),
 }

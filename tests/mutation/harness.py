@@ -168,25 +168,31 @@ def judge(
     checkout: Checkout, chosen: Sample, end: float, longest: float
 ) -> dict[str, dict[str, Any]]:
     """What became of each mutant."""
-    files = sorted({own_tests(name) for name, _ in chosen})
-    if any(name.startswith("engines/") for name, _ in chosen):
+    verdicts: dict[str, dict[str, Any]] = {}
+    kernels = [(name, mutant) for name, mutant in chosen if "triton" in name]
+    if kernels:  # first, because the other tests run no kernel without a GPU
+        verdicts = checkout.fast(kernels, "interpreted", INTERPRETED, TRITON_INTERPRET="1")
+    left = [item for item in chosen if not _is_killed(verdicts, item)]
+    files = sorted({own_tests(name) for name, _ in left})
+    if any(name.startswith("engines/") for name, _ in left):
         files = sorted({*files, WIDER["engines"][0]})
-    verdicts = checkout.fast(chosen, "fast", files)
-    kernels = [
-        (name, mutant)
-        for name, mutant in chosen
-        if "triton" in name and verdicts[identity(name, mutant)]["outcome"] != "killed"
-    ]
-    if kernels:
-        found = checkout.fast(kernels, "interpreted", INTERPRETED, TRITON_INTERPRET="1")
-        verdicts |= {key: value for key, value in found.items() if value["outcome"] != "unjudged"}
+    found = checkout.fast(left, "fast", files) if left else {}
+    verdicts |= {
+        key: value
+        for key, value in found.items()
+        if value["outcome"] != "unjudged" or key not in verdicts
+    }
     for name, mutant in chosen:
         key = identity(name, mutant)
-        if verdicts[key]["outcome"] != "killed" and time.monotonic() < end:
+        if not _is_killed(verdicts, (name, mutant)) and time.monotonic() < end:
             slow = checkout.slow(name, mutant, longest)
             verdicts[key] = slow if slow["outcome"] == "killed" else verdicts[key]
             print(f"{slow['outcome']:<9} {key}  [{slow['by']}]", flush=True)
     return verdicts
+
+
+def _is_killed(verdicts: dict[str, dict[str, Any]], item: tuple[str, Mutant]) -> bool:
+    return verdicts.get(identity(*item), {}).get("outcome") == "killed"
 
 
 def main() -> int:

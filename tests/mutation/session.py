@@ -147,7 +147,7 @@ class Session:
             names = [
                 name
                 for own in job["own"]
-                for name in sorted(self.tests, key=_shuffled)
+                for name in sorted(self.tests, key=self._engine_order)
                 if name.partition("::")[0] == own
             ]
             return self._shown(names, exchange, job["seconds"])
@@ -157,6 +157,8 @@ class Session:
             for name, test in self.tests.items()
             if test["passes"] and lines & set(test["lines"].get(job["file"], ()))
         ]
+        own = job["own"][0]
+        reaching.sort(key=lambda name: (name.partition("::")[0] != own, self._seconds(name)))
         return self._shown(reaching, exchange, job["seconds"])
 
     def _unmoved(self, file: str, path: str, own: str) -> list[str]:
@@ -168,6 +170,7 @@ class Session:
                 for name, test in self.tests.items()
                 if test["passes"] and name.partition("::")[0] == own
             ]
+            names.sort(key=self._seconds)
             while names:
                 answer = self._shown(names, lambda: execute_anew(path, source), CPU_SECONDS * 10)
                 if answer["outcome"] == "survived":
@@ -177,13 +180,22 @@ class Session:
             self._controls[file] = names
         return self._controls[file]
 
+    def _engine_order(self, name: str) -> tuple[bool, str]:
+        """Tests that start no engine take little time: first of all."""
+        fixtures = getattr(self.items[name], "fixturenames", ())
+        starts = not {"engine", "tiled"}.isdisjoint(fixtures)
+        return starts, hashlib.sha256(name.encode()).hexdigest()
+
+    def _seconds(self, name: str) -> float:
+        return float(self.tests[name]["seconds"])
+
     def _shown(self, names: list[str], change: Callable[[], None], most: float) -> dict[str, Any]:
-        """What tests say to a change, in a fork, fast ones first."""
+        """What tests say to a change, in a fork, in this order."""
         if not names:
             return {"outcome": "unjudged", "by": "no test here reaches it"}
         chosen, total = [], 0.0
-        for name in sorted(names, key=lambda name: self.tests[name]["seconds"]):
-            total += self.tests[name]["seconds"]
+        for name in names:
+            total += self._seconds(name)
             if not chosen or total < most:
                 chosen.append(self.items[name])
         note = self.answers.with_suffix(".failed")
@@ -212,10 +224,6 @@ class Session:
 
 def run_one(item: pytest.Item, following: pytest.Item | None) -> None:
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-
-
-def _shuffled(name: str) -> str:
-    return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _too_costly(number: int, frame: FrameType | None) -> None:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -92,6 +93,7 @@ class Hosts:
         self.hosts: dict[str, Host] = {}
         self.servers: dict[str, RankServer] = {}
         self._ports = count(29611)
+        self._starting = threading.Lock()
 
     def start(self) -> None:
         self._wait(lambda: _namespace(self.switch.pid) != _namespace(os.getpid()))
@@ -125,7 +127,7 @@ class Hosts:
         (self.directory / f"hosts-{name}").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def run(
-        self, name: str, *command: str, seconds: float = 90, **variables: str
+        self, name: str, *command: str, seconds: float = 120, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """A command on a host to its end, with Slurm's programs at hand."""
         return subprocess.run(
@@ -141,19 +143,23 @@ class Hosts:
 
     def start_ranks(self, names: Sequence[str], *arguments: str) -> list[ForkedRank]:
         """One rank of a job on each host, as torchrun would start it, forked with its imports."""
-        new = [name for name in names if name not in self.servers]
+        with self._starting:
+            self._start_servers()
+            ranks, port = [], str(next(self._ports))
+            for rank, name in enumerate(names):
+                variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names))}
+                variables |= {"MASTER_ADDR": names[0], "MASTER_PORT": port}
+                environment = {**self.environment, **variables}
+                ranks.append(ForkedRank(arguments, environment, self.servers[name]))
+            return ranks
+
+    def _start_servers(self) -> None:
+        new = [name for name in NODES if name not in self.servers]
         self.servers |= {name: RankServer(self.hosts[name]) for name in new}
         for name in new:
             self.servers[name].connection()  # all at once; the first rank waits for the imports
         for name in new:
             ForkedRank([os.devnull], self.environment, self.servers[name]).wait(timeout=120)
-        ranks, port = [], str(next(self._ports))
-        for rank, name in enumerate(names):
-            variables = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(names))}
-            variables |= {"MASTER_ADDR": names[0], "MASTER_PORT": port}
-            environment = {**self.environment, **variables}
-            ranks.append(ForkedRank(arguments, environment, self.servers[name]))
-        return ranks
 
     def start_sshd(self) -> None:
         """ssh between all hosts without a password, by a key of this directory."""
@@ -220,13 +226,15 @@ mount -t tmpfs -o mode=755 none /run/sshd
         self.directory.chmod(0o755)
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (self.directory / name).mkdir()
-        nodes = "SlurmdTimeout=10\nTreeWidth=16\n" + "".join(
-            f"NodeName={name} NodeAddr={ADDRESSES[name]} CPUs=4 RealMemory=8000 State=UNKNOWN\n"
-            for name in NODES
-        )
-        nodes += (
-            f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n"
-        )
+        nodes = "SlurmdTimeout=10\nTreeWidth=16\nGresTypes=gpu\n"
+        own = "CPUs=32 RealMemory=16000 Gres=gpu:a100:1 State=UNKNOWN"  # a GPU's name only
+        for name in NODES:
+            nodes += f"NodeName={name} NodeAddr={ADDRESSES[name]} {own}\n"
+        for partition in ("main Default=YES", "a100", "cpu"):
+            nodes += f"PartitionName={partition} Nodes={','.join(NODES)} State=UP\n"
+        (self.directory / "gpu0").touch()
+        gres = f"NodeName=n[1-3] Name=gpu Type=a100 File={self.directory}/gpu0\n"
+        (self.directory / "gres.conf").write_text(gres, encoding="utf-8")
         controller = f"{CONTROLLER}({ADDRESSES[CONTROLLER]})"
         self.tool.write_config(self.directory, controller, nodes, (6817, 6818), node="-%n")
         enter = self.hosts[CONTROLLER].enter

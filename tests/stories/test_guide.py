@@ -19,7 +19,8 @@ import pytest
 import zstandard
 
 from tests.conftest import REPOSITORY
-from tests.stories.test_real_slurm import slurm as slurm
+from tests.stories.hosts import CONTROLLER, Hosts
+from tests.stories.test_hosts import hosts as hosts
 
 SHRUNK = (
     "num_layers=1 hidden_size=32 num_attention_heads=2 seq_length=32 max_position_embeddings=32 "
@@ -79,6 +80,8 @@ class Reader:
 
     def __init__(self, place: Path, environment: dict[str, str]) -> None:
         self.place = place
+        self.enter: list[str] = []
+        """Words before a command, which let it run on another host."""
         binaries = Path(sys.executable).parent
         self.environment = {**environment, "PYTHONPATH": str(REPOSITORY)}
         self.environment["PATH"] = f"{binaries}{os.pathsep}{environment['PATH']}"
@@ -89,16 +92,18 @@ class Reader:
         """Runs a block; the guide's own commands, shrunk where they name the suite."""
         shown = text.replace("/path/to", str(self.place / "raw")).replace("\\\n", " ")
         lines = [self._shrunk(line) for line in shown.splitlines()]
+        return self.call("bash", "-e", "-c", "\n".join([f"cd {self.place}", *lines]))
+
+    def call(self, *command: str) -> str:
         result = subprocess.run(
-            ["bash", "-e", "-c", "\n".join(lines)],
-            cwd=self.place,
+            [*self.enter, *command],
             env=self.environment,
             capture_output=True,
             text=True,
             timeout=300,
             check=False,
         )
-        assert result.returncode == 0, f"{text}\n{result.stdout}{result.stderr}"
+        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
         return result.stdout
 
     def _shrunk(self, line: str) -> str:
@@ -110,12 +115,13 @@ class Reader:
 
 @pytest.mark.slurm
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons need root")
-def test_the_guide_works_as_written(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_the_guide_works_as_written(hosts: Hosts, tmp_path: Path) -> None:
+    """On several hosts with a Slurm over them; each has one GPU, by name."""
     _, vocabulary, plan, github, arxiv, submit, watch, report = steps()
     toy_text(tmp_path / "raw")
-    reader = Reader(tmp_path, slurm)
-    reader.shell(vocabulary)
+    reader = Reader(tmp_path, hosts.environment)
+    reader.shell(vocabulary)  # the hosts have no network but their own
+    reader.enter = hosts.hosts[CONTROLLER].enter
     assert "estimate" in reader.shell(plan)
     assert "60 documents" in reader.shell(github)
     assert "120 documents" in (text := reader.shell(arxiv))
@@ -130,27 +136,20 @@ def test_the_guide_works_as_written(slurm: dict[str, str], tmp_path: Path) -> No
     assert train is not None
     wait_for(reader, lambda: (tmp_path / "runs/paper" / RUNS[0] / "metrics.jsonl").exists())
     task = f"{train.group(1)}_0"
-    subprocess.run(["scontrol", "requeue", task], env=reader.environment, check=True)
+    reader.call("scontrol", "requeue", task)
     status = reader.shell(watch)
     assert RUNS[0] in status
-    wait_for(reader, lambda: not squeue(reader).strip())
+    wait_for(reader, lambda: not reader.call("squeue", "--noheader").strip())
 
     status = reader.shell(watch)
     assert "2 runs: 2 done" in status
     assert "nothing failed" in status
-    shown = ["scontrol", "show", "job", task]
-    details = subprocess.run(shown, env=reader.environment, capture_output=True, text=True)
-    assert "Restarts=1" in details.stdout
+    details = reader.call("scontrol", "show", "job", task)
+    assert "Restarts=1" in details
+    assert re.search(r"\bNodeList=n[123]\b", details)
     assert "KERPLE-log" in reader.shell(report)
     page = (tmp_path / "runs" / "paper" / "report" / "report.html").read_text(encoding="utf-8")
     assert "2 of 2 finished" in page
-
-
-def squeue(reader: Reader) -> str:
-    result = subprocess.run(
-        ["squeue", "--noheader"], env=reader.environment, capture_output=True, text=True, check=True
-    )
-    return result.stdout
 
 
 def wait_for(reader: Reader, condition) -> None:  # type: ignore[no-untyped-def]
@@ -161,5 +160,5 @@ def wait_for(reader: Reader, condition) -> None:  # type: ignore[no-untyped-def]
             *reader.place.glob("runs/*/*/logs/*"),
         ]
         shown = "\n".join(f"== {path}\n{path.read_text()[-1500:]}" for path in logs)
-        assert time.monotonic() < deadline, f"waited too long\n{squeue(reader)}\n{shown}"
+        assert time.monotonic() < deadline, f"waited too long\n{reader.call('squeue')}\n{shown}"
         time.sleep(1)

@@ -224,38 +224,46 @@ def test_zero_3_draws_the_same_model_and_no_rank_holds_it_whole(
     assert reference["whole_at_once"] > 8
 
 
+DOCUMENTS = {**POSITIONS["packed"], "eod_mask_loss": True}
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "grouped": {"num_attention_heads": 16, "num_kv_heads": 8, "pos_emb": "kerple_bias_wht"},
+    "score_terms": POSITIONS["score_terms"],
+    "documents": DOCUMENTS,
+    "rotary_documents": {**DOCUMENTS, "pos_emb": "rotary", "forget_gate": False},
+    "learned_documents": {**DOCUMENTS, "pos_emb": "learned", "forget_gate": False},
+    "head_norms": {"use_qk_layernorm": True, "checkpoint_activations": True},
+}
+NAMES = sorted(METHODS)
+PIECES = [(tuple(NAMES[i::5]), 2) for i in range(5)] + [((name,), 4) for name in ON_FOUR]
+
+
 @pytest.mark.slow
-def test_every_method_on_ranks_that_share_sequences(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("names", "processes"), PIECES)
+def test_every_method_on_ranks_that_share_sequences(
+    tmp_path: Path, names: tuple[str, ...], processes: int
+) -> None:
     """Each positional embedding on two processes, and documents and grouped heads on four."""
     plain = write_data(tmp_path)
     packed = write_data(tmp_path / "packed", documents=400, length=7, end=0)
-    documents = {**POSITIONS["packed"], "data_path": packed, "eod_mask_loss": True}
-    models: dict[str, dict[str, Any]] = {name: {"pos_emb": name} for name in METHODS}
-    some: dict[str, dict[str, Any]] = {
-        "grouped": {"num_attention_heads": 16, "num_kv_heads": 8, "pos_emb": "kerple_bias_wht"},
-        "score_terms": POSITIONS["score_terms"],
-        "documents": documents,
-        "rotary_documents": {**documents, "pos_emb": "rotary", "forget_gate": False},
-        "learned_documents": {**documents, "pos_emb": "learned", "forget_gate": False},
-        "head_norms": {"use_qk_layernorm": True, "checkpoint_activations": True},
-    }
 
-    def case(changes: dict[str, Any]) -> dict[str, Any]:
-        return {"config": tiny_config(plain, **changes), "steps": 2, "validate": True}
+    def case(name: str, place: dict[str, Any]) -> dict[str, Any]:
+        changes = ON_FOUR[name] if processes == 4 else {"pos_emb": name}
+        data = packed if "documents" in name else plain
+        return {"config": tiny_config(data, **changes, **place), "steps": 2, "validate": True}
 
-    expected = run_cases({x: case(y) for x, y in (models | some).items()}, tmp_path, 1)
-    two = {(x, "sp2"): case(models[x] | layout(sp=2)) for x in models}
-    four = {
-        (x, place): case(some[x] | FOUR[place])
-        for x in some
-        for place in FOUR
-        if (x, "mp" in place) != ("head_norms", True)
+    layouts = FOUR if processes == 4 else {"sp2": layout(sp=2)}
+    expected = run_cases({name: case(name, layout()) for name in names}, tmp_path, 1)
+    cases = {
+        (name, place): case(name, layouts[place])
+        for name in names
+        for place in layouts
+        if (name, "mp" in place) != ("head_norms", True)
     }
-    for cases, processes in ((two, 2), (four, 4)):
-        found = run_cases({"-".join(x): case for x, case in cases.items()}, tmp_path, processes)
-        for name, place in cases:
-            reference, result = expected[name], found[f"{name}-{place}"]
-            for key in ("losses", "valid_loss", "grad_norms"):
-                close = pytest.approx(reference[key], rel=TOLERANCE["fp32"])
-                assert result[key] == close, (name, place, key)
-            assert result["replicas_agree"], (name, place)
+    asked = {"-".join(key): asked for key, asked in cases.items()}
+    found = run_cases(asked, tmp_path, processes)
+    for name, place in cases:
+        reference, result = expected[name], found[f"{name}-{place}"]
+        for key in ("losses", "valid_loss", "grad_norms"):
+            close = pytest.approx(reference[key], rel=TOLERANCE["fp32"])
+            assert result[key] == close, (name, place, key)
+        assert result["replicas_agree"], (name, place)

@@ -16,6 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = list(sys.argv[1:] if argv is None else argv)
     if not paths:
         raise DataError("dataset_token_count.py DATASET...: no dataset is named")
+    if paths[0] in ("-h", "--help"):
+        print(f"usage: dataset_token_count.py DATASET...\n\n{__doc__}")
+        return 0
     for path in paths:
         print("Checking file", path)
         print("Dataset size in tokens is", make_dataset(path).total_tokens)
