@@ -80,6 +80,8 @@ class Evaluation:
             args.model.model_dump(mode="json"),
             args.tokenizer.model_dump(mode="json"),
         ]
+        if self.options.inference_dtype is not None:
+            self.model_key.append(self.options.inference_dtype)
 
     def run(self, names: Sequence[str]) -> int:
         """All named tasks; 1 if any of them gave no result."""
