@@ -305,7 +305,7 @@ def _check(model: Any, vllm_config: Any) -> None:
         own = layer.attention
         if own.forget_gate is not None or own.terms is not None:
             name = "forget_gate" if own.forget_gate is not None else own.layer_config.pos_emb
-            raise EngineError(f"vLLM: {name}: a score that depends on the text is not supported")
+            raise EngineError(f"vLLM: {name}: its scores depend on more than q.k and the distance")
     if any(getattr(rotary, "by_length", False) for rotary in model._rotary):
         raise EngineError("vLLM: rope_scaling types dynamic and longrope are not supported")
     parallel = vllm_config.parallel_config

@@ -134,7 +134,7 @@ class Evaluation:
         if cells.all_failed or not results:
             reasons = [error["error"] for error in cells.errors]
             nothing = "the task measured nothing" if self.options.splits else NO_SPLIT
-            raise EvaluationError("; ".join(reasons) or nothing)
+            raise EvaluationError("; ".join(dict.fromkeys(reasons)) or nothing)
         provenance = self._provenance(task)
         content = {**provenance, "results": results, "errors": cells.errors}
         self.store.publish(name, key, content)
