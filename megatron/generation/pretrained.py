@@ -107,7 +107,8 @@ def load_pretrained(
     The format is detected: our checkpoints, the official KERPLE ones, GPT-NeoX's of both
     generations, any pipe- or model-parallel size. `iteration` picks a step; `config` is for
     checkpoints that contain none, and must describe the same model. `dtype=None` keeps the
-    precision of the embedding's weights. `dtype="int8"`: matrices of 8 bits, computed in bf16 on a CPU.
+    precision of the embedding's weights, `dtype="int8"` makes matrices of 8 bits, which are
+    multiplied in bf16 on a CPU.
     A checkpoint with a user-defined kernel loads if its module is imported already, or with
     `allow_kernel="package.module:Class"`: otherwise no class that a checkpoint names is imported.
     """

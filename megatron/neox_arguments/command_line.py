@@ -143,7 +143,9 @@ def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], lis
 
 
 def load_config(
-    options: argparse.Namespace, script: str = "", exported: Callable[[Path], NeoXArgs] | None = None
+    options: argparse.Namespace,
+    script: str = "",
+    exported: Callable[[Path], NeoXArgs] | None = None,
 ) -> NeoXArgs:
     """The config that a parsed command line describes; `script` is what will run with it.
 

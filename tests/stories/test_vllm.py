@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ SCRIPT = """
 import gc, json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    folders, prompts, count = json.load(sys.stdin)
+    folders, refused, prompts, count = json.load(sys.stdin)
     greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     for folder in folders:
         llm = LLM(
@@ -58,6 +58,10 @@ if __name__ == "__main__":
         print("TOKENS", json.dumps([list(each.outputs[0].token_ids) for each in answers]))
         del llm  # ends the process group, which the next one makes again
         gc.collect()
+    try:
+        LLM(refused, skip_tokenizer_init=True, max_model_len=64, enforce_eager=True)
+    except Exception as error:
+        print("REFUSED", error)
 """
 
 
@@ -74,18 +78,22 @@ def test_vllm_gives_our_tokens(tmp_path: Path) -> None:
         write_hf(at_rest(model, args), tmp_path / name)
         expected[name] = generate(model, prompts, max_new_tokens=NEW)
         assert max(len(set(row)) for row in expected[name]) > 4
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    plugin = project["entry-points"]["vllm.general_plugins"]
+    gated = small_args(forget_gate=True)
+    write_hf(at_rest(random_model(gated), gated), tmp_path / "gated")
+    folders = [str(tmp_path / name) for name in MODELS]
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    plugin = re.search(r'\[project\.entry-points\."(vllm\.\w+)"\]\n(kerple) = "(.+)"', project)
+    assert plugin is not None
     installed = tmp_path / "installed" / "kerple_neox-0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kerple-neox\nVersion: 0\n")
-    lines = [f"{name} = {place}" for name, place in plugin.items()]
-    (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+    group, name, place = plugin.groups()
+    (installed / "entry_points.txt").write_text(f"[{group}]\n{name} = {place}\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     assert PYTHON is not None
     done = subprocess.run(
         [PYTHON, str(tmp_path / "script.py")],
-        input=json.dumps([[str(tmp_path / name) for name in MODELS], prompts, NEW]),
+        input=json.dumps([folders, str(tmp_path / "gated"), prompts, NEW]),
         env={
             **os.environ,
             "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{installed.parent}",
@@ -100,3 +108,4 @@ def test_vllm_gives_our_tokens(tmp_path: Path) -> None:
     found = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     actual = dict(zip(MODELS, (json.loads(line[7:]) for line in found), strict=True))
     assert actual == expected
+    assert "REFUSED vLLM: forget_gate: its scores depend on more" in done.stdout
