@@ -166,10 +166,10 @@ def load_config(
         trains = Path(script).stem == "train"
         if exported is not None and (folder / "config.json").is_file() and not trains:
             model = exported(folder).model.model_dump(mode="json")
-            found, chosen = [], [f"{key}={json.dumps(value)}" for key, value in model.items()]
-            chosen.append(f"load={json.dumps(str(folder))}")
-        else:
-            found, chosen = _saved_configs(folder, options.iteration)
+            sets = [f"{key}={json.dumps(value)}" for key, value in model.items()] + sets
+            sets.insert(0, f"load={json.dumps(str(folder))}")
+            continue
+        found, chosen = _saved_configs(folder, options.iteration)
         if trains:
             raise ConfigError(
                 f"{folder}: a folder is enough for evaluate.py and generate.py; train.py takes "

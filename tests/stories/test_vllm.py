@@ -78,7 +78,7 @@ def test_vllm_gives_our_tokens(tmp_path: Path) -> None:
         write_hf(at_rest(model, args), tmp_path / name)
         expected[name] = generate(model, prompts, max_new_tokens=NEW)
         assert max(len(set(row)) for row in expected[name]) > 4
-    gated = small_args(forget_gate=True)
+    gated = small_args(pos_emb="kerple_log", forget_gate=True)
     write_hf(at_rest(random_model(gated), gated), tmp_path / "gated")
     folders = [str(tmp_path / name) for name in MODELS]
     project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
