@@ -16,7 +16,13 @@ from megatron.data.chat import ChatTemplate
 from megatron.data.chunks import DOCUMENT_SPLITTERS, read_texts
 from megatron.data.corpora import SOURCES
 from megatron.data.indexed_dataset import prefix_of, read_manifest
-from megatron.data.prepare import PrepareRequest, prepare_corpus, print_problems, report
+from megatron.data.prepare import (
+    PrepareRequest,
+    gpt2_folder,
+    prepare_corpus,
+    print_problems,
+    report,
+)
 from megatron.data.preprocess import (
     PreprocessOptions,
     available_cores,
@@ -205,9 +211,10 @@ def _hint(prefix: Path, request: PrepareRequest) -> None:
         "merge_file": (request.merge_file, prefix.parent / MERGES),
     }
     if kind != "CharLevelTokenizer":  # what was given may be a name, not a file
-        sets += [
-            f"{key}={given or own}" for key, (given, own) in files.items() if given or own.is_file()
-        ]
+        known = {key: given or own for key, (given, own) in files.items() if given or own.is_file()}
+        if kind == "GPT2BPETokenizer" and not known and (found := gpt2_folder(request.directory)):
+            known["vocab_file"] = found
+        sets += [f"{key}={value}" for key, value in known.items()]
     command = shlex.join(["configs/laptop/tiny.yml", "--set", *sets])
     print_next_command(f"{shown_command('deepy')} train.py {command}")
 

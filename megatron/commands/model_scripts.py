@@ -63,7 +63,7 @@ def deepy(argv: Sequence[str] | None = None) -> int:
     add_config_arguments(parser)
     options = parser.parse_intermixed_args(arguments)
     script = find_script(options.script, Path(__file__).resolve().parents[2])
-    args = load_config(options, options.script)
+    args = load_config(options, options.script, _exported_config)
     if options.dry_run:
         print(_explain(script, args))
         return 0
@@ -93,9 +93,16 @@ def _explain(script: list[str], args: NeoXArgs) -> str:
     return "\n".join([dry_run_report(plan.args, plan.world_size, plan.command()), *warnings])
 
 
+def _exported_config(folder: Path) -> NeoXArgs:
+    """Of a Hugging Face folder, ours or another's."""
+    from megatron.checkpoints.hf.folder import read_config
+
+    return read_config(folder)[1]
+
+
 def _parsed(script: str, argv: Sequence[str] | None) -> tuple[NeoXArgs, argparse.Namespace]:
     """Config and options; with `--dry-run` they are printed and the process ends."""
-    args, options = parse_command_line(script, argv)
+    args, options = parse_command_line(script, argv, _exported_config)
     if options.dry_run:
         from megatron.commands.dry_run import dry_run_report
 

@@ -80,6 +80,8 @@ class Evaluation:
             args.model.model_dump(mode="json"),
             args.tokenizer.model_dump(mode="json"),
         ]
+        if self.options.inference_dtype is not None:
+            self.model_key.append(self.options.inference_dtype)
 
     def run(self, names: Sequence[str]) -> int:
         """All named tasks; 1 if any of them gave no result."""
@@ -132,7 +134,7 @@ class Evaluation:
         if cells.all_failed or not results:
             reasons = [error["error"] for error in cells.errors]
             nothing = "the task measured nothing" if self.options.splits else NO_SPLIT
-            raise EvaluationError("; ".join(reasons) or nothing)
+            raise EvaluationError("; ".join(dict.fromkeys(reasons)) or nothing)
         provenance = self._provenance(task)
         content = {**provenance, "results": results, "errors": cells.errors}
         self.store.publish(name, key, content)

@@ -223,6 +223,9 @@ def requested(
 
     evaluate.py writes this, and a suite expects this.
     """
+    parameters = task.parameters(options)
+    if options.inference_dtype is not None:
+        parameters = {**parameters, "inference_dtype": options.inference_dtype}
     return {
         "task": task.result_name(options),
         "seed": options.seed,
@@ -230,7 +233,7 @@ def requested(
         "protocol": options.eval_protocol,
         "train_length": options.train_length,
         "window": options.eval_window,
-        "settings": recorded_settings(task.parameters(options), model),
+        "settings": recorded_settings(parameters, model),
     }
 
 

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.atomic_files import fingerprint
 from megatron.checkpoints import (
@@ -25,11 +25,17 @@ from megatron.checkpoints.sharding import EMBEDDING
 from megatron.checkpoints.universal import PARAMETERS
 from megatron.errors import EvaluationError, GenerationError
 from megatron.model import GPTModel
-from megatron.mpu.parallel_layers import parameter_facts
+from megatron.mpu.parallel_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    parameter_facts,
+)
 from megatron.neox_arguments import NeoXArgs, allowed_code
 
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
+
+INT8_ROWS = 16  # up to this many, torch's product with int8 is faster than one with bf16
 
 
 class PretrainedModel(GPTModel):
@@ -90,7 +96,7 @@ def load_pretrained(
     path: str | Path,
     *,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | Literal["int8"] | None = torch.float32,
     iteration: int | None = None,
     config: NeoXArgs | Mapping[str, Any] | None = None,
     allow_kernel: str | Sequence[str] | None = None,
@@ -101,7 +107,8 @@ def load_pretrained(
     The format is detected: our checkpoints, the official KERPLE ones, GPT-NeoX's of both
     generations, any pipe- or model-parallel size. `iteration` picks a step; `config` is for
     checkpoints that contain none, and must describe the same model. `dtype=None` keeps the
-    precision of the embedding's weights.
+    precision of the embedding's weights, `dtype="int8"` makes matrices of 8 bits, which are
+    multiplied in bf16 on a CPU.
     A checkpoint with a user-defined kernel loads if its module is imported already, or with
     `allow_kernel="package.module:Class"`: otherwise no class that a checkpoint names is imported.
     """
@@ -110,11 +117,47 @@ def load_pretrained(
     model = PretrainedModel(checkpoint)
     if dtype is None:
         dtype = checkpoint.weights[EMBEDDING].dtype
+    if dtype == "int8":
+        _use_int8(model, torch.device(device))
+        dtype = torch.bfloat16
     exact = [(p, p.detach().clone()) for p in model.parameters() if parameter_facts(p).fp32]
     model.to(device=device, dtype=dtype)
     for parameter, values in exact:  # not rounded, whatever the precision of the others
         parameter.data = values.to(device)
     return model.eval()
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weights are 8 bits and a factor for each output; computes in bf16."""
+
+    scales: Tensor
+
+    def __init__(self, linear: ColumnParallelLinear | RowParallelLinear) -> None:
+        super().__init__()
+        whole = linear.weight.detach().float()
+        scales = (whole.abs().amax(1) / 127).clamp(min=1e-30).bfloat16()
+        rounded = (whole / scales.float()[:, None]).round().clamp(-127, 127)
+        self.weight = nn.Parameter(rounded.to(torch.int8), requires_grad=False)
+        self.register_buffer("scales", scales)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        if len(rows) <= INT8_ROWS:
+            out = torch._weight_int8pack_mm(rows, self.weight, self.scales)
+        else:
+            out = rows @ self.weight.to(x.dtype).T * self.scales
+        out = out.unflatten(0, x.shape[:-1])
+        return out if self.bias is None else out + self.bias
+
+
+def _use_int8(model: GPTModel, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise GenerationError(f"int8 weights: computed on a CPU alone, not on {device}; use bf16")
+    for parent in list(model.modules()):
+        for name, part in parent.named_children():
+            if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+                setattr(parent, name, Int8Linear(part))
 
 
 # The checkpoint that evaluation and generation use, its tokenizer and its identity.
@@ -173,9 +216,10 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
 
 def _load(args: NeoXArgs, place: str, device: str) -> PretrainedModel:
     """The checkpoint's model, with the settings that `args` may change after training."""
-    dtype = torch.float32
-    if not device.startswith("cpu"):
-        dtype = _DTYPES.get(args.optimization.precision or "fp32", torch.float32)
+    name = args.evaluation.inference_dtype
+    if name is None and not device.startswith("cpu"):
+        name = args.optimization.precision
+    dtype = _DTYPES[name or "fp32"]
     return load_pretrained(
         place, device=device, dtype=dtype, iteration=args.checkpoint.iteration, config=args
     )
@@ -199,4 +243,9 @@ def _identity(files: CheckpointFiles) -> str:
     )
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES: dict[str, torch.dtype | Literal["int8"]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": "int8",
+}

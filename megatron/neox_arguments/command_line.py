@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,15 @@ def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], lis
     )
 
 
-def load_config(options: argparse.Namespace, script: str = "") -> NeoXArgs:
-    """The config that a parsed command line describes; `script` is what will run with it."""
+def load_config(
+    options: argparse.Namespace,
+    script: str = "",
+    exported: Callable[[Path], NeoXArgs] | None = None,
+) -> NeoXArgs:
+    """The config that a parsed command line describes; `script` is what will run with it.
+
+    `exported` reads the config of a Hugging Face folder.
+    """
     if not options.conf_files and not options.override:
         raise ConfigError("no config file and no run's folder given, e.g. configs/small_bf16.yml.")
     files: list[Path] = []
@@ -156,8 +163,14 @@ def load_config(options: argparse.Namespace, script: str = "") -> NeoXArgs:
         if file.exists() or not folder.is_dir():
             files.append(file)
             continue
+        trains = Path(script).stem == "train"
+        if exported is not None and (folder / "config.json").is_file() and not trains:
+            model = exported(folder).model.model_dump(mode="json")
+            sets = [f"{key}={json.dumps(value)}" for key, value in model.items()] + sets
+            sets.insert(0, f"load={json.dumps(str(folder))}")
+            continue
         found, chosen = _saved_configs(folder, options.iteration)
-        if Path(script).stem == "train":
+        if trains:
             raise ConfigError(
                 f"{folder}: a folder is enough for evaluate.py and generate.py; train.py takes "
                 f"YAML files, for instance {found[0]}."
@@ -227,7 +240,9 @@ def build_script_parser(script_name: str) -> argparse.ArgumentParser:
 
 
 def parse_command_line(
-    script_name: str, argv: Sequence[str] | None = None
+    script_name: str,
+    argv: Sequence[str] | None = None,
+    exported: Callable[[Path], NeoXArgs] | None = None,
 ) -> tuple[NeoXArgs, argparse.Namespace]:
     """Config and options of a script: YAML files, or what deepy.py passes on.
 
@@ -239,7 +254,7 @@ def parse_command_line(
         if options.megatron_config is not None:
             args = decode_config(options.megatron_config)
         else:
-            args = load_config(options, script_name)
+            args = load_config(options, script_name, exported)
     except KerpleError as error:
         raise SystemExit(print_error(error)) from None
     return args, options

@@ -169,6 +169,11 @@ class EvaluationArgs(Group):
         None, "Extrapolation: the loss of the last this many tokens of each sequence; null: of all."
     )
     eval_window: PositiveInt | None = key(None, "Window of attention while evaluating; null: none.")
+    inference_dtype: Literal["fp32", "bf16", "fp16", "int8"] | None = key(
+        None,
+        "Precision of evaluate.py and generate.py; null: fp32 on a CPU, `precision` on a GPU. "
+        "int8: weights of 8 bits in bf16, on a CPU.",
+    )
     eval_context_length: PositiveInt | None = key(None, "lm-eval: the context; null: seq_length.")
     eval_stride: PositiveInt | None = key(
         None, "Sliding-window perplexity: new tokens per window; null: half of each length."

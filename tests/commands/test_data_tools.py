@@ -179,6 +179,10 @@ def test_the_corpus_in_numbers_and_the_next_command(
             f"next: python deepy.py train.py configs/laptop/tiny.yml --set data_path={prefix} "
             "tokenizer_type=CharLevelTokenizer save=runs/novels load=runs/novels\n"
         )
+    source, kind = corpus_once(tmp_path), "GPT2BPETokenizer"
+    assert prepare(tmp_path, "--input", source, "-t", kind, "--force", "--", "novels") == 0
+    vocabulary = Path(capsys.readouterr().err.split(" vocab_file=")[1].strip())
+    assert (vocabulary / "encoder.json").is_file() or (vocabulary / "vocab.json").is_file()
 
 
 def corpus_once(folder: Path) -> Path:

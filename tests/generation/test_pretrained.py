@@ -14,7 +14,7 @@ import torch
 import kerple
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.writing import cast_weights
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, GenerationError
 from tests.checkpoints.small_models import logits_of, saved_model, tokens
 from tests.conftest import REPOSITORY
 from tests.fixture_archives import unpacked
@@ -35,6 +35,21 @@ def test_official_checkpoints_give_the_official_logits_beyond_their_length(name:
     assert model.iteration == 7
     assert model.kind == "kerple"
     assert not model.training
+
+
+def test_int8_weights_are_near_the_official_logits() -> None:
+    """A row of 8-bit numbers with its factor: 1/254 of its largest weight off at most."""
+    expected = np.load(unpacked(OFFICIAL[0]) / "expected.npz")
+    model = kerple.load_pretrained(unpacked(OFFICIAL[0]), dtype="int8")
+    matrices = [p for p in model.parameters() if p.dtype == torch.int8]
+    assert len(matrices) == 4 * 3 + 1 and model.num_parameters() == 97_212
+    official, rows = torch.from_numpy(expected["logits"]), torch.from_numpy(expected["tokens"])
+    many, few = logits_of(model, rows).float(), logits_of(model, rows[:1, :8]).float()
+    for logits, whole in ((many, official), (few, official[:1, :8])):
+        assert 1e-4 < (logits - whole).abs().mean() < 0.1 * whole.std()
+    torch.testing.assert_close(few, many[:1, :8], atol=0.05, rtol=0.05)
+    with pytest.raises(GenerationError, match="int8 weights: computed on a CPU alone"):
+        kerple.load_pretrained(unpacked(OFFICIAL[0]), dtype="int8", device="meta")
 
 
 def test_far_beyond_the_training_length_logits_stay_causal_and_finite() -> None:

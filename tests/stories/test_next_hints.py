@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import shlex
 import subprocess
 import sys
@@ -89,8 +91,35 @@ def test_from_text_to_generated_text(reader: Reader) -> None:
     ((python, flag, code),) = reader.start("convert_checkpoint", "runs/mine", "hf", "--to", "hf")
     assert (python, flag) == ("python", "-c")
     exec(code, {})
+    data = f"data_path={Path('data/mine/mine_text_document').resolve()}"
+    exported = [
+        "hf",
+        "--eval_lengths",
+        "16",
+        "--set",
+        data,
+        "split=80,10,10",
+        "eval_num_sequences=2",
+    ]
+    for more in ([], ["inference_dtype=bf16"], ["inference_dtype=int8"]):
+        assert reader.start("evaluate", *exported, *more) == []
+    results = [json.loads(path.read_text()) for path in Path("hf/results").glob("*.json")]
+    losses = {
+        r["settings"].get("inference_dtype"): r["results"]["valid"][0]["loss"] for r in results
+    }
+    assert losses.keys() == {None, "bf16", "int8"} and len(set(losses.values())) == 3
+    assert max(losses.values()) - min(losses.values()) < 0.02
     (onnx,) = reader.start("convert_checkpoint", "runs/mine", "onnx", "--to", "onnx")
-    assert reader.paste(onnx, "--set", "maximum_tokens=3", "-o", "onnx.txt") == []
+    greedy = ["--set", "maximum_tokens=20", "temperature=0", "-o", "onnx.txt"]
+    Path("prompt.txt").write_text("The License")
+    assert reader.paste(onnx, "-i", "prompt.txt", *greedy) == []
+    (record,) = map(json.loads, Path("onnx.txt").read_text().splitlines())
+    example = [sys.executable, "-X", "importtime", str(REPOSITORY / "examples/onnx_runtime.py")]
+    command = [*example, "onnx", "The License", "20"]
+    alone = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert alone.stdout.strip() == ("The License" + record["text"]).strip()
+    imported = set(re.findall(r"\| +(\w+)$", alone.stderr, re.M))
+    assert "onnxruntime" in imported and not imported & {"torch", "transformers", "megatron"}
 
 
 def test_from_a_first_config(reader: Reader) -> None:

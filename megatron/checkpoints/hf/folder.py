@@ -153,7 +153,7 @@ def _write_config(config: PretrainedConfig, folder: Path, dtype: torch.dtype) ->
 def read_hf_checkpoint(files: CheckpointFiles) -> Checkpoint:
     """Weights and config of a folder written by our converter or by `save_pretrained`."""
     folder = files.directory
-    config, args = _read_config(folder)
+    config, args = read_config(folder)
     args = args.replace(**tokenizer_settings(folder))
     theirs = _read_weights(files)
     names = WeightNames.of(ModelSpec.from_args(args, 1), ARCHITECTURES.get(config.model_type))
@@ -172,7 +172,7 @@ def read_hf_checkpoint(files: CheckpointFiles) -> Checkpoint:
     return Checkpoint(weights, args, files, "hf", iteration if isinstance(iteration, int) else 0)
 
 
-def _read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
+def read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
     """config.json as transformers reads it, and as ours."""
     file = folder / "config.json"
     values = read_object(file)
