@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.layer_formulas import NORM_EPSILONS
+from megatron.model.layer_formulas import NORM_EPSILONS, pattern_places
 from megatron.neox_arguments import (
     FACTS,
     GROUPS,
@@ -237,11 +237,12 @@ def check_agreement(
     allowed = set(args.checkpoint.allow_changed or ())
     refused = [key for key in found if allowed.isdisjoint({key, key.partition(".")[0]})]
     if refused:
+        hint = f" {FRESH_POSITIONS}" if "pos_emb" in refused else ""
         raise CheckpointError(
             f"{directory}: this config is not the one it was trained with: "
             f"{'; '.join(told[key] for key in refused)}. Set it back; or start a new run with "
             "another `save` (and `finetune: true` to begin from these weights); or, to continue "
-            f"with the change, add allow_changed: [{', '.join(refused)}]."
+            f"with the change, add allow_changed: [{', '.join(refused)}].{hint}"
         )
     lines = [f"{difference}, as allow_changed says" for difference in told.values()]
     before, now = saved.get("train_iters"), args.optimization.train_iters
@@ -251,6 +252,30 @@ def check_agreement(
             "lr_decay_iters is set, and more passes over the data would shuffle it anew"
         )
     return lines
+
+
+FRESH_POSITIONS = (
+    "To give the model other positions, add load_positions: fresh (docs/extend_a_rope_model.md)."
+)
+
+
+def check_positions(saved: ModelArgs, given: ModelArgs, source: Path) -> None:
+    """Refuse to begin from weights of a model with another pos_emb."""
+    before, now = _methods(saved), _methods(given)
+    if before != now and len(before) == len(now):
+        then, here = (" + ".join(dict.fromkeys(names)) for names in (before, now))
+        where = " in other layers" if then == here else ""
+        raise CheckpointError(
+            f"{source}: pos_emb is {then} in the checkpoint and {here}{where} in the config. "
+            f"{FRESH_POSITIONS}"
+        )
+
+
+def _methods(model: ModelArgs) -> list[str]:
+    """The method of each layer."""
+    pattern = model.layer_pattern or [{}]
+    places = pattern_places(pattern, model.num_layers)
+    return [canonical_method(pattern[place].get("pos_emb", model.pos_emb)) for place in places]
 
 
 def check_same_model(saved: NeoXArgs, given: NeoXArgs, directory: Path, native: bool) -> None:

@@ -224,6 +224,11 @@ def prepare_command(
 def step_command(launcher: Launcher, run: Run, step: Step) -> list[str]:
     """Results of different lengths of one task must not overwrite each other: own prefixes."""
     config = run.directory / "config.yml"
+    if step == TRAIN and run.base is not None:
+        if TRAIN.name not in done_steps(run.base):
+            raise ReproduceError(f"{run.name} begins with {run.base.name}, which is not trained")
+        load = f"load={json.dumps(run.base.directory.as_posix())}"
+        return launcher.command("train", config, run, ["--set", load])
     if step == TRAIN:
         return launcher.command("train", config, run, [])
     arguments = ["--eval_tasks", step.task]

@@ -77,6 +77,8 @@ class Run:
     evaluations: tuple[Step, ...] = ()
     splits: tuple[str, ...] = ("valid",)
     """Those that the report shows; both are evaluated."""
+    base: Run | None = None
+    """The run whose weights it begins with."""
 
     @property
     def train_length(self) -> int:
@@ -90,7 +92,8 @@ class Run:
     @property
     def train_hash(self) -> str:
         """Of everything that training depends on: evaluation settings may change later."""
-        return fingerprint(trained_with(self.config))
+        own = trained_with(self.config)
+        return fingerprint(own if self.base is None else [self.base.train_hash, own])
 
     def step_hash(self, step: Step) -> str:
         if step == TRAIN:
@@ -245,7 +248,12 @@ class _Expansion:
             if method in variant.methods
         ]
         place = (directory, (section.name,), tuple(steps), tuple(self._file.splits))
-        return Run(name, model, data, method, seed, gpus, config, *place)
+        base = None
+        if continued := self._file.models[model].continues:
+            before, _, method_before = continued.partition(".")
+            base = self._with_lengths(self._run(section, before, data, method_before, seed))
+            config["load_positions"] = "fresh"
+        return Run(name, model, data, method, seed, gpus, config, *place, base)
 
     def _with_lengths(self, run: Run) -> Run:
         """A run that no table reads has no lengths; `--set key=null` leaves a key out."""
