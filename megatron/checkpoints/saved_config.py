@@ -266,7 +266,7 @@ def check_positions(saved: ModelArgs, given: ModelArgs, source: Path) -> None:
         then, here = (" + ".join(dict.fromkeys(names)) for names in (before, now))
         where = " in other layers" if then == here else ""
         raise CheckpointError(
-            f"{source}: pos_emb is {then} in the checkpoint and {here}{where} in the config. "
+            f"{source}: pos_emb is {then!r} in the checkpoint and {here!r}{where} in the config. "
             f"{FRESH_POSITIONS}"
         )
 
