@@ -324,9 +324,9 @@ def differences(
 def _compared(config: Mapping[str, Any], matters: Callable[[str], bool]) -> dict[str, Any]:
     """The values to compare: equivalent keys as one, `optimizer: {type, params: {...}}` one by
     one."""
-    values = {key: config.get(key, _default(key)) for key in OWNER if matters(key)}
+    values = {key: config.get(key, default_value(key)) for key in OWNER if matters(key)}
     model = ModelArgs.model_construct(
-        **{key: config.get(key, _default(key)) for key in ModelArgs.model_fields}
+        **{key: config.get(key, default_value(key)) for key in ModelArgs.model_fields}
     )
     values.update(intermediate_size=model.ffn_size, activation=model.activation_name)
     for key in ("mlp_multiple_of", "bias_gelu_fusion"):
@@ -343,7 +343,7 @@ def _compared(config: Mapping[str, Any], matters: Callable[[str], bool]) -> dict
     return values
 
 
-def _default(key: str) -> Any:
+def default_value(key: str) -> Any:
     """The value of a key that an older version did not have, or that was left out as null."""
     default = GROUPS[OWNER[key]].model_fields[key].get_default(call_default_factory=True)
     return default.model_dump(exclude_none=True) if hasattr(default, "model_dump") else default

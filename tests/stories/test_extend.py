@@ -84,9 +84,7 @@ def test_a_hugging_face_folder_needs_the_key_too(data: str, folder: Path, tmp_pa
     assert "(hf); optimizer and step start anew" in output
 
 
-def test_a_fade_is_resumed_to_the_bit(
-    data: str, rotary: Path, faded: Path, tmp_path: Path
-) -> None:
+def test_a_fade_is_resumed_to_the_bit(data: str, rotary: Path, faded: Path, tmp_path: Path) -> None:
     save = tmp_path / "run"
     config = _config(data, save, **{**FADED, "load": str(rotary)})
     run({**config, "exit_interval": 2}, tmp_path)
