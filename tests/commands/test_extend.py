@@ -9,6 +9,7 @@ import pytest
 from megatron.commands import kerple
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from tests.checkpoints.small_models import saved_model
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -61,3 +62,19 @@ def test_a_model_whose_data_are_unknown_needs_some(
     assert kerple(["extend", checkpoint, "--dry-run"]) == 2
     assert "Add --set data_path=..." in capsys.readouterr().err
     assert not Path("mine_kerple_log.yml").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens"), [("pythia/160M", "131,072,000"), ("finetune_llama_shape", "262,144,000")]
+)
+def test_the_config_for_pythia_and_llama_is_ready(
+    model: str, tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = REPOSITORY / "configs"
+    words = ["deepy", "train.py", str(configs / f"{model}.yml"), "--dry-run"]
+    words += ["--override", str(configs / "extend_rope.yml")]
+    assert kerple([*words, "--set", "load=folder", "data_path=data/x", "save=runs/x"]) == 0
+    output = capsys.readouterr().out
+    assert "load_positions: fresh" in output
+    assert "rope_scaling" not in output
+    assert f"1,000 steps = {tokens} tokens in all" in output
