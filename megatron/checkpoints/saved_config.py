@@ -237,12 +237,11 @@ def check_agreement(
     allowed = set(args.checkpoint.allow_changed or ())
     refused = [key for key in found if allowed.isdisjoint({key, key.partition(".")[0]})]
     if refused:
-        hint = f" {FRESH_POSITIONS}" if "pos_emb" in refused else ""
         raise CheckpointError(
             f"{directory}: this config is not the one it was trained with: "
             f"{'; '.join(told[key] for key in refused)}. Set it back; or start a new run with "
             "another `save` (and `finetune: true` to begin from these weights); or, to continue "
-            f"with the change, add allow_changed: [{', '.join(refused)}].{hint}"
+            f"with the change, add allow_changed: [{', '.join(refused)}]."
         )
     lines = [f"{difference}, as allow_changed says" for difference in told.values()]
     before, now = saved.get("train_iters"), args.optimization.train_iters
@@ -254,11 +253,6 @@ def check_agreement(
     return lines
 
 
-FRESH_POSITIONS = (
-    "To give the model other positions, add load_positions: fresh (docs/extend_a_rope_model.md)."
-)
-
-
 def check_positions(saved: ModelArgs, given: ModelArgs, source: Path) -> None:
     """Refuse to begin from weights of a model with another pos_emb."""
     before, now = _methods(saved), _methods(given)
@@ -267,7 +261,8 @@ def check_positions(saved: ModelArgs, given: ModelArgs, source: Path) -> None:
         where = " in other layers" if then == here else ""
         raise CheckpointError(
             f"{source}: pos_emb is {then!r} in the checkpoint and {here!r}{where} in the config. "
-            f"{FRESH_POSITIONS}"
+            "To give the model other positions, add load_positions: fresh "
+            "(docs/extend_a_rope_model.md)."
         )
 
 

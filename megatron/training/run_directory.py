@@ -160,7 +160,8 @@ def _begin_from(load: Path, args: NeoXArgs) -> Start:
     if step is not None:
         found = store.path(step)
         if is_training_checkpoint(found) or is_universal(found):
-            if args.checkpoint.finetune and (saved := resolved_config(found)):
+            saved = resolved_config(found)
+            if saved and "pos_emb" not in (args.checkpoint.allow_changed or ()):
                 check_positions(args_from(saved, found).model, args.model, found)
             return Start(load, step)
     files = find_files(load, args.checkpoint.iteration)  # raises if it is not a checkpoint
