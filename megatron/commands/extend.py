@@ -13,7 +13,7 @@ from megatron.commands.model_scripts import deepy, explained
 from megatron.errors import ConfigError
 from megatron.neox_arguments import OWNER, NeoXArgs
 from megatron.neox_arguments.command_line import add_checkpoint_arguments, add_set_argument
-from megatron.neox_arguments.position_keys import KernelInit
+from megatron.neox_arguments.position_keys import KernelInit, require_positive
 from megatron.neox_arguments.yaml_files import read_text
 from megatron.terminal import command_parser
 
@@ -30,6 +30,7 @@ What it does and what it costs: docs/extend_a_rope_model.md.
 """
 RATE = 1.0e-4  # of a checkpoint whose config tells none
 KERNEL_RATES = 2.5  # what the kernel's learning rates sum to, as at 5% of the suite rope_to_kerple
+LARGEST_RATE = 0.1  # of the kernel, the suite's
 _KEPT = ("model", "data", "tokenizer", "optimization")
 _OF_THE_PAST = frozenset(
     {"rope_scaling", "rotary_angles", "rotary_fade_iters", "lr_decay_iters", "lr_decay_fraction",
@@ -41,6 +42,7 @@ _OF_THE_PAST = frozenset(
 def extend(argv: Sequence[str] | None = None) -> int:
     """The training's exit code."""
     options = _parser().parse_args(argv)
+    require_positive(steps=options.steps)
     file = Path(f"{options.name or f'{Path(options.checkpoint).resolve().name}_{options.to}'}.yml")
     check_writable(file, "--name")
     text = explained(_values(options, f"runs/{file.stem}"))
@@ -89,7 +91,7 @@ def _values(options: argparse.Namespace, save: str) -> dict[str, Any]:
         "min_lr": 0.0,
         "warmup": 0.1,
         "train_iters": options.steps,
-        "kerple_lr_scale": round(2 * KERNEL_RATES / (rate * max(options.steps, 1)), 3),
+        "kerple_lr_scale": round(min(2 * KERNEL_RATES / options.steps, LARGEST_RATE) / rate, 3),
         "load": str(options.checkpoint),
         "load_positions": "fresh",
         "save": save,
