@@ -21,7 +21,8 @@ from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train", "evaluate", "eval", "generate", "prepare_data", "deepy"]
 TOOLS = sorted(
-    set(COMMANDS) - {*SCRIPTS, "lm_eval", "demo", "compare", "init", "chat", "serve", "watch"}
+    set(COMMANDS)
+    - {*SCRIPTS, "lm_eval", "demo", "compare", "extend", "init", "chat", "serve", "watch"}
 )
 
 

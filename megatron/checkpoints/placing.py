@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from megatron.backends.interface import full_shape, gathered
 from megatron.checkpoints.lazy_weights import outlines, replaced
 from megatron.checkpoints.reading import Checkpoint, read_checkpoint
-from megatron.checkpoints.saved_config import describe_difference, differences
+from megatron.checkpoints.saved_config import (
+    check_positions,
+    describe_difference,
+    differences,
+)
 from megatron.checkpoints.sharding import EMBEDDING, Sharding, canonical_names, with_rows
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
-from megatron.model.outline import outline_of, split_name
+from megatron.model.outline import is_of_positions, outline_of, split_name
 from megatron.model.position_base import CONSTRAINTS, DistanceKernel
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.collectives import SERIAL, TensorParallel
@@ -31,20 +35,31 @@ def load_weights(
     spec: ModelSpec | None = None,
     tp: TensorParallel | None = None,
     vocab_size: int | None = None,
+    fresh_positions: bool = False,
 ) -> Checkpoint:
     """Start `module` from any checkpoint's weights (not its optimizer); returns what was read.
 
     `module` is a GPTModel or a DeepSpeed PipelineModule of our layers, before DeepSpeed's engine
     takes it; for a pipeline give `spec` and `tp`. The checkpoint's model-parallel size does not
     matter. With `vocab_size` (the tokenizer's), paddings of the vocabulary may differ: rows of
-    padding that the checkpoint lacks become zero.
+    padding that the checkpoint lacks become zero. With `fresh_positions` its positions may be of
+    another method, and those of the module stay as they are.
     """
     if isinstance(module, GPTModel):
         spec, tp = module.spec, module.tp
     if spec is None:
         raise ValueError("load_weights needs `spec` for a module that is not a GPTModel")
     checkpoint = read_checkpoint(path, iteration=iteration)
-    place_weights(module, checkpoint, spec, tp=tp or SERIAL, vocab_size=vocab_size)
+    if not fresh_positions:
+        check_positions(checkpoint.args.model, spec, checkpoint.files.directory)
+    place_weights(
+        module,
+        checkpoint,
+        spec,
+        tp=tp or SERIAL,
+        vocab_size=vocab_size,
+        fresh_positions=fresh_positions,
+    )
     return checkpoint
 
 
@@ -55,13 +70,20 @@ def place_weights(
     *,
     tp: TensorParallel = SERIAL,
     vocab_size: int | None = None,
+    fresh_positions: bool = False,
 ) -> None:
     """Copy whole tensors into a model's (share of the) parameters."""
     weights = _adapted(checkpoint, spec, vocab_size)
+    if fresh_positions:
+        weights = replaced(weights, {}, [name for name in weights if is_of_positions(name)])
     sharding = Sharding.of(spec, neox=False)
     problems: list[str] = []
     shapes = outlines(weights)
-    wanted = {name: parameter for parameter, name in canonical_names(module).items()}
+    wanted = {
+        name: parameter
+        for parameter, name in canonical_names(module).items()
+        if not (fresh_positions and is_of_positions(name))
+    }
     for name, parameter in wanted.items():
         if name not in shapes:
             problems.append(f"  {name} {tuple(full_shape(parameter))}: missing in the checkpoint")

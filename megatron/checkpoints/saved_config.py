@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.layer_formulas import NORM_EPSILONS
+from megatron.model.layer_formulas import NORM_EPSILONS, pattern_places
 from megatron.neox_arguments import (
     FACTS,
     GROUPS,
@@ -253,6 +253,26 @@ def check_agreement(
     return lines
 
 
+def check_positions(saved: ModelArgs, given: ModelArgs, source: Path) -> None:
+    """Refuse to begin from weights of a model with another pos_emb."""
+    before, now = _methods(saved), _methods(given)
+    if before != now and len(before) == len(now):
+        then, here = (" + ".join(dict.fromkeys(names)) for names in (before, now))
+        where = " in other layers" if then == here else ""
+        raise CheckpointError(
+            f"{source}: pos_emb is {then!r} in the checkpoint and {here!r}{where} in the config. "
+            "To give the model other positions, add load_positions: fresh "
+            "(docs/extend_a_rope_model.md)."
+        )
+
+
+def _methods(model: ModelArgs) -> list[str]:
+    """The method of each layer."""
+    pattern = model.layer_pattern or [{}]
+    places = pattern_places(pattern, model.num_layers)
+    return [canonical_method(pattern[place].get("pos_emb", model.pos_emb)) for place in places]
+
+
 def check_same_model(saved: NeoXArgs, given: NeoXArgs, directory: Path, native: bool) -> None:
     """Refuse a given config that describes another model than the checkpoint's own.
 
@@ -299,9 +319,9 @@ def differences(
 def _compared(config: Mapping[str, Any], matters: Callable[[str], bool]) -> dict[str, Any]:
     """The values to compare: equivalent keys as one, `optimizer: {type, params: {...}}` one by
     one."""
-    values = {key: config.get(key, _default(key)) for key in OWNER if matters(key)}
+    values = {key: config.get(key, default_value(key)) for key in OWNER if matters(key)}
     model = ModelArgs.model_construct(
-        **{key: config.get(key, _default(key)) for key in ModelArgs.model_fields}
+        **{key: config.get(key, default_value(key)) for key in ModelArgs.model_fields}
     )
     values.update(intermediate_size=model.ffn_size, activation=model.activation_name)
     for key in ("mlp_multiple_of", "bias_gelu_fusion"):
@@ -318,7 +338,7 @@ def _compared(config: Mapping[str, Any], matters: Callable[[str], bool]) -> dict
     return values
 
 
-def _default(key: str) -> Any:
+def default_value(key: str) -> Any:
     """The value of a key that an older version did not have, or that was left out as null."""
     default = GROUPS[OWNER[key]].model_fields[key].get_default(call_default_factory=True)
     return default.model_dump(exclude_none=True) if hasattr(default, "model_dump") else default

@@ -29,6 +29,8 @@ COMMANDS = {
     "compare": Command("commands.model_scripts:compare",
         "train and evaluate kernels of yours beside the known ones, write a report"),
     "init": Command("commands.model_scripts:init", "write a first config, every key explained"),
+    "extend": Command("commands.extend:extend",
+        "give a trained rotary model a kernel, and train it on"),
     "deepy": Command("commands.model_scripts:deepy",
         "start train, evaluate or generate on one or many processes"),
     "train": Command("commands.model_scripts:train",

@@ -335,7 +335,7 @@ class LayerFactory:
             spec.kv_heads,
             spec.head_dim,
             linear=linear,
-            rotary=self.positions(RotaryEmbedding, spec),
+            rotary=self.positions(RotaryEmbedding, spec) or self._rotary_beside(spec),
             qk_norm=self._qk_norm(),
             own_norms=self._own_norms(),
             qkv_bias=spec.use_bias_in_attn_linear or spec.add_qkv_bias,
@@ -351,6 +351,13 @@ class LayerFactory:
             pruning=spec.attention_pruning,
             sp=self.sp,
         )
+
+    def _rotary_beside(self, spec: ModelSpec) -> RotaryEmbedding | None:
+        """rotary_angles, as a run's first step has them."""
+        share = spec.rotary_share(0)
+        if not share or issubclass(positional_embedding_class(spec.pos_emb), InputEmbedding):
+            return None
+        return RotaryEmbedding(PositionOptions(spec, None, self.tp.rank, self.tp.size), share)
 
     def _own_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """One norm for queries and one for keys."""

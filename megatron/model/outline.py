@@ -42,6 +42,12 @@ def is_of_kernel(name: str) -> bool:
     return split_name(name)[1].startswith(("embedding.", "positions."))
 
 
+def is_of_positions(name: str) -> bool:
+    """Whether a weight is of the positions: a kernel's, a learned vector's or a layer's terms'."""
+    rest = split_name(name)[1]
+    return is_of_kernel(name) or rest.startswith(("position_embeddings.", "attention.terms."))
+
+
 def layer_ranges(numbers: Iterable[int]) -> str:
     """`layers 0-4, 6` for a list of layers; empty for none."""
     runs: list[list[int]] = []

@@ -357,6 +357,8 @@ class DistanceKernel(TableEmbedding):
 
     learnable: ClassVar[Mapping[str, Bounded]] = {}
     official: ClassVar[Mapping[str, str]] = {}
+    scale: ClassVar[str | None] = None
+    """The parameter that the bias, this kernel's only table, is proportional to."""
     table_names: ClassVar[tuple[str, ...]] = ()
     _arguments: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
@@ -384,8 +386,18 @@ class DistanceKernel(TableEmbedding):
 
     def initial_values(self) -> dict[str, Tensor]:
         values = {}
+        flat = getattr(self.options, "kerple_init", "official") == "flat"
+        if flat and self.scale is None:
+            raise PositionalEmbeddingError(
+                f"kerple_init: flat with pos_emb {self.name}, whose tables are not proportional to "
+                "one parameter; use kerple_init official."
+            )
         for name, spec in self.learnable.items():
             everyone = spec.init.draw(self.options.num_heads, self.options.generator(name))
+            if flat and name == self.scale:
+                everyone = torch.full_like(everyone, spec.minimum)
+            elif flat and isinstance(spec, Exponent):  # a power of 2 would not be flat
+                everyone = torch.full_like(everyone, 0.5)
             values[name] = self._constraint.raw(everyone[self.options.local_heads], spec)
         return values
 

@@ -52,6 +52,7 @@ class KerpleLog(DistanceKernel):
 
     learnable: ClassVar = {"r1": Positive(Uniform(0, 2)), "r2": Positive(Uniform(0, 1))}
     official: ClassVar = {"r1": "bias_p", "r2": "bias_a"}
+    scale = "r1"
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return -r1 * log1p(r2 * d)
@@ -63,6 +64,7 @@ class KerplePower(DistanceKernel):
 
     learnable: ClassVar = {"r1": Positive(Uniform(0, 1)), "r2": Exponent(Uniform(0, 2))}
     official: ClassVar = {"r1": "bias_a", "r2": "bias_p"}
+    scale = "r1"
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         return -r1 * d**r2
@@ -80,6 +82,7 @@ class KerpleLog3(DistanceKernel):
         "r2": Positive(Uniform(0, 1)),
         "r3": Exponent(Uniform(0, 2)),
     }
+    scale = "r1"
 
     def bias(self, d: Tensor, r1: Tensor, r2: Tensor, r3: Tensor) -> Tensor:
         return -r1 * log1p(r2 * d**r3)
@@ -191,6 +194,7 @@ class AlibiLearned(DistanceKernel):
 
     # ALiBi's flattest slope is 2^-8, below the bound that the official code gives its kernels
     learnable: ClassVar = {"r1": Positive(AlibiSlopes(), minimum=1e-4)}
+    scale = "r1"
 
     def bias(self, d: Tensor, r1: Tensor) -> Tensor:
         return -r1 * d

@@ -257,8 +257,11 @@ class RotaryEmbedding(PositionalEmbedding):
 
     kind = "rotation"
 
-    def __init__(self, options: PositionOptions) -> None:
+    def __init__(self, options: PositionOptions, share: float | None = None) -> None:
+        """`share`: of the angles, where rotary stands beside another method."""
         super().__init__(options)
+        self.is_beside = share is not None
+        self.share = 1.0 if share is None else share
         scaling = dict(options.rope_scaling) if options.rope_scaling else {}
         whole_heads = scaling.get("type") == "proportional"
         self.rotary_dim = int(options.head_dim * (1.0 if whole_heads else options.rotary_pct))
@@ -286,10 +289,18 @@ class RotaryEmbedding(PositionalEmbedding):
     def frequencies(self, positions: Tensor | int) -> tuple[tuple[float, ...], float]:
         """Frequencies and factor of a sequence with these positions, or of this length."""
         if not self.by_length:
-            return self._fixed
+            return self._shared(*self._fixed)
         length = positions if isinstance(positions, int) else int(positions.max()) + 1
         frequencies, factor = rotary_frequencies(replace(self._rope, length=length))
-        return tuple(frequencies.tolist()), factor
+        return self._shared(tuple(frequencies.tolist()), factor)
+
+    def _shared(
+        self, frequencies: tuple[float, ...], factor: float
+    ) -> tuple[tuple[float, ...], float]:
+        """The share of the angles, and of what the factor is above 1."""
+        if self.share == 1:
+            return frequencies, factor
+        return tuple(self.share * f for f in frequencies), 1 + self.share * (factor - 1)
 
     def forward(
         self,
@@ -300,6 +311,8 @@ class RotaryEmbedding(PositionalEmbedding):
         positions_BL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """q and k turned; their tokens' own positions, where given, instead of the offsets'."""
+        if self.share == 0:
+            return q_BHLD, k_BHLD
         turned_q = self._rotate(q_BHLD, q_offset, positions_BL)
         return turned_q, self._rotate(k_BHLD, k_offset, positions_BL)
 
@@ -307,7 +320,7 @@ class RotaryEmbedding(PositionalEmbedding):
         end = _end(self.options, offset + x_BHLD.shape[-2], positions_BL)
         if torch.compiler.is_exporting() and positions_BL is None:  # lengths are symbols
             places = torch.arange(offset, end, device=x_BHLD.device)
-            return rotate(x_BHLD, *cos_and_sin(places, *self._fixed))
+            return rotate(x_BHLD, *cos_and_sin(places, *self._shared(*self._fixed)))
         made_of = self.frequencies(end if positions_BL is None else positions_BL)
         self._grow_tables(made_of, end, x_BHLD.device)
         if positions_BL is None:

@@ -17,7 +17,12 @@ from megatron.neox_arguments.layer_pattern import (
     with_local_layers,
     with_whole_temperatures,
 )
-from megatron.neox_arguments.position_keys import BiasScale, Constraint, PositionKeys
+from megatron.neox_arguments.position_keys import (
+    BiasScale,
+    Constraint,
+    KernelInit,
+    PositionKeys,
+)
 from megatron.neox_arguments.values import (
     Changes,
     Fraction,
@@ -266,6 +271,19 @@ class ModelArgs(Group):
         layer=True,
         evaluate="free",
     )
+    rotary_angles: Fraction = key(
+        0.0,
+        "Beside a pos_emb that rotates nothing: q and k are rotated too, by this share of rotary's "
+        "angles (rotary_pct, rotary_emb_base, rope_scaling); 0: not.",
+        ours=True,
+    )
+    rotary_fade_iters: PositiveInt | None = key(
+        None,
+        "rotary_angles falls from 1 at step 0 to 0 at this step, so that a rotary model "
+        "(load_positions: fresh) changes to pos_emb gradually; null: rotary_angles stays.",
+        hf=None,
+        ours=True,
+    )
     inkling_features: PositiveInt = key(
         PositionKeys.inkling_features,
         "inkling and kerple_inkling: features of each query per head (R), at most 64.",
@@ -298,6 +316,16 @@ class ModelArgs(Group):
         "sqrt(d) too (pre, as Eq. 1 of the paper).",
         ours=True,
         layer=True,
+    )
+    kerple_init: KernelInit = key(
+        PositionKeys.kerple_init,
+        "How a kernel starts: drawn as in the official code; flat, a bias near 0 at all distances; "
+        "or fit, by the mean that rotary adds to the scores of the loaded model at each distance "
+        "(needs load_positions: fresh).",
+        hf=None,
+        ours=True,
+        changes="training",
+        resume="free",
     )
     kerple_share: Literal["all", "per_layer"] = key(
         "all", "One kernel for all layers, or one per layer.", ours=True
@@ -491,6 +519,12 @@ class ModelArgs(Group):
         for names, repeat in self.attention_config or ():
             kinds += names * (self.num_layers if repeat == "all" else repeat)
         return 1 if kinds and kinds[layer] == "flash" else max(1, layer)
+
+    def rotary_share(self, step: int) -> float:
+        """rotary_angles of the model that a run has after this step."""
+        if self.rotary_fade_iters is None:
+            return self.rotary_angles
+        return max(0.0, 1 - step / self.rotary_fade_iters)
 
     @property
     def head_dim(self) -> int:

@@ -13,6 +13,7 @@ from megatron.errors import ConfigError, did_you_mean
 
 Constraint = Literal["ste", "project", "softplus"]
 BiasScale = Literal["post", "pre"]
+KernelInit = Literal["official", "flat", "fit"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class PositionKeys:
     fire_threshold: int = 512
     kerple_constraint: Constraint = "ste"
     kerple_bias_scale: BiasScale = "post"
+    kerple_init: KernelInit = "official"
     kerple_legacy_bf16: bool = False
     kerple_legacy_fp16: bool = False
     seq_length: int = 2048
@@ -37,7 +39,11 @@ class PositionKeys:
     seed: int = 1234
 
 
-_CHOICES = {"kerple_constraint": get_args(Constraint), "kerple_bias_scale": get_args(BiasScale)}
+_CHOICES = {
+    "kerple_constraint": get_args(Constraint),
+    "kerple_bias_scale": get_args(BiasScale),
+    "kerple_init": get_args(KernelInit),
+}
 _KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "bool": bool}
 
 

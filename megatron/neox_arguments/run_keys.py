@@ -275,6 +275,15 @@ class CheckpointArgs(Group):
         changes="training",
         resume="free",
     )
+    load_positions: Literal["same", "fresh"] = key(
+        "same",
+        "fresh: the checkpoint in `load` may have another pos_emb; its weights of positions are "
+        "dropped, and those of this config start anew (kerple_init), as do optimizer, schedule and "
+        "step. same: another pos_emb is refused.",
+        ours=True,
+        changes="training",
+        resume="free",
+    )
     no_save_optim: bool = key(
         False,
         "Leave the optimizer out of checkpoints.",

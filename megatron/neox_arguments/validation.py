@@ -36,6 +36,7 @@ def check(args: NeoXArgs) -> None:
     _check_heads(args.model, args.parallel.model_parallel_size)
     check_position_name(args.model.pos_emb)
     _check_positions(args.model)
+    _check_rotary_beside(args.model)
     _check_attention_config(args.model)
     _check_layers(args.model)
     _check_parallel(args)
@@ -43,6 +44,7 @@ def check(args: NeoXArgs) -> None:
     _check_schedule(args.optimization)
     _check_optimizer(args)
     _check_checkpoints(args.checkpoint)
+    _check_fresh_positions(args)
     known = [key for _, group in args for key in type(group).model_fields]
     _check_allowed_changes(args.checkpoint.allow_changed or [], known)
     split_shares(args.data.split)
@@ -164,9 +166,38 @@ def _check_positions(model: ModelArgs) -> None:
             f"rotary_pct = {model.rotary_pct} leaves less than 2 of {model.head_dim} dimensions "
             "per head to rotate. Raise it, or use pos_emb none."
         )
-    if model.rope_scaling is not None and name != "rotary":
+    turns = name == "rotary" or model.rotary_share(0) > 0
+    if model.rope_scaling is not None and not turns:
         raise ConfigError(
             f"rope_scaling is set but pos_emb = {model.pos_emb}. Remove it or use pos_emb rotary."
+        )
+
+
+def _check_rotary_beside(model: ModelArgs) -> None:
+    """rotary_angles and rotary_fade_iters are of layers whose pos_emb rotates nothing."""
+    if model.rotary_share(0) == 0:
+        return
+    key = "rotary_angles" if model.rotary_fade_iters is None else "rotary_fade_iters"
+    if key == "rotary_fade_iters" and model.rotary_angles:
+        raise ConfigError(
+            f"rotary_fade_iters = {model.rotary_fade_iters} with rotary_angles = "
+            f"{model.rotary_angles}: the angles fall from 1. Remove rotary_angles."
+        )
+    named = positions_named({"layer_pattern": model.layer_pattern}) or [None]
+    methods = [name or model.pos_emb for name in named]
+    if all(map(knows_positions, methods)):
+        raise ConfigError(
+            f"{key} with pos_emb = {methods[0]}, which has positions of its own: rotary can stand "
+            "beside tables over distance or none. Choose such a pos_emb, or remove the key."
+        )
+
+
+def _check_fresh_positions(args: NeoXArgs) -> None:
+    """kerple_init: fit reads the rotary model that load_positions: fresh starts from."""
+    if args.model.kerple_init == "fit" and args.checkpoint.load_positions != "fresh":
+        raise ConfigError(
+            "kerple_init = fit without load_positions = fresh: the kernel is fitted to the rotary "
+            "checkpoint in `load`. Add load_positions: fresh, or use kerple_init flat or official."
         )
 
 
@@ -178,7 +209,8 @@ def _check_layers(model: ModelArgs) -> None:
         values = {**dict(model), "layer_pattern": None, **keys}
         if "pos_emb" in keys and "rope_scaling" not in keys:
             rotary = canonical_method(keys["pos_emb"]) == "rotary"
-            values["rope_scaling"] = model.rope_scaling if rotary else None
+            turns = rotary or model.rotary_share(0) > 0
+            values["rope_scaling"] = model.rope_scaling if turns else None
         try:
             _check_positions(type(model).model_validate(values))
         except ValidationError as error:

@@ -37,7 +37,8 @@ def run_suite(
     todo = work.choose(retry_failed, restart_changed)
     with work.signals_stop():
         work.prepare_data(todo)
-        work.execute(todo)
+        work.execute([run for run in todo if run.base is None])
+        work.execute([run for run in todo if run.base is not None])
     return work.conclude(todo)
 
 

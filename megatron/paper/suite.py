@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Step:
     length: int | None = None
     window: int | None = None
     variant: str = ""
-    settings: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
     """What the variant changes in the model's config."""
 
     @property
@@ -77,6 +77,8 @@ class Run:
     evaluations: tuple[Step, ...] = ()
     splits: tuple[str, ...] = ("valid",)
     """Those that the report shows; both are evaluated."""
+    base: Run | None = None
+    """The run whose weights it begins with."""
 
     @property
     def train_length(self) -> int:
@@ -90,7 +92,8 @@ class Run:
     @property
     def train_hash(self) -> str:
         """Of everything that training depends on: evaluation settings may change later."""
-        return fingerprint(trained_with(self.config))
+        own = trained_with(self.config)
+        return fingerprint(own if self.base is None else [self.base.train_hash, own])
 
     def step_hash(self, step: Step) -> str:
         if step == TRAIN:
@@ -245,7 +248,12 @@ class _Expansion:
             if method in variant.methods
         ]
         place = (directory, (section.name,), tuple(steps), tuple(self._file.splits))
-        return Run(name, model, data, method, seed, gpus, config, *place)
+        base = None
+        if continued := self._file.models[model].continues:
+            before, _, method_before = continued.partition(".")
+            base = self._with_lengths(self._run(section, before, data, method_before, seed))
+            config["load_positions"] = "fresh"
+        return Run(name, model, data, method, seed, gpus, config, *place, base)
 
     def _with_lengths(self, run: Run) -> Run:
         """A run that no table reads has no lengths; `--set key=null` leaves a key out."""

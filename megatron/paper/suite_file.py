@@ -59,6 +59,8 @@ class Model(_Strict):
     """A model with its training recipe; `config` holds ordinary NeoX keys."""
 
     extends: str | None = None
+    continues: str | None = None
+    """MODEL.METHOD: training begins with the weights of that run of the same data and seed."""
     gpus: int | None = Field(default=None, ge=1)
     config: dict[str, Any]
 
@@ -313,6 +315,22 @@ def _check_extends(path: Path, suite: SuiteFile) -> None:
             if parent in seen:
                 raise ReproduceError(f"{path}: model {name} extends itself ({' -> '.join(seen)})")
             seen.append(parent)
+        _check_continues(path, suite, name)
+
+
+def _check_continues(path: Path, suite: SuiteFile, name: str) -> None:
+    """The runs that a model begins from are in the suite and begin from no other."""
+    if (base := suite.models[name].continues) is None:
+        return
+    model, _, method = base.partition(".")
+    trained = any(
+        model in section.models and method in section.methods for section in suite.sections.values()
+    )
+    if not trained or suite.models[model].continues:
+        raise ReproduceError(
+            f"{path}: model {name} continues {base!r:.80}: give MODEL.METHOD of a section, which "
+            "continues nothing itself"
+        )
 
 
 _NOT_IN_SUITES = frozenset(

@@ -100,6 +100,15 @@ def with_steps_of_epochs(args: NeoXArgs, world_size: int) -> NeoXArgs:
     return args.replace(train_iters=steps)
 
 
+def first_tokens(args: NeoXArgs, sequences: int, vocab_size: int) -> torch.Tensor:
+    """So many sequences of the training data, [B, L], the same on every rank."""
+    train = _build(args, (sequences, 0, 0), vocab_size)[0]
+    if train is None:
+        raise DataError("kerple_init = fit needs training data: set data_path or train_data_paths.")
+    texts = [torch.as_tensor(train[i % len(train)]["text"]) for i in range(sequences)]
+    return torch.stack(texts)[:, :-1].long()
+
+
 def _datasets(
     args: NeoXArgs, plan: BatchPlan, start: Resumed, eod: int, vocab_size: int
 ) -> tuple[Any, Any, Any]:

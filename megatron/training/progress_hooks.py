@@ -19,6 +19,7 @@ from megatron.checkpoints.sharding import canonical_names
 from megatron.model.kernel_theory import PAPER_MAX_DISTANCE, effective_length
 from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_base import TableEmbedding
+from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.mpu.collectives import gather_from_group
 from megatron.neox_arguments.run_keys import LoggingArgs
 from megatron.training.metrics import Sinks
@@ -354,6 +355,22 @@ class RecordZeroGradients(Hook):
         if sums:  # not of a step that was skipped
             percent = {name: 100 * zeros / max(size, 1) for name, (zeros, size) in sums.items()}
             self.sinks.write(report.step, {"pct_grad_zeros": percent})
+
+
+class FadeRotary(Hook):
+    """rotary_fade_iters: before each step, the share of rotary's angles that it has."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._set(trainer)
+
+    def after_step(self, trainer: Trainer, report: StepReport) -> None:
+        self._set(trainer)
+
+    def _set(self, trainer: Trainer) -> None:
+        share = trainer.args.model.rotary_share(trainer.step)
+        for module in trainer.engine.module.modules():
+            if isinstance(module, RotaryEmbedding) and module.is_beside:
+                module.share = share
 
 
 class ProjectKernels(Hook):

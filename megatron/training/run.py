@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.backends.interface import full_shape
-from megatron.checkpoints import load_weights
+from megatron.checkpoints import Checkpoint, load_weights
 from megatron.checkpoints.reading import with_tokenizer_of_folder
 from megatron.checkpoints.resuming import Resumed, resume
 from megatron.checkpoints.store import CheckpointStore
@@ -34,8 +34,10 @@ from megatron.training.control_hooks import (
     raise_at_first_nonfinite_layer,
 )
 from megatron.training.engine import build_engine, build_module, build_schedule, weights_dtype
+from megatron.training.kernel_fit import fit_to_rotary
 from megatron.training.metrics import Manifest, Sinks, build_sinks, data_identity
 from megatron.training.progress_hooks import (
+    FadeRotary,
     Profile,
     ProjectKernels,
     RecordKernels,
@@ -95,7 +97,9 @@ def train(args: NeoXArgs) -> int:
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
     module = build_module(args, spec, parallel)
     if start.foreign is not None:
-        _load_foreign_weights(start.foreign, args, module, spec, parallel, vocabulary)
+        found = _load_foreign_weights(start.foreign, args, module, spec, parallel, vocabulary)
+        if args.model.kerple_init == "fit":
+            fit_to_rotary(module, spec, found, args)
     engine = build_engine(args, module, parallel)
     resumed = Resumed(0, 0)
     if start.resume_from is not None and start.step is not None:
@@ -134,8 +138,8 @@ def _load_foreign_weights(
     spec: ModelSpec,
     parallel: ParallelState,
     vocabulary: Vocabulary,
-) -> None:
-    """Start from weights of official KERPLE, GPT-NeoX or Hugging Face."""
+) -> Checkpoint:
+    """Start from weights of official KERPLE, GPT-NeoX or Hugging Face, or with new positions."""
     found = load_weights(
         module,
         path,
@@ -143,9 +147,11 @@ def _load_foreign_weights(
         spec=spec,
         tp=parallel.tp,
         vocab_size=vocabulary.size,
+        fresh_positions=args.checkpoint.load_positions == "fresh",
     )
     if dist.get_rank() == 0:
         print(f"weights from {path} ({found.kind}); optimizer and step start anew", flush=True)
+    return found
 
 
 def build_hooks(
@@ -158,11 +164,13 @@ def build_hooks(
 ) -> list[Hook]:
     """The hooks in the order in which they run after a step."""
     validate = Validate(args.evaluation.eval_interval, args.evaluation.eval_iters, sinks)
+    fade: list[Hook] = [FadeRotary()] if args.model.rotary_fade_iters else []
     if trainer.train_iters == 0:  # as in the official code: evaluate only
-        return [validate, sinks]
+        return [*fade, validate, sinks]
     log_interval = args.logging.log_interval
     bad_steps = args.optimization.max_consecutive_nonfinite
     hooks: list[Hook] = [
+        *fade,
         StopOnSignal(),
         StopWhenDiverged(bad_steps),
         WatchDivergence(spec.padded_vocab_size, sinks, ends=args.optimization.exit_on_divergence),

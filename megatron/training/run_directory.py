@@ -21,7 +21,9 @@ from megatron.checkpoints.reading import CheckpointFiles, find_files
 from megatron.checkpoints.run_lock import lock_directory
 from megatron.checkpoints.run_state import saved_batch_size
 from megatron.checkpoints.saved_config import (
+    args_from,
     check_agreement,
+    check_positions,
     config_to_resume,
     is_ours,
     resolved_config,
@@ -105,6 +107,11 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
     if save is not None and trains and CheckpointStore(save).steps():
         start = _continue(save, load, args)
     elif load is None or (load == save and not CheckpointStore(load).steps()):
+        if trains and args.checkpoint.load_positions == "fresh":
+            raise CheckpointError(
+                f"load_positions = fresh with load = {args.checkpoint.load}: there is no model to "
+                "give new positions to. Set `load` to the trained model, `save` to a new directory."
+            )
         if args.checkpoint.iteration is not None and load is not None:
             CheckpointStore(load).find(args.checkpoint.iteration)  # raises if it is missing
         return Start(lines=lines)
@@ -147,9 +154,15 @@ def _continue(save: Path, load: Path | None, args: NeoXArgs) -> Start:
 def _begin_from(load: Path, args: NeoXArgs) -> Start:
     store = CheckpointStore(load)
     step = store.find(args.checkpoint.iteration) if store.steps() else None
+    if args.checkpoint.load_positions == "fresh":
+        find_files(load, args.checkpoint.iteration)
+        return Start(foreign=load)
     if step is not None:
         found = store.path(step)
         if is_training_checkpoint(found) or is_universal(found):
+            saved = resolved_config(found)
+            if saved and "pos_emb" not in (args.checkpoint.allow_changed or ()):
+                check_positions(args_from(saved, found).model, args.model, found)
             return Start(load, step)
     files = find_files(load, args.checkpoint.iteration)  # raises if it is not a checkpoint
     if step is not None and not args.checkpoint.finetune and is_neox_run(files.directory):

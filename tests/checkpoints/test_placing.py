@@ -75,6 +75,17 @@ def test_another_positional_embedding_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_weights(random_model(small_args(pos_emb="rpe")), tmp_path)
     assert "pos_emb is 'kerple_log' in the checkpoint and 'rpe' in the config" in str(caught.value)
-    assert "padded_vocab_size" not in str(caught.value)
-    assert "1.embedding.weight (32, 4): missing in the checkpoint" in str(caught.value)
-    assert "1.embedding.r2 (4,): not in the model" in str(caught.value)
+    assert "add load_positions: fresh" in str(caught.value)
+
+
+def test_fresh_positions_leave_those_of_the_module_as_they_are(tmp_path: Path) -> None:
+    saved = saved_model(tmp_path, pos_emb="kerple_inkling")
+    model = random_model(small_args(pos_emb="rpe"), seed=3)
+    table = model.positional_tables(8).bias
+    load_weights(model, tmp_path, fresh_positions=True)
+    assert table is not None
+    assert torch.equal(table, model.positional_tables(8).bias)  # type: ignore[arg-type]
+    theirs = dict(saved.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not name.startswith("sequential.1."):
+            assert torch.equal(parameter, theirs[name]), name

@@ -252,3 +252,21 @@ class TestGradients:
         log(32).bias.sum().backward()
         rotary(q, q, 0, 0)[0].sum().backward()
         assert log.r2.grad is not None and q.grad is not None
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power", "kerple_log3", "alibi_learned"])
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_a_flat_start_is_near_0_within_the_training_length_and_learns(
+    name: str, constraint: str
+) -> None:
+    flat = kernel(name, kerple_init="flat", kerple_constraint=constraint)
+    bias = flat(512).bias
+    assert bias is not None
+    assert bias.abs().max() < 0.3
+    bias[:, 1:].sum().backward()
+    assert all(p.grad is not None and (p.grad != 0).all() for p in flat.parameters())
+
+
+def test_a_kernel_whose_tables_no_one_number_scales_has_no_flat_start() -> None:
+    with pytest.raises(PositionalEmbeddingError, match="kerple_init: flat with pos_emb gauss_wht1"):
+        kernel("gauss_wht1", kerple_init="flat")

@@ -274,3 +274,23 @@ def test_drawn_positions_turn_as_hugging_faces() -> None:
     found = rotary(randomized_positions=200)(q, k, 0, 0, positions)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_share_of_the_angles_is_rotary_at_1_and_nothing_at_0() -> None:
+    q, k = torch.randn(2, 1, 4, 40, 32).unbind()
+    whole, half, none = (RotaryEmbedding(options(), share) for share in (1.0, 0.5, 0.0))
+    for turned, plain in zip(whole(q, k, 3, 3), rotary()(q, k, 3, 3), strict=True):
+        assert torch.equal(turned, plain)
+    assert all(map(torch.equal, none(q, k, 3, 3), (q, k)))
+    stretched = rotary(rope_scaling={"type": "linear", "factor": 2.0})
+    for turned, plain in zip(half(q, k, 3, 3), stretched(q, k, 3, 3), strict=True):
+        torch.testing.assert_close(turned, plain)
+
+
+def test_a_share_of_yarn_is_a_share_of_its_temperature_too() -> None:
+    scaling = {"type": "yarn", "factor": 8.0, "original_max_position": 64}
+    quarter = RotaryEmbedding(options(rope_scaling=scaling), 0.25)
+    frequencies, factor = rotary(rope_scaling=scaling).frequencies(64)
+    shared, warmer = quarter.frequencies(64)
+    assert shared == tuple(f / 4 for f in frequencies)
+    assert warmer == pytest.approx(1 + (factor - 1) / 4)

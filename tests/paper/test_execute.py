@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.errors import ReproduceError
 from megatron.paper.execute import Launcher, prepare_command, step_command
 from megatron.paper.suite import TRAIN, Step, load_suite
 
@@ -40,3 +41,17 @@ def test_srun_repeats_what_it_does_not_inherit(
     assert not any(
         "gpus" in word or "cpus" in word for word in step_command(Launcher(srun=True), run, TRAIN)
     )
+
+
+def test_a_run_that_continues_another_loads_it_once_it_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = load_suite("rope_to_kerple", ["flat2"], runs_root=tmp_path)
+    run = suite.runs[0]
+    assert run.base is not None
+    with pytest.raises(ReproduceError, match=r"begins with base.stdlib.rotary.1235, which is not"):
+        step_command(Launcher(python="py"), run, TRAIN)
+    monkeypatch.setattr("megatron.paper.execute.trained", lambda base: base == run.base)
+    train = step_command(Launcher(python="py"), run, TRAIN)
+    assert f'load="{run.base.directory.as_posix()}"' in train
+    assert not any(word.startswith("load=") for word in step_command(Launcher(), run, run.steps[1]))

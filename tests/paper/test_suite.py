@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.errors import ReproduceError
@@ -12,7 +14,9 @@ from tests.conftest import REPOSITORY
 SEEDS = [1235, 1236, 1237, 1238, 1239]
 
 
-@pytest.mark.parametrize("name", ["paper", "laptop", "demo", "smoke", "study", "recall", "budget"])
+@pytest.mark.parametrize(
+    "name", ["paper", "laptop", "demo", "smoke", "study", "recall", "budget", "rope_to_kerple"]
+)
 def test_every_config_is_accepted_by_the_loader(name: str) -> None:
     """One run per model and method: data and seed do not change what is valid."""
     runs = {(run.model, run.method): run for run in load_suite(name).runs}
@@ -149,3 +153,17 @@ def test_set_shrinks_a_suite_with_its_lengths_and_tables() -> None:
     table = suite.sections[0].table
     assert table is not None
     assert [(point.train_length, point.length) for point in table.points] == [(32, 32), (32, 64)]
+
+
+def test_a_model_that_continues_another_begins_with_the_run_of_its_seed() -> None:
+    suite = load_suite("rope_to_kerple")
+    run = suite.run_named("fit10.stdlib.kerple_log.1236")
+    assert run.base is not None
+    assert run.base.directory == suite.run_named("base.stdlib.rotary.1236").directory
+    assert run.base.train_hash == suite.run_named("base.stdlib.rotary.1236").train_hash
+    assert run.config["load_positions"] == "fresh"
+    assert run.config["load"] == run.directory.as_posix()  # what is evaluated
+    others = load_suite("rope_to_kerple", sets={"hidden_size": 128})
+    same = {**others.run_named(run.name).config, "hidden_size": run.config["hidden_size"]}
+    assert replace(others.run_named(run.name), config=same).train_hash != run.train_hash
+    assert next(r for r in suite.runs if r.base is None).base is None

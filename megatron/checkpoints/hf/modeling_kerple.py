@@ -84,6 +84,15 @@ def make_tables(config: KerpleNeoXConfig, layer: int | None) -> TableEmbedding:
     return tables
 
 
+def make_rotary(config: KerpleNeoXConfig) -> RotaryEmbedding | None:
+    """The method itself, or rotary beside another one."""
+    turns = {"rotary": RotaryEmbedding, "xpos": XPos}
+    if config.pos_emb in turns:
+        return turns[config.pos_emb](PositionOptions(config))
+    share = config.rotary_angles
+    return RotaryEmbedding(PositionOptions(config), share) if share else None
+
+
 def make_terms(config: KerpleNeoXConfig, layer: int) -> LayerTerms | None:
     """What a layer computes from its input about its scores; None for most methods."""
     terms = POSITIONAL_EMBEDDINGS[config.pos_emb].layer_terms
@@ -296,9 +305,8 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         ]
         # one kernel is `positions`, several are `positions.0`, `positions.1`, ...
         self.positions = nn.ModuleList(made) if len(made) > 1 else made[0] if made else None
-        turns = {"rotary": RotaryEmbedding, "xpos": XPos}
-        rotary = {id(c): turns[c.pos_emb](PositionOptions(c)) for c in own if c.pos_emb in turns}
-        self._rotary = [rotary.get(id(c)) for c in own]
+        rotary = {id(c): make_rotary(c) for c in own}
+        self._rotary = [rotary[id(c)] for c in own]
         self.layers = nn.ModuleList(Layer(config, i, c) for i, c in enumerate(own))
         self.final_layer_norm = make_norm(config)
         self.gradient_checkpointing = False
