@@ -17,7 +17,7 @@ from megatron.paper.cells import ALPHA
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
-from megatron.terminal import command_parser, exit_with, run_command
+from megatron.terminal import command_parser, exit_with, run_command, shown_command
 
 if TYPE_CHECKING:
     from megatron.paper.tables import Table
@@ -222,7 +222,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _command_line(options: argparse.Namespace) -> str:
-    return shlex.join(["python", "tools/reproduce.py", *options.words])
+    return f"{shown_command('reproduce')} {shlex.join(options.words)}"
 
 
 def _write_report(suite: Suite, out: Path | None, options: argparse.Namespace) -> bool:
