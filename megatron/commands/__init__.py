@@ -29,6 +29,8 @@ COMMANDS = {
     "compare": Command("commands.model_scripts:compare",
         "train and evaluate kernels of yours beside the known ones, write a report"),
     "init": Command("commands.model_scripts:init", "write a first config, every key explained"),
+    "check": Command("commands.dry_run:check",
+        "will a GPT-NeoX config run here: keys, parameters, memory, launch on one page"),
     "deepy": Command("commands.model_scripts:deepy",
         "start train, evaluate or generate on one or many processes"),
     "train": Command("commands.model_scripts:train",

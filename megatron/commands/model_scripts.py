@@ -65,7 +65,9 @@ def deepy(argv: Sequence[str] | None = None) -> int:
     script = find_script(options.script, Path(__file__).resolve().parents[2])
     args = load_config(options, options.script)
     if options.dry_run:
-        print(_explain(script, args))
+        from megatron.commands.dry_run import explain
+
+        print(explain(script, args))
         return 0
     plan = plan_launch(script, args)
     if args.optimization.train_iters or args.optimization.train_epochs:
@@ -75,22 +77,6 @@ def deepy(argv: Sequence[str] | None = None) -> int:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return run(plan)
-
-
-def _explain(script: list[str], args: NeoXArgs) -> str:
-    """The dry run, also on a machine that cannot run the job."""
-    from megatron.commands.dry_run import dry_run_report
-
-    smallest = args.parallel.processes_per_replica
-    try:
-        plan = plan_launch(script, args)
-        args.batch_plan(plan.world_size)
-    except ConfigError as error:
-        report = dry_run_report(args, smallest)
-        assumed = f"{smallest} process{'es' if smallest > 1 else ''}, the fewest that can hold it"
-        return f"{report}\n\n# launch\nnot from here: {error}\n(above: {assumed})"
-    warnings = [f"warning: {warning}" for warning in plan.warnings]
-    return "\n".join([dry_run_report(plan.args, plan.world_size, plan.command()), *warnings])
 
 
 def _parsed(script: str, argv: Sequence[str] | None) -> tuple[NeoXArgs, argparse.Namespace]:

@@ -142,6 +142,11 @@ def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], lis
     )
 
 
+def config_files(options: argparse.Namespace) -> list[Path]:
+    """The YAML files that a parsed command line names, those after --override last."""
+    return [add_suffix(name, options.conf_dir) for name in [*options.conf_files, *options.override]]
+
+
 def load_config(options: argparse.Namespace, script: str = "") -> NeoXArgs:
     """The config that a parsed command line describes; `script` is what will run with it."""
     if not options.conf_files and not options.override:
