@@ -112,7 +112,7 @@ def add_suffix(name: str, directory: str | None = None) -> Path:
     return path if path.suffix in (".yml", ".yaml", ".json") else Path(f"{path}.yml")
 
 
-def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], list[str]]:
+def saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], list[str]]:
     """The saved config of a run's or a checkpoint's folder, and the values that select its weights.
 
     Ours has configs/resolved.yml, GPT-NeoX's the files of its command line.
@@ -161,7 +161,7 @@ def load_config(options: argparse.Namespace, script: str = "") -> NeoXArgs:
         if file.exists() or not folder.is_dir():
             files.append(file)
             continue
-        found, chosen = _saved_configs(folder, options.iteration)
+        found, chosen = saved_configs(folder, options.iteration)
         if Path(script).stem == "train":
             raise ConfigError(
                 f"{folder}: a folder is enough for evaluate.py and generate.py; train.py takes "
