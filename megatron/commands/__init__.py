@@ -72,6 +72,8 @@ COMMANDS = {
     "watch": Command("commands.watch:main",
         "a run's loss, rate, tokens/s and kernels as they come, in the terminal or on a page"),
     "reproduce": Command("paper.cli:main", "repeat the paper, on a cluster or in miniature"),
+    "completion": Command("commands.completion:main",
+        "a script for bash, zsh or fish that completes commands, flags, keys, tasks, methods"),
     "lm_eval": Command("evaluation.lm_eval_cli:main",
         "the lm_eval command with --model kerple_neox"),
 }  # fmt: skip
