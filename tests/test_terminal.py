@@ -20,9 +20,8 @@ from megatron.terminal import RUNTIME_PACKAGES, require, run_command, shown_comm
 from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train", "evaluate", "eval", "generate", "prepare_data", "deepy"]
-TOOLS = sorted(
-    set(COMMANDS) - {*SCRIPTS, "lm_eval", "demo", "compare", "init", "chat", "serve", "watch"}
-)
+ALONE = {"lm_eval", "demo", "compare", "init", "chat", "serve", "watch", "check", "completion"}
+TOOLS = sorted(set(COMMANDS) - {*SCRIPTS, *ALONE})
 
 
 def script(name: str) -> str:

@@ -23,13 +23,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("paper.cli:main",
-        "train five small models, evaluate them to 32x their training length, write a report",
-        ("run", "--suite", "demo", "-j", "2")),
+    "demo": Command("commands.demo_model:demo",
+        "train five small models, evaluate to 32x, write a report; --model: one to talk to"),
     "compare": Command("commands.compare:compare",
         "kernels of yours beside the known ones, or trained runs side by side, with a report"),
     "init": Command("commands.model_scripts:init", "write a first config, every key explained"),
-    "check": Command("commands.dry_run:check",
+    "check": Command("commands.model_scripts:check",
         "will a GPT-NeoX config run here: keys, parameters, memory, launch on one page"),
     "deepy": Command("commands.model_scripts:deepy",
         "start train, evaluate or generate on one or many processes"),

@@ -6,9 +6,9 @@ place of the config.
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +29,11 @@ from megatron.model.sizes import (
 )
 from megatron.neox_arguments.arguments import FACTS, GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of
-from megatron.neox_arguments.command_line import add_config_arguments, config_files, load_config
+from megatron.neox_arguments.command_line import config_files, load_config
 from megatron.neox_arguments.normalize import canonical_key, normalize, underscore_keys
 from megatron.neox_arguments.run_keys import DataArgs, TokenizerArgs
 from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_text
-from megatron.terminal import EXIT_USER_ERROR, PACKAGE, command_parser, shown_command
+from megatron.terminal import EXIT_USER_ERROR, PACKAGE, shown_command
 
 NAMED_VOCABULARIES = ("HFGPT2Tokenizer", "TiktokenTokenizer")
 """Tokenizers whose vocab_file may be a name that their library knows, and no file."""
@@ -194,15 +194,6 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
 
 # kerple check: what becomes of each key of a file of GPT-NeoX's.
 
-CHECK = """One page on whether your GPT-NeoX config runs here: which of its keys are kept, written
-otherwise, without effect or refused; parameters, memory, batch, files and the launch.
-
-kerple check my.yml
-kerple check configs/125M.yml configs/local_setup.yml --set pos_emb=kerple_log
-
-It ends with 0 if training would start with these keys, and with 2 if a key is refused; then the
-numbers are those of the config without the refused keys.
-"""
 PAGE = "docs/coming_from_neox.md"
 
 
@@ -254,10 +245,8 @@ def _differences(keys: set[str]) -> tuple[list[str], list[str]]:
     return always, list(sometimes)
 
 
-def check(argv: Sequence[str] | None = None) -> int:
-    parser = command_parser("kerple check", CHECK, allow_abbrev=False)
-    add_config_arguments(parser, ("evaluation", "generation", "logging"))
-    options = parser.parse_intermixed_args(argv)
+def check_page(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Print the page for a parsed command line, whose words are shown at the end."""
     if not (files := config_files(options)):
         raise ConfigError("no config file given, e.g. kerple check my.yml")
     args: NeoXArgs | None = None
@@ -279,10 +268,9 @@ def check(argv: Sequence[str] | None = None) -> int:
     print(explain(script, args, keys.section()))
     if problems:
         print("\nnot accepted as it is: these are the numbers without the refused keys")
-    else:
-        words = sys.argv[2:] if argv is None else argv
-        print(f"\nrun it: {shown_command('deepy')} train.py {shlex.join(words)}")
-    return EXIT_USER_ERROR if problems else 0
+        return EXIT_USER_ERROR
+    print(f"\nrun it: {shown_command('deepy')} train.py {shlex.join(words)}")
+    return 0
 
 
 def checked_keys(

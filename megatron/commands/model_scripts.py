@@ -1,4 +1,4 @@
-"""deepy.py, train.py, evaluate.py and generate.py; `kerple serve` and `kerple init`.
+"""deepy.py, train.py, evaluate.py and generate.py; `kerple check`, `serve`, `init`.
 
 deepy.py merges and validates configs, then prints a dry run or launches. The others run on every
 process and import torch only after their arguments are checked. `init` writes the demo's config.
@@ -73,6 +73,28 @@ def deepy(argv: Sequence[str] | None = None) -> int:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return run(plan)
+
+
+CHECK = """One page on whether your GPT-NeoX config runs here: which of its keys are kept, written
+otherwise, without effect or refused; parameters, memory, batch, files and the launch.
+
+kerple check my.yml
+kerple check configs/125M.yml configs/local_setup.yml --set pos_emb=kerple_log
+
+It ends with 0 if training would start with these keys, and with 2 if a key is refused; then the
+numbers are those of the config without the refused keys.
+"""
+
+
+def check(argv: Sequence[str] | None = None) -> int:
+    """kerple check's exit code: 0 if the config is accepted, 2 if a key is refused."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = command_parser("kerple check", CHECK, allow_abbrev=False)
+    add_config_arguments(parser, ("evaluation", "generation", "logging"))
+    options = parser.parse_intermixed_args(words)
+    from megatron.commands.dry_run import check_page
+
+    return check_page(options, words)
 
 
 def _parsed(script: str, argv: Sequence[str] | None) -> tuple[NeoXArgs, argparse.Namespace]:
