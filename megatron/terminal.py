@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn, TextIO
+from typing import Any, ClassVar, NoReturn, TextIO
 
 from megatron.errors import KerpleError, MissingPackageError, did_you_mean
 
@@ -192,7 +192,13 @@ def shown_command(name: str) -> str:
 class Parser(argparse.ArgumentParser):
     """argparse's, which also names the flag that an unknown one is nearest to."""
 
+    caught: ClassVar[list[argparse.ArgumentParser] | None] = None
+    """A list gets the parser of a wrong command line, without a message: for shell completion."""
+
     def error(self, message: str) -> NoReturn:
+        if Parser.caught is not None:
+            Parser.caught.append(self)
+            raise SystemExit(EXIT_USER_ERROR)
         _, _, unknown = message.partition("unrecognized arguments: ")
         flags = [word for word in unknown.split() if word.startswith("-")]
         if flags and (advice := did_you_mean(flags[0], self._option_string_actions, "")):

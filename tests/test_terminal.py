@@ -20,10 +20,9 @@ from megatron.terminal import RUNTIME_PACKAGES, require, run_command, shown_comm
 from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train", "evaluate", "eval", "generate", "prepare_data", "deepy"]
-TOOLS = sorted(
-    set(COMMANDS)
-    - {*SCRIPTS, "lm_eval", "demo", "compare", "extend", "init", "chat", "serve", "watch"}
-)
+ALONE = {"lm_eval", "demo", "compare", "extend", "init", "chat", "serve", "watch"}
+ALONE |= {"check", "completion"}
+TOOLS = sorted(set(COMMANDS) - {*SCRIPTS, *ALONE})
 
 
 def script(name: str) -> str:

@@ -23,14 +23,15 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("paper.cli:main",
-        "train five small models, evaluate them to 32x their training length, write a report",
-        ("run", "--suite", "demo", "-j", "2")),
-    "compare": Command("commands.model_scripts:compare",
-        "train and evaluate kernels of yours beside the known ones, write a report"),
+    "demo": Command("commands.demo_model:demo",
+        "train five small models, evaluate to 32x, write a report; --model: one to talk to"),
+    "compare": Command("commands.compare:compare",
+        "kernels of yours beside the known ones, or trained runs side by side, with a report"),
     "init": Command("commands.model_scripts:init", "write a first config, every key explained"),
     "extend": Command("commands.extend:extend",
         "give a trained rotary model a kernel, and train it on"),
+    "check": Command("commands.model_scripts:check",
+        "will a GPT-NeoX config run here: keys, parameters, memory, launch on one page"),
     "deepy": Command("commands.model_scripts:deepy",
         "start train, evaluate or generate on one or many processes"),
     "train": Command("commands.model_scripts:train",
@@ -72,6 +73,8 @@ COMMANDS = {
     "watch": Command("commands.watch:main",
         "a run's loss, rate, tokens/s and kernels as they come, in the terminal or on a page"),
     "reproduce": Command("paper.cli:main", "repeat the paper, on a cluster or in miniature"),
+    "completion": Command("commands.completion:main",
+        "a script for bash, zsh or fish that completes commands, flags, keys, tasks, methods"),
     "lm_eval": Command("evaluation.lm_eval_cli:main",
         "the lm_eval command with --model kerple_neox"),
 }  # fmt: skip

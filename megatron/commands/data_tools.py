@@ -146,6 +146,8 @@ def _options(
     keys = keys or ["messages" if template else "text"]
     if template and args.ftfy:
         raise DataError("--ftfy changes plain text, not conversations. Leave it out.")
+    if args.workers < 1:
+        raise DataError(f"--workers {args.workers}: at least 1 process")
     for key in keys:
         if Path(key).name != key:
             raise DataError(f"JSON key {key!r}: must be usable in a file name")
@@ -154,7 +156,7 @@ def _options(
         ftfy=args.ftfy,
         splitter=args.split_text,
         strict=args.strict,
-        workers=max(1, args.workers),
+        workers=args.workers,
         progress=not args.quiet,
         chat=template,
         **others,

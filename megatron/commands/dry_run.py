@@ -1,11 +1,22 @@
-"""What `--dry-run` prints: the resolved config, and what it amounts to."""
+"""What `--dry-run` prints: the resolved config, and what it amounts to. And `kerple check`.
+
+`kerple check` prints the same for files of GPT-NeoX's, with what becomes of each of their keys in
+place of the config.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import re
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.launcher.planning import find_script, plan_launch
 from megatron.machine import count_gpus, memory_bytes
 from megatron.model.layer_formulas import pattern_places
 from megatron.model.outline import layer_ranges, position_label
@@ -16,19 +27,24 @@ from megatron.model.sizes import (
     memory_shortage,
     outline_of_config,
 )
-from megatron.neox_arguments.arguments import GROUPS, NeoXArgs
+from megatron.neox_arguments.arguments import FACTS, GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of
+from megatron.neox_arguments.command_line import config_files, load_config
+from megatron.neox_arguments.normalize import canonical_key, normalize, underscore_keys
 from megatron.neox_arguments.run_keys import DataArgs, TokenizerArgs
-from megatron.neox_arguments.yaml_files import dump_yaml
+from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_text
+from megatron.terminal import EXIT_USER_ERROR, PACKAGE, shown_command
 
 NAMED_VOCABULARIES = ("HFGPT2Tokenizer", "TiktokenTokenizer")
 """Tokenizers whose vocab_file may be a name that their library knows, and no file."""
 
 
-def dry_run_report(args: NeoXArgs, world_size: int = 1, command: Sequence[str] = ()) -> str:
-    """The whole report as text."""
+def dry_run_report(
+    args: NeoXArgs, world_size: int = 1, command: Sequence[str] = (), *, keys: str = ""
+) -> str:
+    """The whole report as text; `keys` stands in place of the config."""
     sections = [
-        _config_section(args),
+        keys or _config_section(args),
         *([_layer_section(args)] if args.model.layer_pattern else []),
         _parameter_section(args),
         _memory_section(args, world_size),
@@ -38,6 +54,21 @@ def dry_run_report(args: NeoXArgs, world_size: int = 1, command: Sequence[str] =
     if command:
         sections.append("# launch command\n" + " ".join(command))
     return "\n\n".join(sections)
+
+
+def explain(script: list[str], args: NeoXArgs, keys: str = "") -> str:
+    """The report with the launch, also on a machine that cannot run the job."""
+    smallest = args.parallel.processes_per_replica
+    try:
+        plan = plan_launch(script, args)
+        args.batch_plan(plan.world_size)
+    except ConfigError as error:
+        report = dry_run_report(args, smallest, keys=keys)
+        assumed = f"{smallest} process{'es' if smallest > 1 else ''}, the fewest that can hold it"
+        return f"{report}\n\n# launch\nnot from here: {error}\n(above: {assumed})"
+    warnings = [f"warning: {warning}" for warning in plan.warnings]
+    report = dry_run_report(plan.args, plan.world_size, plan.command(), keys=keys)
+    return "\n".join([report, *warnings])
 
 
 def _config_section(args: NeoXArgs) -> str:
@@ -159,3 +190,131 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
     elif steps == 0:
         lines.append("train_iters = 0: evaluation only")
     return "\n".join([title, *lines])
+
+
+# kerple check: what becomes of each key of a file of GPT-NeoX's.
+
+PAGE = "docs/coming_from_neox.md"
+
+
+@dataclass
+class CheckedKeys:
+    """The keys of all files, by what becomes of them."""
+
+    kept: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    """Lines: as written, and as read here."""
+    idle: list[str] = field(default_factory=list)
+    """A feature that is switched off, or a key that has no effect here."""
+    refused: list[str] = field(default_factory=list)
+    """The lines with which train.py would end."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What is not refused, under its name here."""
+
+    def section(self) -> str:
+        lines = [f"kept            {len(self.kept):>3}", *_wrapped(", ".join(self.kept))]
+        for title, found in (("written otherwise", self.changed), ("refused", self.refused)):
+            lines += [f"{title:<17}{len(found):>2}", *(f"  {line}" for line in found)]
+        lines += [f"without effect  {len(self.idle):>3}", *_wrapped(", ".join(self.idle))]
+        always, sometimes = _differences(set(self.values) - {*map(canonical_key, self.idle)})
+        if always:
+            lines += ["other than in GPT-NeoX", *(line for row in always for line in _wrapped(row))]
+        if sometimes:
+            lines += [f"may differ from GPT-NeoX, see {PAGE}:", *_wrapped(", ".join(sometimes))]
+        return "\n".join(["# keys", *lines])
+
+
+def _wrapped(text: str) -> list[str]:
+    options: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "  "}
+    return textwrap.wrap(text, 98, break_on_hyphens=False, **options)
+
+
+def _differences(keys: set[str]) -> tuple[list[str], list[str]]:
+    """From the page's table: rows of these keys alone, and keys with rows for some values.
+
+    The page is in a checkout only.
+    """
+    page, always, sometimes = PACKAGE.parent / PAGE, [], dict[str, None]()
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    for what, there, here in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| .*\|$", text, re.M):
+        named = [key for key in re.findall(r"`(\w+)", what) if key in keys]
+        if named and re.fullmatch(r"(`\w+`(, )?)+", what):
+            always.append(f"{', '.join(named)}: here {here} (GPT-NeoX: {there})".replace("`", ""))
+        elif "left out" not in what:
+            sometimes |= dict.fromkeys(named)
+    return always, list(sometimes)
+
+
+def check_page(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Print the page for a parsed command line, whose words are shown at the end."""
+    if not (files := config_files(options)):
+        raise ConfigError("no config file given, e.g. kerple check my.yml")
+    args: NeoXArgs | None = None
+    try:
+        args, problems = load_config(options), ""
+    except ConfigError as error:
+        problems = str(error)
+    layers = [parse_yaml(read_text(file), str(file)) or {} for file in files]
+    keys = checked_keys([layer for layer in layers if isinstance(layer, dict)], problems, args)
+    if args is None:
+        try:
+            args = NeoXArgs.from_dict(keys.values)
+        except ConfigError as error:
+            reasons = [line for line in str(error).splitlines() if line not in keys.refused]
+            why = "\n".join(reasons or ["see above"])
+            print(f"{keys.section()}\n\n# parameters, memory, launch\nnot known: {why}")
+            return EXIT_USER_ERROR
+    script = find_script("train.py", Path(__file__).resolve().parents[2])
+    print(explain(script, args, keys.section()))
+    if problems:
+        print("\nnot accepted as it is: these are the numbers without the refused keys")
+        return EXIT_USER_ERROR
+    print(f"\nrun it: {shown_command('deepy')} train.py {shlex.join(words)}")
+    return 0
+
+
+def checked_keys(
+    files: Sequence[Mapping[str, Any]], problems: str, args: NeoXArgs | None
+) -> CheckedKeys:
+    """Sort the keys of the files; `problems` is why the whole is refused, `args` what it became."""
+    found = CheckedKeys(refused=problems.splitlines())
+    resolved = args.to_dict() if args is not None else {}
+    for raw_key, raw in ((key, value) for layer in files for key, value in layer.items()):
+        key = canonical_key(raw_key)
+        if any(_names(line, {raw_key, key}) for line in found.refused):
+            continue
+        values, _ = normalize({raw_key: raw}, KNOWN_KEYS, "")
+        found.values |= values
+        if not values or (key in OWNER and FACTS[key]["changes"] == "nothing"):
+            found.idle.append(raw_key)
+            continue
+        name, value = next(iter(values.items()))
+        value = resolved.get(name, value) if args is not None else value
+        same = name == raw_key.replace("-", "_") and _contains(value, raw)
+        if same:
+            found.kept.append(raw_key)
+        else:
+            now = dump_yaml({name: value}).strip()
+            found.changed.append(f"{dump_yaml({raw_key: raw}).strip()}  ->  {now}")
+    return found
+
+
+def _names(line: str, keys: set[str]) -> bool:
+    """Whether a line of an error is about one of the keys: `key = value` or `unknown key 'key'`."""
+    which = "|".join(map(re.escape, keys))
+    pattern = rf"(^|[\s,.:])({which})(\.\w+)* (=|is)|'({which})[.']|^({which}):"
+    return re.search(pattern, line) is not None
+
+
+def _contains(value: Any, written: Any) -> bool:
+    """Whether a value is the written one; a block may have got its defaults besides."""
+    if isinstance(value, dict):
+        inner = underscore_keys(written)
+        return isinstance(inner, dict) and all(
+            item is None or _contains(value.get(name), item) for name, item in inner.items()
+        )
+    if isinstance(written, list) and not isinstance(value, list):
+        return ",".join(map(str, written)) == value  # split
+    if isinstance(value, str) and isinstance(written, str):
+        return value.lower() == written.lower()  # optimizer.type
+    return bool(value == written) or written is None

@@ -1,8 +1,7 @@
-"""deepy.py, train.py, evaluate.py and generate.py; `kerple serve`, `compare` and `init`.
+"""deepy.py, train.py, evaluate.py and generate.py; `kerple check`, `serve`, `init`.
 
 deepy.py merges and validates configs, then prints a dry run or launches. The others run on every
-process and import torch only after their arguments are checked. `compare` runs the demo's suite
-with other methods, `init` writes the demo's config.
+process and import torch only after their arguments are checked. `init` writes the demo's config.
 """
 
 from __future__ import annotations
@@ -10,20 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.atomic_files import check_writable, write_text
-from megatron.errors import ConfigError, KerpleError, ReproduceError
+from megatron.errors import ConfigError
 from megatron.launcher.planning import find_script, plan_launch, run
 from megatron.machine import set_deepspeed_accelerator
 from megatron.neox_arguments import GROUPS, OWNER, NeoXArgs
-from megatron.neox_arguments.allowed_code import allow_kernel, is_import_path
-from megatron.neox_arguments.catalogue import METHODS, check_position_name, label_of
+from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.command_line import (
     add_checkpoint_arguments,
     add_config_arguments,
@@ -31,7 +27,7 @@ from megatron.neox_arguments.command_line import (
     load_config,
     parse_command_line,
 )
-from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_text
+from megatron.neox_arguments.yaml_files import dump_yaml
 from megatron.terminal import (
     command_parser,
     exit_on_ctrl_c,
@@ -65,7 +61,9 @@ def deepy(argv: Sequence[str] | None = None) -> int:
     script = find_script(options.script, Path(__file__).resolve().parents[2])
     args = load_config(options, options.script, _exported_config)
     if options.dry_run:
-        print(_explain(script, args))
+        from megatron.commands.dry_run import explain
+
+        print(explain(script, args))
         return 0
     plan = plan_launch(script, args)
     if args.optimization.train_iters or args.optimization.train_epochs:
@@ -77,20 +75,26 @@ def deepy(argv: Sequence[str] | None = None) -> int:
     return run(plan)
 
 
-def _explain(script: list[str], args: NeoXArgs) -> str:
-    """The dry run, also on a machine that cannot run the job."""
-    from megatron.commands.dry_run import dry_run_report
+CHECK = """One page on whether your GPT-NeoX config runs here: which of its keys are kept, written
+otherwise, without effect or refused; parameters, memory, batch, files and the launch.
 
-    smallest = args.parallel.processes_per_replica
-    try:
-        plan = plan_launch(script, args)
-        args.batch_plan(plan.world_size)
-    except ConfigError as error:
-        report = dry_run_report(args, smallest)
-        assumed = f"{smallest} process{'es' if smallest > 1 else ''}, the fewest that can hold it"
-        return f"{report}\n\n# launch\nnot from here: {error}\n(above: {assumed})"
-    warnings = [f"warning: {warning}" for warning in plan.warnings]
-    return "\n".join([dry_run_report(plan.args, plan.world_size, plan.command()), *warnings])
+kerple check my.yml
+kerple check configs/125M.yml configs/local_setup.yml --set pos_emb=kerple_log
+
+It ends with 0 if training would start with these keys, and with 2 if a key is refused; then the
+numbers are those of the config without the refused keys.
+"""
+
+
+def check(argv: Sequence[str] | None = None) -> int:
+    """kerple check's exit code: 0 if the config is accepted, 2 if a key is refused."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = command_parser("kerple check", CHECK, allow_abbrev=False)
+    add_config_arguments(parser, ("evaluation", "generation", "logging"))
+    options = parser.parse_intermixed_args(words)
+    from megatron.commands.dry_run import check_page
+
+    return check_page(options, words)
 
 
 def _exported_config(folder: Path) -> NeoXArgs:
@@ -216,147 +220,6 @@ def serve(argv: Sequence[str] | None = None) -> int:
     from megatron.generation import server
 
     return server.serve(options)
-
-
-# kerple compare: kernels of one's own beside the known ones, as a suite.
-
-BASELINES = ("kerple_log", "alibi", "rpe", "rotary")
-FEW = 20  # documents: a twentieth of them is at least one
-COMPARE = """Train kernels of your own and known ones here, evaluate them to 32 times their
-training length, and write a report with tables, statistics and the learned kernels.
-
-kerple compare my_kernels:SqrtLog                        beside log, ALiBi, T5's bias and rotary
-kerple compare my_kernels:SqrtLog --with kerple_power    beside one
-kerple compare my_kernels:A my_kernels:B --input books/  two of yours, on your own text
-kerple compare my_kernels:SqrtLog --seeds 1 2 3          three seeds each, with tests
-
-It is the suite `demo` (4 layers, 128 wide, 500 steps at length 128) with these methods. Finished
-runs are not repeated: call it again with another kernel, and only that one is trained.
-"""
-
-
-def compare(argv: Sequence[str] | None = None) -> int:
-    options = _compare_parser().parse_args(argv)
-    methods = list(dict.fromkeys([*options.kernels, *options.rivals]))
-    allow_kernel(name for name in methods if is_import_path(name))
-    for name in methods:
-        check_position_name(name)
-        _check_gradients(name)
-    directory = Path(options.runs) / options.name
-    suite = directory / f"{options.name}.yml"
-    check_writable(suite, "--runs")
-    if options.input:
-        corpus = options.corpus or re.sub(r"[^\w.-]", "_", Path(options.input[0]).resolve().stem)
-        _prepare(corpus, options)
-    else:
-        corpus = options.corpus or "stdlib"
-    content = suite_content(methods, corpus, options.seeds)
-    words = ["--runs", options.runs, "--data", options.data, "-j", str(options.jobs)]
-    words += [f"--allow-kernel={name}" for name in methods if is_import_path(name)]
-    words += ["--restart-changed"] if options.restart_changed else []
-    words += ["--set", *options.sets] if options.sets else []
-    return _run_suite(suite, dump_yaml(content), words)
-
-
-def _run_suite(suite: Path, content: str, words: Sequence[str]) -> int:
-    """Write and run the suite; the file of the last comparison stays if this one is refused."""
-    from megatron.paper.cli import main
-
-    before = read_text(suite) if suite.is_file() else None
-    write_text(suite, content)
-    try:
-        return main(["run", "--suite", str(suite), *words])
-    except KerpleError:
-        if before is not None:
-            write_text(suite, before)
-        raise
-
-
-def _compare_parser() -> argparse.ArgumentParser:
-    parser = command_parser("kerple compare", COMPARE)
-    parser.add_argument("kernels", nargs="+", metavar="MODULE:CLASS", help="or a method's name")
-    parser.add_argument(
-        "--with",
-        dest="rivals",
-        nargs="*",
-        default=list(BASELINES),
-        metavar="METHOD",
-        help=f"methods to compare with ({' '.join(BASELINES)})",
-    )
-    parser.add_argument("--input", nargs="+", metavar="PATH", help="text of your own, as bytes")
-    parser.add_argument(
-        "--corpus", metavar="NAME", help="a corpus of prepare_data.py (stdlib), or one for --input"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1235], metavar="N", help="(1235)")
-    parser.add_argument("--name", default="compare", help="folder below --runs (compare)")
-    parser.add_argument("-j", "--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
-    parser.add_argument("--runs", default="runs", metavar="DIR", help="where runs live (runs)")
-    parser.add_argument("--data", default="data", metavar="DIR", help="where data lives (data)")
-    parser.add_argument(
-        "--restart-changed",
-        action="store_true",
-        help="move runs of other settings aside and train them again",
-    )
-    add_set_argument(parser, "config values for every run, e.g. train_iters=100")
-    return parser
-
-
-def _prepare(corpus: str, options: argparse.Namespace) -> None:
-    """The user's own text as token files; the suite finds them up to date."""
-    from megatron.data.prepare import PrepareRequest, prepare_corpus, report
-    from megatron.data.preprocess import PreprocessOptions
-    from megatron.data.streams import TEXT_SUFFIXES, list_files, plain_suffix
-
-    inputs = tuple(map(Path, options.input))
-    files, _ = list_files(list(inputs))
-    splitter = "auto"
-    if len(files) < FEW and all(plain_suffix(file.name) in TEXT_SUFFIXES for file in files):
-        print(f"{corpus}: {len(files)} files, too few to split 90,5,5: every line is a document")
-        splitter = "line"
-    request = PrepareRequest(
-        Path(options.data),
-        "CharLevelTokenizer",
-        inputs=inputs,
-        options=PreprocessOptions(splitter=splitter),
-    )
-    print(report(corpus, *prepare_corpus(corpus, request)))
-
-
-def suite_content(methods: Sequence[str], corpus: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """The demo's suite with other methods, text and seeds."""
-    from megatron.paper.suite_file import SUITE_DIRECTORY
-
-    file = SUITE_DIRECTORY / "demo.yml"
-    content: dict[str, Any] = parse_yaml(read_text(file), str(file))
-    (section,) = content["sections"].values()
-    title = "Python standard library" if corpus == "stdlib" else corpus
-    caption = f"Perplexity on the validation part of {title} after training at length 128."
-    section |= {"methods": list(methods), "data": [corpus]}
-    section["table"] = {
-        "layout": "stacked",
-        "rounding": "magnitude",
-        "mark_significance": len(seeds) > 1,
-        "caption": caption,
-    }
-    return {
-        "about": f"{', '.join(map(label_of, methods))} on {title}, with the demo's small model",
-        "seeds": list(seeds),
-        "splits": content["splits"],
-        "models": content["models"],
-        "data": {corpus: {"title": title}},
-        "sections": content["sections"],
-    }
-
-
-def _check_gradients(name: str) -> None:
-    """A kernel that cannot be trained is refused before minutes are spent on its rivals."""
-    from megatron.model.kernel_theory import training_problems
-    from megatron.model.position_base import TableEmbedding
-    from megatron.model.position_names import build_positional_embedding, position_options
-
-    module = build_positional_embedding(name, position_options(heads=4, head_dim=32))
-    if isinstance(module, TableEmbedding) and (problems := training_problems(module, 4096)):
-        raise ReproduceError(f"{name}: {problems[0]}")
 
 
 # kerple init: a first config in the working directory, every key with its meaning.

@@ -10,9 +10,10 @@ text. --serve shows the same on a page of this machine alone, with curves.
 from __future__ import annotations
 
 import json
+import re
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,26 +80,57 @@ class Watched:
         return f"{where}, running, about {left / 60:,.0f} minutes left"
 
 
+MEASURES = {"ppl": "perplexity", "accuracy": "accuracy", "loss": "loss"}
+"""Key of a record -> its name; the first that a record has is shown."""
+
+COUNTS = ("length", "sequences", "tokens")
+
+
 def evaluation_cells(directory: Path) -> Iterator[tuple[str, float]]:
     """Numbers of finished results and of evaluations under way, by name."""
     folder = directory / "results"
     for path in sorted([*folder.glob("*.json"), *folder.glob("cache/*.part")]):
         content = read_json(path) or {}
         inner = content.get("results", content.get("cells"))
-        if isinstance(inner, dict):
-            name = path.stem if path.suffix == ".json" else f"{path.stem} (under way)"
-            yield from _numbers(name, inner)
+        if not isinstance(inner, dict):
+            continue
+        if path.suffix == ".part":
+            name = f"{path.stem.rpartition('-')[0] or path.stem}, under way"
+        else:
+            step = re.match(r"step(\d+)_", path.stem)
+            name = path.stem[step.end() :] if step else path.stem
+            name += f", step {step[1]}" if step else ""
+        yield from _numbers(f"{name}:", inner)
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    number = finite(value)
-    if number is not None:
+    """One number of each record that has one of MEASURES; of others all numbers, by their keys."""
+    if (number := finite(value)) is not None:
         yield name, number
-    items = list(value.items()) if isinstance(value, dict) else []
-    if isinstance(value, list) and len(value) <= MAX_CELLS:
-        items = list(enumerate(value))
-    for key, item in items:
-        yield from _numbers(f"{name} {key}", item)
+    elif isinstance(value, list) and len(value) <= MAX_CELLS:
+        for place, item in enumerate(value):
+            yield from _numbers(name if isinstance(item, dict) else f"{name} {place}", item)
+    elif isinstance(value, dict):
+        measure = next((key for key in MEASURES if finite(value.get(key)) is not None), None)
+        if measure is not None:
+            where = [name, *(word for word in _where(value) if word not in name)]
+            yield f"{' '.join(where)}, {MEASURES[measure]}", float(value[measure])
+        for key, item in value.items():
+            records = isinstance(item, list) and item and isinstance(item[0], dict)
+            inner = name if records and key not in ("valid", "test") else f"{name} {key}"
+            if key not in COUNTS and (measure is None or isinstance(item, dict) or records):
+                yield from _numbers(inner.replace("/", " "), item)
+
+
+def _where(record: Mapping[str, Any]) -> Iterator[str]:
+    """What tells a record from its neighbours."""
+    if isinstance(record.get("kind"), str):
+        yield record["kind"]
+    if "length" in record:
+        yield f"{record['length']}"
+    if "start" in record and "end" in record:
+        yield f"positions {record['start']}-{record['end'] - 1}"
+    yield from (f"{key} {record[key]}" for key in ("distance", "depth") if key in record)
 
 
 # In the terminal.

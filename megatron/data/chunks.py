@@ -13,7 +13,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.data.streams import TextFile, open_members
+from megatron.data.streams import ARCHIVE_SUFFIXES, TextFile, open_members, plain_suffix
+from megatron.errors import DataError
 
 CHUNK_BYTES = 1 << 18
 PIECE_BYTES = 8 << 20  # a document longer than this is tokenized in pieces
@@ -45,9 +46,23 @@ def read_chunks(files: Iterable[Path], splitter: str = "file") -> Iterator[Chunk
     for path in files:
         with path.open("rb") as handle, open_members(path, handle) as members:
             for chunk in _grouped(members, DOCUMENT_SPLITTERS[splitter]):
+                if plain_suffix(path.name) not in ARCHIVE_SUFFIXES:
+                    _refuse_nul(chunk)
                 chunk.consumed = finished + handle.tell()
                 yield chunk
         finished += path.stat().st_size
+
+
+def _refuse_nul(chunk: Chunk) -> None:
+    """A NUL byte is in no text: the file is binary or UTF-16. In JSON its line is refused anyway.
+
+    Texts in archives are taken as they are: public corpora have padded ones.
+    """
+    if not chunk.is_json and any(b"\0" in part for part in chunk.parts):
+        raise DataError(
+            f"{chunk.file}: has a NUL byte, so it is not text but binary or UTF-16; leave it out, "
+            "or convert it (iconv -f UTF-16 -t UTF-8)"
+        )
 
 
 def _grouped(members: Iterator[TextFile], split: Callable[[BinaryIO], Parts]) -> Iterator[Chunk]:

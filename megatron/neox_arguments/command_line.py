@@ -112,7 +112,7 @@ def add_suffix(name: str, directory: str | None = None) -> Path:
     return path if path.suffix in (".yml", ".yaml", ".json") else Path(f"{path}.yml")
 
 
-def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], list[str]]:
+def saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], list[str]]:
     """The saved config of a run's or a checkpoint's folder, and the values that select its weights.
 
     Ours has configs/resolved.yml, GPT-NeoX's the files of its command line.
@@ -142,6 +142,11 @@ def _saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], lis
     )
 
 
+def config_files(options: argparse.Namespace) -> list[Path]:
+    """The YAML files that a parsed command line names, those after --override last."""
+    return [add_suffix(name, options.conf_dir) for name in [*options.conf_files, *options.override]]
+
+
 def load_config(
     options: argparse.Namespace,
     script: str = "",
@@ -169,7 +174,7 @@ def load_config(
             sets = [f"{key}={json.dumps(value)}" for key, value in model.items()] + sets
             sets.insert(0, f"load={json.dumps(str(folder))}")
             continue
-        found, chosen = _saved_configs(folder, options.iteration)
+        found, chosen = saved_configs(folder, options.iteration)
         if trains:
             raise ConfigError(
                 f"{folder}: a folder is enough for evaluate.py and generate.py; train.py takes "

@@ -262,12 +262,12 @@ def normalize(
 
 def _normalize_value(key: str, value: Any, source: str) -> Any:
     if key in NESTED_BLOCKS:
-        block = _underscore_keys(value)
+        block = underscore_keys(value)
         if key == "bf16" and isinstance(block, dict):  # written like fp16's, which scales its loss
             return {name: item for name, item in block.items() if name not in _OF_LOSS_SCALING}
         return block
     if key == "layer_pattern" and isinstance(value, list):
-        return [_underscore_keys(entry) if isinstance(entry, dict) else entry for entry in value]
+        return [underscore_keys(entry) if isinstance(entry, dict) else entry for entry in value]
     if key == "precision" and isinstance(value, str):
         return _PRECISION_NAMES.get(value.lower(), value)
     if key == "pos_emb" and value is None:
@@ -277,12 +277,13 @@ def _normalize_value(key: str, value: Any, source: str) -> Any:
     return value
 
 
-def _underscore_keys(value: Any) -> Any:
+def underscore_keys(value: Any) -> Any:
+    """A nested block with underscores in its keys; a flag is `{enabled: flag}`."""
     if isinstance(value, bool):
         return {"enabled": value}
     if isinstance(value, dict):
         return {
-            key.replace("-", "_"): _underscore_keys(item) if isinstance(item, dict) else item
+            key.replace("-", "_"): underscore_keys(item) if isinstance(item, dict) else item
             for key, item in value.items()
         }
     return value

@@ -17,7 +17,7 @@ from megatron.paper.cells import ALPHA
 from megatron.paper.slurm import ClusterOptions
 from megatron.paper.suite import Suite, load_suite
 from megatron.paper.suite_file import available_suites
-from megatron.terminal import command_parser, exit_with, run_command
+from megatron.terminal import command_parser, exit_with, run_command, shown_command
 
 if TYPE_CHECKING:
     from megatron.paper.tables import Table
@@ -217,20 +217,23 @@ def _run(options: argparse.Namespace) -> int:
     )
     record_command(suite.directory, _command_line(options), time.monotonic() - started, code)
     if not options.no_report and code in (0, 1):
-        _write_report(suite, None, options)
+        write_report(suite, None, _command_line(options))
     return code
 
 
 def _command_line(options: argparse.Namespace) -> str:
-    return shlex.join(["python", "tools/reproduce.py", *options.words])
+    return f"{shown_command('reproduce')} {shlex.join(options.words)}"
 
 
-def _write_report(suite: Suite, out: Path | None, options: argparse.Namespace) -> bool:
-    """Whether there was anything to report."""
+def write_report(suite: Suite, out: Path | None, command: str, *, of_folders: bool = False) -> bool:
+    """Write the report and print its tables; whether there was anything to report.
+
+    `of_folders`: the runs were trained outside suites (see `run_folders`).
+    """
     from megatron.paper.pages import to_text
     from megatron.paper.report import make_report
 
-    files = make_report(suite, out, _command_line(options))
+    files = make_report(suite, out, command, of_folders=of_folders)
     color = sys.stdout.isatty()
     on_the_page_only = ("_test", "cpd")
     empty, shown = [], 0
@@ -319,7 +322,7 @@ def _released(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
-    return 0 if _write_report(_suite(options), out, options) else 1
+    return 0 if write_report(_suite(options), out, _command_line(options)) else 1
 
 
 def _pack(options: argparse.Namespace) -> int:
@@ -336,7 +339,7 @@ def _worker(options: argparse.Namespace) -> int:
 
     suite = _suite(options)
     if options.stage == "report":
-        _write_report(suite, None, options)
+        write_report(suite, None, _command_line(options))
         return 0
     try:
         tasks = Path(options.tasks).read_text(encoding="utf-8").split()

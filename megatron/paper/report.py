@@ -50,11 +50,17 @@ def collect_results(suite: Suite) -> ResultSet:
     return ResultSet(tuple(read_run(run) for run in suite.runs))
 
 
-def make_report(suite: Suite, directory: Path | None = None, command: str = "") -> ReportFiles:
-    """Write report.html, report.md, tables/ and figures/ of whatever is finished."""
+def make_report(
+    suite: Suite, directory: Path | None = None, command: str = "", *, of_folders: bool = False
+) -> ReportFiles:
+    """Write report.html, report.md, tables/ and figures/ of whatever is finished.
+
+    Runs `of_folders` were trained outside suites, which mark a finished training.
+    """
     directory = directory or suite.directory / "report"
     results = collect_results(suite)
     missing = [item.run.name for item in results.runs if not is_finished(item.run, item.checks)]
+    missing = [] if of_folders else missing
     chapters = [section_chapter(suite, part, results, directory) for part in suite.sections]
     # The first thing to see is the main table; the claims follow it.
     chapters[1:1] = [
@@ -64,7 +70,7 @@ def make_report(suite: Suite, directory: Path | None = None, command: str = "") 
     chapters += _theory_chapters(suite, results)
     chapters.append(Chapter("What differs from the paper", notes=suite.file.differs))
     page = Page(
-        f"KERPLE: the {suite.name} suite",
+        "KERPLE: trained runs" if of_folders else f"KERPLE: the {suite.name} suite",
         suite.file.about + ".",
         _facts(suite, results, len(missing), command),
         chapters,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,9 +95,29 @@ _METHOD_STYLES = {
 }
 
 
+_OWN_STYLES = (
+    LineStyle(), LineStyle(_PURPLE, "s", "--"), LineStyle(_BLACK, "X", "-."),
+    LineStyle(_SKY, "P", ":"),
+)  # fmt: skip
+_own_methods: dict[str, LineStyle] = {}
+
+
 def line_style(method: str) -> LineStyle:
-    """How a method is drawn in every figure; one of the user's own is grey."""
-    return _METHOD_STYLES.get(canonical_method(method), LineStyle())
+    """How a method is drawn in every figure; the user's own differ in the order they appear."""
+    name = canonical_method(method)
+    if name in _METHOD_STYLES:
+        return _METHOD_STYLES[name]
+    return _own_methods.setdefault(name, _OWN_STYLES[len(_own_methods) % len(_OWN_STYLES)])
+
+
+def in_lines(text: str, width: int = 24) -> str:
+    """A long name in several lines, cut between its words: at spaces, `_`, `.` and capitals."""
+    lines = [""]
+    for part in re.findall(r"[A-Z]?[^A-Z_.\s]*[_.\s]*|.", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip(" ") for line in lines)
 
 
 class Plot(NamedTuple):
@@ -159,7 +181,7 @@ def line_with_spread(
 
 
 def finish_axes(axes: Axes, *, title: str, xlabel: str, ylabel: str) -> None:
-    axes.set_title(title, loc="left")
+    axes.set_title(in_lines(title, 40), loc="left")
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
 
@@ -191,12 +213,13 @@ def direct_labels(axes: Axes, labels: Sequence[EndLabel]) -> None:
         outside = " ↑" if height > 1.001 else " ↓" if height < -0.001 else ""
         wanted.append((min(max(height, 0.0), 1.0), label, outside))
     wanted.sort(key=lambda item: item[0])
-    heights = _spread([height for height, _, _ in wanted])
+    lines = [1 + in_lines(label.text).count("\n") for _, label, _ in wanted]
+    heights = _spread([height for height, _, _ in wanted], lines)
     for height, (_, label, outside) in zip(heights, wanted, strict=True):
         axes.text(
             1.015,
             height,
-            label.text + outside,
+            in_lines(label.text) + outside,
             transform=axes.transAxes,
             color=label.color,
             va="center",
@@ -206,14 +229,18 @@ def direct_labels(axes: Axes, labels: Sequence[EndLabel]) -> None:
         )
 
 
-def _spread(heights: Sequence[float]) -> list[float]:
-    """Rising heights with at least the gap between them, moved as little as is simple."""
+def _spread(heights: Sequence[float], lines: Sequence[int]) -> list[float]:
+    """Rising heights with the gap between them that their lines need, moved as little as is simple.
+
+    `lines` is how many lines of text stand at each height.
+    """
+    gaps = [_LABEL_GAP * (own + after) / 2 for own, after in itertools.pairwise(lines)]
     placed: list[float] = []
-    for height in heights:
-        placed.append(max(height, placed[-1] + _LABEL_GAP) if placed else height)
+    for i, height in enumerate(heights):
+        placed.append(max(height, placed[-1] + gaps[i - 1]) if placed else height)
     overflow = max(0.0, placed[-1] - 1.0) if placed else 0.0
     for i in range(len(placed) - 1, -1, -1):
-        limit = placed[i + 1] - _LABEL_GAP if i + 1 < len(placed) else placed[i] - overflow
+        limit = placed[i + 1] - gaps[i] if i + 1 < len(placed) else placed[i] - overflow
         placed[i] = min(placed[i], limit)
     return placed
 
@@ -224,7 +251,8 @@ def figure_legend(figure: Figure, panels: Sequence[Axes]) -> None:
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
-    figure.legend(list(found.values()), list(found), loc="outside right upper")
+    names = [in_lines(name) for name in found]
+    figure.legend(list(found.values()), names, loc="outside right upper")
 
 
 def mark_train_length(axes: Axes, train_length: int | None, *, below: bool = False) -> None:

@@ -90,6 +90,7 @@ class Point(_Strict):
     """A model trained at one length and evaluated at another."""
 
     train_length: int
+    """0: the training length of the data set's runs."""
     length: int
 
     @property
@@ -123,6 +124,8 @@ class TableSpec(_Strict):
     lengths: tuple[int, ...] | None = None
     mark_best: bool = True
     mark_significance: bool = True
+    only_measured: bool = False
+    """Without columns that have no result at all."""
     published: str | None = None
     """The paper's table whose numbers stand beside ours."""
     published_train_length: int = 512

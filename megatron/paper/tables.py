@@ -195,6 +195,9 @@ class _Placer:
         measured = [cell for cell in self._ours.values() if cell.seeds]
         self._daggers = not measured or any(cell.p_value is not None for cell in measured)
 
+    def has_results(self, data: DataSet, name: str) -> bool:
+        return any((data.name, name, point) in self._ours for point in self.spec.points)
+
     def entry(self, data: DataSet, name: str, point: Point) -> Entry:
         place = (data.name, name, point)
         integer = name in self.spec.integer_methods
@@ -213,6 +216,8 @@ class _Placer:
 def _by_length_block(placed: _Placer, title: str, data: Sequence[DataSet]) -> Block:
     """Methods as columns, under the names of their data sets if these are not the title."""
     places = [(item, name) for item in data for name in placed.spec.methods]
+    if placed.spec.only_measured:
+        places = [place for place in places if placed.has_results(*place)]
     columns = tuple(Column(label_of(name), "" if title else item.title) for item, name in places)
     rows = tuple(
         Row(str(point.length), tuple(placed.entry(*place, point) for place in places))

@@ -51,15 +51,14 @@ class RecordMetrics(Hook):
         if not self._pending:
             return
         reports, self._pending = self._pending, []
-        seconds = sum(r.seconds for r in reports)
-        speed = sum(r.tokens for r in reports) / max(seconds, 1e-9)
+        loss, speed = _means(reports)
         values: dict[str, Any] = {
-            "loss": sum(r.loss for r in reports) / len(reports),
+            "loss": loss,
             "lr": reports[-1].lr,
             "grad_norm": reports[-1].grad_norm,
             "tokens_per_second": speed,
             **self._utilisation(speed),
-            "step_seconds": seconds / len(reports),
+            "step_seconds": sum(r.seconds for r in reports) / len(reports),
             "memory_gb": _memory_gb(),
             "skipped_steps": self._skipped,
             "time": time.time(),
@@ -86,6 +85,13 @@ class RecordMetrics(Hook):
                 self.sinks.write(report.step, {"loss_spike": report.loss, "recent_loss": mean})
                 trainer.say(f"step {report.step}: loss spike {report.loss:.3f} (was {mean:.3f})")
         self._recent.append(report.loss)
+
+
+def _means(reports: list[StepReport]) -> tuple[float, float]:
+    """Loss, and tokens a second, over several steps."""
+    seconds = sum(report.seconds for report in reports)
+    speed = sum(report.tokens for report in reports) / max(seconds, 1e-9)
+    return sum(report.loss for report in reports) / len(reports), speed
 
 
 # Dense bf16 FLOP/s by device name, from the makers' data sheets.
@@ -126,10 +132,14 @@ def _memory_gb() -> float:
 
 
 class ShowProgress(Hook):
-    """A bar on a terminal, a line every `interval` steps elsewhere."""
+    """A bar on a terminal with each step's loss; elsewhere a line every `interval` steps.
+
+    Loss and tokens/s of a line are means over the steps since the line before, as in the metrics.
+    """
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
+        self._pending: list[StepReport] = []
         self._bar: tqdm[Any] = tqdm(disable=True)
         self._start_time, self._start_step = 0.0, 0
 
@@ -148,9 +158,11 @@ class ShowProgress(Hook):
         self._bar.set_postfix_str(
             f"loss {report.loss:.3f}, {report.tokens_per_second:,.0f} tokens/s"
         )
-        due = report.step % self.interval == 0 or report.step == trainer.train_iters
-        if due and self._bar.disable:
-            trainer.say(self._line(trainer, report))
+        self._pending.append(report)
+        if report.step % self.interval == 0 or report.step == trainer.train_iters:
+            if self._bar.disable:
+                trainer.say(self._line(trainer, self._pending))
+            self._pending = []
 
     def on_end(self, trainer: Trainer) -> None:
         self._bar.close()
@@ -160,14 +172,15 @@ class ShowProgress(Hook):
     def on_failure(self, trainer: Trainer, error: BaseException) -> None:
         self._bar.close()
 
-    def _line(self, trainer: Trainer, report: StepReport) -> str:
+    def _line(self, trainer: Trainer, reports: list[StepReport]) -> str:
+        report, (loss, speed) = reports[-1], _means(reports)
         done = report.step - self._start_step
         per_step = (time.perf_counter() - self._start_time) / max(done, 1)
         left = per_step * (trainer.train_iters - report.step)
         norm = f", grad norm {report.grad_norm:.3f}" if report.grad_norm is not None else ""
         return (
-            f"step {report.step}/{trainer.train_iters}: loss {report.loss:.4f}, "
-            f"lr {report.lr:.2e}{norm}, {report.tokens_per_second:,.0f} tokens/s, "
+            f"step {report.step}/{trainer.train_iters}: loss {loss:.4f}, "
+            f"lr {report.lr:.2e}{norm}, {speed:,.0f} tokens/s, "
             f"{_duration(left)} left"
         )
 

@@ -82,6 +82,7 @@ def test_mistakes_exit_with_a_message(
         (["prepare_data", "novels", "--input", ""], "an empty path"),
         (["preprocess_data", "--input", ""], "an empty path"),
         (["train_tokenizer", "--input", ""], "an empty path"),
+        (["prepare_data", "novels", "--input", ".", "--workers", "-2"], "--workers -2: at least 1"),
         (
             ["prepare_data", "novels", "--input", ".", "--jsonl-key", "a/b"],
             "'a/b': must be usable in a file name",

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.commands import run
 from megatron.commands.dry_run import dry_run_report
+from megatron.errors import ConfigError
 from megatron.neox_arguments import NeoXArgs
 from tests.conftest import REPOSITORY
 from tests.neox_arguments.samples import TINY
@@ -91,3 +93,61 @@ def test_the_patterns_in_configs_are_described_and_train(tmp_path: Path) -> None
     losses = [found[name]["losses"] for name in rows]
     assert all(first > last for first, last in losses)
     assert len({first for first, _ in losses}) == 3, "three models"
+
+
+# kerple check.
+
+NEOX_FILE = """
+"num-layers": 2
+"hidden-size": 32
+"num-attention-heads": 4
+"seq-length": 16
+"save-interval": 7
+"optimizer": {"type": "Adam", "params": {"lr": 0.001}}
+"precision": "bfloat16"
+"fp32_allreduce": true
+"rope-fusion": false
+"moe_num_experts": 1
+"train-iters": 3
+"""
+
+
+def test_what_becomes_of_the_keys_of_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kept, renamed, without effect; with the dry run's numbers and the command that starts it."""
+    file = tmp_path / "mine.yml"
+    file.write_text(NEOX_FILE)
+    assert run("check", [str(file)]) == 0
+    page = capsys.readouterr().out
+    keys, _, numbers = page.partition("\n\n# parameters")
+    assert "kept              7\n  num-layers, hidden-size, num-attention-heads" in keys
+    assert "save-interval: 7  ->  checkpoint_factor: 7" in keys
+    assert "precision: bfloat16  ->  precision: bf16" in keys
+    assert "refused           0" in keys
+    assert "without effect    2\n  rope-fusion, moe_num_experts" in keys
+    assert "fp32_allreduce: here averages of gradients in fp32" in keys
+    assert "# memory per process" in numbers and "# batch on 1 process" in numbers
+    assert numbers.rstrip().endswith(f"train.py {file}") and "# resolved config" not in page
+    assert len(page.splitlines()) < 70, "one page"
+
+
+def test_refused_keys_are_named_and_the_rest_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lines are train.py's own; keys that are not refused are not lost."""
+    file = tmp_path / "mine.yml"
+    file.write_text(NEOX_FILE.replace('experts": 1', 'experts": 8') + "hidden_dropuot: 0\n")
+    assert run("check", [str(file)]) == 2
+    page = capsys.readouterr().out
+    with pytest.raises(ConfigError) as refusal:
+        NeoXArgs.from_files([file])
+    for line in (lines := str(refusal.value).splitlines()):
+        assert f"\n  {line}\n" in page
+    assert f"refused           {len(lines)}" in page and len(lines) == 2
+    assert "kept              7" in page and "# parameters" in page
+    assert "these are the numbers without the refused keys" in page
+    file.write_text("train_iters: 3\n")
+    assert run("check", [str(file)]) == 2
+    assert "num_layers is missing" in (page := capsys.readouterr().out)
+    assert page.rstrip().endswith("not known: see above")

@@ -21,7 +21,11 @@ def test_a_frame_names_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
         file.write('{"step": 6, "loss": 0.8')  # being written
     cells = one / "results" / "cache" / "extrapolation-abc.part"
     cells.parent.mkdir(parents=True)
-    cells.write_text(json.dumps({"cells": {"512": {"loss": 2.5, "text": "no number"}}}))
+    cells.write_text(json.dumps({"cells": {"valid/512": {"length": 512, "loss": 2.5, "text": ""}}}))
+    entry = {"length": 64, "sequences": 4, "buckets": [{"start": 0, "end": 2, "ppl": 7, "loss": 2}]}
+    (one / "results" / "step6_positionwise.json").write_text(
+        json.dumps({"results": {"test": entry, "own": {"score": 3.5}}})
+    )
     assert run("watch", ["--once", str(one), str(other)]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
@@ -29,7 +33,9 @@ def test_a_frame_names_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ["loss", "5", "1", "1", "█▄▂▁▁"] in lines
     assert ["tokens/s", "9", "9", "9", "▁▁▁▁▁"] in lines
     assert ["1", "2.5", "0.5", "▁▃▅▆█", "1", "1", "▁▁▁▁▁"] in lines  # r1 and r2 of the first head
-    assert "extrapolation-abc (under way) 512 loss" in shown and "2.5" in shown
+    assert ["extrapolation,", "under", "way:", "valid", "512,", "loss", "2.5"] in lines
+    assert ["positionwise,", "step", "6:", "test", "positions", "0-1,", "perplexity", "7"] in lines
+    assert ["positionwise,", "step", "6:", "own", "score", "3.5"] in lines
     assert "one: step 5, no news" in shown
     assert "other: " in shown
 

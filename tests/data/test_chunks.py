@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from megatron.data import IndexedDataset
 from megatron.data import chunks as chunks_module
 from megatron.data.chunks import read_chunks, texts_of_line
 from megatron.data.preprocess import PreprocessOptions, preprocess
+from megatron.errors import DataError
 from megatron.tokenizer import build_tokenizer
 from tests.data.samples import documents, ended, jsonl, run
 
@@ -86,3 +89,17 @@ def test_a_bomb_of_one_line_is_left_out_in_little_memory(tmp_path: Path) -> None
     assert lines == [b"", b'{"text": "b"}\n']
     with pytest.raises(ValueError, match="line longer than 16 MB"):
         texts_of_line(lines[0], ["text"])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.py.gz"])
+def test_a_text_with_a_nul_byte_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Also far into the file. In an archive it is taken: public corpora have padded texts."""
+    content = b"words " * 2000 + b"\0" + b" words"
+    write = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(write(content))
+    with pytest.raises(DataError, match=rf"{name}: has a NUL byte"):
+        list(read_chunks([tmp_path / name]))
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("a.txt", content)
+    (chunk,) = read_chunks([tmp_path / "all.zip"])
+    assert chunk.parts == [content]

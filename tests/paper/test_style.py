@@ -10,11 +10,12 @@ from megatron.paper.figures import training_loss
 from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
     EndLabel,
-    LineStyle,
     direct_labels,
     figure_style,
+    in_lines,
     line_style,
     new_figure,
+    new_panels,
     save_figure,
 )
 from megatron.paper.suite_file import DataSet
@@ -49,4 +50,19 @@ def test_a_line_belongs_to_one_method() -> None:
     drawn = {line_style(name) for name in METHODS}
     assert len(drawn) == len(METHODS)
     assert line_style("kerple_power_ap_") == line_style("kerple_power")
-    assert line_style("my.module:Kernel") == LineStyle()
+    own = {line_style(f"my.module:Kernel{number}") for number in range(3)}
+    assert len(own) == 3 and not own & drawn, "a user's own kernels, side by side"
+
+
+def test_long_names_take_several_lines_and_their_labels_do_not_touch() -> None:
+    name = "SquareRootOfLogarithmKernelWithDecay"
+    assert in_lines(name) == "SquareRootOfLogarithm\nKernelWithDecay"
+    assert in_lines("KERPLE-log") == "KERPLE-log" and in_lines("T5 bias") == "T5 bias"
+    assert in_lines("_" * 60).replace("\n", "") == "_" * 60
+    figure, grid = new_panels(1)
+    axes = grid[0][0]
+    axes.set_ylim(0, 1)
+    direct_labels(axes, [EndLabel(name, "black", 0.5), EndLabel("log", "black", 0.51)])
+    figure.canvas.draw()
+    low, high = (text.get_window_extent() for text in axes.texts)
+    assert not low.overlaps(high)

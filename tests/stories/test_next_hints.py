@@ -24,6 +24,7 @@ SMALL = [
 PRINTED_BY = {
     "commands/checkpoint_tools.py": 3,
     "commands/data_tools.py": 1,
+    "commands/demo_model.py": 1,  # run in tests/commands/test_demo_model.py
     "commands/model_scripts.py": 2,
     "evaluation/evaluator.py": 1,
     "training/entry.py": 1,

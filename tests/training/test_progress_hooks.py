@@ -17,6 +17,7 @@ from megatron.training.metrics import Sinks
 from megatron.training.progress_hooks import (
     Profile,
     RecordMetrics,
+    ShowProgress,
     kernel_suffix,
     peak_flops,
 )
@@ -48,6 +49,28 @@ def test_a_loss_spike_is_logged() -> None:
     assert [line["step"] for line in spikes] == [150]
     assert spikes[0]["loss_spike"] == 9.0
     assert spikes[0]["recent_loss"] == pytest.approx(3.0, abs=0.05)
+
+
+def test_the_printed_loss_is_that_of_the_metrics() -> None:
+    """The mean over the steps since the line before, and so are tokens/s."""
+    recorder, said = _Recorder(), []
+    trainer: Any = type(
+        "T", (), {"say": staticmethod(said.append), "train_iters": 5, "step": 0, "is_main": True}
+    )
+    hooks = (RecordMetrics(Sinks([recorder]), 2, flops_per_token=1.0), ShowProgress(2))
+    hooks[1].on_start(trainer)
+    for step in range(1, 6):
+        report = StepReport(step, float(step), 0.1, 1.0, 0.5 * step, 60, skipped=False)
+        for hook in hooks:
+            hook.after_step(trainer, report)
+    assert [line["loss"] for line in recorder.lines] == [1.5, 3.5, 5.0]
+    assert [line.split(":")[1].split(",")[0] for line in said] == [
+        f" loss {line['loss']:.4f}" for line in recorder.lines
+    ]
+    assert all(
+        f"{line['tokens_per_second']:,.0f} tokens/s" in text
+        for line, text in zip(recorder.lines, said, strict=True)
+    )
 
 
 def test_peaks_by_device_name() -> None:
