@@ -36,8 +36,8 @@ INTERPRETED = sorted(
 )
 """Tests of the Triton kernels, for which TRITON_INTERPRET must be set before the first import."""
 WIDER = {"engines": ["tests/engines/test_engines.py", *INTERPRETED]}
-SECONDS = 8.0
-"""Of CPU, for the tests of one mutant."""
+SECONDS, INTERPRETED_SECONDS = 8.0, 40.0
+"""Of CPU, for the tests of one mutant; Triton's interpreter needs a second for a test."""
 ENOUGH = 0.9
 Sample = list[tuple[str, Mutant]]
 
@@ -106,7 +106,7 @@ class Checkout:
                 "source": mutant.apply((self.folder / "megatron" / module).read_text("utf-8")),
                 "statement": [mutant.statement.start, mutant.statement.stop],
                 "own": [own_tests(module), *wider_tests(module)],
-                "seconds": SECONDS,
+                "seconds": INTERPRETED_SECONDS if name == "interpreted" else SECONDS,
             }
             for module, mutant in chosen
         ]
@@ -169,19 +169,26 @@ def judge(
 ) -> dict[str, dict[str, Any]]:
     """What became of each mutant."""
     verdicts: dict[str, dict[str, Any]] = {}
-    kernels = [(name, mutant) for name, mutant in chosen if "triton" in name]
-    if kernels:  # first, because the other tests run no kernel without a GPU
-        verdicts = checkout.fast(kernels, "interpreted", INTERPRETED, TRITON_INTERPRET="1")
-    left = [item for item in chosen if not _is_killed(verdicts, item)]
-    files = sorted({own_tests(name) for name, _ in left})
-    if any(name.startswith("engines/") for name, _ in left):
-        files = sorted({*files, WIDER["engines"][0]})
-    found = checkout.fast(left, "fast", files) if left else {}
-    verdicts |= {
-        key: value
-        for key, value in found.items()
-        if value["outcome"] != "unjudged" or key not in verdicts
-    }
+
+    def show(session: str, items: Sample) -> None:
+        left = [item for item in items if not _is_killed(verdicts, item)]
+        files = {own_tests(name) for name, _ in left}
+        if any(name.startswith("engines/") for name, _ in left):
+            files.add(WIDER["engines"][0])
+        if session == "interpreted":
+            found = checkout.fast(left, session, INTERPRETED, TRITON_INTERPRET="1") if left else {}
+        else:
+            found = checkout.fast(left, session, sorted(files)) if left else {}
+        for key, value in found.items():
+            if value["outcome"] != "unjudged" or key not in verdicts:
+                verdicts[key] = value
+
+    # The other tests run no kernel without a GPU.
+    show("interpreted", [item for item in chosen if has_kernels(item[0])])
+    show("fast", chosen)
+    show(
+        "interpreted", [item for item in chosen if "triton" in item[0] and not has_kernels(item[0])]
+    )
     for name, mutant in chosen:
         key = identity(name, mutant)
         if not _is_killed(verdicts, (name, mutant)) and time.monotonic() < end:
@@ -189,6 +196,10 @@ def judge(
             verdicts[key] = slow if slow["outcome"] == "killed" else verdicts[key]
             print(f"{slow['outcome']:<9} {key}  [{slow['by']}]", flush=True)
     return verdicts
+
+
+def has_kernels(name: str) -> bool:
+    return "\n@jit(" in (REPOSITORY / "megatron" / name).read_text(encoding="utf-8")
 
 
 def _is_killed(verdicts: dict[str, dict[str, Any]], item: tuple[str, Mutant]) -> bool:

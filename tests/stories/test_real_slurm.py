@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="Slurm's daemons need root"),
 ]
 
-STEPS = 1500
+STEPS = 1000
 RUNS = ("smoke.stdlib.kerple_log.1235", "smoke_two.stdlib.kerple_log.1235")
 
 
@@ -87,7 +87,7 @@ class Cluster:
         paths = [*folder.glob("slurm/logs/*.log"), *folder.glob("*/logs/*.log")]
         return "\n".join(f"== {path}\n{path.read_text()[-1500:]}" for path in paths)
 
-    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 240) -> None:
+    def wait(self, what: str, condition: Callable[[], bool], seconds: float = 500) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited too long for {what}\n{self.logs()}"
