@@ -59,13 +59,13 @@ TABLES = {
     "bias+fixed-weight": Tables(bias=True, weight=True, learned_bias=True),
     "weight+fixed-bias": Tables(bias=True, weight=True, learned_weight=True),
 }
-# Operands that a call may have besides, with gradients where they have some. "features": both of
-# them.
+# Operands that a call may have besides, with gradients where they have some.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "gate": ("key_bias", "sink"),
     "packed": ("first_key",),
     "all": ("key_bias", "first_key", "sink"),
+    "dropout": ("dropout",),
     "scaled": ("key_bias", "first_key", "sink", "row_scale"),
     "features": ("features",),
     "every": ("key_bias", "first_key", "sink", "features", "row_scale"),
@@ -207,7 +207,7 @@ def attention_launches(configuration: Configuration) -> list[Launch]:
         first_key=torch.zeros(1, length, dtype=torch.int32) if "first_key" in extras else None,
         sink=torch.zeros(heads) if "sink" in extras else None,
         row_scale=torch.ones(1, 1, length) if "row_scale" in extras else None,
-        scale=0.125,
+        scale=0.125, dropout=0.1 if "dropout" in extras else 0.0, seed=torch.tensor(0),
     )  # fmt: skip
     if "features" in extras:
         query = torch.zeros(1, heads, length, FEATURES, dtype=dtype)
