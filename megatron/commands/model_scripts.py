@@ -193,8 +193,8 @@ kerple serve runs/first                                then, with the package op
   client.completions.create(model="first", prompt="def main(", max_tokens=40, stream=True)
 
 Routes: /v1/completions (stream: true for server-sent events), /v1/models, /health.
-For production use ONNX Runtime (convert_checkpoint --to onnx) or vLLM (models that it knows):
-this server runs one batch at a time and asks for no key.
+For production use vLLM (convert_checkpoint --to hf; docs/generation.md, vLLM) or ONNX Runtime
+(--to onnx): this server runs one batch at a time and asks for no key.
 """
 SERVE_LIMITS: dict[str, tuple[float, str]] = {
     "queue": (256, "prompts that may wait; beyond it the answer is 429"),
