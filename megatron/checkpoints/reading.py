@@ -287,7 +287,7 @@ def read_checkpoint(
         checkpoint = _read_neox_checkpoint(files, config)
     if config is None:
         return checkpoint
-    given = _at_step(args_from(config, files.directory), checkpoint.iteration)
+    given = at_step(args_from(config, files.directory), checkpoint.iteration)
     return replace(checkpoint, args=with_model_of(checkpoint.args, given, files.directory))
 
 
@@ -308,7 +308,7 @@ def _read_neox_checkpoint(
         _check_attention_is_used(args.model, files.directory)
         args = _with_norm_biases_of_weights(weights, _with_mlp_width_of_weights(weights, args))
     iteration = _iteration(files)
-    args = _at_step(args, iteration)
+    args = at_step(args, iteration)
     kind = "native" if native else "kerple" if "kerple" in args.model.pos_emb else "neox"
     found: Mapping[str, Tensor] = weights
     if files.layer_files and files.mp_size == 1 and not (files.is_zero3 or files.is_universal):
@@ -317,7 +317,7 @@ def _read_neox_checkpoint(
     return Checkpoint(found, args, files, kind, iteration)
 
 
-def _at_step(args: NeoXArgs, step: int) -> NeoXArgs:
+def at_step(args: NeoXArgs, step: int) -> NeoXArgs:
     """The config of the model that a run had after this step: rotary_fade_iters in numbers."""
     if args.model.rotary_fade_iters is None:
         return args

@@ -254,14 +254,19 @@ def check_agreement(
 
 
 def check_positions(saved: ModelArgs, given: ModelArgs, source: Path) -> None:
-    """Refuse to begin from weights of a model with another pos_emb."""
+    """Refuse to begin from weights of a model with another pos_emb, or another rotation beside."""
     before, now = _methods(saved), _methods(given)
+    then, here = (" + ".join(dict.fromkeys(names)) for names in (before, now))
+    shares = saved.rotary_share(0), given.rotary_share(0)
+    told = ""
     if before != now and len(before) == len(now):
-        then, here = (" + ".join(dict.fromkeys(names)) for names in (before, now))
-        where = " in other layers" if then == here else ""
+        told = describe_difference("pos_emb", then, here)
+        told += ", in other layers" if then == here else ""
+    elif shares[0] != shares[1]:
+        told = describe_difference("rotary_angles", *shares)
+    if told:
         raise CheckpointError(
-            f"{source}: pos_emb is {then!r} in the checkpoint and {here!r}{where} in the config. "
-            "To give the model other positions, add load_positions: fresh "
+            f"{source}: {told}. To give the model other positions, add load_positions: fresh "
             "(docs/extend_a_rope_model.md)."
         )
 

@@ -23,7 +23,7 @@ resumes it.
 
 kerple extend runs/mine --to kerple_log
 kerple extend pythia-160m --to kerple_log --steps 2000 --set data_path=data/text_document
-kerple extend runs/mine --to kerple_log --init fit --fade 500 --dry-run
+kerple extend runs/mine --to kerple_log --init flat --fade 500 --dry-run
 kerple extend runs/mine --to kerple_log --window 512   every other layer keeps rotary, in a window
 
 What it does and what it costs: docs/extend_a_rope_model.md.
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's or a model's folder")
     parser.add_argument("--to", default="kerple_log", metavar="METHOD", help="(kerple_log)")
     parser.add_argument("--steps", type=int, default=1000, metavar="N", help="of training (1000)")
-    parser.add_argument("--init", choices=get_args(KernelInit), help="kerple_init (flat)")
+    parser.add_argument("--init", choices=get_args(KernelInit), help="kerple_init (fit)")
     parser.add_argument("--fade", type=int, metavar="N", help="rotary_fade_iters (none)")
     parser.add_argument(
         "--window", type=int, metavar="W", help="every other layer keeps rotary, in a window of W"
@@ -115,7 +115,8 @@ def _positions(options: argparse.Namespace, before: NeoXArgs) -> dict[str, Any]:
 
     keys: dict[str, Any] = {"pos_emb": options.to}
     kernel = getattr(positional_embedding_class(options.to), "scale", None) is not None
-    if init := options.init or ("flat" if kernel else None):
+    start = "fit" if before.model.pos_emb == "rotary" else "flat"
+    if init := options.init or (start if kernel else None):
         keys["kerple_init"] = init
     if kernel:  # heads of two rotary layers have nothing in common
         keys["kerple_share"] = "per_layer"

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoints.neox_run import is_neox_run
-from megatron.checkpoints.reading import CheckpointFiles, find_files
+from megatron.checkpoints.reading import CheckpointFiles, at_step, find_files
 from megatron.checkpoints.run_lock import lock_directory
 from megatron.checkpoints.run_state import saved_batch_size
 from megatron.checkpoints.saved_config import (
@@ -162,7 +162,9 @@ def _begin_from(load: Path, args: NeoXArgs) -> Start:
         if is_training_checkpoint(found) or is_universal(found):
             saved = resolved_config(found)
             if saved and "pos_emb" not in (args.checkpoint.allow_changed or ()):
-                check_positions(args_from(saved, found).model, args.model, found)
+                before = args_from(saved, found)
+                begun = at_step(before, step) if args.checkpoint.finetune else before
+                check_positions(begun.model, args.model, found)
             return Start(load, step)
     files = find_files(load, args.checkpoint.iteration)  # raises if it is not a checkpoint
     if step is not None and not args.checkpoint.finetune and is_neox_run(files.directory):

@@ -35,7 +35,7 @@ def test_the_dry_run_writes_the_config_and_explains_it(
     config = written("mine_kerple_log.yml")
     assert config["pos_emb"] == "kerple_log"
     assert (config["load"], config["load_positions"]) == ("mine", "fresh")
-    assert (config["kerple_init"], config["rotary_fade_iters"]) == ("flat", 20)
+    assert (config["kerple_init"], config["rotary_fade_iters"]) == ("fit", 20)
     assert (config["train_iters"], config["rotary_pct"]) == (50, 0.5)
     assert config["optimizer"]["params"]["lr"] == 0.01  # type: ignore[index]
     output = capsys.readouterr().out

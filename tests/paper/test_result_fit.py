@@ -213,6 +213,20 @@ def test_a_variant_needs_results_of_its_own(tmp_path: Path) -> None:
     assert not results.unused
 
 
+def test_a_variant_with_a_nested_key_is_done_once_it_is_measured(tmp_path: Path) -> None:
+    """rope_scaling is recorded with all its keys, and the suite names some."""
+    suite = load_suite("rope_to_kerple", ["base.stdlib.rotary.1235"], runs_root=tmp_path)
+    run = suite.runs[0]
+    results = write_run(run) / "results"
+    content = json.loads((results / "step1000_extrapolation.json").read_text())
+    for step in (step for step in run.evaluations if step.variant):
+        model = NeoXArgs.from_dict({**run.config, **step.overrides}).model.model_dump(mode="json")
+        content["settings"]["model"] = {"rope_scaling": model["rope_scaling"]}
+        assert step.name not in done_steps(run)
+        (results / f"{step.variant}_extrapolation.json").write_text(json.dumps(content))
+    assert done_steps(run) == {step.name for step in run.steps}
+
+
 @pytest.mark.parametrize("results", [3, [{"loss": 2.0}], [{"length": "many"}]])
 def test_a_result_that_its_task_cannot_read_is_named(
     one_run: tuple[Suite, Run, Path], results: object

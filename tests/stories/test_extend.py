@@ -64,6 +64,16 @@ def faded(data: str, rotary: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return directory / "run"
 
 
+def test_a_rotation_beside_the_kernel_is_not_lost_unasked(
+    data: str, faded: Path, tmp_path: Path
+) -> None:
+    keys = {"pos_emb": "kerple_log", "kerple_share": "per_layer", "finetune": True}
+    config = _config(data, tmp_path / "run", load=str(faded), iteration=2, **keys)
+    codes, outputs = finish(start_run(config, tmp_path))
+    assert codes == [2], outputs[0]
+    assert "rotary_angles is 0.5 in the checkpoint and 0.0 in the config" in outputs[0]
+
+
 @pytest.mark.parametrize("keys", [{}, {"finetune": True}], ids=["resumed", "finetune"])
 def test_another_pos_emb_is_refused_with_the_key_that_allows_it(
     data: str, rotary: Path, tmp_path: Path, keys: dict[str, Any]
