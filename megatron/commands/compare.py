@@ -194,9 +194,7 @@ def _compare_folders(folders: Sequence[str], options: argparse.Namespace) -> int
     suite = suite_of_folders(place, [Path(folder) for folder in folders], options.sets)
     for run in suite.runs:
         if (args := missing_evaluation(run)) is not None:
-            print(
-                f"{run.directory}: evaluating at {', '.join(map(str, run.config['eval_lengths']))}"
-            )
+            print(f"{run.directory}: evaluating at lengths {run.config['eval_lengths']}")
             if code := run_evaluation(args):
                 return code
             if missing_evaluation(run) is not None:

@@ -82,7 +82,8 @@ def parser_of(name: str) -> argparse.ArgumentParser | None:
         return None
     module, _, function = COMMANDS[name].function.partition(":")
     call = getattr(importlib.import_module(f"megatron.{module}"), function)
-    Parser.caught = caught = []
+    caught: list[argparse.ArgumentParser] = []
+    Parser.caught = caught
     try:
         with suppress(SystemExit, KerpleError):
             call([*COMMANDS[name].arguments, "--no-such-flag"])

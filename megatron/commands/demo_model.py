@@ -156,8 +156,8 @@ def measured_speed(config: dict[str, Any]) -> float:
 
     with tempfile.TemporaryDirectory() as place:
         file, save = Path(place) / "speed.yml", str(Path(place) / "run")
-        short = {"train_iters": MEASURED_STEPS, "lr_decay_iters": MEASURED_STEPS, "log_interval": 1}
-        short |= {"save": save, "load": save, "eval_iters": 0, "warmup": 0}
+        short: dict[str, Any] = dict.fromkeys(("train_iters", "lr_decay_iters"), MEASURED_STEPS)
+        short |= {"save": save, "load": save, "eval_iters": 0, "warmup": 0, "log_interval": 1}
         write_text(file, dump_yaml({**config, **short}))
         if _train(file, (), quiet=True):
             raise ReproduceError("the steps that measure the speed failed; see above")

@@ -78,7 +78,12 @@ def test_every_file_is_described_or_refused_once(
         report = dry_run(command(file), capsys)
         for part in ("# resolved config", "# parameters", "# memory", "# batch"):
             assert part in report
+        assert model_scripts.check(command(file)) == 0
+        assert len(capsys.readouterr().out.splitlines()) <= 80, "one page"
         return
+    assert model_scripts.check(command(file)) == 2
+    page = capsys.readouterr().out
+    assert all(reason in page for reason in reasons)
     with pytest.raises(ConfigError) as caught:
         dry_run(command(file), capsys)
     for reason in reasons:
