@@ -18,13 +18,10 @@ from typing import TYPE_CHECKING
 from _start import start_main
 
 # isort: split
-from megatron.commands.kernel_tools import FLOOR, head_colors, tables_of
+from megatron.commands.kernel_tools import FLOOR, head_colors, plot_over_distance, tables_of
 from megatron.neox_arguments.catalogue import METHODS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from torch import Tensor
-
     from megatron.model.position_base import TableEmbedding
 
 LENGTH = 513
@@ -37,18 +34,6 @@ def as_it_starts(name: str) -> TableEmbedding:
     return kernel(name, heads=12, head_dim=64)
 
 
-def draw_heads(axes: Axes, table: Tensor, label: str) -> None:
-    """One line per head, dark to light."""
-    for head, (row, color) in enumerate(zip(table, head_colors(len(table)), strict=True)):
-        axes.plot(row.numpy(), color=color, linewidth=1.2, label=f"head {head + 1}")
-    axes.set_xlabel("distance d")
-    axes.set_ylabel(label)
-    axes.margins(x=0)
-    axes.grid(alpha=0.25)
-    if table.min() < FLOOR:
-        axes.set_ylim(FLOOR, 0.5)
-
-
 def draw_kernel(name: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -57,7 +42,9 @@ def draw_kernel(name: str, path: Path) -> None:
     axes_row = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (table_name, table) in zip(axes_row, tables.items(), strict=True):
         near = table_name == "weight" or name.startswith("gauss")
-        draw_heads(axes, table[:, : NEAR if near else LENGTH], table_name)
+        shown = table[:, : NEAR if near else LENGTH].numpy()
+        plot_over_distance(axes, shown, head_colors(len(shown)), table_name, linewidth=1.2)
+        axes.grid(alpha=0.25)
     known = METHODS[name]
     figure.suptitle(f"{known.label} ({name}):  ${known.formula}$", fontsize=11)
     figure.savefig(path, dpi=110)
@@ -69,6 +56,7 @@ def draw_families(path: Path) -> None:
     from matplotlib.figure import Figure
 
     from megatron.model.kernel_theory import effective_length, heads_within
+    from megatron.paper.style import distance_axis
 
     figure = Figure(figsize=(10.4, 3.6), layout="constrained")
     shapes, counts = figure.subplots(1, 2)
@@ -82,18 +70,19 @@ def draw_families(path: Path) -> None:
         "Gaussian bias: $2\\exp(-0.01 d^2)$": 2 * torch.exp(-0.01 * d**2),
         "Sandwich, head 12": tables_of(as_it_starts("sandwich"), 1025)["bias"][11],
     }.items():
-        shapes.plot(bias.numpy(), label=label)
+        shapes.plot(d[1:], bias[1:], label=label)
     shapes.set(xlabel="distance d", ylabel="bias", ylim=(1.5 * FLOOR, 3))
     for name in ("kerple_log", "kerple_power", "alibi"):
         heads = heads_within(effective_length(as_it_starts(name)))
-        counts.plot(heads.numpy(), label=METHODS[name].label)
-    counts.set(xlabel="distance d", ylabel="heads with effective length $\\leq d$", xscale="symlog")
+        counts.plot(range(1, len(heads)), heads[1:], label=METHODS[name].label)
+    counts.set(xlabel="distance d", ylabel="heads with effective length $\\leq d$")
     counts.set_ylim(0, 12.4)
-    for axes, corner in ((shapes, "lower right"), (counts, "upper left")):
+    for axes, corner in ((shapes, "lower left"), (counts, "upper left")):
+        distance_axis(axes)
         axes.legend(fontsize=8, loc=corner)
         axes.grid(alpha=0.25)
         axes.margins(x=0)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=160)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
