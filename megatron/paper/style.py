@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,6 +117,12 @@ class PlotFile:
     title: str
     caption: str
     svg: str
+
+    @property
+    def inches(self) -> float:
+        """Its width: panels beside each other, which a phone scrolls, have more than eight."""
+        width = re.search(r'width="([\d.]+)pt"', self.svg)
+        return float(width[1]) / 72 if width else 0.0
 
     @property
     def data_uri(self) -> str:

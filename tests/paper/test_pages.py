@@ -122,7 +122,11 @@ addEventListener("load", () => {
     page: document.documentElement.scrollWidth, window: innerWidth,
     wide: wide.map(e => e.tagName + "." + e.className), images,
     background: color("backgroundColor"), ink: color("color"),
-    caption: document.querySelector(".caption").getBoundingClientRect().right});
+    caption: document.querySelector(".caption").getBoundingClientRect().right,
+    scrolled: [...document.querySelectorAll("figure .scroll")].filter(
+      e => e.scrollWidth > e.clientWidth).length,
+    hints: [...document.querySelectorAll("figcaption")].filter(
+      e => getComputedStyle(e, "::before").content.includes("scroll")).length});
 });
 </script>
 """
@@ -167,6 +171,8 @@ def test_the_page_fits_and_can_be_read(page: Path, width: int, dark: bool, tmp_p
     assert seen["wide"] == []
     assert seen["images"] == 0, "a figure is not shown"
     assert float(str(seen["caption"])) <= width, "a caption is cut"
+    assert seen["hints"] == (seen["scrolled"] if width == 400 else 0), "scrolls without a word"
+    assert bool(seen["hints"]) is (width == 400)
     background, ink = (brightness(str(seen[key])) for key in ("background", "ink"))
     assert (background < ink) is dark
     assert abs(background - ink) > 400, "too little contrast"
