@@ -18,11 +18,16 @@ from typing import TYPE_CHECKING, Any
 from _start import start_main
 
 # isort: split
-from megatron.commands.kernel_tools import FLOOR, head_colors, tables_of, term_tables
+from megatron.commands.kernel_tools import (
+    FLOOR,
+    head_colors,
+    plot_over_distance,
+    tables_of,
+    term_tables,
+)
 from megatron.neox_arguments.catalogue import METHODS
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from torch import Tensor
 
     from megatron.model.position_base import TableEmbedding
@@ -37,18 +42,6 @@ def as_it_starts(name: str) -> TableEmbedding:
     return kernel(name, heads=12, head_dim=64)
 
 
-def draw_heads(axes: Axes, table: Tensor, label: str) -> None:
-    """One line per head, dark to light."""
-    for head, (row, color) in enumerate(zip(table, head_colors(len(table)), strict=True)):
-        axes.plot(row.numpy(), color=color, linewidth=1.2, label=f"head {head + 1}")
-    axes.set_xlabel("distance d")
-    axes.set_ylabel(label)
-    axes.margins(x=0)
-    axes.grid(alpha=0.25)
-    if table.min() < FLOOR:
-        axes.set_ylim(FLOOR, 0.5)
-
-
 def draw_kernel(name: str, tables: dict[str, Tensor], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -56,7 +49,9 @@ def draw_kernel(name: str, tables: dict[str, Tensor], path: Path) -> None:
     axes_row = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (table_name, table) in zip(axes_row, tables.items(), strict=True):
         near = (table_name == "weight" and name != "ape") or name.startswith("gauss")
-        draw_heads(axes, table[:, : NEAR if near else LENGTH], table_name)
+        shown = table[:, : NEAR if near else LENGTH].numpy()
+        plot_over_distance(axes, shown, head_colors(len(shown)), table_name, linewidth=1.2)
+        axes.grid(alpha=0.25)
     known = METHODS[name]
     formula = f":  ${known.formula}$" if known.formula else ""
     figure.suptitle(f"{known.label} ({name}){formula}", fontsize=11)
@@ -88,11 +83,12 @@ def draw_families(path: Path) -> None:
     from matplotlib.figure import Figure
 
     from megatron.model.kernel_theory import effective_length, heads_within
+    from megatron.paper.style import distance_axis
 
     figure = Figure(figsize=(16.6, 3.8), layout="constrained")
     shapes, turned, counts = figure.subplots(1, 3)
     for label, bias in family_shapes().items():
-        shapes.plot(bias.numpy(), label=label)
+        shapes.plot(range(1, len(bias)), bias[1:], label=label)
     shapes.set(xlabel="distance d", ylabel="bias", ylim=(1.5 * FLOOR, 3))
     clipped = {"type": "clipped", "clipped_pairs": 16}
     for label, scores in {
@@ -104,16 +100,18 @@ def draw_families(path: Path) -> None:
     turned.set(xlabel="distance d", ylabel="score of two equal vectors")
     for name in ("kerple_log", "kerple_power", "alibi"):
         heads = heads_within(effective_length(as_it_starts(name)))
-        counts.plot(heads.numpy(), label=METHODS[name].label)
-    counts.set(xlabel="distance d", ylabel="heads with effective length $\\leq d$", xscale="symlog")
+        counts.plot(range(1, len(heads)), heads[1:], label=METHODS[name].label)
+    counts.set(xlabel="distance d", ylabel="heads with effective length $\\leq d$")
     counts.set_ylim(0, 12.4)
     shapes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     turned.legend(fontsize=8, loc="upper right")
     counts.legend(fontsize=8, loc="upper left")
+    distance_axis(shapes)
+    distance_axis(counts)
     for axes in (shapes, turned, counts):
         axes.grid(alpha=0.25)
         axes.margins(x=0)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=160)
 
 
 def family_shapes() -> dict[str, Tensor]:

@@ -35,8 +35,27 @@ _CLASSES = (
 )
 _CSS = """
 .md-typeset img { max-width: 100%; height: auto; }
-.md-typeset__scrollwrap { overflow-x: auto; }
-.md-typeset td:first-child code { white-space: nowrap; }
+/* A box that scrolls sideways has a shadow at the edge beyond which there is more. */
+.md-typeset__scrollwrap, .md-typeset pre > code {
+  --ground: var(--md-default-bg-color); overflow-x: auto;
+  background:
+    linear-gradient(to right, var(--ground) 40%, transparent) 0 0 / 2rem 100% no-repeat local,
+    linear-gradient(to left, var(--ground) 40%, transparent) 100% 0 / 2rem 100% no-repeat local,
+    linear-gradient(to right, #8889, transparent) 0 0 / .5rem 100% no-repeat scroll,
+    linear-gradient(to left, #8889, transparent) 100% 0 / .5rem 100% no-repeat scroll
+    var(--ground); }
+.md-typeset pre > code { --ground: var(--md-code-bg-color); }
+.md-typeset table:not([class]) { background: none; }
+/* Names and numbers are not broken; prose in a cell keeps a width that can be read. */
+.md-typeset td code, .md-typeset th code { word-break: normal; overflow-wrap: normal; }
+.md-typeset td:first-child code, .md-typeset td[style*="right"] { white-space: nowrap; }
+.md-typeset td:not([style*="right"]) { min-width: 7rem; }
+@media (max-width: 44em) {
+  .md-typeset .wide { overflow-x: auto; }
+  .md-typeset .wide img { max-width: none; width: 40rem; }
+  .md-typeset .wide::after { content: "↔ scroll sideways"; display: block; position: sticky;
+    left: 0; font-size: .7rem; color: var(--md-default-fg-color--light); }
+}
 .md-typeset math { font-size: 1.05em; }
 /* Figures have a white ground: in the dark they are inverted, hues kept, on the page's ground. */
 [data-md-color-scheme="slate"] .md-typeset img[src$=".png"],
@@ -119,6 +138,14 @@ def _cell(cell: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def is_wide(path: Path) -> bool:
+    """Whether a PNG file has several panels beside each other, too small to read on a phone."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(20)[16:], "big") > 1500
+
+
 def public_names() -> dict[str, str]:
     """What `kerple` exports -> the module that defines it, as its lazy imports say."""
     tree = ast.parse((ROOT / "kerple" / "__init__.py").read_text(encoding="utf-8"))
@@ -180,10 +207,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html_text: str, page: Any, config: Any, files: Any) -> str:
-    """Formulas as MathML: no script, no network."""
+    """Formulas as MathML: no script, no network. Wide figures in boxes that scroll on a phone."""
     from latex2mathml.converter import convert
 
     def formula(match: re.Match[str]) -> str:
         return str(convert(html.unescape(match[1])))
 
+    def figure(match: re.Match[str]) -> str:
+        path = DOCS / os.path.normpath(Path(page.file.src_uri).parent / match[2])
+        return f'<p class="wide">{match[1]}</p>' if is_wide(path) else match[0]
+
+    html_text = re.sub(r'<p>(<img [^>]*src="([^"]+\.png)"[^>]*>)</p>', figure, html_text)
     return re.sub(r'<span class="arithmatex">\\\((.*?)\\\)</span>', formula, html_text, flags=re.S)

@@ -290,13 +290,26 @@ def head_colors(heads: int) -> list[tuple[float, ...]]:
     return [mpl.colormaps["viridis"](0.92 * head / max(heads - 1, 1)) for head in range(heads)]
 
 
-def _draw_heads(axes: Axes, name: str, table: Tensor) -> None:
-    for head, (row, color) in enumerate(zip(table, head_colors(len(table)), strict=True)):
-        axes.plot(row.numpy(), color=color, linewidth=1.4, label=f"{_row(name)} {head + 1}")
+def plot_over_distance(
+    axes: Axes, table: Any, colors: Sequence[Any], name: str, *, row: str = "head", **look: Any
+) -> None:
+    """A line per row of [heads, length] from distance 1 on, cut where softmax gives about 0.
+
+    On a linear axis the heads that fall fast would be one vertical line.
+    """
+    from megatron.paper.style import distance_axis
+
+    for number, (values, color) in enumerate(zip(table, colors, strict=True), 1):
+        axes.plot(range(1, len(values)), values[1:], color=color, label=f"{row} {number}", **look)
     axes.set(xlabel="distance", ylabel=name)
-    axes.margins(x=0)
+    distance_axis(axes)
     if float(table.min()) < FLOOR:
         axes.set_ylim(FLOOR, max(0.5, float(table.max())))
+
+
+def _draw_heads(axes: Axes, name: str, table: Tensor) -> None:
+    colors = head_colors(len(table))
+    plot_over_distance(axes, table.numpy(), colors, name, row=_row(name), linewidth=1.4)
     columns = 2 if len(table) > 8 else 1
     axes.legend(fontsize=8, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
 

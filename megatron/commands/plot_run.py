@@ -3,7 +3,8 @@
 tools/plot_run.py RUN [RUN ...] [--out FILE.png]
 
 Several runs share the first row. Each run with learned kernels has a row of its own: every
-parameter over the steps, a line per head, and the bias at the first and at the last step.
+parameter over the steps, a line per head, and the bias at the first and at the last step; a kernel
+of your own needs --allow-kernel package.module:Class for its bias.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.atomic_files import check_writable, read_json
 from megatron.errors import DataError, KerpleError
+from megatron.neox_arguments.command_line import add_allow_kernel_argument
 from megatron.terminal import command_parser
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CURVES = {
-    "loss": "training loss (dashed: validation)",
+    "loss": "training loss (nats/token)",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "tokens_per_second": "tokens per second",
@@ -108,6 +110,8 @@ def draw(runs: Sequence[RunMetrics], out: Path) -> None:
         figure = Figure(figsize=(WIDTH * columns, HEIGHT * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False)
         _draw_curves(grid[0], runs)
+        handles, names = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower left", ncols=max(1, columns // 2))
         for row, run in zip(grid[1:], with_kernels, strict=True):
             _draw_kernels(row, run)
         figure.savefig(out, dpi=120)
@@ -120,11 +124,9 @@ def _draw_curves(axes_row: Sequence[Axes], runs: Sequence[RunMetrics]) -> None:
             _line(axes, run.values.get(name, []), color=color, label=run.name)
             if name == "loss":
                 _line(axes, run.values.get("valid_loss", []), color=color, linestyle="--")
-        axes.set_title(title, fontsize=10, fontweight="normal")
-        axes.set_xlabel("step")
+        axes.set(xlabel="step", ylabel=title)
+    axes_row[0].set_title("dashed: validation", fontsize=10, fontweight="normal")
     axes_row[3].set_ylim(bottom=0)
-    if any("loss" in run.values for run in runs):
-        axes_row[0].legend()
     for axes in axes_row[len(CURVES) :]:
         axes.set_axis_off()
 
@@ -137,18 +139,21 @@ def _line(axes: Axes, points: Sequence[tuple[int, float]], **options: Any) -> No
 
 def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
     from megatron.commands.kernel_tools import head_colors
+    from megatron.paper.style import EndLabel, direct_labels
 
     steps = [step for step, _ in run.kernels]
     names = list(run.kernels[0][1])
     colors = head_colors(len(run.kernels[0][1][names[0]]))
     for axes, name in zip(axes_row, names, strict=False):
+        ends = []
         for head, color in enumerate(colors):
             values = [kernel[name][head] for _, kernel in run.kernels]
-            axes.plot(steps, values, color=color, label=f"head {head + 1}")
-        axes.set_title(f"{run.name}: {name} of each head", fontsize=10, fontweight="normal")
-        axes.set_xlabel("step")
-    if len(colors) <= 8:
-        axes_row[0].legend(fontsize=8)
+            axes.plot(steps, values, color=color)
+            ends.append(EndLabel(f"head {head + 1}", color, values[-1]))
+        axes.set(xlabel="step", ylabel=f"{name} of each head")
+        if len(colors) <= 12:
+            direct_labels(axes, ends)
+    axes_row[0].set_title(run.name, fontsize=10, loc="left")
     _draw_drift(axes_row[len(names)], run, colors)
     for axes in axes_row[len(names) + 1 :]:
         axes.set_axis_off()
@@ -156,31 +161,31 @@ def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
 
 def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
     """The bias over distance, dotted at the first step and solid at the last."""
+    from megatron.commands.kernel_tools import plot_over_distance
     from megatron.paper.kernel_figures import kernel_bias
 
     title = f"bias at step {run.kernels[0][0]} (dotted) and {run.kernels[-1][0]}"
-    axes.set_title(title, fontsize=10, fontweight="normal")
-    axes.set_xlabel("distance")
+    axes.set_title(title, fontsize=10, fontweight="normal", loc="right")
     trained = run.config.get("seq_length")
     length = 4 * trained if isinstance(trained, int) and 0 < trained < 1 << 22 else 512
     name = str(run.config.get("pos_emb", "none"))
     for (_, values), style in ((run.kernels[0], ":"), (run.kernels[-1], "-")):
-        problem = f"{name} has no bias of the distance to draw"
         try:
             table = kernel_bias(name, values, len(colors), length)
         except KerpleError as error:
-            table, problem = None, str(error)
+            table = None
+            warnings.warn(f"{run.name}: the bias is not drawn. {error}", stacklevel=2)
         if table is None:
-            axes.text(0.5, 0.5, problem, ha="center", va="center", wrap=True, fontsize=8)
+            axes.set_axis_off()
             return
-        for row, color in zip(table, colors, strict=True):
-            axes.plot(row, color=color, linestyle=style, linewidth=1.2)
+        plot_over_distance(axes, table, colors, "bias", linestyle=style, linewidth=1.2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser("plot_run.py", __doc__ or "")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a training's `save`")
     parser.add_argument("--out", type=Path, help="PNG, PDF or SVG (default: RUN/plot.png)")
+    add_allow_kernel_argument(parser)
     options = parser.parse_args(argv)
     first = options.runs[0]
     default = (first if first.is_dir() else first.parent) / "plot.png"

@@ -10,10 +10,9 @@ text. --serve shows the same on a page of this machine alone, with curves.
 from __future__ import annotations
 
 import json
-import re
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ WIDTH = 24  # characters of a curve
 MAX_HEADS, MAX_CELLS, MAX_POINTS = 16, 40, 2000
 SILENT = 600.0  # seconds without a new metric after which a run is not called running
 DEFAULT_PORT = 8765
+COUNTS = ("distance", "length", "sequences", "stderr", "tokens")
 
 
 class Watched:
@@ -56,7 +56,7 @@ class Watched:
             if not directory.is_dir():
                 raise
             self.problem = str(error)
-        self.cells = dict(evaluation_cells(directory))
+        self.tables, self.cells = evaluations(directory)
 
     @property
     def step(self) -> int:
@@ -80,57 +80,43 @@ class Watched:
         return f"{where}, running, about {left / 60:,.0f} minutes left"
 
 
-MEASURES = {"ppl": "perplexity", "accuracy": "accuracy", "loss": "loss"}
-"""Key of a record -> its name; the first that a record has is shown."""
-
-COUNTS = ("length", "sequences", "tokens")
-
-
-def evaluation_cells(directory: Path) -> Iterator[tuple[str, float]]:
-    """Numbers of finished results and of evaluations under way, by name."""
+def evaluations(directory: Path) -> tuple[dict[str, str], dict[str, float]]:
+    """The table of each finished result by its file's name; numbers of those under way."""
     folder = directory / "results"
+    tables: dict[str, str] = {}
+    cells: dict[str, float] = {}
     for path in sorted([*folder.glob("*.json"), *folder.glob("cache/*.part")]):
         content = read_json(path) or {}
         inner = content.get("results", content.get("cells"))
         if not isinstance(inner, dict):
             continue
         if path.suffix == ".part":
-            name = f"{path.stem.rpartition('-')[0] or path.stem}, under way"
+            cells |= dict(_numbers(f"{path.stem} (under way)", inner))
+        elif table := _table(str(content.get("task")), inner):
+            tables[path.stem] = table
         else:
-            step = re.match(r"step(\d+)_", path.stem)
-            name = path.stem[step.end() :] if step else path.stem
-            name += f", step {step[1]}" if step else ""
-        yield from _numbers(f"{name}:", inner)
+            cells |= dict(_numbers(path.stem, inner))
+    return tables, cells
+
+
+def _table(task: str, results: dict[str, Any]) -> str:
+    """As its evaluation printed it; empty for a task not of this package, or another format."""
+    from megatron.evaluation.task_registry import own_tasks  # imports torch
+
+    try:
+        return own_tasks()[task].table(results)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return ""
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """One number of each record that has one of MEASURES; of others all numbers, by their keys."""
-    if (number := finite(value)) is not None:
+    """What was measured, without counts of what it was measured on."""
+    number = finite(value)
+    if number is not None:
         yield name, number
-    elif isinstance(value, list) and len(value) <= MAX_CELLS:
-        for place, item in enumerate(value):
-            yield from _numbers(name if isinstance(item, dict) else f"{name} {place}", item)
-    elif isinstance(value, dict):
-        measure = next((key for key in MEASURES if finite(value.get(key)) is not None), None)
-        if measure is not None:
-            where = [name, *(word for word in _where(value) if word not in name)]
-            yield f"{' '.join(where)}, {MEASURES[measure]}", float(value[measure])
-        for key, item in value.items():
-            records = isinstance(item, list) and item and isinstance(item[0], dict)
-            inner = name if records and key not in ("valid", "test") else f"{name} {key}"
-            if key not in COUNTS and (measure is None or isinstance(item, dict) or records):
-                yield from _numbers(inner.replace("/", " "), item)
-
-
-def _where(record: Mapping[str, Any]) -> Iterator[str]:
-    """What tells a record from its neighbours."""
-    if isinstance(record.get("kind"), str):
-        yield record["kind"]
-    if "length" in record:
-        yield f"{record['length']}"
-    if "start" in record and "end" in record:
-        yield f"positions {record['start']}-{record['end'] - 1}"
-    yield from (f"{key} {record[key]}" for key in ("distance", "depth") if key in record)
+    for key, item in value.items() if isinstance(value, dict) else ():
+        if key not in COUNTS:
+            yield from _numbers(f"{name} {key}", item)
 
 
 # In the terminal.
@@ -159,6 +145,8 @@ def frame(runs: Sequence[Watched], *, boxed: bool) -> RenderableType:
             parts.append(Text(run.problem))
         for table in _tables(run, boxed=boxed):
             parts += [table, Text("")]
+        for name, text in run.tables.items():
+            parts += [Text(name), Text(text), Text("")]
     return Group(*parts)
 
 
@@ -240,6 +228,7 @@ def as_data(runs: Sequence[Watched]) -> list[dict[str, Any]]:
                 for owner in run.metrics.shared.values()
                 for name, curves in _kernel_curves(owner).items()
             },
+            "tables": run.tables,
             "cells": list(run.cells.items())[-MAX_CELLS:],
         }
         for run in runs
@@ -300,11 +289,16 @@ PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>kerple watch</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
-:root { color-scheme: light dark; }
+:root { color-scheme: light dark; --tone: 42%; }
+@media (prefers-color-scheme: dark) { :root { --tone: 68%; } }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem; }
 body { padding: 0 1rem; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { font-size: .9rem; } svg { width: 100%; height: 9rem; }
+h2, td { overflow-wrap: anywhere; }
+figure { margin: 0; } figcaption { font-size: .9rem; }
+svg { width: 100%; height: 9rem; border: solid #8888; border-width: 0 0 1px 1px; }
+pre { overflow-x: auto; width: fit-content; max-width: 100%; box-sizing: border-box; }
+pre { padding: .6rem; border: 1px solid #8888; font-size: .8rem; }
 path { fill: none; stroke-width: 1.5; vector-effect: non-scaling-stroke; }
 table { border-collapse: collapse; } td { padding: .1rem .8rem .1rem 0; }
 td + td { text-align: right; font-variant-numeric: tabular-nums; }
@@ -317,6 +311,7 @@ const short = v => Math.abs(v) < 1000 ? Number(v.toPrecision(4))
   : Math.round(v).toLocaleString("en");
 const least = v => v.reduce((a, b) => Math.min(a, b));
 const most = v => v.reduce((a, b) => Math.max(a, b));
+const color = i => `hsl(${(210 + 47 * i) % 360} 65% var(--tone))`;
 function figure(title, curves) {
   const all = curves.flat();
   if (!all.length) return null;
@@ -326,15 +321,19 @@ function figure(title, curves) {
   svg.setAttribute("viewBox", "0 0 100 100"); svg.setAttribute("preserveAspectRatio", "none");
   curves.forEach((points, i) => {
     const line = document.createElementNS(space, "path");
-    line.setAttribute("stroke", `hsl(${(210 + 47 * i) % 360} 65% 50%)`);
+    line.style.stroke = color(i);
     line.setAttribute("d", points.map((p, n) => (n ? "L" : "M")
       + (x1 > x0 ? 100 * (p[0] - x0) / (x1 - x0) : 50) + " "
       + (y1 > y0 ? 97 - 94 * (p[1] - y0) / (y1 - y0) : 50)).join(" "));
     svg.append(line);
   });
-  const last = curves.map(points => short(points[points.length - 1][1]));
-  const box = make("figure");
-  box.append(make("figcaption", `${title}: ${last.slice(0, 8).join(", ")}`), svg,
+  const box = make("figure"), head = make("figcaption", `${title}: `);
+  curves.slice(0, 8).forEach((points, i) => {
+    const last = make("span", `${short(points[points.length - 1][1])} `);
+    last.style.color = color(i);
+    head.append(last);
+  });
+  box.append(head, svg,
     make("figcaption", `steps ${x0} to ${x1}, values ${short(y0)} to ${short(y1)}`));
   return box;
 }
@@ -345,7 +344,7 @@ function show(run) {
   for (const [title, points] of Object.entries(run.curves))
     if (points.length) grid.append(figure(title, [points]));
   for (const [name, heads] of Object.entries(run.kernels)) {
-    const drawn = figure(`${name} of each head`, heads);
+    const drawn = figure(`${name} of heads 1, 2, ...`, heads);
     if (drawn) grid.append(drawn);
   }
   const table = make("table");
@@ -355,12 +354,17 @@ function show(run) {
     table.append(row);
   }
   section.append(grid, table);
+  for (const [name, text] of Object.entries(run.tables))
+    section.append(make("h3", name), make("pre", text));
   return section;
 }
+let seen = "";
 async function refresh() {
   try {
-    const runs = await (await fetch("/runs.json")).json();
-    document.getElementById("runs").replaceChildren(...runs.map(show));
+    const text = await (await fetch("/runs.json")).text();
+    if (text !== seen)  // else a box that was scrolled stays where it is
+      document.getElementById("runs").replaceChildren(...JSON.parse(text).map(show));
+    seen = text;
     document.title = "kerple watch";
   } catch (error) { document.title = "kerple watch (stopped)"; }
   setTimeout(refresh, 3000);

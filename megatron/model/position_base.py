@@ -126,11 +126,13 @@ class PositionalEmbedding(nn.Module):
 class TableEmbedding(PositionalEmbedding):
     """Tables over distance: column d belongs to keys d positions before the query.
 
-             key 0   1   2   3
-    query 0     t0
-    query 1     t1  t0                 t = forward(4), one such row per head
-    query 2     t2  t1  t0
-    query 3     t3  t2  t1  t0
+    With t = forward(4), of which each head has its own row, the scores get:
+
+        key       0   1   2   3
+        query 0  t0
+        query 1  t1  t0
+        query 2  t2  t1  t0
+        query 3  t3  t2  t1  t0
     """
 
     kind = "tables"

@@ -177,7 +177,11 @@ def group_by_length(
 def training_loss(
     results: ResultSet, data: Sequence[DataSet], methods: Sequence[str]
 ) -> Figure | None:
-    """Training loss against step (first seed of each method)."""
+    """Training loss against step (first seed of each method), and minus KERPLE-log's below.
+
+    The curves of one data set lie on each other: runs of one seed read the same batches, so that
+    their ups and downs cancel in the difference.
+    """
     panels = []
     for item in data:
         # One point shows nothing.
@@ -187,22 +191,48 @@ def training_loss(
     panels = [panel for panel in panels if panel[1]]
     if not panels:
         return None
-    figure, grid = new_panels(len(panels))
-    for axes, (title, runs) in zip(grid[0], panels, strict=True):
-        for name, run in runs.items():
-            steps, losses = zip(*run.losses, strict=True)
-            style = line_style(name)
-            axes.plot(
-                steps,
-                losses,
-                label=label_of(name),
-                color=style.color,
-                linestyle=style.dashes,
-                linewidth=1.3,
-            )
-        finish_axes(axes, title=title, xlabel="step", ylabel="training loss (nats/token)")
-    figure_legend(figure, grid[0][:1])
+    compared = any(len(runs) > 1 and REFERENCE_METHOD in runs for _, runs in panels)
+    figure, grid = new_panels(len(panels), 2 if compared else 1)
+    for column, (title, runs) in enumerate(panels):
+        losses = {name: dict(run.losses) for name, run in runs.items()}
+        _loss_lines(grid[0][column], losses)
+        finish_axes(
+            grid[0][column], title=title, xlabel="step", ylabel="training loss (nats/token)"
+        )
+        if compared:
+            seed = runs[REFERENCE_METHOD].run.seed if REFERENCE_METHOD in runs else None
+            same = {name: own for name, own in losses.items() if runs[name].run.seed == seed}
+            _loss_differences(grid[1][column], same)
+    figure_legend(figure, grid[0])
     return figure
+
+
+def _loss_lines(axes: Axes, losses: Mapping[str, Mapping[int, float]]) -> None:
+    for name, by_step in losses.items():
+        style = line_style(name)
+        (line,) = axes.plot(list(by_step), list(by_step.values()), label=label_of(name))
+        line.set(color=style.color, linestyle=style.dashes, linewidth=1.3)
+
+
+def _loss_differences(axes: Axes, losses: Mapping[str, Mapping[int, float]]) -> None:
+    """Each loss minus KERPLE-log's at the same step, the closest methods in full."""
+    reference = losses.get(REFERENCE_METHOD, {})
+    differences = {
+        name: {step: loss - reference[step] for step, loss in by_step.items() if step in reference}
+        for name, by_step in losses.items()
+    }
+    if not any(any(own.values()) for own in differences.values()):
+        axes.set_visible(False)
+        return
+    _loss_lines(axes, differences)
+    # The first steps and a method far away must not press the others together.
+    later = [sorted(map(abs, own.values()))[: len(own) * 3 // 4] for own in differences.values()]
+    reach = sorted(own[-1] for own in later if own)
+    frame = 1.3 * reach[len(reach) * 2 // 3]
+    if frame > 0:
+        axes.set_ylim(-frame, frame)
+    title = f"the same minus {label_of(REFERENCE_METHOD)}'s"
+    finish_axes(axes, title=title, xlabel="step", ylabel="difference (nats/token)")
 
 
 @figure_style()

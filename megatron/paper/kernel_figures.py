@@ -95,8 +95,7 @@ def kernel_functions(
         for line, color in _by_reach(bias):
             axes.plot(np.arange(1, bias.shape[1]), line[1:], color=color, linewidth=1.5)
         axes.axhline(EFFECTIVE_BIAS, color="#D55E00", linestyle="--", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
+        style.distance_axis(axes)
         highest = max(highest, 1.05 * float(bias.max()))
         axes.set_ylim(_LOWEST_BIAS, highest)
 
@@ -112,7 +111,7 @@ def kernels_on_paper_axes(
         for line, color in _by_reach(bias):
             axes.plot(line, color=color, linewidth=1.5)
         axes.set_xlim(0, bias.shape[1] - 1)
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
+        axes.yaxis.set_major_formatter("{x:,.10g}")  # -20,000: no power of ten beside the title
 
     return _kernel_grid(results, data, heads, max_distance, draw, sharey=False)
 
@@ -188,8 +187,7 @@ def effective_lengths(results: ResultSet, data: Sequence[DataSet], heads: int) -
                 counts = heads_within(reach, _EFFECTIVE_MAX_DISTANCE).numpy()[1:]
                 axes.step(np.arange(1, len(counts) + 1), counts, where="post", label=label,
                           color=color, linestyle=dashes)  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
+        style.distance_axis(axes)
         style.finish_axes(
             axes,
             title=label_of(name),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from megatron.evaluation.positionwise import PositionEntry
@@ -165,6 +166,7 @@ def _finish(
     axes: Axes, length: int, train_length: int | None, labels: Sequence[look.EndLabel]
 ) -> None:
     axes.set_xlim(0, length)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     look.mark_train_length(axes, train_length)
     look.direct_labels(axes, labels)

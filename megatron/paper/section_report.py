@@ -107,7 +107,11 @@ class _Parts:
             yield Plot("speed", "Training time per step", caption, speed)
         if section.table:
             losses = training_loss(results, data, methods)
-            yield Plot("loss", "Training loss", "First seed of each method, as logged.", losses)
+            caption = (
+                "First seed of each method, as logged. Below, where KERPLE-log is among them: the "
+                "loss minus KERPLE-log's of the same seed, which read the same batches."
+            )
+            yield Plot("loss", "Training loss", caption, losses)
 
     def _task_plots(self, task: str, view: View) -> Iterator[Plot]:
         section, results, split = self.section, self.results, self.suite.file.splits[0]

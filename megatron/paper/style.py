@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullLocator
 
 from megatron.neox_arguments.catalogue import canonical_method
@@ -139,6 +140,12 @@ class PlotFile:
     svg: str
 
     @property
+    def inches(self) -> float:
+        """Its width: panels beside each other, which a phone scrolls, have more than eight."""
+        width = re.search(r'width="([\d.]+)pt"', self.svg)
+        return float(width[1]) / 72 if width else 0.0
+
+    @property
     def data_uri(self) -> str:
         encoded = base64.b64encode(self.svg.encode("utf-8")).decode("ascii")
         return f"data:image/svg+xml;base64,{encoded}"
@@ -153,7 +160,9 @@ def figure_style() -> Iterator[None]:
 
 def new_figure(columns: int, rows: int = 1, *, width: float = 4.4, height: float = 3.5) -> Figure:
     """A figure for `columns` x `rows` panels, without touching pyplot's global state."""
-    figure = Figure(figsize=(max(width * columns + 1.7, 6.2), height * rows), layout="constrained")
+    size = max(width * columns + 1.7, 6.2), height * rows
+    # Rows apart by more than the default: a title must not touch the label above it.
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(h_pad=0.1))
     FigureCanvasAgg(figure)
     return figure
 
@@ -191,7 +200,7 @@ class EndLabel:
     """A name for a line, written where the line ends."""
 
     text: str
-    color: str
+    color: str | tuple[float, ...]
     height: float
     """The line's last value, in the units of the vertical axis."""
 
@@ -270,6 +279,15 @@ def mark_train_length(axes: Axes, train_length: int | None, *, below: bool = Fal
         va="bottom" if below else "top",
         ha="left",
     )
+
+
+def distance_axis(axes: Axes) -> None:
+    """The distances drawn, from 1, on a logarithmic axis with so few marks that none touch."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, axes.dataLim.x1)
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")
 
 
 def plain_log_axis(axis: Axis) -> None:

@@ -157,7 +157,11 @@ def lay_out(spec: TableSpec, source: CellSource, beside: CellSource | None = Non
     table = Table(spec.key, spec.caption, tuple(blocks), spec.beside)
     if all(entry.cell.seeds == 0 for entry in table.entries):
         return table  # the paper's own cells, or nothing
-    return replace(table, caption=" ".join([spec.caption, *_notes(table)]))
+    return replace(table, caption=" ".join([_sentence(spec.caption), *_notes(table)]))
+
+
+def _sentence(caption: str) -> str:
+    return caption if caption.endswith(".") else f"{caption}."
 
 
 def _notes(table: Table) -> list[str]:
@@ -273,8 +277,7 @@ def speed_table(
         for name, cell in cells.items()
     )
     columns = tuple(Column(label_of(name)) for name in methods)
-    caption = caption if caption.endswith(".") else f"{caption}."
-    return Table(key, caption, (Block("", "", columns, (Row("sec/step", entries),)),))
+    return Table(key, _sentence(caption), (Block("", "", columns, (Row("sec/step", entries),)),))
 
 
 # Questions that pairs of runs answer: the same seed trained or evaluated in two ways.

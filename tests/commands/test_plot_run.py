@@ -99,3 +99,23 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert run("plot_run", arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ")
+
+
+def test_the_bias_of_a_class_of_ones_own_needs_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "kernel_of_plot_run:Falling"
+    (tmp_path / "kernel_of_plot_run.py").write_text(
+        "from megatron.model.positional_embeddings import DistanceKernel, Positive, Uniform\n"
+        "class Falling(DistanceKernel):\n"
+        "    learnable = {n: Positive(Uniform(0, 1)) for n in ('r1', 'r2')}\n"
+        "    def bias(self, d, r1, r2):\n"
+        "        return -r1 * (d + r2)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = write_metrics(tmp_path / "own", name)
+    assert run("plot_run", [str(folder)]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "own: the bias is not drawn" in line and f"--allow-kernel {name}" in line
+    assert run("plot_run", [str(folder), "--allow-kernel", name]) == 0
+    assert capsys.readouterr().err == ""

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import run
-from megatron.commands.watch import PAGE, Watched, curve, server
+from megatron.commands.watch import PAGE, Watched, as_data, curve, server
+from tests.browser import needs_chromium, open_page
 from tests.commands.test_plot_run import write_metrics
+
+CELL = {"length": 64, "loss": 1.5, "ppl": 4.5, "stderr": 0.1, "tokens": 640, "sequences": 9}
+FINISHED = {"task": "extrapolation", "results": {"valid": [CELL]}}
 
 
 def test_a_frame_names_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,11 +25,9 @@ def test_a_frame_names_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
         file.write('{"step": 6, "loss": 0.8')  # being written
     cells = one / "results" / "cache" / "extrapolation-abc.part"
     cells.parent.mkdir(parents=True)
-    cells.write_text(json.dumps({"cells": {"valid/512": {"length": 512, "loss": 2.5, "text": ""}}}))
-    entry = {"length": 64, "sequences": 4, "buckets": [{"start": 0, "end": 2, "ppl": 7, "loss": 2}]}
-    (one / "results" / "step6_positionwise.json").write_text(
-        json.dumps({"results": {"test": entry, "own": {"score": 3.5}}})
-    )
+    cells.write_text(json.dumps({"cells": {"512": {"loss": 2.5, "text": "no", "tokens": 7}}}))
+    (one / "results" / "step5_extrapolation.json").write_text(json.dumps(FINISHED))
+    (one / "results" / "own.json").write_text('{"task": "os:getcwd", "results": {"score": 0.25}}')
     assert run("watch", ["--once", str(one), str(other)]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
@@ -33,9 +35,17 @@ def test_a_frame_names_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ["loss", "5", "1", "1", "█▄▂▁▁"] in lines
     assert ["tokens/s", "9", "9", "9", "▁▁▁▁▁"] in lines
     assert ["1", "2.5", "0.5", "▁▃▅▆█", "1", "1", "▁▁▁▁▁"] in lines  # r1 and r2 of the first head
-    assert ["extrapolation,", "under", "way:", "valid", "512,", "loss", "2.5"] in lines
-    assert ["positionwise,", "step", "6:", "test", "positions", "0-1,", "perplexity", "7"] in lines
-    assert ["positionwise,", "step", "6:", "own", "score", "3.5"] in lines
+    assert ["extrapolation-abc", "(under", "way)", "512", "loss", "2.5"] in lines
+    assert [
+        "valid",
+        "64",
+        "1.5000",
+        "4.5000",
+        "0.1000",
+        "9",
+        "640",
+    ] in lines  # the task's own table
+    assert ["own", "score", "0.25"] in lines and "tokens 7" not in shown
     assert "one: step 5, no news" in shown
     assert "other: " in shown
 
@@ -99,3 +109,23 @@ def test_the_page_and_its_numbers_are_for_this_machine_alone(tmp_path: Path) -> 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert "src=" not in PAGE and "@import" not in PAGE and "<link" not in PAGE
     assert PAGE.count("http") == 1  # the name of SVG's namespace
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [400, 1200])
+def test_the_page_fits_a_phone_and_a_desk(tmp_path: Path, width: int) -> None:
+    folder = write_metrics(tmp_path / "a_run_with_a_long_name.of_some_corpus.and_a_method.1234")
+    (folder / "results").mkdir()
+    (folder / "results" / "step5_extrapolation.json").write_text(json.dumps(FINISHED))
+    answer = json.dumps(json.dumps(as_data([Watched(folder)])))
+    script = f"<script>window.fetch = async () => ({{text: async () => {answer}}})</script>"
+    (tmp_path / "page.html").write_text(PAGE.replace("<script>", f"{script}<script>", 1))
+    look = "const page = this.contentDocument; document.body.replaceChildren(JSON.stringify(["
+    look += "page.documentElement.scrollWidth, page.querySelectorAll('path').length]))"
+    (tmp_path / "frame.html").write_text(
+        f'<iframe src="page.html" style="border:0;width:{width}px;height:900px" '
+        f'onload="setTimeout(() => {{{look}}}, 500)"></iframe>'
+    )
+    html, console = open_page((tmp_path / "frame.html").as_uri(), tmp_path / "profile")
+    assert console == []
+    assert f"[{width},9]" in html  # five curves, and two numbers of two heads

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron.paper.figures import perplexity_by_length, training_loss, training_speed
-from megatron.paper.run_results import ResultSet
+from megatron.paper.run_results import ResultSet, RunResults
+from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import PERPLEXITY, DataSet
 
 STDLIB = DataSet(name="stdlib", title="Python standard library")
@@ -45,6 +46,25 @@ def test_speed_is_relative_to_log(results: ResultSet) -> None:
     assert figure is not None
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert widths == pytest.approx([1.0, 0.106 / 0.120, 1.0, 0.340 / 0.307])
+
+
+def test_losses_are_also_drawn_minus_logs_of_the_same_seed() -> None:
+    suite = load_suite("laptop", ["main", "stdlib", "*.1235"])
+    steps = [(step, 5.0 - 0.1 * step) for step in range(1, 9)]
+    extra = {"kerple_log": 0.0, "alibi": 0.02, "rpe": -0.01, "sinusoidal": 3.0}
+    runs = [
+        RunResults(run, losses=[(step, loss + extra[run.method]) for step, loss in steps])
+        for run in suite.runs
+        if run.method in extra
+    ]
+    figure = training_loss(ResultSet(tuple(runs)), [STDLIB], list(extra))
+    assert figure is not None
+    whole, difference = figure.axes
+    assert lines(whole)["ALiBi"].get_ydata()[0] == pytest.approx(4.92)
+    assert lines(difference)["ALiBi"].get_ydata() == pytest.approx([0.02] * 8)
+    assert 0.02 < difference.get_ylim()[1] < 0.1  # sinusoidal does not set the frame
+    alone = training_loss(ResultSet((runs[0],)), [STDLIB], list(extra))
+    assert alone is not None and len(alone.axes) == 1
 
 
 def test_nothing_is_drawn_without_results() -> None:

@@ -78,6 +78,7 @@ def test_kernels_on_the_papers_axes_are_not_cut() -> None:
     lowest = min(float(line.get_ydata().min()) for line in axes.get_lines()[:2])
     assert lowest == pytest.approx(-np.log1p(4096.0), rel=1e-5)
     assert axes.get_ylim()[0] <= lowest and axes.get_xscale() == "linear"
+    assert axes.yaxis.get_major_formatter()(-20000.0) == "\N{MINUS SIGN}20,000"  # no offset
     assert kernels_on_paper_axes(EMPTY, [STDLIB], 2, 4096) is None
 
 

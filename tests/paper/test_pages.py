@@ -6,8 +6,6 @@ import csv
 import io
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from megatron.paper.report import make_report
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import Contrast, Rounding
 from megatron.paper.tables import Entry, Table, contrast_table, lay_out, measured_cells
+from tests.browser import brightness, needs_chromium, open_page
 from tests.paper.synthetic import write_run
 from tests.paper.test_run_results import RESULTS
 from tests.paper.test_tables import SPEC, entry, table
@@ -112,10 +111,6 @@ def test_the_page_says_what_a_p_value_compares() -> None:
 
 # In a browser: nothing cut off.
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-
 MEASURE = """
 <script>
 addEventListener("load", () => {
@@ -127,7 +122,11 @@ addEventListener("load", () => {
     page: document.documentElement.scrollWidth, window: innerWidth,
     wide: wide.map(e => e.tagName + "." + e.className), images,
     background: color("backgroundColor"), ink: color("color"),
-    caption: document.querySelector(".caption").getBoundingClientRect().right});
+    caption: document.querySelector(".caption").getBoundingClientRect().right,
+    scrolled: [...document.querySelectorAll("figure .scroll")].filter(
+      e => e.scrollWidth > e.clientWidth).length,
+    hints: [...document.querySelectorAll("figcaption")].filter(
+      e => getComputedStyle(e, "::before").content.includes("scroll")).length});
 });
 </script>
 """
@@ -155,24 +154,14 @@ def measure(page: Path, width: int, dark: bool, profile: Path) -> dict[str, obje
         'setTimeout(() => document.body.append(this.contentDocument.title), 300)"></iframe>',
         encoding="utf-8",
     )
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    options.append("--allow-file-access-from-files")
-    options += [f"--user-data-dir={profile}", "--virtual-time-budget=5000", "--dump-dom"]
-    options.append(f"--blink-settings=preferredColorScheme={0 if dark else 1}")
-    result = subprocess.run(
-        [str(CHROMIUM), *options, frame.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    found = re.search(r"\{.*\}", result.stdout)
-    assert found, result.stdout[-2000:] + result.stderr[-2000:]
+    html, console = open_page(frame.as_uri(), profile, dark=dark)
+    found = re.search(r"\{.*\}", html)
+    assert found and console == [], html[-2000:]
     content: dict[str, object] = json.loads(found.group(0).replace("&quot;", '"'))
     return content
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (apt-get install chromium)")
+@needs_chromium
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [400, 1200])
 def test_the_page_fits_and_can_be_read(page: Path, width: int, dark: bool, tmp_path: Path) -> None:
@@ -182,10 +171,9 @@ def test_the_page_fits_and_can_be_read(page: Path, width: int, dark: bool, tmp_p
     assert seen["wide"] == []
     assert seen["images"] == 0, "a figure is not shown"
     assert float(str(seen["caption"])) <= width, "a caption is cut"
-    background, ink = (
-        sum(int(part) for part in re.findall(r"\d+", str(seen[key]))[:3])
-        for key in ("background", "ink")
-    )
+    assert seen["hints"] == (seen["scrolled"] if width == 400 else 0), "scrolls without a word"
+    assert bool(seen["hints"]) is (width == 400)
+    background, ink = (brightness(str(seen[key])) for key in ("background", "ink"))
     assert (background < ink) is dark
     assert abs(background - ink) > 400, "too little contrast"
 

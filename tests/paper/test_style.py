@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from megatron.neox_arguments.catalogue import METHODS
 from megatron.paper.figures import training_loss
 from megatron.paper.run_results import ResultSet
@@ -44,6 +46,7 @@ def test_every_format_is_written(results: ResultSet, tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "loss.svg").read_text(encoding="utf-8")
     assert plot.data_uri.startswith("data:image/svg+xml;base64,")
+    assert plot.inches == pytest.approx(figure.get_figwidth()) and plot.inches < 8
 
 
 def test_a_line_belongs_to_one_method() -> None:

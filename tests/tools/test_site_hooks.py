@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.browser import brightness, needs_chromium, open_page
 from tests.conftest import REPOSITORY
 from tools import site_hooks
 
@@ -22,10 +22,7 @@ PAGES = sorted(
     for page in [*(REPOSITORY / "docs").rglob("*.md"), *map(REPOSITORY.joinpath, site_hooks.PAGES)]
     if page.name != "tables.md"
 )
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-SHOWN = ("index", "which_method", "evaluation", "positional_embeddings", "api")
+SHOWN = ("index", "positional_embeddings", "api", "results/study/index", "gallery")
 WIDTHS = (400, 1200)
 
 
@@ -61,6 +58,13 @@ def test_files_are_shown_as_pages() -> None:
     assert "```python\n" in page and "## Kernels by hand" not in page.splitlines()[:1]
     assert "````python\n" in site_hooks.file_page("examples/custom_kernel.py")
     assert "(figures/main_perplexity.png)" in site_hooks.file_page("docs/results/laptop/figures")
+
+
+def test_figures_of_several_panels_are_wide() -> None:
+    images = REPOSITORY / "docs" / "images"
+    assert not site_hooks.is_wide(images / "demo.png")
+    assert site_hooks.is_wide(images / "kernels" / "families.png")
+    assert not site_hooks.is_wide(images / "nowhere.png")
 
 
 def test_the_reference_has_every_public_name() -> None:
@@ -108,7 +112,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="no mkdocs (make site installs it)")
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (apt-get install chromium)")
+@needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_five_pages_fit_a_phone_and_a_desk(site: Path, scheme: str, tmp_path: Path) -> None:
     frames = "".join(
@@ -120,27 +124,15 @@ def test_five_pages_fit_a_phone_and_a_desk(site: Path, scheme: str, tmp_path: Pa
     (site / "frames.html").write_text(
         MEASURE.replace("FRAMES", frames).replace("SCHEME", scheme), encoding="utf-8"
     )
-    dark = {"dark": 0, "light": 1}[scheme]
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-    options += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}"]
-    options += ["--virtual-time-budget=9000", f"--blink-settings=preferredColorScheme={dark}"]
     address = (site / "frames.html").as_uri()
-    done = subprocess.run(
-        [str(CHROMIUM), *options, "--dump-dom", address],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    found = re.search(r"<body>(\[.*\])</body>", done.stdout)
-    assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    html, console = open_page(address, tmp_path, dark=scheme == "dark")
+    found = re.search(r"<body>(\[.*\])</body>", html)
+    assert found and console == [], html[-2000:]
     seen = json.loads(found[1])
     assert [page["name"] for page in seen] == [f"{n} {w}" for n in SHOWN for w in WIDTHS]
     for page in seen:
         width = int(page["name"].split()[1])
         assert page["window"] == width and page["page"] <= width, "scrolls sideways"
         assert page["article"] <= width and page["height"] > 500 and page["images"] == [], page
-        ground, ink = (
-            sum(map(int, re.findall(r"\d+", page[key])[:3])) for key in ("background", "ink")
-        )
+        ground, ink = (brightness(page[key]) for key in ("background", "ink"))
         assert (ground < ink) is (scheme == "dark"), page
