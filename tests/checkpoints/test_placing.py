@@ -8,10 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+import kerple
 from megatron.checkpoints import load_weights
+from megatron.checkpoints.writing import write_neox
 from megatron.errors import CheckpointError
 from megatron.model import GPTModel, ModelSpec
-from tests.checkpoints.small_models import logits_of, random_model, saved_model, small_args, tokens
+from tests.checkpoints.small_models import (
+    at_rest,
+    logits_of,
+    random_model,
+    saved_model,
+    small_args,
+    tokens,
+)
 
 
 class Stage(nn.Module):
@@ -89,3 +98,18 @@ def test_fresh_positions_leave_those_of_the_module_as_they_are(tmp_path: Path) -
     for name, parameter in model.named_parameters():
         if not name.startswith("sequential.1."):
             assert torch.equal(parameter, theirs[name]), name
+
+
+def test_a_gpt_neox_checkpoint_with_rotary_takes_a_kernel(tmp_path: Path) -> None:
+    args = small_args(pos_emb="rotary", rotary_pct=0.25)
+    write_neox(at_rest(random_model(args), args), tmp_path)
+    wanted = small_args(
+        pos_emb="kerple_log", kerple_init="flat", rotary_angles=1.0, rotary_pct=0.25
+    )
+    model = GPTModel(ModelSpec.from_args(wanted, 64)).eval()
+    with pytest.raises(CheckpointError, match="pos_emb is 'rotary' in the checkpoint and 'kerple_"):
+        load_weights(model, tmp_path)
+    load_weights(model, tmp_path, fresh_positions=True)
+    # a bias near 0 beside the whole rotation: nearly the model as it was
+    before = logits_of(kerple.load_pretrained(tmp_path), tokens())
+    torch.testing.assert_close(logits_of(model, tokens()), before, rtol=0.05, atol=0.05)
