@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.atomic_files import check_writable, read_json
 from megatron.errors import DataError, KerpleError
+from megatron.neox_arguments.command_line import add_allow_kernel_argument
 from megatron.terminal import command_parser
 
 if TYPE_CHECKING:
@@ -114,17 +115,19 @@ def draw(runs: Sequence[RunMetrics], out: Path) -> None:
 
 
 def _draw_curves(axes_row: Sequence[Axes], runs: Sequence[RunMetrics]) -> None:
+    from megatron.paper.style import in_lines
+
     for axes, (name, title) in zip(axes_row, CURVES.items(), strict=False):
         for number, run in enumerate(runs):
             color = f"C{number}"
-            _line(axes, run.values.get(name, []), color=color, label=run.name)
+            _line(axes, run.values.get(name, []), color=color, label=in_lines(run.name))
             if name == "loss":
                 _line(axes, run.values.get("valid_loss", []), color=color, linestyle="--")
         axes.set_title(title, fontsize=10, fontweight="normal")
         axes.set_xlabel("step")
     axes_row[3].set_ylim(bottom=0)
     if any("loss" in run.values for run in runs):
-        axes_row[0].legend()
+        axes_row[0].legend(fontsize=8)
     for axes in axes_row[len(CURVES) :]:
         axes.set_axis_off()
 
@@ -137,6 +140,7 @@ def _line(axes: Axes, points: Sequence[tuple[int, float]], **options: Any) -> No
 
 def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
     from megatron.commands.kernel_tools import head_colors
+    from megatron.paper.style import in_lines
 
     steps = [step for step, _ in run.kernels]
     names = list(run.kernels[0][1])
@@ -145,7 +149,8 @@ def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
         for head, color in enumerate(colors):
             values = [kernel[name][head] for _, kernel in run.kernels]
             axes.plot(steps, values, color=color, label=f"head {head + 1}")
-        axes.set_title(f"{run.name}: {name} of each head", fontsize=10, fontweight="normal")
+        title = in_lines(f"{run.name}: {name} of each head", 44)
+        axes.set_title(title, fontsize=10, fontweight="normal")
         axes.set_xlabel("step")
     if len(colors) <= 8:
         axes_row[0].legend(fontsize=8)
@@ -157,6 +162,7 @@ def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
 def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
     """The bias over distance, dotted at the first step and solid at the last."""
     from megatron.paper.kernel_figures import kernel_bias
+    from megatron.paper.style import in_lines
 
     title = f"bias at step {run.kernels[0][0]} (dotted) and {run.kernels[-1][0]}"
     axes.set_title(title, fontsize=10, fontweight="normal")
@@ -168,10 +174,11 @@ def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
         problem = f"{name} has no bias of the distance to draw"
         try:
             table = kernel_bias(name, values, len(colors), length)
-        except KerpleError as error:
-            table, problem = None, str(error)
+        except KerpleError as error:  # its own lines would be wider than the panel
+            table, problem = None, f"not drawn: {name}"
+            warnings.warn(str(error), stacklevel=2)
         if table is None:
-            axes.text(0.5, 0.5, problem, ha="center", va="center", wrap=True, fontsize=8)
+            axes.text(0.5, 0.5, in_lines(problem, 40), ha="center", va="center", fontsize=8)
             return
         for row, color in zip(table, colors, strict=True):
             axes.plot(row, color=color, linestyle=style, linewidth=1.2)
@@ -181,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser("plot_run.py", __doc__ or "")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a training's `save`")
     parser.add_argument("--out", type=Path, help="PNG, PDF or SVG (default: RUN/plot.png)")
+    add_allow_kernel_argument(parser)
     options = parser.parse_args(argv)
     first = options.runs[0]
     default = (first if first.is_dir() else first.parent) / "plot.png"

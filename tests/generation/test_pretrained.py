@@ -14,7 +14,7 @@ import torch
 import kerple
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.writing import cast_weights
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, GenerationError
 from tests.checkpoints.small_models import logits_of, saved_model, tokens
 from tests.conftest import REPOSITORY
 from tests.fixture_archives import unpacked
@@ -99,6 +99,19 @@ def test_bf16_keeps_every_parameter_that_an_export_keeps_in_fp32(tmp_path: Path)
     assert {n for n, t in exported.items() if t.dtype == torch.float32} == {
         name.removeprefix("sequential.") for name in kept
     }
+
+
+def test_wrong_token_ids_are_named(tmp_path: Path) -> None:
+    saved_model(tmp_path, pos_emb="kerple_log")
+    model = kerple.load_pretrained(tmp_path)
+    size = model.spec.padded_vocab_size
+    for ids, message in (
+        (torch.tensor([[0, size]]), f"token id {size}: this model's are 0 to {size - 1}"),
+        (torch.tensor([[-1, 0]]), "token id -1: this model's are 0 to"),
+        (torch.randn(1, 2), "token ids are torch.float32; give torch.long"),
+    ):
+        with pytest.raises(GenerationError, match=message):
+            model(ids)
 
 
 def test_without_its_tokenizer_a_model_still_loads(tmp_path: Path) -> None:
