@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron.commands.compare import suite_content
 from megatron.errors import ReproduceError
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, allow_kernel
+from megatron.neox_arguments.yaml_files import dump_yaml
 from megatron.paper.suite import load_suite
 from tests.conftest import REPOSITORY
 
@@ -149,3 +153,14 @@ def test_set_shrinks_a_suite_with_its_lengths_and_tables() -> None:
     table = suite.sections[0].table
     assert table is not None
     assert [(point.train_length, point.length) for point in table.points] == [(32, 32), (32, 64)]
+
+
+def test_a_suite_tells_how_it_is_named_again(tmp_path: Path) -> None:
+    """With its file and the classes that the user allowed: what `status` advises can be pasted."""
+    name = "examples.custom_kernel:RationalKernel"
+    allow_kernel(name)
+    own = tmp_path / "own.yml"
+    own.write_text(dump_yaml(suite_content([name, "alibi"], "stdlib", [1])))
+    flags = load_suite(str(own), runs_root="my runs").flags
+    assert flags == f"--suite {own} --runs 'my runs' --allow-kernel {name}"
+    assert load_suite("demo").flags == "--suite demo --runs runs"
