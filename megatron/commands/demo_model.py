@@ -207,5 +207,7 @@ def _train(file: Path, sets: Sequence[str], *, quiet: bool = False) -> int:
 
     command = [*script_command(sys.executable, "train"), str(file)]
     command += ["--set", *sets] if sets else []
-    output = subprocess.DEVNULL if quiet else None
-    return subprocess.run(command, stdout=output, check=False).returncode
+    done = subprocess.run(command, capture_output=quiet, text=True, check=False)
+    if quiet and done.returncode:
+        print(done.stderr, end="", file=sys.stderr)
+    return done.returncode

@@ -118,10 +118,12 @@ def draw(runs: Sequence[RunMetrics], out: Path) -> None:
 
 
 def _draw_curves(axes_row: Sequence[Axes], runs: Sequence[RunMetrics]) -> None:
+    from megatron.paper.style import in_lines
+
     for axes, (name, title) in zip(axes_row, CURVES.items(), strict=False):
         for number, run in enumerate(runs):
             color = f"C{number}"
-            _line(axes, run.values.get(name, []), color=color, label=run.name)
+            _line(axes, run.values.get(name, []), color=color, label=in_lines(run.name))
             if name == "loss":
                 _line(axes, run.values.get("valid_loss", []), color=color, linestyle="--")
         axes.set(xlabel="step", ylabel=title)
@@ -139,7 +141,7 @@ def _line(axes: Axes, points: Sequence[tuple[int, float]], **options: Any) -> No
 
 def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
     from megatron.commands.kernel_tools import head_colors
-    from megatron.paper.style import EndLabel, direct_labels
+    from megatron.paper.style import EndLabel, direct_labels, in_lines
 
     steps = [step for step, _ in run.kernels]
     names = list(run.kernels[0][1])
@@ -153,7 +155,7 @@ def _draw_kernels(axes_row: Sequence[Axes], run: RunMetrics) -> None:
         axes.set(xlabel="step", ylabel=f"{name} of each head")
         if len(colors) <= 12:
             direct_labels(axes, ends)
-    axes_row[0].set_title(run.name, fontsize=10, loc="left")
+    axes_row[0].set_title(in_lines(run.name, 44), fontsize=10, loc="left")
     _draw_drift(axes_row[len(names)], run, colors)
     for axes in axes_row[len(names) + 1 :]:
         axes.set_axis_off()

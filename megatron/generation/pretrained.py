@@ -33,6 +33,8 @@ from megatron.mpu.parallel_layers import (
 from megatron.neox_arguments import NeoXArgs, allowed_code
 
 if TYPE_CHECKING:
+    from megatron.model.cache import Cache
+    from megatron.model.transformer import State
     from megatron.tokenizer import Tokenizer
 
 INT8_ROWS = 16  # up to this many, torch's product with int8 is faster than one with bf16
@@ -52,6 +54,24 @@ class PretrainedModel(GPTModel):
         self.iteration = checkpoint.iteration
         self.source: Path = checkpoint.files.directory
         self.kind = checkpoint.kind
+
+    def forward(
+        self, inputs: State, labels_BL: Tensor | None = None, *, cache: Cache | None = None
+    ) -> Tensor:
+        """As GPTModel's; wrong token ids are named (beyond the vocabulary, on a CPU alone)."""
+        if isinstance(inputs, Tensor) and not torch.compiler.is_compiling():
+            self._check_ids(inputs)
+        return super().forward(inputs, labels_BL, cache=cache)
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise GenerationError(f"token ids are {ids.dtype}; give torch.long, [batch, length]")
+        size = self.spec.padded_vocab_size
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = (int(end) for end in ids.aminmax())
+            if low < 0 or high >= size:
+                wrong = low if low < 0 else high
+                raise GenerationError(f"token id {wrong}: this model's are 0 to {size - 1}")
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -26,6 +26,7 @@ from megatron.paper.run_files import (
 )
 from megatron.paper.slurm import submitted_jobs
 from megatron.paper.suite import TRAIN, Run, Suite
+from megatron.terminal import shown_command
 
 _TAIL_BYTES = 16384
 
@@ -106,7 +107,7 @@ def status_text(suite: Suite) -> str:
     states = Counter(progress.state for progress in found)
     notes = []
     for progress in found:
-        notes += _unfit(progress)
+        notes += _unfit(progress, suite.flags)
         if progress.state == State.FAILED:
             last = tail(log_path(progress.run, progress.stage), 30).split("\n")
             reason = next((line.strip() for line in reversed(last) if line.strip()), "no log")
@@ -118,8 +119,7 @@ def status_text(suite: Suite) -> str:
     if notes:
         lines += ["", *notes]
     if states[State.FAILED]:
-        again = f"--suite {suite.name} --runs {suite.runs_root}"
-        lines.append(f"  logs: tools/reproduce.py logs {again}")
+        lines.append(f"  logs: {shown_command('reproduce')} logs {suite.flags}")
     return "\n".join(lines) + "\n"
 
 
@@ -162,10 +162,11 @@ def logs_text(suite: Suite, name: str | None, lines: int) -> str:
     return "\n".join(shown) or f"{name}: no log yet under {suite.directory}\n"
 
 
-def _unfit(progress: RunProgress) -> list[str]:
+def _unfit(progress: RunProgress, flags: str) -> list[str]:
     name = progress.run.name
     if different := training_differences(progress.run):
-        return [f"  {name} was {different}; `run --restart-changed` trains it anew beside it"]
+        again = f"run {flags} --restart-changed"
+        return [f"  {name} was {different}; `{again}` trains it anew beside it"]
     return [
         f"  {name} {step} will be evaluated again: {check.fit.value}: {check.detail}"
         for step, check in progress.checks.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -12,6 +13,7 @@ from typing import Any
 from megatron.atomic_files import fingerprint
 from megatron.errors import ConfigError, ReproduceError
 from megatron.neox_arguments import FACTS, NeoXArgs, changes_training
+from megatron.neox_arguments.allowed_code import allow_flags
 from megatron.neox_arguments.normalize import canonical_key
 from megatron.paper.suite_file import (
     PERPLEXITY,
@@ -132,10 +134,19 @@ class Suite:
     runs: tuple[Run, ...]
     runs_root: Path
     data_root: Path
+    source: str = ""
+    """What --suite named."""
 
     @property
     def directory(self) -> Path:
         return self.runs_root / self.name
+
+    @property
+    def flags(self) -> str:
+        """Those with which a command of reproduce.py finds this suite again."""
+        classes = [allow_flags(run.config) for run in self.runs]
+        place = f"--suite {shlex.quote(self.source)} --runs {shlex.quote(str(self.runs_root))}"
+        return place + "".join(dict.fromkeys(classes))
 
     def run_named(self, name: str) -> Run:
         for run in self.runs:
@@ -178,7 +189,7 @@ def load_suite(
         runs, sections = _select(stem, runs, sections, chosen)
     tables = tuple(expansion.with_table(section) for section in sections)
     _check_configs(stem, runs)
-    return Suite(stem, file, tables, tuple(runs), Path(runs_root), Path(data_root))
+    return Suite(stem, file, tables, tuple(runs), Path(runs_root), Path(data_root), base)
 
 
 def _check_configs(suite: str, runs: Iterable[Run]) -> None:

@@ -75,9 +75,12 @@ def test_a_model_of_own_text_is_trained_exported_and_answers(
 
 
 @pytest.mark.slow  # another training
-def test_the_speed_is_that_of_training_steps(texts: Path) -> None:
+def test_the_speed_is_that_of_training_steps(
+    texts: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     prefix = demo_model._tokens(
         demo_model._parser().parse_args(["--model", "--input", str(texts), "--data", "data"])
     )
     speed = measured_speed(base_config(prefix, Path("runs/model")))
     assert 1e7 < speed < 1e15
+    assert "next: " not in capfd.readouterr().err, "its folder is gone"

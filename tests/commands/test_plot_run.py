@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from megatron.commands import run
 from megatron.commands.plot_run import read_run
@@ -37,6 +39,31 @@ def test_one_run_and_several(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     both = tmp_path / "new" / "both.svg"
     assert run("plot_run", [str(one), str(other), "--out", str(both)]) == 0
     assert both.read_text("utf-8").startswith("<?xml")
+
+
+def test_a_class_of_ones_own_leaves_the_panels_their_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its bias is drawn with --allow-kernel; otherwise one line says so, beside the figure."""
+    name = "own_kernels_of_plot_run:SquareRootOfLogarithmKernel"
+    folder = write_metrics(tmp_path / f"tiny.stdlib.{name}.1235", name)
+    widths: list[float] = []
+    saved = Figure.savefig
+
+    def measured(figure: Figure, *arguments: Any, **options: Any) -> None:
+        saved(figure, *arguments, **options)
+        widths.extend(axes.get_position().width for axes in figure.axes)
+
+    monkeypatch.setattr(Figure, "savefig", measured)
+    assert run("plot_run", [str(folder)]) == 0
+    assert f"warning: pos_emb: '{name}' names a class to import" in capsys.readouterr().err
+    assert min(widths) > 0.15
+    kernel = "from megatron.model.positional_embeddings import KerpleLog as Base\n\n"
+    kernel += "class SquareRootOfLogarithmKernel(Base):\n    pass\n"
+    (tmp_path / "own_kernels_of_plot_run.py").write_text(kernel)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("plot_run", [str(folder), "--allow-kernel", name]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_kernels_of_a_pattern_have_a_row_each(tmp_path: Path) -> None:

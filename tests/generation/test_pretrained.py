@@ -116,6 +116,19 @@ def test_bf16_keeps_every_parameter_that_an_export_keeps_in_fp32(tmp_path: Path)
     }
 
 
+def test_wrong_token_ids_are_named(tmp_path: Path) -> None:
+    saved_model(tmp_path, pos_emb="kerple_log")
+    model = kerple.load_pretrained(tmp_path)
+    size = model.spec.padded_vocab_size
+    for ids, message in (
+        (torch.tensor([[0, size]]), f"token id {size}: this model's are 0 to {size - 1}"),
+        (torch.tensor([[-1, 0]]), "token id -1: this model's are 0 to"),
+        (torch.randn(1, 2), "token ids are torch.float32; give torch.long"),
+    ):
+        with pytest.raises(GenerationError, match=message):
+            model(ids)
+
+
 def test_without_its_tokenizer_a_model_still_loads(tmp_path: Path) -> None:
     saved_model(tmp_path, tokenizer_type="HFTokenizer", vocab_file="gone/tokenizer.json")
     model = kerple.load_pretrained(tmp_path)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from megatron.commands.compare import suite_content
 from megatron.errors import ReproduceError
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, allow_kernel
+from megatron.neox_arguments.yaml_files import dump_yaml
 from megatron.paper.suite import load_suite
 from tests.conftest import REPOSITORY
 
@@ -167,3 +170,14 @@ def test_a_model_that_continues_another_begins_with_the_run_of_its_seed() -> Non
     same = {**others.run_named(run.name).config, "hidden_size": run.config["hidden_size"]}
     assert replace(others.run_named(run.name), config=same).train_hash != run.train_hash
     assert next(r for r in suite.runs if r.base is None).base is None
+
+
+def test_a_suite_tells_how_it_is_named_again(tmp_path: Path) -> None:
+    """With its file and the classes that the user allowed: what `status` advises can be pasted."""
+    name = "examples.custom_kernel:RationalKernel"
+    allow_kernel(name)
+    own = tmp_path / "own.yml"
+    own.write_text(dump_yaml(suite_content([name, "alibi"], "stdlib", [1])))
+    flags = load_suite(str(own), runs_root="my runs").flags
+    assert flags == f"--suite {own} --runs 'my runs' --allow-kernel {name}"
+    assert load_suite("demo").flags == "--suite demo --runs runs"
