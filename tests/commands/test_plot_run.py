@@ -56,7 +56,7 @@ def test_a_class_of_ones_own_leaves_the_panels_their_width(
 
     monkeypatch.setattr(Figure, "savefig", measured)
     assert run("plot_run", [str(folder)]) == 0
-    assert f"warning: pos_emb: '{name}' names a class to import" in capsys.readouterr().err
+    assert f"pos_emb: '{name}' names a class to import" in capsys.readouterr().err
     assert min(widths) > 0.15
     kernel = "from megatron.model.positional_embeddings import KerpleLog as Base\n\n"
     kernel += "class SquareRootOfLogarithmKernel(Base):\n    pass\n"
