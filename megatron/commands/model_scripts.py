@@ -212,6 +212,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address (this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="(8000; 0 takes a free one)")
     parser.add_argument("--name", help="the model's name in requests (the folder's)")
+    dtypes = ("fp32", "bf16", "fp16", "int8")
+    parser.add_argument("--dtype", choices=dtypes, default="fp32", help="precision (fp32)")
     for name, (value, meaning) in SERVE_LIMITS.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(value), default=value, help=f"{meaning} ({value:g})")

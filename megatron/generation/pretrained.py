@@ -37,7 +37,13 @@ if TYPE_CHECKING:
     from megatron.model.transformer import State
     from megatron.tokenizer import Tokenizer
 
-INT8_ROWS = 16  # up to this many, torch's product with int8 is faster than one with bf16
+DTYPES: dict[str, torch.dtype | Literal["int8"]] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": "int8",
+}
+INT8_ROWS = 16  # up to this many, torch's product with int8 is faster than unpacking to bf16
 
 
 class PretrainedModel(GPTModel):
@@ -239,7 +245,7 @@ def _load(args: NeoXArgs, place: str, device: str) -> PretrainedModel:
     name = args.evaluation.inference_dtype
     if name is None and not device.startswith("cpu"):
         name = args.optimization.precision
-    dtype = _DTYPES[name or "fp32"]
+    dtype = DTYPES[name or "fp32"]
     return load_pretrained(
         place, device=device, dtype=dtype, iteration=args.checkpoint.iteration, config=args
     )
@@ -261,11 +267,3 @@ def _identity(files: CheckpointFiles) -> str:
             for path in sorted(weights)
         ]
     )
-
-
-_DTYPES: dict[str, torch.dtype | Literal["int8"]] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int8": "int8",
-}

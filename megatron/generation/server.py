@@ -32,7 +32,12 @@ from megatron.generation.model_thread import (
     ModelThread,
     RefusedError,
 )
-from megatron.generation.pretrained import PretrainedModel, check_vocabulary, load_pretrained
+from megatron.generation.pretrained import (
+    DTYPES,
+    PretrainedModel,
+    check_vocabulary,
+    load_pretrained,
+)
 from megatron.mpu.job import pick_device
 from megatron.terminal import require
 
@@ -259,7 +264,12 @@ def serve(options: argparse.Namespace) -> int:
     """`options`: those of `kerple serve`, see megatron.commands.model_scripts."""
     for package in ("starlette", "uvicorn"):
         require(package, "kerple serve")
-    model = load_pretrained(options.run, device=str(pick_device()), iteration=options.iteration)
+    model = load_pretrained(
+        options.run,
+        device=str(pick_device()),
+        dtype=DTYPES[options.dtype],
+        iteration=options.iteration,
+    )
     server = CompletionServer(model, _tokenizer_of(model), *_name_and_limits(options, model))
     listening = _listen(options.host, options.port)
     host, port = listening.getsockname()[:2]

@@ -58,8 +58,8 @@ def add_config_arguments(parser: argparse.ArgumentParser, hidden: Sequence[str] 
         "conf_files",
         nargs="*",
         metavar="CONF",
-        help="YAML files; `.yml` may be left out. To evaluate and to generate, a run's or a "
-        "checkpoint's folder is enough: its saved config is used",
+        help="YAML files; `.yml` may be left out. To evaluate and to generate, the folder of a "
+        "run, of a checkpoint or of an export is enough: its saved config is used",
     )
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="directory of the CONF files")
     winning = "YAML files that win over the files before"

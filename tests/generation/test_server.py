@@ -224,7 +224,10 @@ def test_the_command_serves_and_ends_at_sigterm(tmp_path: Path) -> None:
     write_run(tmp_path)
     command = [sys.executable, "-m", "megatron.commands", "serve", str(tmp_path / "run")]
     process = subprocess.Popen(
-        [*command, "--port", "0"], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        [*command, "--port", "0", "--dtype", "int8"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
     )
     try:
         assert process.stdout is not None
