@@ -225,10 +225,10 @@ def _loss_differences(axes: Axes, losses: Mapping[str, Mapping[int, float]]) -> 
         axes.set_visible(False)
         return
     _loss_lines(axes, differences)
-    # The first steps and a method far away must not press the others together.
-    later = [sorted(map(abs, own.values()))[: len(own) * 3 // 4] for own in differences.values()]
-    reach = sorted(own[-1] for own in later if own)
-    frame = 1.3 * reach[len(reach) * 2 // 3]
+    # The first quarter of the steps and a method far away must not press the others together.
+    later = [list(own.values())[len(own) // 4 :] for own in differences.values() if own]
+    reach = sorted(max(map(abs, own)) for own in later)
+    frame = 1.1 * reach[len(reach) * 2 // 3]
     if frame > 0:
         axes.set_ylim(-frame, frame)
     title = f"the same minus {label_of(REFERENCE_METHOD)}'s"

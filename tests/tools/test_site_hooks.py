@@ -97,10 +97,10 @@ addEventListener("load", () => setTimeout(() => {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make site` does: a warning is an error."""
+    """Built as `make site` does: a warning is an error (with -q none would be counted)."""
     place = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(place)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(place)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
