@@ -15,7 +15,6 @@ from megatron.checkpoints.hf.folder import write_hf
 from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import at_rest, logits_of, random_model, small_args, tokens
 
-
 WAVE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0, "wave": 3}
 
 
