@@ -17,6 +17,7 @@ from megatron.checkpoints.run_state import (
     rng_file,
     rng_state,
     saved_batch_size,
+    write_configs,
     write_layout,
 )
 from megatron.errors import CheckpointError
@@ -67,6 +68,5 @@ def test_the_batch_of_a_run_from_before_it_was_recorded(tmp_path: Path) -> None:
     (tmp_path / LAYOUT).write_text(json.dumps({"world_size": 8}))
     saved = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}
     saved |= {"pipe_parallel_size": 2, "model_parallel_size": 2}
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "resolved.yml").write_text(json.dumps(saved))
+    write_configs(tmp_path / "configs", small_args(**saved))
     assert saved_batch_size(tmp_path) == 3 * 5 * 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.engines import attention
+from megatron.engines import triton_attention as engine
 from megatron.engines.call import Call, checked_call
 from megatron.engines.triton_attention import can_run
 from megatron.engines.triton_runtime import interpreted, unavailable
@@ -48,3 +49,20 @@ def test_cpu_tensors_are_refused_with_the_fix() -> None:
     assert "use engine 'auto'" in (can_run(checked_call(x, x, x)) or "")
     with pytest.raises(EngineError, match="it runs on GPU, the tensors are on cpu"):
         attention(x, x, x, engine="triton")
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_gpus_from_the_a100_on_run_it(
+    capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(engine.triton_runtime, "launcher_problem", lambda: None)
+    assert (engine._unsuitable_device(torch.device("cuda")) is None) == runs
+
+
+def test_outside_of_torch_compile_the_kernels_are_called_directly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.zeros(1, 1, 4, 32)
+    monkeypatch.setattr(engine, "pruned_attention", lambda call, visible: call.q)
+    assert engine.triton_attention(checked_call(x, x, x, pruning=False)) is x

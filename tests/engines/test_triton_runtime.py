@@ -49,6 +49,18 @@ def test_a_directory_that_was_chosen_is_kept(
     assert use_node_local_cache() == tmp_path / "mine"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_a_job_share_a_nodes_cache_and_one_process_keeps_its_own(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(triton_runtime, "use_node_local_cache", lambda: used.append(ranks))
+    triton_runtime.launcher_problem.__wrapped__()
+    assert used == [2] * (ranks - 1)
+
+
 def test_code_is_not_loaded_from_a_directory_that_others_can_write(tmp_path: Path) -> None:
     open_to_all = tmp_path / f"kerple-triton-{os.getuid()}"
     open_to_all.mkdir()

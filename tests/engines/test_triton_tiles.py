@@ -31,6 +31,10 @@ def test_tiles_fit_the_padding_and_the_products(kernel: str, arch: int) -> None:
             assert (steep.queries, steep.keys) == (tiles.queries, tiles.keys)
 
 
+def test_shared_memory_of_a_program_is_that_of_cudas_programming_guide() -> None:
+    assert SHARED_MEMORY == {80: 166912, 86: 101376, 89: 101376, 90: 232448, 120: 101376}
+
+
 def test_every_tile_was_compiled_and_fits_the_shared_memory_of_its_gpu() -> None:
     page = triton_memory.parse(triton_memory.PAGE.read_text())
     assert list(page) == [row.cells for row in triton_memory.rows()]

@@ -201,10 +201,6 @@ def test_an_architecture_that_does_not_fit_says_why(tmp_path: Path) -> None:
             "layer_types: 'chunked_attention' is not converted; there are full_attention",
         ),
         ({"model_type": "llama", **rope("axial", factor=2.0)}, "rope_type 'axial'.* longrope"),
-        (
-            {"model_type": "llama", **rope("linear", factor=2.0, wave=3)},
-            "wave = 3 is not converted",
-        ),
     ],
 )
 def test_what_is_not_converted_is_named(

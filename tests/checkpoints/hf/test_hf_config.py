@@ -15,6 +15,8 @@ from megatron.checkpoints.hf.folder import write_hf
 from megatron.errors import CheckpointError
 from tests.checkpoints.small_models import at_rest, logits_of, random_model, small_args, tokens
 
+WAVE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0, "wave": 3}
+
 
 @pytest.mark.parametrize(
     "changes",
@@ -45,6 +47,7 @@ def test_rotary_models_are_plain_gpt_neox(tmp_path: Path, changes: dict[str, Any
     [
         ({"model_type": "mamba"}, "model_type 'mamba'"),
         ({"model_type": "gpt_neox", "hidden_act": "quick_gelu"}, "quick_gelu"),
+        ({"model_type": "gpt_neox", "rope_parameters": WAVE}, "wave = 3 is not converted"),
     ],
 )
 def test_other_folders_are_refused(tmp_path: Path, content: dict[str, Any], complaint: str) -> None:
