@@ -72,7 +72,7 @@ def rows() -> Iterator[Row]:
     for dtype in ("bf16", "fp32"):
         for dim, features in product((32, 64, 128, 256), (False, True)):
             for weighted in (True,) if dtype == "fp32" else (False, True):
-                kernels = KERNELS if weighted else (*KERNELS, "steep band")
+                kernels: Sequence[str] = KERNELS if weighted else (*KERNELS, "steep band")
                 if features and not weighted:  # whose bands have no strips
                     kernels = KERNELS[:3]
                 yield from (Row(kernel, dim, dtype, weighted, features) for kernel in kernels)

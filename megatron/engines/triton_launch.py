@@ -41,6 +41,8 @@ from megatron.engines.triton_tiles import Tiles, tiles_of
 
 # fp32 products as three TF32 products on the tensor cores: close to fp32. No effect on bf16, fp16.
 _FP32_PRODUCTS = "tf32x3"
+# With features ptxas gives some kernels 128 or 168 registers for each thread, and spills the rest.
+_MOST_REGISTERS = 255
 # operands whose gradients attention_dkdv_kernel computes
 _FROM_DKDV_KERNEL = {"k", "v", "key_bias"}
 _FROM_DQ_KERNEL = {"q", "row_scale", "query_features", "distance_features"}
@@ -89,7 +91,9 @@ def _options(problem: Problem, tiles: Tiles, terms: Terms, masked: bool = True) 
         "num_stages": tiles.stages,
         "enable_fp_fusion": True,
     }
-    return options if tiles.registers is None else options | {"maxnreg": tiles.registers}
+    if terms.features is not None:
+        options["maxnreg"] = _MOST_REGISTERS
+    return options
 
 
 def forward_launches(problem: Problem) -> tuple[list[Launch], Tensor, Tensor]:

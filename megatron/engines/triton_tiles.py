@@ -22,8 +22,7 @@ class Tiles:
     """Queries and keys of a tile, and the compiler's options.
 
     `slice_d`: how much of the head dimension a product over it takes at a time, where all of it
-    would not fit in registers (forward and bands; see triton_forward). `registers`: how many a
-    thread may have, where ptxas would take fewer and spill.
+    would not fit in registers (forward and bands; see triton_forward).
     """
 
     queries: int
@@ -31,7 +30,6 @@ class Tiles:
     warps: int
     stages: int
     slice_d: int | None = None
-    registers: int | None = None
 
 
 KERNELS = ("forward", "dkdv", "dq", "band")
@@ -115,7 +113,7 @@ _SMALL: _Changes = {
 # memory and take registers in dK and dV.
 _FEATURES: _Changes = {
     ("dkdv", True, False, 128): Tiles(32, 128, 8, 2),
-    ("dq", True, False, 128): Tiles(128, 32, 4, 2, registers=255),
+    ("dq", True, False, 128): Tiles(128, 32, 4, 2),
     ("dq", True, True, 128): Tiles(128, 16, 4, 2),
 }
 _SMALL_FEATURES = _FEATURES | {
