@@ -121,7 +121,7 @@ def _words(parser: argparse.ArgumentParser, values: dict[str, list[str]]) -> Wor
 
 # The scripts.
 
-_BASH = """# Completion of kerple for {shell}, written by `kerple completion {shell}`.
+_BASH = """# Completion of kerple for {program}, written by `kerple completion {program}`.
 _kerple() {{
   local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" name="" flag="" i
   local words="" methods="{methods}"
@@ -168,7 +168,7 @@ def bash(words: dict[str, Words], shell: str = "bash") -> str:
         names.append(f'        "{name}") {chosen}; {flags} ;;')
     parents = sorted({name.split()[0] for name in words if " " in name})
     script = _BASH.format(
-        shell=shell,
+        program=shell,
         methods=" ".join(METHODS),
         parents="|".join(parents),
         commands=" ".join(COMMANDS),
