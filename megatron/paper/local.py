@@ -67,7 +67,8 @@ class _Work:
                 todo.append(run)
         total = len(self._suite.runs)
         finished = total - len(todo) - len(self._outcomes)
-        self._live.say(f"{self._suite.name}: {total} runs, {finished} finished, {len(todo)} to do")
+        self._live.say(f"{self._suite.name}: {self._suite.file.about}")
+        self._live.say(f"{total} runs, {finished} finished, {len(todo)} to do")
         return todo
 
     @contextmanager
