@@ -142,7 +142,7 @@ def suite_content(methods: Sequence[str], corpus: str, seeds: Sequence[int]) -> 
 
     file = SUITE_DIRECTORY / "demo.yml"
     content: dict[str, Any] = parse_yaml(read_text(file), str(file))
-    (section,) = content["sections"].values()
+    section = content["sections"]["main"]
     title = "Python standard library" if corpus == "stdlib" else corpus
     caption = f"Perplexity on the validation part of {title} after training at length 128."
     section |= {"methods": list(methods), "data": [corpus]}
@@ -158,7 +158,7 @@ def suite_content(methods: Sequence[str], corpus: str, seeds: Sequence[int]) -> 
         "splits": content["splits"],
         "models": content["models"],
         "data": {corpus: {"title": title}},
-        "sections": content["sections"],
+        "sections": {"main": section},
     }
 
 

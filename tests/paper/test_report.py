@@ -140,7 +140,8 @@ def test_a_report_before_any_run_says_that_all_is_missing(tmp_path: Path) -> Non
 
 
 def test_recall_has_its_own_table_and_figure(tmp_path: Path) -> None:
-    suite = load_suite("recall", ["kerple_log", "rpe"], runs_root=tmp_path)
+    chosen = ["tiny.recall.kerple_log.1235", "tiny.recall.rpe.1235"]
+    suite = load_suite("recall", chosen, runs_root=tmp_path)
     for run in suite.runs:
         assert [step.name for step in run.steps] == ["train", "recall"]
         write_run(run)
