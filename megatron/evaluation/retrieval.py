@@ -1,4 +1,4 @@
-"""Retrieval: passkey retrieval in English, and recall in made-up text.
+"""Retrieval: passkey retrieval in English, recall in made-up text, and where attention looks there.
 
 A passkey is a number hidden in filler text, to be repeated at the end. Prompts are made
 here, from a seed, with the model's own tokenizer, so nothing is downloaded::
@@ -13,10 +13,14 @@ shows it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from megatron.data.recall_text import RECALL_KINDS, RecallText
 from megatron.errors import EvaluationError
@@ -29,12 +33,14 @@ from megatron.evaluation.tasks import (
     GridTask,
     GroupView,
     Place,
+    View,
     WindowedTask,
     task,
 )
 from megatron.evaluation.text_tables import text_table
 
 if TYPE_CHECKING:
+    from megatron.model import GPTModel
     from megatron.tokenizer import Tokenizer
 
 INTRODUCTION = "There is a pass key hidden in this text. Find it and memorize it."
@@ -157,7 +163,7 @@ class Recall(GridTask):
     """
 
     kinds = tuple(RECALL_KINDS)
-    views = (
+    views: ClassVar[tuple[View, ...]] = (
         GroupView(
             "recall",
             "Recall against length",
@@ -188,12 +194,8 @@ class Recall(GridTask):
         return [(texts * length, length) for length in options.eval_lengths]
 
     def entry(self, context: Context, kind: str, length: int) -> dict[str, Any]:
-        options = context.options
-        made = [
-            RECALL_KINDS[kind](length, Random(f"{options.data_seed}/{kind}/{length}/{number}"))
-            for number in range(options.recall_samples)
-        ]
-        tokens = [_tokens(context, item) for item in made]
+        made = made_texts(context.options, kind, length)
+        tokens = [symbol_tokens(context, item) for item in made]
 
         def hits(numbers: Sequence[int]) -> list[list[bool]]:
             texts, places = [tokens[i] for i in numbers], [made[i].places for i in numbers]
@@ -216,7 +218,16 @@ class Recall(GridTask):
         return text_table(["kind", "length", "accuracy", "all right", "symbols"], rows)
 
 
-def _tokens(context: Context, made: RecallText) -> list[int]:
+def made_texts(options: EvaluationOptions, kind: str, length: int) -> list[RecallText]:
+    """The texts of one cell: the same for every model."""
+    return [
+        RECALL_KINDS[kind](length, Random(f"{options.data_seed}/{kind}/{length}/{number}"))
+        for number in range(options.recall_samples)
+    ]
+
+
+def symbol_tokens(context: Context, made: RecallText) -> list[int]:
+    """A token for each symbol."""
     tokenizer = context.tokenizer()
     tokens = tokenizer.tokenize(made.text)
     if len(tokens) != len(made.text):
@@ -244,3 +255,151 @@ def _summary(made: Sequence[RecallText], hits: Sequence[Sequence[bool]]) -> dict
             for low, own in sorted(steps.items())
         ],
     }
+
+
+# Where attention looks when something must be recalled.
+#
+# At the position whose next symbol only recall can predict, every head of every layer spreads a
+# weight of 1 over the keys. A weighted sum of values that are 1 on some keys and 0 elsewhere is the
+# weight on these keys: what the model's own attention function gives for such values, with any
+# method and engine. No matrix of weights is made.
+
+Attend = Callable[..., Tensor]
+FAR = "_far"
+
+
+class HeadEntry(OpenModel):
+    layer: int
+    head: int
+    answer: float
+    far: float
+
+
+class AttentionEntry(OpenModel):
+    kind: str
+    length: int
+    heads: list[HeadEntry]
+
+    def best(self) -> HeadEntry:
+        """The head that looks most at the answer."""
+        return max(self.heads, key=lambda head: head.answer)
+
+
+@task("recall_attention")
+class RecallAttention(Recall):
+    """Share of attention on what must be recalled, and on all else beyond the training length."""
+
+    views = (
+        GroupView(
+            "recall_attention",
+            "Attention on the answer against length",
+            "Share of a query's attention that lies on the answer's first occurrence, in the head "
+            "where it is largest, mean over texts and seeds, shaded by one standard deviation.",
+            RECALL_TITLES,
+            "attention on the answer (%)",
+            "Attention on the answer in percent, in the head where it is largest, mean ± standard "
+            "deviation over seeds.",
+            scale=100,
+            limits=(-3, 103),
+        ),
+        GroupView(
+            "far_attention",
+            "Attention on other far keys against length",
+            "In the same head: share of attention on all other keys further back than the training "
+            "length, mean over texts and seeds, shaded by one standard deviation.",
+            {kind + FAR: title for kind, title in RECALL_TITLES.items()},
+            "attention on other far keys (%)",
+            scale=100,
+            limits=(-3, 103),
+        ),
+    )
+
+    def cells(self, results: dict[str, Any]) -> Mapping[Place, float]:
+        grid = [AttentionEntry.model_validate(entry) for entry in results.get("grid", [])]
+        found = {(entry.kind, entry.length): entry.best().answer for entry in grid}
+        return found | {(entry.kind + FAR, entry.length): entry.best().far for entry in grid}
+
+    def entry(self, context: Context, kind: str, length: int) -> dict[str, Any]:
+        made = made_texts(context.options, kind, length)
+        tokens = [symbol_tokens(context, item) for item in made]
+        near = context.model.spec.seq_length
+
+        def shares(numbers: Sequence[int]) -> list[Tensor]:
+            places = [torch.tensor(made[number].places) for number in numbers]
+            answers = [
+                own - torch.tensor(made[number].distances)
+                for own, number in zip(places, numbers, strict=True)
+            ]
+            texts = torch.tensor([tokens[number] for number in numbers])
+            return _shares(
+                context.model, texts, torch.stack(places) - 1, torch.stack(answers), near
+            )
+
+        label = f"recall_attention {kind} {length}"
+        found = torch.stack(context.in_batches(shares, range(len(made)), length, label))
+        mean = found.double().mean((0, 3)).tolist()
+        return {
+            "kind": kind,
+            "length": length,
+            "samples": len(made),
+            "heads": [
+                {"layer": layer, "head": head, "answer": answer, "far": far}
+                for layer, heads in enumerate(mean)
+                for head, (answer, far) in enumerate(heads)
+            ],
+        }
+
+    def table(self, results: dict[str, Any]) -> str:
+        entries = [AttentionEntry.model_validate(entry) for entry in results["grid"]]
+        rows: list[list[str | float]] = [
+            [entry.kind, entry.length, str(best.layer), str(best.head), best.answer, best.far]
+            for entry, best in zip(entries, [entry.best() for entry in entries], strict=True)
+        ]
+        return text_table(["kind", "length", "layer", "head", "on the answer", "far"], rows)
+
+
+@torch.inference_mode()
+def _shares(
+    model: GPTModel, texts: Tensor, queries: Tensor, answers: Tensor, near: int
+) -> list[Tensor]:
+    """Of each text: [layers, heads, queries, 2], the weight on the answer and on other far keys."""
+    if model.tp.size > 1:
+        raise EvaluationError("needs all heads on one rank; evaluate with model_parallel_size: 1")
+    keys = torch.arange(texts.shape[1])[:, None]
+    on_answer = keys == answers[:, None]
+    far = (keys <= queries[:, None] - near) & ~on_answer
+    found: list[Tensor] = []
+    with _observed(model, partial(_marked, torch.stack([on_answer, far]), queries, found)):
+        model.hidden_states(texts.to(model.device))
+    return list(torch.stack(found, 1).cpu())
+
+
+def _marked(marks: Tensor, queries: Tensor, found: list[Tensor], attend: Attend) -> Attend:
+    """`attend`, which also adds [texts, heads, queries, marks] to `found`; marks [2, B, L, Q]."""
+    kinds, batch, _, count = marks.shape
+
+    def both(q: Tensor, k: Tensor, v: Tensor, *tables: Any, **options: Any) -> Tensor:
+        if v.shape[-1] < kinds * count:
+            raise EvaluationError(f"needs heads of at least {kinds * count} numbers")
+        values = torch.zeros_like(v)
+        values[..., : kinds * count] = torch.cat([*marks], -1)[:, None].to(v)
+        weights = attend(q, k, values, *tables, **options)
+        row, own = torch.arange(batch)[:, None], torch.arange(count)
+        asked = weights[row, :, queries]  # [texts, queries, heads, D]
+        columns = [asked[:, own, :, kind * count + own] for kind in range(kinds)]
+        found.append(torch.stack(columns, -1).permute(1, 2, 0, 3).float())
+        return attend(q, k, v, *tables, **options)
+
+    return both
+
+
+@contextmanager
+def _observed(model: GPTModel, observer: Callable[[Attend], Attend]) -> Iterator[None]:
+    """Every layer's attention function goes through `observer`."""
+    for layer in model.layers:
+        layer.attention.observer = observer
+    try:
+        yield
+    finally:
+        for layer in model.layers:
+            layer.attention.observer = None

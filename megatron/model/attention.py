@@ -63,6 +63,8 @@ class SelfAttention(nn.Module):
     k_norm: RMSNorm | None
     sinks: nn.Parameter | None
     softmax_scale: nn.Parameter | None
+    observer: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] | None = None
+    """What replaces the attention function by one that also looks at its weights."""
 
     def __init__(
         self,
@@ -173,6 +175,8 @@ class SelfAttention(nn.Module):
             if places is None:
                 places = keys_seen(q_BHLD.shape[2], offset=offset, device=x_BLh.device) - 1
             attend = partial(attention_by_rows, terms.row_bias, places)
+        if self.observer is not None:
+            attend = self.observer(attend)
         out_BHLD = attend(
             q_BHLD,
             k_BHLD,

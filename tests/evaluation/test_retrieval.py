@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.data.recall_text import RECALL_KINDS
 from megatron.evaluation import retrieval
 from megatron.evaluation.evaluator import run_evaluation
 from megatron.evaluation.losses import Score
@@ -64,6 +65,49 @@ def test_other_tokens_than_bytes_are_refused(
     monkeypatch.setattr(type(tokenizer), "tokenize", lambda self, text: [1] * (len(text) // 2))
     assert run_evaluation(args.replace(eval_tasks=["recall"])) == 1
     assert "one token per symbol" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "gauss_wht1", "none"])
+def test_attention_on_the_answer_is_that_of_a_softmax_by_hand(tmp_path: Path, method: str) -> None:
+    length, samples = 48, 3
+    args, model = write_run(
+        tmp_path, eval_lengths=[length], recall_samples=samples, pos_emb=method, data_seed=7
+    )
+    grid = result_of(args, "recall_attention")["results"]["grid"]
+    for cell in grid:
+        shares = torch.zeros(2, 2)
+        for number in range(samples):
+            random = Random(f"7/{cell['kind']}/{length}/{number}")
+            made = RECALL_KINDS[cell["kind"]](length, random)
+            weights = first_layer_weights(model, made.text)
+            for place, distance in zip(made.places, made.distances, strict=True):
+                row = weights[:, place - 1]
+                far = row[:, : max(0, place - 1 - 16 + 1)].sum(-1)
+                answer = row[:, place - distance]
+                if distance > 16:
+                    far = far - answer
+                shares += torch.stack([answer, far], -1) / samples / len(made.places)
+        own = [(head["answer"], head["far"]) for head in cell["heads"] if head["layer"] == 0]
+        torch.testing.assert_close(torch.tensor(own), shares, rtol=1e-4, atol=1e-6)
+    assert len(grid) == 3 and len(grid[0]["heads"]) == 4
+    assert all(layer.attention.observer is None for layer in model.layers)
+
+
+def first_layer_weights(model: GPTModel, text: str) -> torch.Tensor:
+    """The attention of layer 0, [heads, queries, keys], with a mask and a softmax by hand."""
+    tokens = torch.tensor([list(text.encode())])
+    layer, tables = model.layers[0], model.positional_tables(len(text))
+    with torch.no_grad():
+        x = layer.input_layernorm(model.embedding(tokens))
+        qkv = layer.attention.query_key_value(x)[0].unflatten(-1, (2, 3, 16)).permute(2, 1, 0, 3)
+        scores = qkv[0] @ qkv[1].transpose(1, 2) / 4
+        place = torch.arange(len(text))
+        distance = (place[:, None] - place).clamp(min=0)
+        if tables.weight is not None:
+            scores = scores * tables.weight[:, distance]
+        if tables.bias is not None:
+            scores = scores + tables.bias[:, distance]
+        return scores.masked_fill(place[:, None] < place, -torch.inf).softmax(-1)
 
 
 # Passkeys in prose, against independent computations.

@@ -14,6 +14,15 @@ from tests.conftest import REPOSITORY
 
 RESULTS = {
     "recall": {"grid": [{"kind": "mqar", "length": 8, "accuracy": 0.5}]},
+    "recall_attention": {
+        "grid": [
+            {
+                "kind": "mqar",
+                "length": 8,
+                "heads": [{"layer": 0, "head": 0, "answer": 0.5, "far": 0.1}],
+            }
+        ]
+    },
     "induction": {
         "grid": [{"length": 8, "loss": 1.0, "by_distance": [{"distance": 4, "loss": 1.0}]}]
     },
