@@ -108,6 +108,10 @@ def _read_training(path: Path, results: RunResults) -> None:
 class ResultSet:
     runs: tuple[RunResults, ...]
 
+    def of_runs(self, runs: Iterable[Run]) -> ResultSet:
+        wanted = {run.name for run in runs}
+        return ResultSet(tuple(item for item in self.runs if item.run.name in wanted))
+
     def of_models(self, models: Iterable[str]) -> ResultSet:
         wanted = set(models)
         return ResultSet(tuple(item for item in self.runs if item.run.model in wanted))

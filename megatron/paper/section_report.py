@@ -39,7 +39,7 @@ from megatron.paper.tables import (
 
 def section_chapter(suite: Suite, section: Section, results: ResultSet, directory: Path) -> Chapter:
     """Its figures are written to `directory`/figures."""
-    parts = _Parts(suite, section, results.of_models(section.models))
+    parts = _Parts(suite, section, results.of_runs(suite.runs_of(section)))
     chapter = Chapter(section.title)
     parts.add_tables(chapter)
     chapter.figures = save_figures(parts.plots(), directory / "figures", f"{section.name}_")

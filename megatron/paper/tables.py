@@ -132,10 +132,11 @@ def measured_cells(
         if not cell.present:
             return None
         if spec.mark_best:
-            # Seeds differ more than methods do: a mean over fewer seeds is never called best.
+            # Seeds differ more than methods do: a mean over fewer seeds is never called best, and
+            # where it is the lowest, no other is.
             rivals = [summarize(values(data, other, point).values()) for other in spec.methods]
             most = max(rival.seeds for rival in rivals)
-            best = min(rival.mean or 0.0 for rival in rivals if rival.seeds == most)
+            best = min(rival.mean for rival in rivals if rival.mean is not None)
             cell = replace(cell, bold=cell.seeds == most and cell.mean == best)
         if spec.mark_significance and name != REFERENCE_METHOD:
             test = compare_paired(values(data, REFERENCE_METHOD, point), values(data, name, point))

@@ -161,6 +161,16 @@ def test_recall_has_its_own_table_and_figure(tmp_path: Path) -> None:
     assert done_steps(run) == {"train"}
 
 
+def test_a_section_with_seeds_of_its_own_shows_no_others(tmp_path: Path) -> None:
+    suite = load_suite("demo", ["kerple_log", "alibi"], runs_root=tmp_path)
+    for run in suite.runs:
+        write_run(run)
+    tables = make_report(suite).directory / "tables"
+    for section, seeds in (("main", {"1"}), ("lead", {"3"})):
+        rows = csv.DictReader((tables / f"{section}.csv").open())
+        assert {row["seeds"] for row in rows} == seeds
+
+
 def test_a_page_written_by_hand_gets_the_reports_tables(tmp_path: Path) -> None:
     suite = load_suite("recall", ["kerple_log"], runs_root=tmp_path)
     page = tmp_path / "out" / "README.md"
