@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv and is quick when nothing changed.
 #
-#   make demo        train five models, evaluate them to 32x their training length, write a page
+#   make demo        train nine small models, evaluate them to 32x their training length, write a page
 #   make test        the tests
 #   make test-quick  the tests of the files that differ from main; without any, a two-minute selection
 #   make test-full   the tests, with the slow ones

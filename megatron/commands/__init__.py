@@ -24,7 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command("commands.demo_model:demo",
-        "train five small models, evaluate to 32x, write a report; --model: one to talk to"),
+        "train nine small models, evaluate to 32x, write a report; --model: one to talk to"),
     "compare": Command("commands.compare:compare",
         "kernels of yours beside the known ones, or trained runs side by side, with a report"),
     "init": Command("commands.model_scripts:init", "write a first config, every key explained"),

@@ -22,7 +22,7 @@ from megatron.neox_arguments.command_line import add_set_argument
 from megatron.neox_arguments.yaml_files import dump_yaml
 from megatron.terminal import command_parser, print_next_command, shown_command
 
-DEMO = """Train five small models, evaluate them to 32 times their training length, write a report.
+DEMO = """Train nine small models, evaluate them to 32 times their training length, write a report.
 With --model: train one larger model with byte pairs, export it, and talk to it.
 
 kerple demo                                        the suite `demo`: five methods, a report
