@@ -289,7 +289,7 @@ def speed_table(
 
 
 def contrast_table(key: str, contrast: Contrast, results: ResultSet, split: str) -> Table | None:
-    """All rows of one question that have results; None if none has."""
+    """All rows of one question, empty where nothing has run; None if nothing has."""
     blocks = [
         _difference_block("", _pair_rows(contrast, results, split)),
         _difference_block(
