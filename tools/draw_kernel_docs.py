@@ -23,7 +23,6 @@ from megatron.commands.kernel_tools import (
     head_colors,
     plot_over_distance,
     tables_of,
-    term_tables,
 )
 from megatron.neox_arguments.catalogue import METHODS
 
@@ -63,17 +62,17 @@ def fire_tables(length: int) -> dict[str, Tensor]:
     from megatron.model.content_positions import Fire
     from megatron.model.position_names import position_options
 
-    return term_tables(Fire(position_options(heads=12, head_dim=64)), length)
+    return tables_of(Fire(position_options(heads=12, head_dim=64)), length)
 
 
-def rotated_scores(name: str, length: int, **keys: Any) -> Tensor:
+def rotated_scores(name: str, **keys: Any) -> Tensor:
     """Of two equal vectors at each distance, over that at distance 0: the mean of all pairs."""
     import torch
 
     from megatron.model.position_names import build_positional_embedding, position_options
 
     options = position_options(heads=1, head_dim=64, **keys)
-    ones = torch.ones(1, 1, length, 64)
+    ones = torch.ones(1, 1, LENGTH, 64)
     q, k = build_positional_embedding(name, options)(ones, ones)
     return (k[0, 0] @ q[0, 0, -1]).flip(0) / 64
 
@@ -92,9 +91,9 @@ def draw_families(path: Path) -> None:
     shapes.set(xlabel="distance d", ylabel="bias", ylim=(1.5 * FLOOR, 3))
     clipped = {"type": "clipped", "clipped_pairs": 16}
     for label, scores in {
-        "Rotary": rotated_scores("rotary", 513),
-        "Rotary, 16 of 32 pairs clipped": rotated_scores("rotary", 513, rope_scaling=clipped),
-        "xPos": rotated_scores("xpos", 513),
+        "Rotary": rotated_scores("rotary"),
+        "Rotary, 16 of 32 pairs clipped": rotated_scores("rotary", rope_scaling=clipped),
+        "xPos": rotated_scores("xpos"),
     }.items():
         turned.plot(scores.numpy(), label=label)
     turned.set(xlabel="distance d", ylabel="score of two equal vectors")

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.atomic_files import check_writable, write_text
+from megatron.commands.demo_model import add_suite_arguments, suite_words
 from megatron.errors import KerpleError, ReproduceError
 from megatron.neox_arguments.allowed_code import allow_kernel, is_import_path
 from megatron.neox_arguments.catalogue import METHODS, check_position_name, label_of
-from megatron.neox_arguments.command_line import add_allow_kernel_argument, add_set_argument
+from megatron.neox_arguments.command_line import add_allow_kernel_argument
 from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_text
 from megatron.terminal import command_parser
 
@@ -60,11 +61,8 @@ def compare(argv: Sequence[str] | None = None) -> int:
     else:
         corpus = options.corpus or "stdlib"
     content = suite_content(methods, corpus, options.seeds)
-    words = ["--runs", options.runs, "--data", options.data, "-j", str(options.jobs)]
-    words += [f"--allow-kernel={name}" for name in methods if is_import_path(name)]
-    words += ["--restart-changed"] if options.restart_changed else []
-    words += ["--set", *options.sets] if options.sets else []
-    return _run_suite(suite, dump_yaml(content), words)
+    own = [f"--allow-kernel={name}" for name in methods if is_import_path(name)]
+    return _run_suite(suite, dump_yaml(content), [*suite_words(options), *own])
 
 
 def _run_suite(suite: Path, content: str, words: Sequence[str]) -> int:
@@ -102,15 +100,7 @@ def _compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1235], metavar="N", help="(1235)")
     parser.add_argument("--name", help="folder below --runs (compare; compared for trained runs)")
-    parser.add_argument("-j", "--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
-    parser.add_argument("--runs", default="runs", metavar="DIR", help="folder of runs (runs)")
-    parser.add_argument("--data", default="data", metavar="DIR", help="folder of data (data)")
-    parser.add_argument(
-        "--restart-changed",
-        action="store_true",
-        help="move runs of other settings aside and train them again",
-    )
-    add_set_argument(parser, "config values for every run, e.g. train_iters=100")
+    add_suite_arguments(parser)
     add_allow_kernel_argument(parser)
     return parser
 

@@ -50,26 +50,39 @@ def demo(argv: Sequence[str] | None = None) -> int:
         return train_model(options)
     from megatron.paper.cli import main
 
+    retry = ["--retry-failed"] if options.retry_failed else []
+    return main(["run", "--suite", "demo", *suite_words(options), *retry])
+
+
+def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a suite is run here; `suite_words` passes it on to `reproduce run`."""
+    add = parser.add_argument
+    add("--runs", default="runs", metavar="DIR", help="folder of runs (runs)")
+    add("--data", default="data", metavar="DIR", help="folder of data (data)")
+    add("-j", "--jobs", type=int, default=2, metavar="N", help="a suite's runs at a time (2)")
+    add(
+        "--restart-changed",
+        action="store_true",
+        help="move runs of other settings aside and train them again",
+    )
+    add_set_argument(parser, "config values for every run, e.g. train_iters=100")
+
+
+def suite_words(options: argparse.Namespace) -> list[str]:
     words = ["--runs", options.runs, "--data", options.data, "-j", str(options.jobs)]
-    words += ["--retry-failed"] if options.retry_failed else []
     words += ["--restart-changed"] if options.restart_changed else []
-    words += ["--set", *options.sets] if options.sets else []
-    return main(["run", "--suite", "demo", *words])
+    return words + (["--set", *options.sets] if options.sets else [])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("kerple demo", DEMO, allow_abbrev=False)
+    add_suite_arguments(parser)
     add = parser.add_argument
-    add("--runs", default="runs", metavar="DIR", help="folder of runs (runs)")
-    add("--data", default="data", metavar="DIR", help="folder of data (data)")
-    add_set_argument(parser, "config values, e.g. train_iters=100")
     add("--model", action="store_true", help="one model to talk to, instead of the suite")
     add("--minutes", type=float, default=60.0, metavar="N", help="--model: training time (60)")
     add("--corpus", choices=CORPORA, default=CORPORA[0], help=f"--model: text ({CORPORA[0]})")
     add("--input", nargs="+", type=Path, metavar="PATH", help="--model: text of your own")
-    add("-j", "--jobs", type=int, default=2, metavar="N", help="the suite's runs at a time (2)")
     add("--retry-failed", action="store_true", help="repeat the suite's runs that failed")
-    add("--restart-changed", action="store_true", help="begin runs of other settings anew")
     return parser
 
 

@@ -210,7 +210,7 @@ def _of_method(name: str, options: argparse.Namespace) -> Drawn:
     file = Path(f"{name.replace(':', '.')}.png")
     if name == Fire.name:
         fire = Fire(position_options(heads=options.heads, head_dim=options.head_dim))
-        return Drawn(title, file, term_tables(fire, options.length or 513))
+        return Drawn(title, file, tables_of(fire, options.length))
     return Drawn(title, file, tables_of(_named(name, options), options.length))
 
 
@@ -225,7 +225,7 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     modules = [m for m in positions if isinstance(m, TableEmbedding)]
     length = options.length or 4 * model.config.model.seq_length
     layers_of_terms = [m for m in positions if isinstance(m, LayerTerms)]
-    terms = [term_tables(m, length) for m in layers_of_terms]
+    terms = [tables_of(m, length) for m in layers_of_terms]
     if not modules and not any(terms):
         raise KerpleError(f"{path}: {model.spec.pos_emb} has no table over distance to draw")
     kernels = outline_of(model.spec).kernels()  # in the order of the modules
@@ -244,21 +244,17 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
             yield Drawn(title, path / f"{word}_layer{number + 1}.png", tables)
 
 
-def term_tables(module: Any, length: int) -> dict[str, Tensor]:
-    """What a method's terms of a layer have over distance, by name."""
-    import torch
-
-    with torch.no_grad():
-        return {k: table.detach().float() for k, table in module.to_draw(length).items()}
-
-
 def tables_of(module: Any, length: int | None) -> dict[str, Tensor]:
-    """Its tables over distance by name, without those that it does not have."""
+    """What a kernel, or a layer's terms, have over distance by name."""
     import torch
 
+    from megatron.model.content_positions import LayerTerms
+
+    length = length or 513
     with torch.no_grad():
-        tables = module(length or 513)._asdict()
-    return {name: table.float() for name, table in tables.items() if table is not None}
+        is_terms = isinstance(module, LayerTerms)
+        tables = module.to_draw(length) if is_terms else module(length)._asdict()
+    return {name: table.detach().float() for name, table in tables.items() if table is not None}
 
 
 def draw(drawn: Drawn, path: Path) -> None:

@@ -10,6 +10,7 @@ text. --serve shows the same on a page of this machine alone, with curves.
 from __future__ import annotations
 
 import json
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,7 @@ WIDTH = 24  # characters of a curve
 MAX_HEADS, MAX_CELLS, MAX_POINTS = 16, 40, 2000
 SILENT = 600.0  # seconds without a new metric after which a run is not called running
 DEFAULT_PORT = 8765
+PAGE = Path(__file__).with_name("watch.html")
 COUNTS = ("distance", "length", "sequences", "stderr", "tokens")
 
 
@@ -261,7 +263,7 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
             if host not in ("127.0.0.1", "localhost"):  # a name that a stranger points at us
                 self.send_error(403)
             elif self.path == "/":
-                self._answer("text/html; charset=utf-8", PAGE.encode())
+                self._answer("text/html; charset=utf-8", PAGE.read_bytes())
             elif self.path == "/runs.json":
                 found = as_data([Watched(folder) for folder in folders])
                 self._answer("application/json", json.dumps(found).encode())
@@ -283,95 +285,6 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError as error:
         raise ConfigError(f"--serve {port}: {error.strerror}. Choose another port.") from error
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>kerple watch</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>
-:root { color-scheme: light dark; --tone: 42%; }
-@media (prefers-color-scheme: dark) { :root { --tone: 68%; } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem; }
-body { padding: 0 1rem; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; }
-h2, td { overflow-wrap: anywhere; }
-figure { margin: 0; } figcaption { font-size: .9rem; }
-svg { width: 100%; height: 9rem; border: solid #8888; border-width: 0 0 1px 1px; }
-pre { overflow-x: auto; width: fit-content; max-width: 100%; box-sizing: border-box; }
-pre { padding: .6rem; border: 1px solid #8888; font-size: .8rem; }
-path { fill: none; stroke-width: 1.5; vector-effect: non-scaling-stroke; }
-table { border-collapse: collapse; } td { padding: .1rem .8rem .1rem 0; }
-td + td { text-align: right; font-variant-numeric: tabular-nums; }
-</style></head><body><h1>kerple watch</h1><main id="runs">reading ...</main>
-<script>
-const make = (tag, text) => {
-  const made = document.createElement(tag); made.textContent = text || ""; return made;
-};
-const short = v => Math.abs(v) < 1000 ? Number(v.toPrecision(4))
-  : Math.round(v).toLocaleString("en");
-const least = v => v.reduce((a, b) => Math.min(a, b));
-const most = v => v.reduce((a, b) => Math.max(a, b));
-const color = i => `hsl(${(210 + 47 * i) % 360} 65% var(--tone))`;
-function figure(title, curves) {
-  const all = curves.flat();
-  if (!all.length) return null;
-  const xs = all.map(p => p[0]), ys = all.map(p => p[1]);
-  const [x0, x1, y0, y1] = [least(xs), most(xs), least(ys), most(ys)];
-  const space = "http://www.w3.org/2000/svg", svg = document.createElementNS(space, "svg");
-  svg.setAttribute("viewBox", "0 0 100 100"); svg.setAttribute("preserveAspectRatio", "none");
-  curves.forEach((points, i) => {
-    const line = document.createElementNS(space, "path");
-    line.style.stroke = color(i);
-    line.setAttribute("d", points.map((p, n) => (n ? "L" : "M")
-      + (x1 > x0 ? 100 * (p[0] - x0) / (x1 - x0) : 50) + " "
-      + (y1 > y0 ? 97 - 94 * (p[1] - y0) / (y1 - y0) : 50)).join(" "));
-    svg.append(line);
-  });
-  const box = make("figure"), head = make("figcaption", `${title}: `);
-  curves.slice(0, 8).forEach((points, i) => {
-    const last = make("span", `${short(points[points.length - 1][1])} `);
-    last.style.color = color(i);
-    head.append(last);
-  });
-  box.append(head, svg,
-    make("figcaption", `steps ${x0} to ${x1}, values ${short(y0)} to ${short(y1)}`));
-  return box;
-}
-function show(run) {
-  const section = make("section");
-  section.append(make("h2", run.name), make("p", run.state), make("p", run.problem));
-  const grid = make("div"); grid.className = "grid";
-  for (const [title, points] of Object.entries(run.curves))
-    if (points.length) grid.append(figure(title, [points]));
-  for (const [name, heads] of Object.entries(run.kernels)) {
-    const drawn = figure(`${name} of heads 1, 2, ...`, heads);
-    if (drawn) grid.append(drawn);
-  }
-  const table = make("table");
-  for (const [name, value] of run.cells) {
-    const row = make("tr");
-    row.append(make("td", name), make("td", String(short(value))));
-    table.append(row);
-  }
-  section.append(grid, table);
-  for (const [name, text] of Object.entries(run.tables))
-    section.append(make("h3", name), make("pre", text));
-  return section;
-}
-let seen = "";
-async function refresh() {
-  try {
-    const text = await (await fetch("/runs.json")).text();
-    if (text !== seen)  // else a box that was scrolled stays where it is
-      document.getElementById("runs").replaceChildren(...JSON.parse(text).map(show));
-    seen = text;
-    document.title = "kerple watch";
-  } catch (error) { document.title = "kerple watch (stopped)"; }
-  setTimeout(refresh, 3000);
-}
-refresh();
-</script></body></html>
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -397,15 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             served.serve_forever()
     from rich.console import Console
 
-    console = Console(highlight=False, width=None if _is_terminal() else 100)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     if options.once or not console.is_terminal:
         console.print(frame(watched, boxed=console.is_terminal))
         return 0
     _redraw(console, options.runs, max(options.seconds, 0.5))
     return 0
-
-
-def _is_terminal() -> bool:
-    import sys
-
-    return sys.stdout.isatty()

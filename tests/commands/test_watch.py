@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import run
-from megatron.commands.watch import PAGE, Watched, as_data, curve, server
+from megatron.commands import run, watch
+from megatron.commands.watch import Watched, as_data, curve, server
 from tests.browser import needs_chromium, open_page
 from tests.commands.test_plot_run import write_metrics
 
+PAGE = watch.PAGE.read_text(encoding="utf-8")
 CELL = {"length": 64, "loss": 1.5, "ppl": 4.5, "stderr": 0.1, "tokens": 640, "sequences": 9}
 FINISHED = {"task": "extrapolation", "results": {"valid": [CELL]}}
 

@@ -1,1 +1,0 @@
-"""The parts of tools/gpu_check.py: each runs on any device and returns findings."""
