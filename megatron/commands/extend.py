@@ -13,6 +13,7 @@ from megatron.commands.model_scripts import deepy, explained
 from megatron.errors import ConfigError
 from megatron.neox_arguments import OWNER, NeoXArgs
 from megatron.neox_arguments.command_line import add_checkpoint_arguments, add_set_argument
+from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.position_keys import KernelInit, require_positive
 from megatron.neox_arguments.yaml_files import read_text
 from megatron.terminal import command_parser
@@ -97,7 +98,7 @@ def _values(options: argparse.Namespace, save: str) -> dict[str, Any]:
         "save": save,
     }
     own |= {"iteration": options.iteration} if options.iteration is not None else {}
-    own |= _positions(options, before)
+    own |= _positions(options, before.model)
     given = [f"{key}={json.dumps(value)}" for key, value in own.items()]
     args = NeoXArgs.from_files([], sets=[*given, *options.sets])
     if not args.data.data_path and not args.data.train_data_paths:
@@ -109,18 +110,18 @@ def _values(options: argparse.Namespace, save: str) -> dict[str, Any]:
     return {key: value for key, value in args.to_dict().items() if key in {*own, *named}}
 
 
-def _positions(options: argparse.Namespace, before: NeoXArgs) -> dict[str, Any]:
+def _positions(options: argparse.Namespace, before: ModelArgs) -> dict[str, Any]:
     """The keys that `--to`, `--init`, `--fade` and `--window` stand for."""
     from megatron.model.position_names import positional_embedding_class
 
     keys: dict[str, Any] = {"pos_emb": options.to}
     kernel = getattr(positional_embedding_class(options.to), "scale", None) is not None
-    start = "fit" if before.model.pos_emb == "rotary" else "flat"
+    start = "fit" if before.pos_emb == "rotary" else "flat"
     if init := options.init or (start if kernel else None):
         keys["kerple_init"] = init
     if kernel:  # heads of two rotary layers have nothing in common
         keys["kerple_share"] = "per_layer"
-    scaling = before.model.rope_scaling
+    scaling = before.rope_scaling
     turns = options.fade is not None or options.window is not None
     if scaling is not None and turns:
         keys["rope_scaling"] = scaling.model_dump(exclude_none=True)

@@ -89,6 +89,28 @@ class TextGenerator:
     seed: int = 1234
     ranks: Ranks = field(default_factory=Ranks)
 
+    @classmethod
+    def of(
+        cls,
+        options: GenerationArgs,
+        model: GPTModel | OnnxModel,
+        tokenizer: Tokenizer,
+        seed: int,
+        ranks: Ranks,
+    ) -> TextGenerator:
+        """As the keys of generation say."""
+        return cls(
+            model,
+            tokenizer,
+            Sampling(options.temperature, options.top_k, options.top_p),
+            options.maximum_tokens,
+            tuple(options.stop_strings or ()),
+            use_cache=not options.recompute,
+            return_logits=options.return_logits,
+            seed=seed,
+            ranks=ranks,
+        )
+
     def samples(self, prompts: Sequence[str], quiet: bool = False) -> list[Record]:
         """A record for each prompt, in order; an empty prompt starts from the end of a document.
 
@@ -272,16 +294,8 @@ def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
         if ranks.is_main and options.text_gen_type != "interactive":
             check_writable(Path(options.sample_output_file), "sample_output_file (-o)")
         selected = SelectedCheckpoint(args, device)
-        generator = TextGenerator(
-            model=selected.model,
-            tokenizer=selected.tokenizer,
-            sampling=Sampling(options.temperature, options.top_k, options.top_p),
-            max_new_tokens=options.maximum_tokens,
-            stop_strings=tuple(options.stop_strings or ()),
-            use_cache=not options.recompute,
-            return_logits=options.return_logits,
-            seed=args.runtime.seed,
-            ranks=ranks,
+        generator = TextGenerator.of(
+            options, selected.model, selected.tokenizer, args.runtime.seed, ranks
         )
         _generate(options, generator)
     except KerpleError as error:
@@ -299,17 +313,8 @@ def run_onnx(path: Path, options: GenerationArgs, seed: int) -> int:
     settings = tokenizer_settings(path.parent)
     if not settings:
         raise GenerationError(f"--onnx {path}: no tokenizer.json beside it")
-    generator = TextGenerator(
-        model=model,
-        tokenizer=build_tokenizer(**settings),
-        sampling=Sampling(options.temperature, options.top_k, options.top_p),
-        max_new_tokens=options.maximum_tokens,
-        stop_strings=tuple(options.stop_strings or ()),
-        use_cache=not options.recompute,
-        return_logits=options.return_logits,
-        seed=seed,
-    )
-    _generate(options, generator)
+    tokenizer = build_tokenizer(**settings)
+    _generate(options, TextGenerator.of(options, model, tokenizer, seed, Ranks()))
     return 0
 
 

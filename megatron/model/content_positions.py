@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .position_base import (
     CONSTRAINTS,
+    KERNEL_FACTS,
     PositionalEmbedding,
     PositionalEmbeddingError,
     PositionOptions,
@@ -173,8 +174,7 @@ class Inkling(LayerTerms):
         self.extent = extent if window is None else min(extent, window)
         self._add_matrix("weight", self.features)
         table = torch.empty(self.features, self.extent)
-        kernel = {"fp32": True, "decay": False, "rate": "kernel"}
-        self.distance_features = _declared(table, split=None, slices=1, **kernel)
+        self.distance_features = _declared(table, split=None, slices=1, **KERNEL_FACTS)
         self._start()
 
     def initial_values(self) -> dict[str, Tensor]:
@@ -251,18 +251,13 @@ class Fire(LayerTerms):
 
     def __init__(self, options: PositionOptions) -> None:
         super().__init__(options)
-        kernel = {"fp32": True, "decay": False, "rate": "kernel"}
-        shapes: tuple[tuple[int, ...], ...] = ((1,), (1,), (self.width,), (self.width,))
-        for name, shape in zip(self.shared, shapes, strict=True):
-            self.register_parameter(
-                name, _declared(torch.empty(shape), split=None, slices=1, **kernel)
-            )
-        shapes = ((self.heads, self.width), (self.heads,))
-        for name, shape in zip(self.of_heads, shapes, strict=True):
+        single, row = (1,), (self.width,)
+        shapes = (single, single, row, row, (self.heads, self.width), (self.heads,))
+        for name, shape in zip((*self.shared, *self.of_heads), shapes, strict=True):
+            split = 0 if name in self.of_heads else None
             values = torch.empty(shape)
-            self.register_parameter(
-                name, _declared(values, split=0, slices=options.tp_size, **kernel)
-            )
+            parameter = _declared(values, split=split, slices=options.tp_size, **KERNEL_FACTS)
+            self.register_parameter(name, parameter)
         self._start()
 
     def initial_values(self) -> dict[str, Tensor]:

@@ -40,17 +40,6 @@ def kernel_matrix(table: Tensor, points: int | None = None) -> Tensor:
     return table.detach().double()[..., (positions[:, None] - positions[None, :]).abs()]
 
 
-def _zero_sum_basis(points: int) -> Tensor:
-    """Orthonormal columns [N, N-1] that span {c : sum c = 0} (Helmert's contrasts).
-
-    Column j is (1, ..., 1, -j, 0, ..., 0) / sqrt(j (j + 1)) with j ones.
-    """
-    j = torch.arange(1, points, dtype=torch.float64)
-    basis = torch.ones(points, points - 1, dtype=torch.float64).triu()
-    basis[1:].diagonal().copy_(-j)
-    return basis / (j * (j + 1)).sqrt()
-
-
 def _tolerance(table: Tensor, matrix: Tensor) -> Tensor:
     """How far rounding of the table's entries can move an eigenvalue: N * eps * max|K|."""
     precision = torch.finfo(table.dtype).eps
@@ -58,10 +47,12 @@ def _tolerance(table: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _on_zero_sums(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel matrix as it acts on the zero-sum subspace, and that subspace's basis."""
+    """The kernel matrix as it acts on the zero-sum subspace, and an orthonormal basis of that."""
     if matrix.shape[-1] < 2:
         raise KernelAnalysisError("one point has no zero-sum combinations; use at least 2 points.")
-    basis = _zero_sum_basis(matrix.shape[-1]).to(matrix.device)
+    from scipy.linalg import helmert
+
+    basis = torch.from_numpy(helmert(matrix.shape[-1]).T).to(matrix.device)
     return basis.T @ matrix @ basis, basis
 
 

@@ -324,6 +324,10 @@ def log1p(x: Tensor) -> Tensor:
     return torch.log(1 + x) if x.dtype in (torch.bfloat16, torch.float16) else torch.log1p(x)
 
 
+KERNEL_FACTS: dict[str, Any] = {"fp32": True, "decay": False, "rate": "kernel"}
+"""Of every parameter of a kernel; ParameterFacts in mpu/parallel_layers.py describes them."""
+
+
 def sharded_parameter(values: Tensor, *, split: int = 0, official: str = "") -> nn.Parameter:
     """A kernel's parameter, which `weight_decay` leaves alone; it holds this rank's heads.
 
@@ -337,9 +341,9 @@ def sharded_parameter(values: Tensor, *, split: int = 0, official: str = "") -> 
 
 
 def declare_kernel_parameter(parameter: nn.Parameter, split: int = 0, official: str = "") -> None:
-    """State its facts, which are described at ParameterFacts in mpu/parallel_layers.py."""
+    """State its facts."""
     neox = f"attention.rpe.{official}" if official else None
-    facts = {"split": split, "fp32": True, "decay": False, "rate": "kernel", "neox": neox}
+    facts = {"split": split, "neox": neox, **KERNEL_FACTS}
     parameter.facts = facts  # type: ignore[attr-defined]
     for flag in ("is_kernel_parameter", "model_parallel", "tensor_model_parallel"):
         setattr(parameter, flag, True)

@@ -313,10 +313,13 @@ class RotaryEmbedding(PositionalEmbedding):
         """q and k turned; their tokens' own positions, where given, instead of the offsets'."""
         if self.share == 0:
             return q_BHLD, k_BHLD
-        turned_q = self._rotate(q_BHLD, q_offset, positions_BL)
-        return turned_q, self._rotate(k_BHLD, k_offset, positions_BL)
+        turned_q = self._turned(q_BHLD, q_offset, positions_BL, 1)
+        return turned_q, self._turned(k_BHLD, k_offset, positions_BL, -1)
 
-    def _rotate(self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None) -> Tensor:
+    def _turned(
+        self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None, sign: int
+    ) -> Tensor:
+        """Queries (sign 1) or keys (sign -1)."""
         end = _end(self.options, offset + x_BHLD.shape[-2], positions_BL)
         if torch.compiler.is_exporting() and positions_BL is None:  # lengths are symbols
             places = torch.arange(offset, end, device=x_BHLD.device)
@@ -357,18 +360,6 @@ class XPos(RotaryEmbedding):
     So a score decays as z^(d / 512), fastest for the pairs that turn fastest.
     """
 
-    def forward(
-        self,
-        q_BHLD: Tensor,
-        k_BHLD: Tensor,
-        q_offset: int = 0,
-        k_offset: int = 0,
-        positions_BL: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        q_BHLD, k_BHLD = super().forward(q_BHLD, k_BHLD, q_offset, k_offset, positions_BL)
-        scaled_q = self._scaled(q_BHLD, q_offset, positions_BL, 1)
-        return scaled_q, self._scaled(k_BHLD, k_offset, positions_BL, -1)
-
     def factors(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Of q and of k at these positions, [2, *positions.shape, R]."""
         self._check_end(int(positions.max()) + 1, dtype)
@@ -384,9 +375,10 @@ class XPos(RotaryEmbedding):
                 f"position {longest} on; shorten the sequence, or use bf16 or fp32."
             )
 
-    def _scaled(
+    def _turned(
         self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None, sign: int
     ) -> Tensor:
+        x_BHLD = super()._turned(x_BHLD, offset, positions_BL, sign)
         end = _end(self.options, offset + x_BHLD.shape[-2], positions_BL)
         self._check_end(end, x_BHLD.dtype)
         if positions_BL is None:

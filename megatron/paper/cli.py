@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments.command_line import add_allow_kernel_argument, add_set_argument
-from megatron.neox_arguments.yaml_files import parse_yaml
 from megatron.paper.cells import ALPHA
 from megatron.paper.slurm import ClusterOptions
-from megatron.paper.suite import Suite, load_suite
+from megatron.paper.suite import Suite, load_suite, parsed_sets
 from megatron.paper.suite_file import available_suites
 from megatron.terminal import command_parser, exit_with, run_command, shown_command
 
@@ -172,18 +171,8 @@ def _suite(options: argparse.Namespace) -> Suite:
         options.only,
         runs_root=Path(options.runs),
         data_root=Path(options.data),
-        sets=_sets(options.sets),
+        sets=parsed_sets(options.sets),
     )
-
-
-def _sets(items: Sequence[str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for item in items:
-        key, separator, text = item.partition("=")
-        if not separator or not key:
-            raise ReproduceError(f"--set {item}: expected KEY=VALUE")
-        values[key.strip().replace("-", "_")] = parse_yaml(text, f"--set {item}")
-    return values
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -74,7 +74,7 @@ def estimate_cost(run: Run) -> Cost:
     parameters = counted.total - counted.positions
     batch = args.batch_plan(run.gpus)
     steps = int(run.config["train_iters"])
-    tokens = steps * batch.train_batch_size * run.train_length
+    tokens = run.training_tokens
     precision = str(run.config.get("precision", "fp32"))
     on_cpu = parameters < _CPU_PARAMETERS and run.config.get("precision") == "fp32"
     if on_cpu:

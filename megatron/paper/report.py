@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kerple import __version__
@@ -29,6 +28,7 @@ from megatron.paper.suite import TRAIN, Suite
 from megatron.paper.suite_file import DataSet, Layout
 from megatron.paper.tables import Table, contrast_table
 from megatron.paper.token_figures import CAPTION, figure_by_tokens
+from megatron.training.metrics import installed_versions
 
 
 @dataclass(frozen=True)
@@ -201,10 +201,6 @@ def _hours(seconds: float) -> str:
 
 
 def _software() -> str:
-    parts = [f"KERPLE-NeoX {__version__}", f"Python {platform.python_version()}"]
-    for package in ("torch", "deepspeed", "scipy"):
-        try:
-            parts.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(parts)
+    versions = {"KERPLE-NeoX": __version__, "Python": platform.python_version()}
+    versions |= installed_versions(("torch", "deepspeed", "scipy"))
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -20,7 +20,7 @@ from megatron.neox_arguments.catalogue import canonical_method, label_of
 from megatron.neox_arguments.command_line import saved_configs
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.result_fit import Fit, ResultFiles
-from megatron.paper.suite import Run, Step, Suite, trained_with
+from megatron.paper.suite import Run, Step, Suite, parsed_sets, trained_with
 from megatron.paper.suite_file import (
     PERPLEXITY,
     Contrast,
@@ -86,12 +86,10 @@ def _evaluated_alike(
     """All configs with the first one's evaluation keys, and `sets` above them."""
     first = next(iter(configs.values()))
     common = {key: value for key, value in first.items() if OWNER.get(key) == "evaluation"}
-    for item in sets:
-        key, separator, text = item.partition("=")
-        key = key.strip().replace("-", "_")
-        if not separator or OWNER.get(key) != "evaluation":
-            raise ReproduceError(f"--set {item:.80}: of trained runs, evaluation keys only")
-        common[key] = parse_yaml(text, f"--set {key}")
+    for key, value in parsed_sets(sets).items():
+        if OWNER.get(key) != "evaluation":
+            raise ReproduceError(f"--set {key:.80}: of trained runs, evaluation keys only")
+        common[key] = value
     shortest = min(int(config["seq_length"]) for config in configs.values())
     common.setdefault("eval_lengths", [shortest * factor for factor in LENGTH_FACTORS])
     for key in ("eval_tasks", "eval_results_prefix"):

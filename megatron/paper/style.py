@@ -23,9 +23,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from megatron.neox_arguments.catalogue import canonical_method
 
-DATA_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
-DATA_MARKERS = ("o", "s", "^", "D", "v")
-
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -66,6 +63,8 @@ class LineStyle:
 # repeat the information for black-and-white print.
 _BLUE, _SKY, _ORANGE, _GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 _VERMILION, _PURPLE, _BLACK, _GREY = "#D55E00", "#CC79A7", "#000000", "#7F7F7F"
+DATA_COLORS = (_BLUE, _VERMILION, _GREEN, _PURPLE, _ORANGE, _SKY)
+DATA_MARKERS = ("o", "s", "^", "D", "v", "P")
 
 _METHOD_STYLES = {
     "kerple_log": LineStyle(_BLUE, "o"),

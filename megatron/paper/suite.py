@@ -15,6 +15,7 @@ from megatron.errors import ConfigError, ReproduceError
 from megatron.neox_arguments import FACTS, NeoXArgs, changes_training
 from megatron.neox_arguments.allowed_code import allow_flags
 from megatron.neox_arguments.normalize import canonical_key
+from megatron.neox_arguments.yaml_files import parse_yaml
 from megatron.paper.suite_file import (
     PERPLEXITY,
     POSITIONWISE,
@@ -85,6 +86,11 @@ class Run:
     @property
     def train_length(self) -> int:
         return int(self.config["seq_length"])
+
+    @property
+    def training_tokens(self) -> int:
+        batch = NeoXArgs.from_dict(dict(self.config)).batch_plan(self.gpus)
+        return int(self.config["train_iters"]) * batch.train_batch_size * self.train_length
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -190,6 +196,17 @@ def load_suite(
     tables = tuple(expansion.with_table(section) for section in sections)
     _check_configs(stem, runs)
     return Suite(stem, file, tables, tuple(runs), Path(runs_root), Path(data_root), base)
+
+
+def parsed_sets(items: Iterable[str]) -> dict[str, Any]:
+    """The values of `--set KEY=VALUE ...`."""
+    values: dict[str, Any] = {}
+    for item in items:
+        key, separator, text = item.partition("=")
+        if not separator or not key:
+            raise ReproduceError(f"--set {item:.80}: expected KEY=VALUE")
+        values[key.strip().replace("-", "_")] = parse_yaml(text, f"--set {item}")
+    return values
 
 
 def _check_configs(suite: str, runs: Iterable[Run]) -> None:

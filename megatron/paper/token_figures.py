@@ -14,6 +14,7 @@ from megatron.neox_arguments.catalogue import label_of
 from megatron.paper.cells import FEWEST_SEEDS, PairedTest, summarize
 from megatron.paper.run_results import ResultSet
 from megatron.paper.style import (
+    DATA_COLORS,
     EndLabel,
     direct_labels,
     figure_style,
@@ -21,7 +22,6 @@ from megatron.paper.style import (
     line_style,
     new_panels,
 )
-from megatron.paper.suite import Run
 from megatron.paper.suite_file import Contrast, Pair
 from megatron.paper.tables import difference
 
@@ -31,7 +31,6 @@ CAPTION = (
     f"least {FEWEST_SEEDS} seeds), a hollow one is not. Below: another task's result in "
     "the same runs at the training length, mean over seeds."
 )
-_LENGTH_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 
 @figure_style()
@@ -60,17 +59,6 @@ def _view_below(contrast: Contrast) -> GroupView | None:
     return next((view for view in views if isinstance(view, GroupView)), None)
 
 
-def training_tokens(run: Run) -> int:
-    """Tokens that a run trains on."""
-    keys = (
-        "train_iters",
-        "seq_length",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-    )
-    return math.prod(int(run.config.get(key) or 1) for key in keys)
-
-
 def _pairs_by_methods(contrast: Contrast) -> dict[tuple[str, str], list[Pair]]:
     """(first method, second method) -> the pairs that compare them."""
     found: dict[tuple[str, str], list[Pair]] = {}
@@ -90,7 +78,7 @@ def _tests_by_tokens(
         first, second = (results.perplexities_of(kind, split) for kind in (pair.first, pair.second))
         tests = {n: difference(first.get(n, {}), second.get(n, {})) for n in lengths}
         if runs and all(test.mean is not None for test in tests.values()):
-            found[training_tokens(runs[0].run)] = tests
+            found[runs[0].run.training_tokens] = tests
     return dict(sorted(found.items()))
 
 
@@ -103,7 +91,7 @@ def _difference_panel(
 ) -> None:
     train_length = min(item.run.train_length for item in results.runs)
     ends = []
-    for length, color in zip(lengths, _LENGTH_COLORS, strict=False):
+    for length, color in zip(lengths, DATA_COLORS, strict=False):
         percents = [100 * math.expm1(row[length].mean or 0.0) for row in tests.values()]
         axes.plot(list(tests), percents, color=color)
         for tokens, percent in zip(tests, percents, strict=True):
@@ -141,7 +129,7 @@ def _by_tokens(method: str, results: ResultSet, task: str, group: str) -> dict[i
     for item in results.of_methods([method]).runs:
         value = item.of(task).get((group, item.run.train_length))
         if value is not None:
-            found.setdefault(training_tokens(item.run), []).append(float(value))
+            found.setdefault(item.run.training_tokens, []).append(float(value))
     return {tokens: summarize(values).mean or 0.0 for tokens, values in sorted(found.items())}
 
 

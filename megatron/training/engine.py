@@ -58,7 +58,7 @@ def weights_dtype(options: OptimizationArgs) -> torch.dtype:
 def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
     """The whole model, or this rank's pipeline stage."""
     if args.parallel.pipe_parallel_size >= 1:
-        return _build_pipeline(args, spec, parallel)
+        return _build_pipeline(spec, parallel, args.parallel.pipe_partition_method)
     if args.optimization.zero_stage == 3:
         return _build_in_pieces(args, spec, parallel)
     return GPTModel(spec, parallel.tp, parallel.sp)
@@ -114,7 +114,7 @@ def pipeline_layers(spec: ModelSpec, tp: TensorParallel, sp: SequenceParallel = 
     return layers
 
 
-def _build_pipeline(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
+def _build_pipeline(spec: ModelSpec, parallel: ParallelState, partition: str) -> nn.Module:
     from megatron.backends.deepspeed_engine import build_pipeline
 
     loss = PipelineLoss(spec.padded_vocab_size, parallel.sp)
@@ -122,7 +122,7 @@ def _build_pipeline(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) ->
         pipeline_layers(spec, parallel.tp, parallel.sp),
         parallel.grid,
         loss,
-        partition_method=args.parallel.pipe_partition_method,
+        partition_method=partition,
         recomputed_layers=spec.checkpoint_num_layers if spec.checkpoint_activations else 0,
     )
     if module.tied_modules:

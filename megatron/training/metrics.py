@@ -252,9 +252,10 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _versions() -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Those of the packages that are installed."""
     versions = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -372,7 +373,7 @@ class Manifest(Hook):
             "git_commit": _git("rev-parse", "HEAD"),
             "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
             "python": platform.python_version(),
-            "packages": _versions(),
+            "packages": installed_versions(PACKAGES),
             "command": sys.argv[:1],
             "data": data,
             "world_size": world_size,

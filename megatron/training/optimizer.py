@@ -139,8 +139,8 @@ def earlier_rate(schedule: Schedule, step: int) -> float:
 
 EARLIER_DECAYS: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
-    "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    "linear": WSD_DECAYS["linear"],
+    "cosine": WSD_DECAYS["cosine"],
     "exponential": lambda done: math.exp(-5.0 * done),
 }
 

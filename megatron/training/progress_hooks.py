@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections import deque
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +182,8 @@ class ShowProgress(Hook):
         return (
             f"step {report.step}/{trainer.train_iters}: loss {loss:.4f}, "
             f"lr {report.lr:.2e}{norm}, {speed:,.0f} tokens/s, "
-            f"{_duration(left)} left"
+            f"{timedelta(seconds=round(left))} left"
         )
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 class Profile(Hook):

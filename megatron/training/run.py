@@ -21,6 +21,7 @@ from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
 from megatron.neox_arguments.model_keys import padded_vocab_size
+from megatron.neox_arguments.run_keys import CheckpointArgs
 from megatron.tokenizer import build_tokenizer
 from megatron.training.batches import build_streams, with_steps_of_epochs
 from megatron.training.control_hooks import (
@@ -97,7 +98,7 @@ def train(args: NeoXArgs) -> int:
     spec = ModelSpec.from_args(args, vocabulary.padded_size)
     module = build_module(args, spec, parallel)
     if start.foreign is not None:
-        found = _load_foreign_weights(start.foreign, args, module, spec, parallel, vocabulary)
+        found = _load_foreign(start.foreign, args.checkpoint, module, spec, parallel, vocabulary)
         if args.model.kerple_init == "fit":
             fit_to_rotary(module, spec, found, args)
     engine = build_engine(args, module, parallel)
@@ -131,9 +132,9 @@ def train(args: NeoXArgs) -> int:
     return code
 
 
-def _load_foreign_weights(
+def _load_foreign(
     path: Path,
-    args: NeoXArgs,
+    options: CheckpointArgs,
     module: nn.Module,
     spec: ModelSpec,
     parallel: ParallelState,
@@ -143,11 +144,11 @@ def _load_foreign_weights(
     found = load_weights(
         module,
         path,
-        iteration=args.checkpoint.iteration,
+        iteration=options.iteration,
         spec=spec,
         tp=parallel.tp,
         vocab_size=vocabulary.size,
-        fresh_positions=args.checkpoint.load_positions == "fresh",
+        fresh_positions=options.load_positions == "fresh",
     )
     if dist.get_rank() == 0:
         print(f"weights from {path} ({found.kind}); optimizer and step start anew", flush=True)

@@ -34,7 +34,7 @@ def check_ranks_agree(args: NeoXArgs) -> None:
         return
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (socket.gethostname(), facts_of(args)))
-    problems = differences(gathered) + _unseen_directory(args)
+    problems = differences(gathered) + _unseen(run_directory(args.checkpoint))
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -67,9 +67,8 @@ def differences(gathered: list[tuple[str, Facts]]) -> list[str]:
     return lines
 
 
-def _unseen_directory(args: NeoXArgs) -> list[str]:
+def _unseen(directory: Path | None) -> list[str]:
     """Rank 0 writes a token into `save`, and every rank must read it there."""
-    directory = run_directory(args.checkpoint)
     if directory is None:
         return []
     token = [uuid.uuid4().hex]

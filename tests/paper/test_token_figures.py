@@ -11,7 +11,7 @@ from megatron.evaluation.induction import REPEATED
 from megatron.paper.run_results import ResultSet, RunResults
 from megatron.paper.suite import load_suite
 from megatron.paper.suite_file import PERPLEXITY
-from megatron.paper.token_figures import figure_by_tokens, training_tokens
+from megatron.paper.token_figures import figure_by_tokens
 
 SUITE = load_suite("budget", ["short", "main"], runs_root=Path("none"))
 METHODS = ("kerple_log", "alibi")
@@ -56,4 +56,4 @@ def test_nothing_is_drawn_of_one_budget() -> None:
 
 
 def test_tokens_of_a_run() -> None:
-    assert {training_tokens(run) for run in SUITE.runs} == {1_024_000, 4_096_000}
+    assert {run.training_tokens for run in SUITE.runs} == {1_024_000, 4_096_000}
