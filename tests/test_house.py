@@ -85,6 +85,29 @@ def test_a_package_imports_only_packages_above_it() -> None:
     assert wrong == []
 
 
+LAZY = {
+    ("neox_arguments/catalogue.py", "megatron.model.position_names"),
+    ("neox_arguments/layer_pattern.py", "megatron.model.position_names"),
+    ("paper/execute.py", "megatron.commands"),
+}
+"""Names of modules in strings: the class of a user's kernel, and `python -m` of an install."""
+
+
+def test_a_package_names_only_packages_above_it() -> None:
+    """In strings, which importlib follows and the rule about imports does not see."""
+    named = set()
+    for path in modules():
+        place = path.relative_to(ROOT)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            value = node.value if isinstance(node, ast.Constant) else None
+            found = (
+                re.fullmatch(r"megatron\.(\w+)[\w.:]*", value) if isinstance(value, str) else None
+            )
+            if found and layer(found[1]) > layer(place.parts[0]):
+                named.add((place.as_posix(), value))
+    assert named <= LAZY
+
+
 CROSSING = ("stories", "fuzz", "ptx", "mutation")
 
 
@@ -150,6 +173,34 @@ def _imports_deepspeed(path: Path) -> bool:
         if any(name.partition(".")[0] == "deepspeed" for name in names):
             return True
     return False
+
+
+PROMISES = {
+    "stories/test_score_term.py": [
+        "test_a_score_term_in_four_files_is_trained_split_resumed_exported_counted"
+    ],
+    "paper/test_section_report.py": [
+        "test_a_new_task_is_one_class_and_appears_in_the_report",
+        "test_the_package_knows_no_task_by_name",
+    ],
+    "paper/test_run_files.py": [
+        "test_runs_of_version_0_1_stay_finished",
+        "test_a_key_that_trains_nothing_else_keeps_a_run_finished",
+    ],
+    "paper/test_result_fit.py": ["test_what_is_recorded_by_default_counts"],
+    "neox_arguments/test_arguments.py": ["test_a_key_says_what_it_changes"],
+    "model/test_outline.py": ["test_flops_are_those_that_torch_counts"],
+}
+"""The tests of the promises that CONTRIBUTING.md makes, and of one owner for every fact."""
+
+
+@pytest.mark.parametrize("file", PROMISES)
+def test_each_promise_has_its_test_in_the_quick_suite(file: str) -> None:
+    tree = ast.parse((REPOSITORY / "tests" / file).read_text(encoding="utf-8"))
+    found = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for name in PROMISES[file]:
+        marks = [ast.unparse(mark) for mark in found[name].decorator_list]
+        assert not any("slow" in mark or "skip" in mark for mark in marks), name
 
 
 def test_training_does_not_import_the_paper() -> None:

@@ -115,11 +115,6 @@ def _parse(sass: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
     return code, labels
 
 
-def inner_loop(sass: str) -> Loop | None:
-    """The innermost loop that multiplies matrices; the longest if there are several."""
-    return max(inner_loops(sass), key=lambda loop: loop.instructions, default=None)
-
-
 def inner_loops(sass: str) -> list[Loop]:
     """All innermost loops that multiply matrices, in the order of the code."""
     code, labels = _parse(sass)

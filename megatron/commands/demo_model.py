@@ -160,7 +160,8 @@ def _flops_and_parameters(config: dict[str, Any]) -> tuple[float, int]:
 
     args = NeoXArgs.from_dict(config)
     outline, _ = outline_of_config(args)
-    return 3 * outline.flops_per_token(LENGTH) * BATCH * LENGTH, count_parameters(args).total
+    step = outline.training_flops_per_token(LENGTH) * BATCH * LENGTH
+    return step, count_parameters(args).total
 
 
 def measured_speed(config: dict[str, Any]) -> float:

@@ -61,6 +61,7 @@ class Induction(GridTask):
     """Loss on repeated random tokens: on the second half of each length, and by distance."""
 
     kinds = (REPEATED,)
+    needs_longest = True  # its losses by distance
     views = (
         GroupView(
             "induction",
@@ -90,11 +91,6 @@ class Induction(GridTask):
             "data_seed": options.data_seed,
             "window": options.eval_window,
         }
-
-    def comparable(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        # The losses by distance are those of the longest length.
-        longest = max(settings.get("lengths") or [0])
-        return {**super().comparable(settings), "longest length": longest}
 
     def work(self, options: EvaluationOptions) -> list[tuple[int, int]]:
         count = options.eval_num_sequences

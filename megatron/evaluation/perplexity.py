@@ -60,9 +60,6 @@ def longest(entries: Sequence[Measured]) -> dict[str, int]:
 class TaskByLength(WindowedTask):
     """A measurement of each split at each of `eval_lengths`."""
 
-    needs_longest: ClassVar[bool] = False
-    """Whether what is measured at one length depends on the longest of them."""
-
     def parameters(self, options: EvaluationOptions) -> dict[str, Any]:
         return {**_data_parameters(options), "lengths": options.eval_lengths}
 
@@ -77,12 +74,6 @@ class TaskByLength(WindowedTask):
 
     def wanted(self, options: EvaluationOptions, splits: Sequence[str]) -> list[Place]:
         return list(product(splits, options.eval_lengths))
-
-    def comparable(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        facts = super().comparable(settings)
-        if self.needs_longest or settings.get("protocol") == "fixed_tokens":
-            facts["longest length"] = max(settings.get("lengths") or [0])
-        return facts
 
     def measure(self, context: Context) -> dict[str, Any]:
         options = context.options

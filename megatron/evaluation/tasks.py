@@ -165,6 +165,8 @@ class EvaluationTask(ABC):
     name: ClassVar[str] = ""
     views: ClassVar[tuple[View, ...]] = ()
     """What a report shows of the results."""
+    needs_longest: ClassVar[bool] = False
+    """Whether what is measured at one length depends on the longest of them."""
 
     def file_name(self, options: EvaluationOptions) -> str:
         """Last part of the result's file name."""
@@ -209,6 +211,8 @@ class EvaluationTask(ABC):
         if data is not None:
             facts["data"] = ", ".join(sorted({Path(item["prefix"]).name for item in data}))
             facts["split"] = ", ".join(sorted({str(item.get("share")) for item in data}))
+        if self.needs_longest or settings.get("protocol") == "fixed_tokens":
+            facts["longest length"] = max(settings.get("lengths") or [0])
         return {**facts, "model settings": settings.get("model") or {}}
 
     def comparable_in_old_file(self, results: dict[str, Any]) -> dict[str, Any]:

@@ -163,6 +163,10 @@ class ModelOutline:
         modules: Iterator[Any] = (part for layer in self.layers() for part in layer.modules())
         return sum(part.own_flops(length) for part in modules if hasattr(part, "own_flops"))
 
+    def training_flops_per_token(self, length: int) -> float:
+        """With the backward pass."""
+        return 3 * self.flops_per_token(length)
+
     def _on_meta(self, make: Callable[[], nn.Module]) -> nn.Module:
         try:
             with torch.device("meta"):

@@ -83,10 +83,9 @@ def estimate_cost(run: Run) -> Cost:
         train_rate = evaluate_rate = _paper_rate(run.method)
 
     outline, _ = outline_of_config(args)
-    forward_flops = outline.flops_per_token
-    train = 3 * tokens * forward_flops(run.train_length) / train_rate
+    train = tokens * outline.training_flops_per_token(run.train_length) / train_rate
     by_length = _evaluation_tokens(run, args.evaluation.eval_num_sequences)
-    evaluate = {n: own * forward_flops(n) / evaluate_rate for n, own in by_length.items()}
+    evaluate = {n: own * outline.flops_per_token(n) / evaluate_rate for n, own in by_length.items()}
     logits = batch.micro_batch_size * run.train_length * counted.padded_vocab_size
     logit_bytes = 8.0 * logits / args.parallel.model_parallel_size
     memory = estimate_memory(args, run.gpus).total + logit_bytes
@@ -118,8 +117,8 @@ def _paper_rate(method: str) -> float:
     """FLOP/s of the paper's training on an A100."""
     known = published_seconds_per_step()
     seconds = known.get(method, known["kerple_log"])
-    forward = outline_of(_PAPER_MODEL).flops_per_token(_PAPER_LENGTH)
-    return 3 * _PAPER_BATCH_TOKENS * forward / seconds
+    per_token = outline_of(_PAPER_MODEL).training_flops_per_token(_PAPER_LENGTH)
+    return _PAPER_BATCH_TOKENS * per_token / seconds
 
 
 def _evaluation_tokens(run: Run, num_sequences: int) -> dict[int, int]:

@@ -140,7 +140,7 @@ class WatchDivergence(Hook):
         self.sinks, self.ends = sinks, ends
         self.recent: deque[float] = deque(maxlen=2 * self.WINDOW)
         self.in_a_row = 0
-        self.told = False
+        self.warned = False
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         if not math.isfinite(report.loss):
@@ -148,8 +148,8 @@ class WatchDivergence(Hook):
         self.recent.append(report.loss)
         far = report.loss > 1.5 * self.uniform + 1.0
         self.in_a_row = self.in_a_row + 1 if far and self._does_not_fall() else 0
-        if self.in_a_row >= 3 and not self.told:
-            self.told = True
+        if self.in_a_row >= 3 and not self.warned:
+            self.warned = True
             trainer.say(
                 f"warning: step {report.step}: the training diverges: loss {report.loss:.4g}, "
                 f"where a uniform model has {self.uniform:.4g}. Lower the learning rate "

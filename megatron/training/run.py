@@ -182,7 +182,9 @@ def build_hooks(
         raise_at_first_nonfinite_layer(trainer.engine.module)
     hooks += [
         ShowProgress(min(log_interval, args.logging.steps_per_print)),
-        RecordMetrics(sinks, log_interval, 3 * outline_of(spec).flops_per_token(spec.seq_length)),
+        RecordMetrics(
+            sinks, log_interval, outline_of(spec).training_flops_per_token(spec.seq_length)
+        ),
         RecordKernels(sinks, log_interval),
         validate,
     ]

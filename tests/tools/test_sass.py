@@ -22,8 +22,7 @@ SASS = """
 
 
 def test_counts_of_a_loop_that_can_be_counted_by_hand() -> None:
-    loop = sass.inner_loop(SASS)
-    assert loop is not None
+    (loop,) = sass.inner_loops(SASS)
     assert (loop.instructions, loop.tensor_core, loop.barriers, loop.global_accesses) == (
         10,
         1,
@@ -36,7 +35,7 @@ def test_counts_of_a_loop_that_can_be_counted_by_hand() -> None:
     assert clocks["shared"] == (52 / 4 + 1) * 8
     assert clocks["exp"] == 16
     assert clocks["issue"] == 20
-    assert sass.inner_loop("/*0000*/ EXIT ;") is None
+    assert sass.inner_loops("/*0000*/ EXIT ;") == []
 
 
 HOPPER = """
@@ -50,8 +49,7 @@ HOPPER = """
 
 
 def test_hgmma_reads_shared_memory_by_itself_unless_its_rows_are_in_registers() -> None:
-    loop = sass.inner_loop(HOPPER)
-    assert loop is not None
+    (loop,) = sass.inner_loops(HOPPER)
     assert loop.tensor_bytes * 4 == 16 * 2 * (64 + 32) + 16 * 2 * 64  # by four warps
     clocks = loop.clocks(warps=4, flop_per_clock=4096, fp32_lanes=128)
     assert clocks["shared"] == (16 * 2 * (64 + 32) + 16 * 2 * 64) / 128

@@ -25,6 +25,7 @@ from megatron.data.indexed_dataset import HEADER, MAGIC, bin_path, idx_path
 from megatron.data.prepare import gpt2_folder
 from megatron.data.preprocess import PreprocessOptions, available_cores, preprocess
 from megatron.errors import DataError
+from megatron.paper.run_files import read_metrics
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 from .peak_memory import measure
@@ -256,8 +257,8 @@ def train_demo_briefly(folder: Path, prefix: Path) -> Path:
 
 def _consumption(metrics: Path) -> float:
     """Median tokens per second of a finished run."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines() if line.strip()]
-    rates = [line["tokens_per_second"] for line in lines if line.get("tokens_per_second")]
+    found = (line.get("tokens_per_second") for line in read_metrics(metrics))
+    rates = [rate for rate in found if rate]
     if not rates:
         raise DataError(f"{metrics}: no tokens_per_second in it")
     return float(statistics.median(rates))

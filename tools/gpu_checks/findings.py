@@ -51,13 +51,17 @@ def verdict(good: object) -> Status:
     return "pass" if good else "fail"
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one short line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def guarded(part: str, name: str, check: Callable[[], Finding]) -> Finding:
     """A check that raises has failed; the others go on."""
     try:
         return check()
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        return Finding(part, name, "fail", f"{type(error).__name__}: {first}")
+        return Finding(part, name, "fail", f"{type(error).__name__}: {first_line(error)}")
 
 
 def summary(settings: Settings, findings: list[Finding]) -> dict[str, Any]:

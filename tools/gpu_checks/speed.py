@@ -11,7 +11,7 @@ import torch
 from tools.benchmarks.contenders import Contender, Inputs, sdpa_causal, tiled
 from tools.benchmarks.timing import interleave
 
-from .findings import Finding, Settings
+from .findings import Finding, Settings, first_line
 
 PART = "speed"
 HEADS, DIM, TOKENS = 12, 64, 16_384
@@ -39,8 +39,7 @@ def _at_length(settings: Settings, length: int, backward: bool) -> list[Finding]
             run()  # compiles, or says that it cannot
             runs[name] = run
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            findings.append(Finding(PART, f"{name}, {what}", "not run", first[:200]))
+            findings.append(Finding(PART, f"{name}, {what}", "not run", first_line(error)))
     timings = interleave(runs, 2 if settings.quick else 10)
     seconds = {name: timings.best(name) for name in runs}
     # Two products forward and five backward over half of the square; recomputation not counted.

@@ -20,7 +20,7 @@ from megatron.engines.call import checked_call
 from megatron.engines.triton_tiles import ROW_MULTIPLE, Tiles
 from tools.benchmarks.timing import interleave
 
-from .findings import Finding, Settings
+from .findings import Finding, Settings, first_line
 
 PART = "tiles"
 NOW = "now"
@@ -168,7 +168,7 @@ def _problem(attempt: Run, expected: list[Tensor]) -> str | None:
     try:
         found = attempt()
     except Exception as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        return first_line(error)
     tolerance = 1e-4 if expected[0].dtype == torch.float32 else 2e-2
     for one, other in zip(found, expected, strict=True):
         worst = (one - other).abs().max() / other.abs().max().clamp(min=1e-9)

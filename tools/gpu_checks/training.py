@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from megatron.checkpoints.safe_files import load_file
 from megatron.data import IndexedDatasetWriter
 from megatron.launcher.environment import free_port
 from megatron.neox_arguments import NeoXArgs
+from megatron.paper.run_files import read_metrics
 
 from .findings import Finding, Settings, guarded, verdict
 
@@ -125,8 +125,8 @@ class _Runs:
         return self.metrics(name)
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
-        lines = (self.scratch / name / "metrics.jsonl").read_text().splitlines()
-        return [entry for entry in map(json.loads, lines) if "loss" in entry]
+        entries = read_metrics(self.scratch / name / "metrics.jsonl")
+        return [entry for entry in entries if "loss" in entry]
 
     @property
     def here(self) -> str:
