@@ -99,10 +99,8 @@ def test_a_package_names_only_packages_above_it() -> None:
     for path in modules():
         place = path.relative_to(ROOT)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            value = node.value if isinstance(node, ast.Constant) else None
-            found = (
-                re.fullmatch(r"megatron\.(\w+)[\w.:]*", value) if isinstance(value, str) else None
-            )
+            value = str(node.value) if isinstance(node, ast.Constant) else ""
+            found = re.fullmatch(r"megatron\.(\w+)[\w.:]*", value)
             if found and layer(found[1]) > layer(place.parts[0]):
                 named.add((place.as_posix(), value))
     assert named <= LAZY

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.atomic_files import check_writable, write_text
 from megatron.commands.demo_model import add_suite_arguments, suite_words
+from megatron.commands.kernel_tools import TRIED
 from megatron.errors import KerpleError, ReproduceError
 from megatron.neox_arguments.allowed_code import allow_kernel, is_import_path
 from megatron.neox_arguments.catalogue import METHODS, check_position_name, label_of
@@ -159,7 +160,7 @@ def _check_gradients(name: str) -> None:
     from megatron.model.position_names import build_positional_embedding, position_options
 
     module = build_positional_embedding(name, position_options(heads=4, head_dim=32))
-    if isinstance(module, TableEmbedding) and (problems := training_problems(module, 4096)):
+    if isinstance(module, TableEmbedding) and (problems := training_problems(module, TRIED)):
         raise ReproduceError(f"{name}: {problems[0]}")
 
 

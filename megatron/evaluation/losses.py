@@ -16,6 +16,7 @@ from tqdm import tqdm
 from megatron.errors import EvaluationError
 from megatron.generation.decoding import read_prompts
 from megatron.model.embedding import full_logits
+from megatron.model.loss import DEFAULT_LOSS_CHUNK
 
 if TYPE_CHECKING:
     from megatron.evaluation.sequences import SequenceSet
@@ -95,8 +96,6 @@ def perplexity(loss: float) -> float | None:
 
 # Log-probabilities of given tokens, from one forward pass per batch.
 
-CHUNK = 1024  # positions whose logits exist at the same time
-
 
 class Score(NamedTuple):
     """Some of a text's tokens: log-probability, and whether each is the most likely one."""
@@ -128,7 +127,7 @@ def _scores(
     chosen = hidden[torch.tensor(before, device=model.device)]
     label = torch.tensor(labels, device=model.device)
     log_probs, greedy = [], []
-    for h, y in zip(chosen.split(CHUNK), label.split(CHUNK), strict=True):
+    for h, y in zip(*(x.split(DEFAULT_LOSS_CHUNK) for x in (chosen, label)), strict=True):
         logits = full_logits(model.head(h), model.head.vocab_tp).float()
         log_probs.append(logits.log_softmax(-1).gather(1, y[:, None])[:, 0])
         greedy.append(logits.argmax(-1) == y)

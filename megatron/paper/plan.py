@@ -19,6 +19,7 @@ from megatron.model.sizes import count_parameters, estimate_memory, outline_of_c
 from megatron.neox_arguments import NeoXArgs
 from megatron.paper.cells import published_seconds_per_step
 from megatron.paper.suite import Run, Suite
+from megatron.training.progress_hooks import PEAK_FLOPS
 
 _PAPER_BATCH_TOKENS = 32 * 512
 _PAPER_LENGTH = 512
@@ -33,10 +34,8 @@ _PAPER_MODEL = ModelSpec(
 _BYTES_PER_TOKEN_OF_TEXT = 4.0  # English with GPT-2's tokens; a rough figure for disk space
 _TOKENIZING_MB_PER_CORE_SECOND = 1.95
 """docs/benchmarks.md: 3.90 MB/s of text with GPT-2's tokens on two cores."""
-_CHECKPOINT_BYTES = {"fp32": 12, "bf16": 14, "fp16": 14}
-"""Weights and Adam's state per parameter: 4+4+4, or 2 + 4+4+4."""
-_GPUS = {"A100 40 GB": (312.0, 40), "A100 80 GB": (312.0, 80), "H100 80 GB": (989.0, 80)}
-"""Dense bf16 TFLOP/s and memory, by their data sheets."""
+_GPUS = {"A100 40 GB": 40, "A100 80 GB": 80, "H100 80 GB": 80}
+"""Memory in GB, by their data sheets."""
 _CPU_PARAMETERS = 20_000_000
 """Below this a run in fp32 is meant for a CPU."""
 _DEMO_TRAIN_FLOPS, _DEMO_EVALUATE_FLOPS = 4.7e10, 3.1e10
@@ -75,7 +74,6 @@ def estimate_cost(run: Run) -> Cost:
     batch = args.batch_plan(run.gpus)
     steps = int(run.config["train_iters"])
     tokens = run.training_tokens
-    precision = str(run.config.get("precision", "fp32"))
     on_cpu = parameters < _CPU_PARAMETERS and run.config.get("precision") == "fp32"
     if on_cpu:
         train_rate, evaluate_rate = _DEMO_TRAIN_FLOPS, _DEMO_EVALUATE_FLOPS
@@ -89,7 +87,9 @@ def estimate_cost(run: Run) -> Cost:
     logits = batch.micro_batch_size * run.train_length * counted.padded_vocab_size
     logit_bytes = 8.0 * logits / args.parallel.model_parallel_size
     memory = estimate_memory(args, run.gpus).total + logit_bytes
-    checkpoint = parameters * _CHECKPOINT_BYTES.get(precision, 14)
+    ranks = args.parallel.processes_per_replica
+    replica = estimate_memory(args, ranks)
+    checkpoint = (replica.parameters + replica.optimizer) * ranks
     kept = int(run.config.get("keep_last_n_checkpoints") or 1) + 1  # the next is written first
     return Cost(
         parameters=parameters,
@@ -202,8 +202,8 @@ def _gpu_lines(costs: Sequence[tuple[Run, Cost]]) -> list[str]:
     evaluate = sum(cost.evaluate_hours for _, cost in costs)
     longest = sum(cost.longest_hours for _, cost in costs)
     rows = []
-    for name, (teraflops, gigabytes) in _GPUS.items():
-        faster = _GPUS["A100 40 GB"][0] / teraflops
+    for name, gigabytes in _GPUS.items():
+        faster = PEAK_FLOPS["A100"] / PEAK_FLOPS[name.split()[0]]
         row = [name, _time(total * faster), _time(evaluate * faster), _time(longest * faster)]
         for model, count in dict.fromkeys((run.model, run.gpus) for run, _ in costs):
             own = [cost for run, cost in costs if run.model == model]
