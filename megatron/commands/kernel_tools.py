@@ -57,8 +57,7 @@ def check_kernel(argv: Sequence[str] | None = None) -> int:
     for title, kind, table in _to_check(options):
         if not bool(table.isfinite().all()):
             raise KerpleError(f"{title}: not finite on {options.points} points; use fewer --points")
-        report = _report_bias if kind == "bias" else _report_weight
-        good &= report(title, table, options.points)
+        good &= _report(title, kind, table, options.points)
     return 0 if good else 1
 
 
@@ -119,19 +118,28 @@ def _to_check(options: argparse.Namespace) -> Iterator[tuple[str, str, Tensor]]:
         yield f"-d^{power:g}", "bias", -(distance**power)[None]
 
 
-def _report_bias(title: str, bias: Tensor, most: int) -> bool:
-    from megatron.model.kernel_theory import counterexample, cpd_margin, is_cpd
+def _report(title: str, kind: str, table: Tensor, most: int) -> bool:
+    """A bias must be CPD, a weight PD."""
+    from megatron.model import kernel_theory as theory
 
-    print(f"{title}\n  points  CPD  smallest eigenvalue  shift c")
+    of_bias = kind == "bias"
+    word, holds, margins_of = (
+        ("CPD", theory.is_cpd, theory.cpd_margin)
+        if of_bias
+        else ("PD", theory.is_pd, theory.pd_margin)
+    )
+    print(f"{title}\n  points  {word:>3}  smallest eigenvalue{'  shift c' if of_bias else ''}")
     good = True
     for points in _sizes(most):
-        fine = is_cpd(bias, points)
-        margin = float(cpd_margin(bias, points).min())
-        shift = _largest_shift(bias, points) if fine else "none"
-        print(f"  {points:6}  {'yes' if fine else 'NO':>3}  {margin:19.3g}  {shift:>7}")
-        if good and not fine:
-            worst = int(cpd_margin(bias, points).argmin())
-            found = counterexample(bias[worst], points)
+        fine, margins = holds(table, points), margins_of(table, points)
+        shift = (_largest_shift(table, points) if fine else "none") if of_bias else ""
+        row = (
+            f"  {points:6}  {'yes' if fine else 'NO':>3}  {float(margins.min()):19.3g}  {shift:>7}"
+        )
+        print(row.rstrip())
+        if of_bias and good and not fine:
+            worst = int(margins.argmin())
+            found = theory.counterexample(table[worst], points)
             if found is not None:
                 listed = ", ".join(f"{value:.3f}" for value in found.tolist())
                 print(
@@ -149,21 +157,6 @@ def _largest_shift(bias: Tensor, points: int) -> str:
         return f"{max(smallest_shift(head, points, 0.01) for head in bias):.4g}"
     except KernelAnalysisError:
         return "none"  # conditionally definite, but not strictly: as -d^2
-
-
-def _report_weight(title: str, weight: Tensor, most: int) -> bool:
-    import torch
-
-    from megatron.model.kernel_theory import is_pd, kernel_matrix
-
-    print(f"{title}\n  points   PD  smallest eigenvalue")
-    good = True
-    for points in _sizes(most):
-        fine = is_pd(weight, points)
-        margin = float(torch.linalg.eigvalsh(kernel_matrix(weight, points)).min())
-        print(f"  {points:6}  {'yes' if fine else 'NO':>3}  {margin:19.3g}")
-        good &= fine
-    return good
 
 
 PLOT = """Draw the kernels of a checkpoint, of a method or of a class of yours.

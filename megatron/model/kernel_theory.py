@@ -81,10 +81,15 @@ def counterexample(table: Tensor, points: int | None = None) -> Tensor | None:
     return basis @ vectors[:, 0]
 
 
+def pd_margin(table: Tensor, points: int | None = None) -> Tensor:
+    """The smallest eigenvalue, per head: PD where it is >= 0."""
+    return torch.linalg.eigvalsh(kernel_matrix(table, points))[..., 0]
+
+
 def is_pd(table: Tensor, points: int | None = None) -> bool:
     """Whether every head's kernel is positive (semi)definite on 0..points-1."""
-    matrix = kernel_matrix(table, points)
-    return bool((torch.linalg.eigvalsh(matrix)[..., 0] >= -_tolerance(table, matrix)).all())
+    allowed = _tolerance(table, kernel_matrix(table, points))
+    return bool((pd_margin(table, points) >= -allowed).all())
 
 
 def smallest_shift(table: Tensor, points: int | None = None, precision: float = 1.0) -> float:

@@ -88,7 +88,9 @@ def _evaluated_alike(
     common = {key: value for key, value in first.items() if OWNER.get(key) == "evaluation"}
     for key, value in parsed_sets(sets).items():
         if OWNER.get(key) != "evaluation":
-            raise ReproduceError(f"--set {key:.80}: of trained runs, evaluation keys only")
+            raise ReproduceError(
+                f"--set {key}={value!s:.80}: of trained runs, evaluation keys only"
+            )
         common[key] = value
     shortest = min(int(config["seq_length"]) for config in configs.values())
     common.setdefault("eval_lengths", [shortest * factor for factor in LENGTH_FACTORS])
