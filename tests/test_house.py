@@ -156,7 +156,9 @@ def test_every_module_has_its_test_file() -> None:
 
 def test_deepspeed_is_imported_in_its_package_alone() -> None:
     """Its runner and its import by name included; and there only in files that are named for it."""
-    places = [*ROOT.rglob("*.py"), *(REPOSITORY / "tools").rglob("*.py"), *REPOSITORY.glob("*.py")]
+    folders = (ROOT, *(REPOSITORY / name for name in ("kerple", "tools", "examples")))
+    places = [path for folder in folders for path in folder.rglob("*.py")]
+    places += REPOSITORY.glob("*.py")
     importing = {path for path in places if _imports_deepspeed(path)}
     assert importing == set((ROOT / "backends").glob("deepspeed_*.py"))
 

@@ -113,7 +113,8 @@ def _datasets(
     args: NeoXArgs, plan: BatchPlan, start: Resumed, eod: int, vocab_size: int
 ) -> tuple[Any, Any, Any]:
     by_epochs = args.optimization.train_epochs is not None
-    datasets = _build(args, None if by_epochs else _sample_counts(args, plan, start), vocab_size)
+    counts = None if by_epochs else _sample_counts(args, plan.train_batch_size, start)
+    datasets = _build(args, counts, vocab_size)
     train, length, steps = datasets[0], args.model.seq_length, args.steps_to_train
     if train is not None:
         _check_enough(train, length)
@@ -178,16 +179,15 @@ def _documents_of(dataset: Any) -> int:
     return sum(getattr(part, "usable_documents", 0) for part in parts)
 
 
-def _sample_counts(args: NeoXArgs, plan: BatchPlan, start: Resumed) -> tuple[int, int, int]:
+def _sample_counts(args: NeoXArgs, batch: int, start: Resumed) -> tuple[int, int, int]:
     """How many samples each split must have; the size of a batch may have changed on the way."""
-    iterations = args.optimization.train_iters or 0
-    evaluation = args.evaluation
-    _, valid, test = sample_counts(
-        iterations, evaluation.eval_interval, evaluation.eval_iters, plan.train_batch_size
+    iterations, evaluation = args.optimization.train_iters or 0, args.evaluation
+    train, valid, test = sample_counts(
+        iterations, evaluation.eval_interval, evaluation.eval_iters, batch
     )
-    if start.step > iterations:
-        return iterations * plan.train_batch_size, valid, test
-    return start.samples_at(iterations, plan.train_batch_size), valid, test
+    if start.step <= iterations:
+        train = start.samples_at(iterations, batch)
+    return train, valid, test
 
 
 def _places(args: NeoXArgs, sampler: ResumableBatchSampler) -> Iterator[torch.Tensor] | None:

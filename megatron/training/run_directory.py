@@ -105,7 +105,7 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
             lines += _move_aside(save, args, world_size)
         CheckpointStore(save).clean()
     if save is not None and trains and CheckpointStore(save).steps():
-        start = _continue(save, load, args)
+        start = _continue(save, load, args.checkpoint, args.optimization.train_iters or 0)
     elif load is None or (load == save and not CheckpointStore(load).steps()):
         if trains and args.checkpoint.load_positions == "fresh":
             raise CheckpointError(
@@ -123,17 +123,16 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
     return replace(start, lines=lines)
 
 
-def _continue(save: Path, load: Path | None, args: NeoXArgs) -> Start:
+def _continue(save: Path, load: Path | None, options: CheckpointArgs, iterations: int) -> Start:
     """`save` holds a run: resume it if it is this config's, else refuse."""
     store = CheckpointStore(save)
-    if load == save and args.checkpoint.finetune:
+    if load == save and options.finetune:
         raise CheckpointError(
             f"save = {save}: holds the run that finetune would start from, and a new run would "
             "overwrite it. Set `save` to another directory."
         )
     elsewhere = load is not None and load != save
-    step = store.find(None if elsewhere else args.checkpoint.iteration)
-    iterations = args.optimization.train_iters or 0
+    step = store.find(None if elsewhere else options.iteration)
     lines = []
     if step is not None and step >= iterations and (finished_at(save) or -1) >= iterations:
         store.verify(step)
