@@ -260,7 +260,7 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             host = (self.headers.get("Host") or "").rpartition(":")[0]
-            if host not in ("127.0.0.1", "localhost"):  # a name that a stranger points at us
+            if host not in ("127.0.0.1", "localhost"):  # DNS rebinding
                 self.send_error(403)
             elif self.path == "/":
                 self._answer("text/html; charset=utf-8", PAGE.read_bytes())

@@ -38,7 +38,7 @@ from megatron.tokenizer.base import count_words
 
 
 class Measured(OpenModel):
-    """What is recorded of every length."""
+    """The length and the number of sequences of an entry."""
 
     length: int
     sequences: int = 0

@@ -63,7 +63,7 @@ class CompletionServer:
         self.created = int(time.time())
 
     def app(self, hosts: Sequence[str] = ("*",)) -> Starlette:
-        """`hosts`: names that requests may use; a page of another site has its own."""
+        """`hosts`: names that requests may use, against DNS rebinding."""
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -211,7 +211,7 @@ class CompletionServer:
 
 async def _body(request: Request) -> CompletionRequest:
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
-    if kind != "application/json":  # a page of another site cannot send this without being asked
+    if kind != "application/json":  # which needs a CORS preflight from another site
         raise RefusedError(415, f"content-type {kind[:80]!r}: must be application/json")
     body = b""
     async for chunk in request.stream():

@@ -98,7 +98,7 @@ class TextGenerator:
         seed: int,
         ranks: Ranks,
     ) -> TextGenerator:
-        """As the keys of generation say."""
+        """A generator with the values of a config's generation keys."""
         return cls(
             model,
             tokenizer,

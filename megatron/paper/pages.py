@@ -140,7 +140,7 @@ def _markdown_prose(text: str) -> str:
 
 
 def _markdown_text(text: str) -> str:
-    """The same in a table, whose cell they do not end."""
+    """Prose in a table's cell: pipes are escaped too."""
     return _markdown_prose(text).replace("|", r"\|")
 
 

@@ -87,7 +87,7 @@ def make_report(
 
 
 def _listings(results: ResultSet, missing: list[str]) -> list[Listing]:
-    """What the tables leave out, and why."""
+    """Missing, foreign, outdated and unreadable results, with the reason for each."""
     checks = [
         (item.run.name, name, check)
         for item in results.runs

@@ -36,13 +36,13 @@ _ROUNDS, _POINTS = 12, 25
 
 
 class Fit(NamedTuple):
-    """Values per head of each parameter, and the root mean squares over pairs of tokens."""
+    """Values per head of each parameter, and root mean squares (RMS) over pairs of tokens."""
 
     values: dict[str, Tensor]
     error: Tensor
-    """Of what is left, per head."""
+    """RMS of the residual, per head."""
     size: Tensor
-    """Of what was to be fitted, around its mean, per head."""
+    """RMS of the target around its mean, per head."""
 
 
 def fit_to_rotary(

@@ -253,7 +253,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Those of the packages that are installed."""
+    """Versions of those packages that are installed."""
     versions = {}
     for name in packages:
         try:

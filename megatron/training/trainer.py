@@ -21,7 +21,7 @@ Stream = Iterator[MicroBatch] | None  # endless; None where there is no such dat
 
 @dataclass
 class StepReport:
-    """What is known after a step."""
+    """Loss, learning rate, gradient norm, time and flags of one step."""
 
     step: int
     loss: float
