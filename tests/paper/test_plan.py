@@ -32,6 +32,17 @@ def test_the_large_model_counts_its_accumulation_and_not_its_tensor_parallel_ran
     assert estimate_cost(run).tokens == 150_000 * 32 * 512
 
 
+def test_a_checkpoint_has_the_weights_and_the_states_of_its_optimizer() -> None:
+    """bf16: two bytes a weight, four of its fp32 copy, and Adam's two states; none with sgd."""
+    run = load_suite("paper").runs[0]
+    assert run.config["precision"] == "bf16"
+    sgd = {**run.config, "optimizer": {"type": "sgd", "params": {"lr": 1e-3}}}
+    costs = [estimate_cost(one) for one in (run, replace(run, config=sgd))]
+    whole = costs[0].parameters + 2 * 12
+    kept = int(run.config.get("keep_last_n_checkpoints") or 1) + 1
+    assert [cost.checkpoint_bytes for cost in costs] == [kept * whole * 14, kept * whole * 6]
+
+
 def test_plan_counts_shared_runs_once() -> None:
     text = plan_text(load_suite("paper"))
     assert "274 runs" in text
