@@ -22,9 +22,9 @@ from megatron.launcher.environment import (
     LOOPBACK_NAMES,
     DistributedEnvironment,
     environment_for,
+    export_interface,
     spans_hosts,
 )
-from megatron.launcher.interfaces import export_interface
 from megatron.machine import set_deepspeed_accelerator
 from megatron.mpu.collectives import ParallelState, initialize_parallel
 from megatron.neox_arguments import NeoXArgs

@@ -15,7 +15,8 @@ from typing import Any
 
 from megatron.errors import ConfigError, KerpleError
 from megatron.neox_arguments.allowed_code import allow_kernel, classes_in
-from megatron.neox_arguments.arguments import GROUPS, OWNER, NeoXArgs
+from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.declared_keys import GROUPS, OWNER
 from megatron.terminal import Parser, print_error
 
 HOSTFILE_VARIABLE = "DLTS_HOSTFILE"

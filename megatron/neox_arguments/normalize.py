@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.errors import ConfigError, did_you_mean
+from megatron.neox_arguments.declared_keys import KNOWN_KEYS, NESTED_BLOCKS
 
 ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",
@@ -201,17 +202,6 @@ def _foreign_problems(foreign: list[tuple[str, Any]], source: str) -> list[str]:
 
 # One layer (a file, a --set) in canonical keys and values.
 
-NESTED_BLOCKS = frozenset(
-    [
-        "optimizer",
-        "zero_optimization",
-        "fp16",
-        "bf16",
-        "activation_checkpointing",
-        "rope_scaling",
-        "attention_temperature",
-    ]
-)
 _PRECISION_NAMES = {
     "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
     "float32": "fp32", "fp32": "fp32",
@@ -228,15 +218,13 @@ def canonical_key(key: str) -> str:
     return ALIASES.get(underscored, underscored)
 
 
-def unknown_key(key: str, known: list[str], source: str) -> str:
+def unknown_key(key: str, source: str) -> str:
     """The error message for an unknown key, with the nearest known one."""
-    hint = did_you_mean(key, [*known, *ALIASES], "docs/neox_arguments.md lists every key.")
+    hint = did_you_mean(key, [*KNOWN_KEYS, *ALIASES], "docs/neox_arguments.md lists every key.")
     return f"{source}: unknown key {key!r:.80}. {hint}"
 
 
-def normalize(
-    values: dict[str, Any], known: list[str], source: str
-) -> tuple[dict[str, Any], list[str]]:
+def normalize(values: dict[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
     """Canonical keys and values of one layer (a file, a --set), and all that is wrong with them."""
     result: dict[str, Any] = {}
     foreign: list[tuple[str, Any]] = []
@@ -245,7 +233,7 @@ def normalize(
         key = canonical_key(raw_key)
         if key in UNIMPLEMENTED or key in DERIVED:
             foreign.append((key, raw_value))
-        elif key in known:
+        elif key in KNOWN_KEYS:
             value = _normalize_value(key, raw_value, source)
             if key in result and result[key] != value:
                 problems.append(
@@ -255,7 +243,7 @@ def normalize(
                 )
             result[key] = value
         elif key not in IGNORED:
-            problems.append(unknown_key(raw_key, known, source))
+            problems.append(unknown_key(raw_key, source))
     _move_bfloat16_block(result, source)
     return result, [*_foreign_problems(foreign, source), *problems]
 

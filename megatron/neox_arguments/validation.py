@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
+from megatron.neox_arguments.declared_keys import KNOWN_KEYS, nested_model
 from megatron.neox_arguments.deepspeed_config import optimizer_family
 from megatron.neox_arguments.layer_pattern import (
     check_layer_pattern,
@@ -17,7 +18,7 @@ from megatron.neox_arguments.layer_pattern import (
 )
 from megatron.neox_arguments.model_keys import LAYER_KEYS, intermediate_size_for
 from megatron.neox_arguments.normalize import unknown_key
-from megatron.neox_arguments.values import declared
+from megatron.neox_arguments.values import Group, declared
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -45,8 +46,9 @@ def check(args: NeoXArgs) -> None:
     _check_optimizer(args)
     _check_checkpoints(args.checkpoint)
     _check_fresh_positions(args)
-    known = [key for _, group in args for key in type(group).model_fields]
-    _check_allowed_changes(args.checkpoint.allow_changed or [], known)
+    for name in args.checkpoint.allow_changed or ():
+        if name.partition(".")[0] not in KNOWN_KEYS:
+            raise ConfigError(unknown_key(name, "allow_changed"))
     split_shares(args.data.split)
     _check_blends(args.data)
     if args.data.randomized_positions is not None:
@@ -109,16 +111,16 @@ def _check_grouped_heads(model: ModelArgs, mp: int) -> None:
             f"model_parallel_size = {mp} does not divide num_kv_heads = {groups}. "
             f"Use model_parallel_size {_divisors_near(groups, mp)} or more num_kv_heads."
         )
-    if model.use_qk_layernorm and mp > 1:
-        raise ConfigError(
-            f"use_qk_layernorm = true with model_parallel_size = {mp}: it takes the mean over all "
-            "heads, and ranks hold some of them. Use model_parallel_size 1."
-        )
-    if model.qk_norm == "all_heads" and mp > 1:
-        raise ConfigError(
-            f"qk_norm = all_heads with model_parallel_size = {mp}: it takes the mean over all "
-            "heads, and ranks hold some of them. Use model_parallel_size 1."
-        )
+    over_all_heads = {
+        "use_qk_layernorm = true": model.use_qk_layernorm,
+        "qk_norm = all_heads": model.qk_norm == "all_heads",
+    }
+    for setting, chosen in over_all_heads.items():
+        if chosen and mp > 1:
+            raise ConfigError(
+                f"{setting} with model_parallel_size = {mp}: it takes the mean over all heads, and "
+                "ranks hold some of them. Use model_parallel_size 1."
+            )
 
 
 def _check_norms(model: ModelArgs) -> None:
@@ -379,12 +381,6 @@ def _check_checkpoints(checkpoint: CheckpointArgs) -> None:
         )
 
 
-def _check_allowed_changes(names: list[str], known: list[str]) -> None:
-    for name in names:
-        if name.partition(".")[0] not in known:
-            raise ConfigError(unknown_key(name, known, "allow_changed"))
-
-
 def split_shares(split: str) -> list[float]:
     """The shares of train, valid and test in `949,50,1` or `949/50/1`, out of 1."""
     advice = "Write up to three shares for train, valid and test, e.g. 949,50,1."
@@ -492,12 +488,12 @@ def _check_launcher(launcher: LauncherArgs) -> None:
 # pydantic's errors as messages about config keys.
 
 
-def describe_validation_error(error: ValidationError, group: type[BaseModel]) -> list[str]:
+def describe_validation_error(error: ValidationError, group: type[Group]) -> list[str]:
     """One line per problem: key, value, what was expected, what the key is for."""
     return [_describe(item, group) for item in error.errors(include_url=False)]
 
 
-def _describe(item: Any, group: type[BaseModel]) -> str:
+def _describe(item: Any, group: type[Group]) -> str:
     location = [str(part) for part in item["loc"]]
     key = ".".join(location)
     if item["type"] == "missing":
@@ -511,19 +507,11 @@ def _describe(item: Any, group: type[BaseModel]) -> str:
     return f"{key} = {item['input']!r:.80} is wrong: {message}.{doc}"
 
 
-def _unknown_nested(location: Sequence[str], group: type[BaseModel]) -> str:
-    parent: type[BaseModel] | None = group
+def _unknown_nested(location: Sequence[str], group: type[Group]) -> str:
+    parent: type[Group] | None = group
     for part in location[:-1]:
         field = parent.model_fields.get(part) if parent else None
         parent = nested_model(field.annotation) if field else None
     names = list(parent.model_fields) if parent else []
     hint = did_you_mean(location[-1], names, f"Keys here: {', '.join(names)}.")
     return f"unknown key {'.'.join(location)!r:.120}. {hint}"
-
-
-def nested_model(annotation: Any) -> type[BaseModel] | None:
-    """The type of a nested mapping inside a field's annotation, if there is one."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None

@@ -11,8 +11,9 @@ import yaml
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.allowed_code import allow_kernel, classes_in, without_code
+from megatron.neox_arguments.declared_keys import FREE_BLOCKS, NESTED_BLOCKS
 from megatron.neox_arguments.deepspeed_config import optimizer_family
-from megatron.neox_arguments.normalize import NESTED_BLOCKS, enabled_blocks, normalize
+from megatron.neox_arguments.normalize import enabled_blocks, normalize
 from megatron.neox_arguments.values import copy_plain
 
 MAX_BYTES = 1_000_000
@@ -188,17 +189,17 @@ class Layer(NamedTuple):
     text: str = ""
 
 
-def read_layer(path: str | Path, known: list[str]) -> Layer:
+def read_layer(path: str | Path) -> Layer:
     """One YAML file."""
     text = read_text(path)
     source = str(path)
     parsed = parse_yaml(text, source)
     plain = copy_plain({} if parsed is None else parsed, source)
-    values, problems = normalize(plain, known, source)
+    values, problems = normalize(plain, source)
     return Layer(source, without_code(path, values), problems, text)
 
 
-def parse_set(assignment: str, known: list[str]) -> Layer:
+def parse_set(assignment: str) -> Layer:
     """`optimizer.params.lr=1e-4` as a layer of its own."""
     if not isinstance(assignment, str) or "=" not in assignment:
         raise ConfigError(
@@ -211,16 +212,13 @@ def parse_set(assignment: str, known: list[str]) -> Layer:
     parts = [part.strip() for part in dotted.split(".")]
     if not all(parts):
         raise ConfigError(f"{source}: empty key; expected key=value.")
-    if len(parts) > 1 and parts[0].replace("-", "_") not in NESTED_BLOCKS | _FREE_BLOCKS:
+    if len(parts) > 1 and parts[0].replace("-", "_") not in NESTED_BLOCKS | FREE_BLOCKS:
         raise ConfigError(f"{source}: {parts[0][:80]} has no keys inside it; write {parts[0]}=...")
     for part in reversed(parts):
         value = {part: value}
-    values, problems = normalize(copy_plain(value, source), known, source)
+    values, problems = normalize(copy_plain(value, source), source)
     allow_kernel(classes_in(values))
     return Layer(source, values, problems)
-
-
-_FREE_BLOCKS = frozenset({"data_types", "flops_profiler", "comms_logger", "deepspeed_extra_args"})
 
 
 def merge(base: Sequence[Layer], overrides: Sequence[Layer]) -> dict[str, Any]:
