@@ -289,7 +289,8 @@ def _interface() -> str:
         return ""
     used = os.environ.get(GLOO_INTERFACE)
     known = f"is {used}" if used else f"is not set: gloo uses the address of {socket.gethostname()}"
-    return f" {GLOO_INTERFACE} {known}; it must name the interface through which the hosts reach each other."
+    reach = "the interface through which the hosts reach each other"
+    return f" {GLOO_INTERFACE} {known}; it must name {reach}."
 
 
 def _is_communication_error(error: BaseException | None) -> bool:
