@@ -127,12 +127,7 @@ class DeepSpeedEngine:
 
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
         self.deepspeed.eval()
-        total = torch.zeros((), device=self.device)
-        micro_batches = count * self._parts.accumulation
-        with torch.no_grad():
-            for _ in range(micro_batches):
-                total += self._parts.loss(self.deepspeed, next(batches)).float()
-        mean = total / micro_batches
+        mean = self._parts.mean_loss(self.deepspeed, batches, count)
         replicas = self._grid.get_data_parallel_world_size()
         if replicas > 1:
             dist.all_reduce(mean, group=self._grid.get_data_parallel_group())

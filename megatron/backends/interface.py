@@ -63,6 +63,15 @@ class Parts:
     max_norm: float
     """Gradients are clipped to this norm; 0: never."""
 
+    @torch.no_grad()
+    def mean_loss(
+        self, model: Callable[..., Any], batches: Iterator[MicroBatch], count: int
+    ) -> Tensor:
+        """This replica's mean loss over `count` batches, without gradients."""
+        micro_batches = count * self.accumulation
+        losses = (self.loss(model, next(batches)).float() for _ in range(micro_batches))
+        return sum(losses, torch.zeros(())) / micro_batches
+
 
 class TrainingEngine(Protocol):
     """A model and its optimizer, on this rank."""
@@ -110,7 +119,7 @@ class TrainingEngine(Protocol):
         """After a weight of the module was changed: copy it to the optimizer's fp32 weights."""
 
     def master_spans(self) -> Iterator[tuple[Tensor, list[Span]]]:
-        """The optimizer's tensors on this rank, and which parameters' elements lie in them."""
+        """The optimizer's tensors on this rank, and which parameters' elements are in them."""
 
     def read_states(self) -> Iterator[tuple[nn.Parameter, States]]:
         """Each parameter, whole (of its tensor-parallel rank), with the optimizer's states."""

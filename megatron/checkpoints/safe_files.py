@@ -268,8 +268,8 @@ class TrainingFiles:
     """What an engine uses for every file of a training.
 
     It executes nothing it reads, syncs and sums what it writes. A write that fails (a full disk)
-    is remembered instead of raised: DeepSpeed's ranks meet in barriers between their files, and a
-    rank that left would keep the others waiting.
+    is raised in `finish` only: DeepSpeed's ranks wait in barriers between their files, and would
+    wait for a rank that has left.
     """
 
     def __init__(self) -> None:

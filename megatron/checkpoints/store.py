@@ -64,7 +64,7 @@ class CheckpointStore:
         )
 
     def find(self, iteration: int | None) -> int | None:
-        """The step to load: the one asked for, else the newest; None if there is nothing yet."""
+        """The step to load: the one given, else the newest; None if there is nothing yet."""
         if iteration is None:
             return self.newest()
         if not self.path(iteration).is_dir():
@@ -102,7 +102,7 @@ class CheckpointStore:
         return final
 
     def discard(self, step: int) -> None:
-        """Forget a checkpoint that could not be written."""
+        """Delete the staged files of a checkpoint that could not be written."""
         shutil.rmtree(self.staging / tag_of(step), ignore_errors=True)
 
     def prune(self, keep: int | None) -> list[int]:
@@ -111,10 +111,10 @@ class CheckpointStore:
             return []
         newest = self.newest()
         others = [step for step in self.steps() if step != newest]
-        doomed = others[: max(len(others) + 1 - keep, 0)]
-        for step in doomed:
+        removed = others[: max(len(others) + 1 - keep, 0)]
+        for step in removed:
             shutil.rmtree(self._set_aside(step), ignore_errors=True)
-        return doomed
+        return removed
 
     def clean(self) -> None:
         """Remove what a killed run left half-written or half-deleted."""
@@ -133,11 +133,11 @@ class CheckpointStore:
 
     def _set_aside(self, step: int) -> Path:
         """Rename before deleting: a deletion cut short leaves nothing like a checkpoint."""
-        trash = self.directory / f".deleted_{tag_of(step)}"
-        shutil.rmtree(trash, ignore_errors=True)
-        self.path(step).rename(trash)
+        renamed = self.directory / f".deleted_{tag_of(step)}"
+        shutil.rmtree(renamed, ignore_errors=True)
+        self.path(step).rename(renamed)
         sync_directory(self.directory)
-        return trash
+        return renamed
 
     def verify(self, step: int, needed: Iterable[Path] | None = None) -> bool:
         """Compare files (all, or those `needed`) with their checksums; the error names the damage.
@@ -239,7 +239,7 @@ def write_checksums(
 
 
 def read_checksums(directory: Path) -> Sums | None:
-    """What the file says; None if there is none, an error if it cannot be used."""
+    """The listed files; None if there is no list, an error if it cannot be used."""
     path = directory / CHECKSUMS
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Conversations to tokens and labels, by a chat template: only what the assistant says has loss.
+"""Conversations to tokens and labels, by a chat template: only the assistant's turns have loss.
 
 A template is a Jinja text as Hugging Face's tokenizers carry it. A conversation is rendered turn by
 turn, as often as it has turns, and each turn's piece is tokenized on its own, so that no token
@@ -63,13 +63,13 @@ class ChatTemplate:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        # The sandbox: a template comes from a stranger, and is data.
+        # The sandbox: a template may be another author's, and is data.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        # transformers' own marks of what the assistant says, which a turn's piece says already
+        # transformers' own marks of the assistant's text, which `pieces` finds by its turn
         text = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", self.text)
         text = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", text)
         try:
@@ -93,7 +93,7 @@ class ChatTemplate:
         return text
 
     def pieces(self, messages: Messages, eos_token: str = "") -> list[tuple[str, bool]]:
-        """The text of each turn, and whether the assistant says it."""
+        """The text of each turn, and whether it is the assistant's."""
         pieces: list[tuple[str, bool]] = []
         before = ""
         for number, message in enumerate(messages, start=1):
@@ -128,7 +128,7 @@ class ChatTemplate:
 def conversations_of_line(
     line: bytes, keys: Sequence[str], where: Sequence[tuple[str, str]] = ()
 ) -> list[Messages] | None:
-    """The messages of a JSON line; None if it is not one of those that ``where`` asks for."""
+    """The messages of a JSON line; None if ``where`` does not select it."""
     record = record_of_line(line, where)
     if record is None:
         return None

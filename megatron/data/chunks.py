@@ -129,7 +129,7 @@ def _text_of_line(line: bytes, key: str) -> str:
 def texts_of_line(
     line: bytes, keys: Sequence[str], where: Sequence[tuple[str, str]] = ()
 ) -> list[str] | None:
-    """The texts of a JSON line; None if it is not one of those that ``where`` asks for."""
+    """The texts of a JSON line; None if ``where`` does not select it."""
     record = record_of_line(line, where)
     if record is None:
         return None
@@ -141,7 +141,7 @@ def texts_of_line(
 
 
 def record_of_line(line: bytes, where: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
-    """A JSON line; None if it is not one of those that ``where`` asks for."""
+    """A JSON line; None if ``where`` does not select it."""
     if not line:
         raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MB")
     try:

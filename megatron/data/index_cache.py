@@ -88,7 +88,7 @@ def cached_arrays(
 ) -> Arrays:
     """The arrays for ``key``: from ``directory`` if a valid entry is there, else built and kept.
 
-    ``check`` says what is wrong with arrays whose checksums fit; None: nothing.
+    ``check`` returns what is wrong with arrays whose checksums fit; None: nothing.
     """
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12)
     path = directory / f"{name}_{digest.hexdigest()}.index"
@@ -175,7 +175,7 @@ def read_entry(path: Path, key: Mapping[str, Any]) -> Arrays:
     for entry in header.arrays:
         dtype = np.dtype(entry.dtype)
         if entry.offset + entry.length * dtype.itemsize > size:
-            raise _InvalidEntryError(f"{entry.name!r:.40} lies outside the file")
+            raise _InvalidEntryError(f"{entry.name!r:.40} is outside the file")
         array: npt.NDArray[Any] = np.empty(0, dtype)
         if entry.length:
             shape = (entry.length,)

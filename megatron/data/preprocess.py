@@ -48,7 +48,7 @@ class PreprocessOptions:
     where: tuple[tuple[str, str], ...] = ()
     """Only JSON lines with these values: (("meta.pile_set_name", "Github"),)."""
     chat: ChatTemplate | None = None
-    """Lines are conversations: tokens, and labels of what the assistant says."""
+    """Lines are conversations: tokens, and labels of the assistant's turns."""
     strict: bool = False
     workers: int = 1
     progress: bool = True

@@ -37,7 +37,7 @@ _VARIABLES: dict[Source, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class DistributedEnvironment:
-    """This process's rank, the number of ranks, and the address to meet at."""
+    """This process's rank, the number of ranks, and the rendezvous address."""
 
     rank: int
     local_rank: int
@@ -113,7 +113,7 @@ def _check_one_host(environ: Mapping[str, str], world_size: int) -> None:
 
 
 def processes_here(environ: Mapping[str, str]) -> int | None:
-    """Processes of the job on this host, if the launcher says."""
+    """Processes of the job on this host, if the launcher states it."""
     for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         if (found := _integer(environ, name)) is not None and found > 0:
             return found

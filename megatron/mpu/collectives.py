@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ class SequenceParallel:
 SERIAL = TensorParallel()
 WHOLE = SequenceParallel()
 Step = Callable[[Tensor, Any], Tensor]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ class ParallelState:
     pp_rank: int
     dp_rank: int
     dp_size: int
-    dp_group: dist.ProcessGroup | None
     grid: Any
     """DeepSpeed's grid, for its engine only; None without DeepSpeed."""
     sp: SequenceParallel = WHOLE
@@ -88,7 +88,7 @@ class ParallelState:
 def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> ParallelState:
     """Build the grid on the initialised process group; `serial`: one process, without groups."""
     if serial:
-        return ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, dp_group=None, grid=None)
+        return ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, grid=None)
     grid = build_grid(
         pipe=max(options.pipe_parallel_size, 1),
         model=options.model_parallel_size,
@@ -104,10 +104,16 @@ def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> Paral
         pp_rank=grid.get_pipe_parallel_rank(),
         dp_rank=dp_rank,
         dp_size=grid.get_data_parallel_world_size(),
-        dp_group=grid.get_data_parallel_group(),
         grid=grid,
         sp=SequenceParallel(sequence_group(grid, shared), dp_rank % shared, shared),
     )
+
+
+def gather_objects(value: Value) -> list[Value]:
+    """All-gather of plain objects over the default group, in the order of the ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 # Collectives over a tensor-parallel group.
@@ -138,13 +144,13 @@ class _Collective(torch.autograd.Function):
     """One function of (tensor, group) in the forward pass, another in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Any, there: Step, back: Step) -> Tensor:
-        ctx.tp, ctx.back = tp, back
-        return there(x, tp)
+    def forward(ctx: Any, x: Tensor, tp: Any, forward_op: Step, backward_op: Step) -> Tensor:
+        ctx.tp, ctx.backward_op = tp, backward_op
+        return forward_op(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grads[0], ctx.tp), None, None, None
+        return ctx.backward_op(grads[0], ctx.tp), None, None, None
 
 
 def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -193,7 +199,7 @@ def positions_to_heads(x: Tensor, sp: SequenceParallel) -> Tensor:
 
 
 def heads_to_positions(x: Tensor, sp: SequenceParallel) -> Tensor:
-    """The way back."""
+    """The inverse of `positions_to_heads`."""
     return x if sp.size == 1 else _Collective.apply(x, sp, _to_positions, _to_heads)
 
 

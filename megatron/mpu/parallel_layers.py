@@ -102,6 +102,11 @@ class ParameterFacts:
         """Whether it is the matrix of a linear layer, and no embedding or head."""
         return len(shape) == 2 and self.split is not None and not self.words
 
+    @property
+    def is_split_vocabulary(self) -> bool:
+        """Whether each tensor-parallel rank holds the rows of some token ids."""
+        return self.words and self.split == 0
+
     def is_decayed(self, shape: Sequence[int]) -> bool:
         return len(shape) >= 2 if self.decay is None else self.decay
 

@@ -72,13 +72,13 @@ def without_code(source: str | Path, values: dict[str, Any]) -> dict[str, Any]:
         if is_allowed(name):
             continue
         raise ConfigError(
-            f"{source}: {name!r:.80} names a class to import, and this file lies in a "
+            f"{source}: {name!r:.80} names a class to import, and this file is in a "
             f"checkpoint's or run's folder, which may have another author. If the class "
             f"is yours, add --allow-kernel {name:.80}."
         )
     for key in programs:
         print(
-            f"warning: {source}: {key} is ignored, because it names programs and the file lies "
+            f"warning: {source}: {key} is ignored, because it names programs and the file is "
             f"in a checkpoint's or run's folder; give it with --set {key}=...",
             file=sys.stderr,
         )
@@ -126,7 +126,7 @@ def _tasks_in(values: Mapping[str, Any]) -> list[str]:
 
 
 def is_inside_checkpoint(path: str | Path) -> bool:
-    """Whether a file lies in a run's, a checkpoint's or a Hugging Face model's folder.
+    """Whether a file is in a run's, a checkpoint's or a Hugging Face model's folder.
 
     Or beside one that holds weights: a renamed `global_stepN` with the config next to it.
     """

@@ -443,7 +443,7 @@ class ModelArgs(Group):
     scaled_upper_triang_masked_softmax_fusion: bool = key(
         False,
         "Train through dense scores and the fused softmax that ALiBi and KERPLE share "
-        "(`attention_engine: naive`), unless attention_config asks for `flash` or attention_engine "
+        "(`attention_engine: naive`), unless attention_config has `flash` or attention_engine "
         "names an engine. Evaluation and generation take the fastest engine: the same numbers.",
         hf=None,
         changes="execution",
@@ -470,7 +470,7 @@ class ModelArgs(Group):
     @model_validator(mode="before")
     @classmethod
     def _drop_groups_of_one(cls, values: Any) -> Any:
-        """As many key heads as query heads is plain attention, whose weights lie otherwise."""
+        """As many key heads as query heads is plain attention: its weights have another layout."""
         if not isinstance(values, dict) or values.get("num_kv_heads") is None:
             return values
         if values["num_kv_heads"] != values.get("num_attention_heads"):
@@ -501,7 +501,7 @@ class ModelArgs(Group):
 
     @property
     def engine_in_effect(self) -> str:
-        """The engine that training asks for: GPT-NeoX's key for its fused softmax chooses ours."""
+        """The engine for training: GPT-NeoX's key for its fused softmax chooses `naive`."""
         if self.attention_engine != "auto" or not self.scaled_upper_triang_masked_softmax_fusion:
             return self.attention_engine
         kinds = [kind for entry in self.attention_config or [] for kind in entry[0]]

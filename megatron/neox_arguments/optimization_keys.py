@@ -107,7 +107,7 @@ class OptimizationArgs(Group):
     )
     gradient_accumulation_steps: values.PositiveInt | None = key(
         None,
-        "Forward passes per optimizer step; null means 1, or what train_batch_size asks for.",
+        "Forward passes per optimizer step; null means 1, or what train_batch_size needs.",
         resume="free",
     )
     precision: Precision | None = key(
@@ -161,7 +161,7 @@ class OptimizationArgs(Group):
     exit_on_divergence: bool = key(
         False,
         "End with exit code 76 when the loss stays far above the uniform model's and "
-        "grows; otherwise that is only said.",
+        "grows; otherwise only a message is printed.",
         changes="execution",
     )
     max_consecutive_nonfinite: values.NonNegativeInt = key(

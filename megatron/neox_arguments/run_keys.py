@@ -111,7 +111,7 @@ class DataArgs(Group):
 
     @property
     def tells_documents_apart(self) -> bool:
-        """Whether the model is told where the documents of a sequence begin."""
+        """Whether the model gets the places where the documents of a sequence begin."""
         return self.reset_attention_mask or self.reset_position_ids
 
 
@@ -410,7 +410,7 @@ class ParallelArgs(Group):
     )
     pipe_partition_method: str = key(
         "type:transformer|mlp",
-        "How layers are dealt to pipeline stages: uniform, parameters or type:REGEX.",
+        "How layers are assigned to pipeline stages: uniform, parameters or type:REGEX.",
     )
     distributed_backend: str = key(
         "nccl", "torch.distributed backend on GPUs; on CPUs always gloo."
@@ -432,7 +432,7 @@ class RuntimeArgs(Group):
         None, "Save and stop at the first multiple of this.", changes="execution"
     )
     distributed_timeout_minutes: PositiveFloat = key(
-        30.0, "Give up on a silent peer after this.", changes="execution"
+        30.0, "Timeout of collectives, and of a rank that does not respond.", changes="execution"
     )
     detect_anomaly: bool = key(
         False, "torch's anomaly detection: slow, names the source of a NaN.", changes="execution"

@@ -98,7 +98,7 @@ def accepted(reason: str) -> Any:
 
 
 def facts_of(field: FieldInfo) -> dict[str, Any]:
-    """What `key` said of a field beside its default and meaning."""
+    """The facts that `key` was given beside default and meaning."""
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
@@ -116,7 +116,7 @@ class Group(BaseModel):
     """Base of every config group and of every nested mapping: frozen, strict, no extra keys."""
 
     changes: ClassVar[Changes] = "training"
-    """What keys of this group change, unless their declaration says otherwise."""
+    """What keys of this group change, unless their declaration states another."""
 
     model_config = ConfigDict(
         frozen=True,

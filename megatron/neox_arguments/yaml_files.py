@@ -176,7 +176,7 @@ def _flow(value: Any) -> str:
 # Plain files must agree: the same key with two values is an error that names both files. Files
 # after `--override` and values of `--set` are layers on top: they win, and mappings merge key by
 # key. A later plain file wins too if its only key is `seq_length_val`, or if it holds one key and
-# lies in a folder `lengths`: the official fork evaluates with `ex_eval.yml
+# is in a folder `lengths`: the official fork evaluates with `ex_eval.yml
 # lengths/length_16384.yml`.
 
 
@@ -226,8 +226,8 @@ def merge(base: Sequence[Layer], overrides: Sequence[Layer]) -> dict[str, Any]:
     merged = _merge_equals(base)
     _refuse_two_precisions([layer for layer in overrides if layer.source.startswith("--set ")])
     for layer in overrides:
-        merged = _forget_other_precisions(merged, layer.values)
-        merged = _forget_other_optimizer(merged, layer.values)
+        merged = _drop_other_precisions(merged, layer.values)
+        merged = _drop_other_params(merged, layer.values)
         merged = _deep_merge(merged, layer.values)
     return merged
 
@@ -272,7 +272,7 @@ def _refuse_two_precisions(assigned: Sequence[Layer]) -> None:
         )
 
 
-def _forget_other_optimizer(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _drop_other_params(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`--set optimizer.type=lion` on a file with Adam's betas means Lion with its own defaults.
 
     The learning rate stays; it has no default of an optimizer.
@@ -291,7 +291,7 @@ def _optimizer_of(values: dict[str, Any]) -> dict[str, Any]:
     return block if isinstance(block, dict) else {}
 
 
-def _forget_other_precisions(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _drop_other_precisions(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`--set precision=fp32` on a bf16 file must not need a second --set to disable bf16."""
     chosen = enabled_blocks(above)
     if above.get("precision") is not None:

@@ -1,7 +1,7 @@
 """The architectures of transformers that our model computes: one table each, read in both ways.
 
 A table has the keys of the config that are plain renames, the values that the architecture implies,
-the values that it must not have, and the names of the weights with how each lies there. What is
+the values that it must not have, and the names and layouts of the weights. What is
 more than a rename (activation, rotary angles, window) is converted by `hf_config.py`.
 """
 
@@ -16,7 +16,7 @@ Layout = Literal["same", "heads", "stacked"]
 
 @dataclass(frozen=True)
 class Theirs:
-    """Where one of our weights lies in their files.
+    """Names and layout of one of our weights in their files.
 
     heads    our queries, keys and values: three weights there, or one that stacks the three
     stacked  equal parts of ours, one after the other
@@ -51,7 +51,7 @@ class Architecture:
     rotary: Literal["none", "part", "whole"] = "whole"
     """Whether heads are rotated, and whether a part of them may be."""
     window: Literal["none", "sliding_window", "layer_types"] = "none"
-    """Which of their keys says how far queries see."""
+    """Which of their keys sets the attention window."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Their keys that repeat a key of ours."""
     aliases: Mapping[str, str] = field(default_factory=dict)

@@ -175,9 +175,9 @@ def _exported_statement(text: str, node: ast.stmt, path: str) -> str:
     """The statement as it is; imports of our formulas made relative, others checked."""
     if isinstance(node, ast.ImportFrom):
         module = "." * node.level + (node.module or "")
-        home = module.removeprefix("megatron.model.")
-        if home != module and home in EXPORTED_MODULES:
-            return text.replace(f"from {module} ", f"from .{home} ", 1)
+        name = module.removeprefix("megatron.model.")
+        if name != module and name in EXPORTED_MODULES:
+            return text.replace(f"from {module} ", f"from .{name} ", 1)
         modules = [module]
     elif isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]

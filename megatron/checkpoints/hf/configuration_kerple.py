@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from megatron.model.layer_formulas import pattern_places
+
 from .keys_kerple import DEFAULTS, NAMES
 
 
@@ -36,7 +38,7 @@ class KerpleNeoXConfig(PretrainedConfig):
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         super().__init__(**{"tie_word_embeddings": False, **tokens, **kwargs})
 
-    def of_layers(self, places: list[int]) -> list[KerpleNeoXConfig]:
+    def of_layers(self) -> list[KerpleNeoXConfig]:
         """The config as each layer has it: with the keys of its entry in layer_pattern."""
         if self.layer_pattern is None:
             return [self] * self.num_hidden_layers
@@ -49,4 +51,5 @@ class KerpleNeoXConfig(PretrainedConfig):
                 elif key != "count":
                     setattr(config, key, value)
             own.append(config)
+        places = pattern_places(self.layer_pattern, self.num_hidden_layers)
         return [own[place] for place in places]

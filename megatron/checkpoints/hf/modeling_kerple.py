@@ -32,7 +32,6 @@ from megatron.model.layer_formulas import (
     log_gates,
     norm_sizes,
     normed_heads,
-    pattern_places,
     per_head_starts,
     sharpened,
     temperatures,
@@ -67,11 +66,6 @@ from .scores_kerple import (
 def make_norm(config: KerpleNeoXConfig, shape: tuple[int, ...] | None = None) -> nn.Module:
     size = config.hidden_size if shape is None else shape
     return build_norm(config.norm, size, config.norm_eps, config.norm_bias)
-
-
-def layer_configs(config: KerpleNeoXConfig) -> list[KerpleNeoXConfig]:
-    """The config as each layer has it."""
-    return config.of_layers(pattern_places(config.layer_pattern or [{}], config.num_hidden_layers))
 
 
 def has_tables(config: KerpleNeoXConfig) -> bool:
@@ -170,8 +164,10 @@ class Attention(nn.Module):
             terms = self.terms(x, scores.keys, scores.keys_seen())
         gates, row_scale = terms.log_gates, terms.row_scale
         if self.layer_config.attention_temperature is not None:
-            heat = temperatures(scores.positions + 1, **self.layer_config.attention_temperature)
-            row_scale = heat if row_scale is None else heat * row_scale
+            temperature = temperatures(
+                scores.positions + 1, **self.layer_config.attention_temperature
+            )
+            row_scale = temperature if row_scale is None else temperature * row_scale
         if row_scale is not None:
             q = (q * row_scale[..., None]).to(q.dtype)
         if self.forget_gate is not None:
@@ -295,7 +291,7 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self.embed_positions: nn.Embedding | None = (
             nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         )
-        own = self._own = layer_configs(config)
+        own = self._own = config.of_layers()
         shared = config.kerple_share == "all"
         with_tables = {i: c for i, c in enumerate(own) if shared and has_tables(c)}
         self._kernels = kernel_groups(with_tables, POSITION_OPTIONS)

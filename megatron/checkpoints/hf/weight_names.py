@@ -38,7 +38,7 @@ class WeightNames:
         )
 
     def to_theirs(self, name: str) -> tuple[Theirs, list[str]]:
-        """Where a weight of ours lies, and its names there."""
+        """The entry of a weight of ours, and its names there."""
         for prefix, theirs in self.table.items():
             if name.startswith(prefix):
                 return theirs, [begin + name[len(prefix) :] for begin in theirs.names]
