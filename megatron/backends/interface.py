@@ -76,26 +76,16 @@ class Parts:
 class TrainingEngine(Protocol):
     """A model and its optimizer, on this rank."""
 
-    skipped_steps: int
+    module: nn.Module
+    optimizer: Optimizer
+    """The optimizer that the config names; its tensors are those of `master_spans`."""
+    scheduler: LearningRates
+    files: Files
+    device: torch.device
+    zero_stage: int
 
     @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer that the config names; its tensors are those of `master_spans`."""
-
-    @property
-    def scheduler(self) -> LearningRates: ...
-
-    @property
-    def files(self) -> Files: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def zero_stage(self) -> int: ...
+    def skipped_steps(self) -> int: ...
 
     @property
     def grad_norm(self) -> float | None:

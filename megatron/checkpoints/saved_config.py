@@ -289,8 +289,8 @@ def check_same_model(saved: NeoXArgs, given: NeoXArgs, directory: Path, native: 
     if differing:
         raise CheckpointError(
             f"{directory}: this config describes another model: {'; '.join(differing)}. Use the "
-            "config the checkpoint was trained with, or leave these keys out of --set; or give another "
-            "checkpoint (`load`)."
+            "config the checkpoint was trained with, or leave these keys out of --set; or give "
+            "another checkpoint (`load`)."
         )
 
 

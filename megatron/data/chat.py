@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.data.chunks import record_of_line
+from megatron.data.chunks import values_of_line
 from megatron.data.gpt_dataset import NO_LOSS
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
@@ -129,18 +129,14 @@ def conversations_of_line(
     line: bytes, keys: Sequence[str], where: Sequence[tuple[str, str]] = ()
 ) -> list[Messages] | None:
     """The messages of a JSON line; None if ``where`` does not select it."""
-    record = record_of_line(line, where)
-    if record is None:
-        return None
-    for key in keys:
-        messages = record.get(key)
-        if not isinstance(messages, list) or not messages:
-            state = "is not a list of messages" if key in record else "is missing"
-            raise ValueError(f'key "{key}" {state}')
+    found: list[Messages] | None = values_of_line(line, keys, where, list, "a list of messages")
+    for key, messages in zip(keys, found, strict=True) if found else ():
+        if not messages:
+            raise ValueError(f'key "{key}" is not a list of messages')
         for number, message in enumerate(messages, start=1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ValueError(f'key "{key}": message {number} has no role')
-    return [record[key] for key in keys]
+    return found
 
 
 def _token(value: Any) -> str | None:

@@ -301,6 +301,6 @@ def fetch(source: Source, directory: Path, *, progress: bool = True) -> list[Pat
     except DownloadError as error:
         raise DownloadError(
             f"{source.name}: {error}\nThe mirror no longer exists or this machine is offline. If "
-            f"you have the text, pass it: prepare_data.py --input PATH {source.name} (jsonl, jsonl.zst, "
-            f"txt, an archive, or a folder of any). `stdlib` needs no network at all."
+            f"you have the text, pass it: prepare_data.py --input PATH {source.name} (jsonl, "
+            f"jsonl.zst, txt, an archive, or a folder of any). `stdlib` needs no network at all."
         ) from error

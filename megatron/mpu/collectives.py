@@ -20,12 +20,14 @@ from megatron.neox_arguments.run_keys import ParallelArgs
 
 
 @dataclass(frozen=True)
-class TensorParallel:
-    """The ranks that hold slices of the same layer."""
-
+class _GroupOfRanks:
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
+
+
+class TensorParallel(_GroupOfRanks):
+    """The ranks that hold slices of the same layer."""
 
     def slice_of(self, total: int, what: str) -> slice:
         """This rank's share of `total` items."""
@@ -38,13 +40,8 @@ class TensorParallel:
         return slice(self.rank * share, (self.rank + 1) * share)
 
 
-@dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(_GroupOfRanks):
     """The ranks that hold parts of the same sequences, in the order of the positions."""
-
-    group: dist.ProcessGroup | None = None
-    rank: int = 0
-    size: int = 1
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of the positions, or (`dim`) of the heads; a view."""

@@ -135,7 +135,7 @@ def is_inside_checkpoint(path: str | Path) -> bool:
         above = place.parent.parent if place.parent.name == "configs" else place.parent
         if any(_is_checkpoint_folder(folder) for folder in place.parents):
             return True
-        if any(_holds_weights(folder) for folder in _folders_in(above)):
+        if any(is_weight_file(file.name) for file in above.glob("*/*")):
             return True
     return False
 
@@ -159,17 +159,3 @@ def is_weight_file(name: str) -> bool:
     return any(pattern.search(name) for pattern in patterns) or (
         name.endswith(".safetensors") or (name.startswith("pytorch_model") and name[-4:] == ".bin")
     )
-
-
-def _holds_weights(folder: Path) -> bool:
-    try:
-        return any(is_weight_file(name) for name in os.listdir(folder))  # noqa: PTH208
-    except OSError:
-        return False
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    try:
-        return [entry for entry in folder.iterdir() if entry.is_dir()]
-    except OSError:
-        return []
