@@ -289,17 +289,13 @@ def pipeline_specs(layers: Sequence[PipelineLayer | Callable[..., Any]]) -> list
             specs.append(layer)
             continue
         if layer.tied:
-            built = tied(layer.kind, forward_fn=_unchanged) if seen else tied(layer.kind)
+            built = tied(layer.kind, forward_fn=lambda _, x: x) if seen else tied(layer.kind)
             seen = True
         else:
             built = LayerSpec(layer.kind)
         built.build = partial(_make, layer)  # DeepSpeed partitions the layers by their kind
         specs.append(built)
     return specs
-
-
-def _unchanged(module: nn.Module, x: Any) -> Any:
-    return x
 
 
 def _make(layer: PipelineLayer, log: bool = False) -> nn.Module:

@@ -199,19 +199,8 @@ def values_when_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
 # computes (`same_on_resume`); to evaluate, generate and convert, those of the model
 # (`of_the_checkpoint`).
 
-SCHEDULE = frozenset(
-    {
-        *("lr_decay_rule", "lr_decay_style", "lr_decay_iters", "lr_decay_fraction"),
-        *("min_lr", "warmup", "optimizer.params.lr", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
-    }
-)
+SCHEDULE = {key for key, facts in FACTS.items() if "schedule" in facts} | {"optimizer.params.lr"}
 """May differ if the config chooses its own schedule or the checkpoint's."""
-PATHS = frozenset(
-    {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths",
-     "train_label_data_paths", "valid_label_data_paths", "test_label_data_paths", "vocab_file",
-     "merge_file"}
-)  # fmt: skip
-"""Files may move to another directory; their contents are compared by the run's manifest."""
 
 
 def check_agreement(
@@ -354,14 +343,11 @@ def _plain(key: str, value: Any) -> Any:
     if key == "pos_emb" and isinstance(value, str):
         return canonical_method(value)
     if key == "layer_pattern" and value is not None:  # counts may be written in several ways
-        return [_plain_entry(entry) for entry in value for _ in range(entry.get("count", 1))]
-    if key in PATHS and value is not None:
+        entries = (entry for entry in value for _ in range(entry.get("count", 1)))
+        return [{k: _plain(k, v) for k, v in entry.items() if k != "count"} for entry in entries]
+    if "path" in FACTS.get(key, ()) and value is not None:  # the run's manifest has their contents
         return [Path(str(item)).name for item in (value if isinstance(value, list) else [value])]
     return list(value) if isinstance(value, tuple) else value
-
-
-def _plain_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain(key, value) for key, value in entry.items() if key != "count"}
 
 
 def _short(value: Any) -> str:

@@ -121,10 +121,9 @@ class CheckpointStore:
         shutil.rmtree(self.staging, ignore_errors=True)
         for leftover in self.directory.glob(".deleted_global_step*"):
             match = TAG.fullmatch(leftover.name.removeprefix(".deleted_"))
-            if match and not self.path(int(match[1])).exists() and _is_whole(leftover):
-                leftover.rename(
-                    self.path(int(match[1]))
-                )  # killed before its successor had the name
+            whole = (leftover / CHECKSUMS).is_file() and not problems_of(leftover)
+            if match and whole and not (former := self.path(int(match[1]))).exists():
+                leftover.rename(former)  # killed before its successor had the name
                 sync_directory(self.directory)
             shutil.rmtree(leftover, ignore_errors=True)
         for leftover in self.directory.glob(".*.tmp"):
@@ -167,10 +166,6 @@ class CheckpointStore:
         if is_training_checkpoint(root) and not (root / CHECKSUMS).is_file():
             return [f"{CHECKSUMS} is missing, so that nothing in it can be proven"]
         return problems_of(root, needed)
-
-
-def _is_whole(directory: Path) -> bool:
-    return (directory / CHECKSUMS).is_file() and not problems_of(directory)
 
 
 # checksums.json: the files of a checkpoint, with their sizes and CRC-32.

@@ -42,30 +42,35 @@ class OptimizationArgs(Group):
         "linear",
         "Shape of the learning-rate decay after warmup; wsd: warmup, a stable rate, and a decay "
         "over the last lr_wsd_decay_iters steps.",
+        schedule=True,
     )
     lr_wsd_decay_iters: values.PositiveInt | None = key(
         None,
         "wsd: how many steps before lr_decay_iters the decay begins (Megatron-LM's key); null: a "
         "tenth of lr_decay_iters.",
+        schedule=True,
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
-        "linear", "wsd: shape of that decay to min_lr, by Megatron-LM's formulas."
+        "linear", "wsd: shape of that decay to min_lr, by Megatron-LM's formulas.", schedule=True
     )
     lr_decay_rule: Literal["neox", "kerple", "earlier"] = key(
         "neox",
         "Whose formulas: GPT-NeoX's (neox), or the official KERPLE fork's, which made "
         "the paper's numbers (kerple: the first step has rate 0, a cosine ends above 0). A run "
         "that began before this key existed keeps its own (earlier).",
+        schedule=True,
     )
     lr_decay_iters: values.PositiveInt | None = key(
-        None, "Step where the decay ends; null: train_iters."
+        None, "Step where the decay ends; null: train_iters.", schedule=True
     )
     lr_decay_fraction: values.Fraction | None = key(
-        None, "Share of train_iters after which the decay ends, where lr_decay_iters is not set."
+        None,
+        "Share of train_iters after which the decay ends, where lr_decay_iters is not set.",
+        schedule=True,
     )
-    min_lr: values.NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.")
+    min_lr: values.NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.", schedule=True)
     warmup: values.Fraction = key(
-        0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%)."
+        0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%).", schedule=True
     )
     override_lr_scheduler: bool = key(
         False,
