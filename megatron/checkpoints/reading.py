@@ -28,13 +28,13 @@ from megatron.checkpoints.sharding import (
     share_positions,
     strip_prefix,
 )
-from megatron.checkpoints.store import CHECKSUMS, TAG, CheckpointStore, problems_of, read_checksums
+from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, problems_of, read_checksums
 from megatron.checkpoints.universal import PARAMETERS, is_universal, read_weights
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.allowed_code import LAYER_FILE, RANK_FILE, ZERO_FILE
+from megatron.neox_arguments.allowed_code import LAYER_FILE, RANK_FILE, TAG, ZERO_FILE
 from megatron.neox_arguments.model_keys import (
     GATED_ACTIVATIONS,
     ModelArgs,

@@ -10,7 +10,6 @@ Beside it: the checksums.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,8 +18,8 @@ from typing import Any, BinaryIO
 
 from megatron.atomic_files import CHECKSUMS, TEMPORARY, read_json, sync_directory, write_text
 from megatron.errors import CheckpointError
+from megatron.neox_arguments.allowed_code import TAG
 
-TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
 MAX_LATEST = 4096
 
 

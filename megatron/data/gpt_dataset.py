@@ -163,11 +163,7 @@ class GPTDataset:
 
         def check(arrays: Arrays) -> str | None:
             """Why a stored index cannot be this one; None if every place it names exists."""
-            if arrays.keys() != set(INDEX_ARRAYS):
-                return "it holds other arrays"
             documents, ends, order = (arrays[key] for key in INDEX_ARRAYS)
-            if not len(documents) == len(ends) == (last - first) * epochs or len(order) != samples:
-                return "its arrays have other lengths"
             if documents.min() < first or documents.max() >= last:
                 return "it names documents that are not there"
             if ends[0] < 0 or (np.diff(ends) < 0).any() or int(ends[-1]) != total_tokens:
@@ -176,6 +172,7 @@ class GPTDataset:
                 return "it names samples that are not there"
             return None
 
+        count = (last - first) * epochs
         arrays = cached_arrays(
             {
                 "format": INDEX_FORMAT,
@@ -188,6 +185,7 @@ class GPTDataset:
             lambda: build_sample_index(sizes, first, last, length, epochs, seed),
             directory=directory,
             name=f"{self.tokens.prefix.name}_{self.name}",
+            lengths={"documents": count, "ends": count, "order": samples},
             check=check,
         )
         self._documents, self._ends, order = (arrays[key] for key in INDEX_ARRAYS)

@@ -21,6 +21,8 @@ from megatron.atomic_files import CHECKSUMS, read_json
 from megatron.errors import ConfigError, KerpleError
 from megatron.neox_arguments.layer_pattern import positions_named
 
+TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
+"""The name of a step's checkpoint."""
 # Names of a checkpoint's files, by which `checkpoints.reading` finds weights and this module tells
 # that a folder is a checkpoint. At most five digits: a name must not stand for a billion others.
 LAYER_FILE = re.compile(r"^layer_(\d{1,5})-model_(\d{1,5})-model_states\.pt$")

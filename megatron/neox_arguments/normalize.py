@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments.declared_keys import KNOWN_KEYS, NESTED_BLOCKS
+from megatron.neox_arguments.optimization_keys import PRECISION_NAMES
 
 ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",
@@ -202,10 +203,6 @@ def _foreign_problems(foreign: list[tuple[str, Any]], source: str) -> list[str]:
 
 # One layer (a file, a --set) in canonical keys and values.
 
-_PRECISION_NAMES = {
-    "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
-    "float32": "fp32", "fp32": "fp32",
-}  # fmt: skip
 _OF_LOSS_SCALING = (
     "bf16", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis",
     "min_loss_scale",
@@ -257,7 +254,7 @@ def _normalize_value(key: str, value: Any, source: str) -> Any:
     if key == "layer_pattern" and isinstance(value, list):
         return [underscore_keys(entry) if isinstance(entry, dict) else entry for entry in value]
     if key == "precision" and isinstance(value, str):
-        return _PRECISION_NAMES.get(value.lower(), value)
+        return PRECISION_NAMES.get(value.lower(), value)
     if key == "pos_emb" and value is None:
         raise ConfigError(f"{source}: pos_emb = null is ambiguous; write `none` for no positions.")
     if key == "split" and isinstance(value, list):
@@ -284,7 +281,7 @@ def _move_bfloat16_block(values: dict[str, Any], source: str) -> None:
         return
     block.pop("fp16", None)
     kind = block.pop("type", None)
-    name = _PRECISION_NAMES.get(str(kind).lower())
+    name = PRECISION_NAMES.get(str(kind).lower())
     if kind is None or name == "fp16":
         return
     if name != "bf16":

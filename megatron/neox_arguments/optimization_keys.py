@@ -19,6 +19,11 @@ from megatron.neox_arguments.run_keys import ParallelArgs
 from megatron.neox_arguments.values import Group, key
 
 Precision = Literal["fp32", "bf16", "fp16"]
+PRECISION_NAMES: dict[str, str] = {
+    "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
+    "float32": "fp32", "fp32": "fp32",
+}  # fmt: skip
+"""Names of precisions in YAML files -> ours."""
 
 
 class OptimizationArgs(Group):
@@ -199,7 +204,7 @@ class OptimizationArgs(Group):
         """What gradients are added up in: fp32 also under bf16, whose sums lose small parts."""
         usual = "fp16" if self.precision == "fp16" else "fp32"
         chosen = str((self.data_types or {}).get("grad_accum_dtype") or usual)
-        return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(chosen, chosen)
+        return PRECISION_NAMES.get(chosen, chosen)
 
     @property
     def decay_iters(self) -> int:
