@@ -227,7 +227,7 @@ def _checkpoint_engine(files: Files) -> Any:
 
 
 def _keep_gradients_of_the_loss(optimizer: Any) -> None:
-    """Let bf16's fp32 sums see the head's gradient in a pipeline, where the loss applies the head.
+    """Add the head's gradient to bf16's fp32 sums in a pipeline, where the loss applies the head.
 
     DeepSpeed's optimizer clears the bf16 gradients when the backward pass reaches the model's
     output, and the head's is complete by then. Clear them once they have been added up instead.

@@ -175,8 +175,8 @@ def _load_whole(
     rows = None  # padded vocabulary under this layout; None keeps all rows of the checkpoint
     if "vocab_size" in progress:
         divisor, parallel = args.model.make_vocab_size_divisible_by, args.parallel
-        words = int(progress["vocab_size"])
-        rows = padded_vocab_size(words, divisor, parallel.model_parallel_size)
+        tokens = int(progress["vocab_size"])
+        rows = padded_vocab_size(tokens, divisor, parallel.model_parallel_size)
     states: dict[nn.Parameter, States] = {}
     neox = read_neox_states(directory, args) if of_neox else None
     block = args.optimization.optimizer
@@ -255,6 +255,6 @@ def _share(
         if dim is not None:
             whole[dim] *= tp.size
         value = value.view(whole) if value.numel() == torch.Size(whole).numel() else value
-    if rows is not None and sharding.facts(name).words:
+    if rows is not None and sharding.facts(name).vocabulary:
         value = with_rows(value, rows)
     return sharding.split(name, value, tp.rank, tp.size)

@@ -34,7 +34,7 @@ RESOLVED = "resolved.yml"
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether a saved config was written by this code; rope_scaling may be by another hand."""
+    """Whether a saved config was written by this code; other programs write rope_scaling too."""
     return not (KEYS_OF_OURS - {"rope_scaling"}).isdisjoint(config)
 
 

@@ -146,7 +146,7 @@ def _is_checkpoint_folder(folder: Path) -> bool:
     try:
         names = os.listdir(folder)  # noqa: PTH208
     except OSError:
-        return True  # a folder that cannot be looked into is not known to be the user's
+        return True  # a folder that cannot be listed is not known to be the user's
     return (
         folder.name.startswith("global_step")
         or not _MARKS.isdisjoint(names)

@@ -115,7 +115,7 @@ def standalone_source(cls: type[PositionalEmbedding], pos_emb: str) -> str:
     text = Path(path).read_text(encoding="utf-8")
     tree = ast.parse(text)
     needed = _needed(tree, cls, pos_emb)
-    # A class's segment begins after its decorators: `@register(...)` stays behind, the export
+    # A class's segment begins after its decorators: `@register(...)` is not copied, the export
     # registers by the name in its config.
     parts = [
         _exported_statement(ast.get_source_segment(text, node) or "", node, path) for node in needed
