@@ -73,7 +73,8 @@ def optimizer_states(files: CheckpointFiles, mp_rank: int) -> Iterator[tuple[Pat
     if not rank or (isinstance(expected, int) and expected != rank):
         raise CheckpointError(
             f"{files.directory}: {rank} of {expected or 'the'} optimizer files of model-parallel "
-            f"rank {mp_rank} are there; copy all *_optim_states.pt files"
+            f"rank {mp_rank} are there (ZeRO stage 3 keeps the weights in them); copy all "
+            "*_optim_states.pt files"
         )
 
 
