@@ -240,13 +240,10 @@ def preprocess(
     dtype = best_dtype(tokenizer.vocab_size)
     encoder = Encoder(tokenizer, options, dtype)
     with ExitStack() as stack:
+        prefixes = output_prefixes(output_prefix, list(encoder.columns))
         writers = [
             stack.enter_context(IndexedDatasetWriter(prefix, kind))
-            for prefix, kind in zip(
-                output_prefixes(output_prefix, list(encoder.columns)),
-                encoder.columns.values(),
-                strict=True,
-            )
+            for prefix, kind in zip(prefixes, encoder.columns.values(), strict=True)
         ]
         outcome = _tokenize(files, encoder, options, writers)
         if not writers[0].num_sequences:

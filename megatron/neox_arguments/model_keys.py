@@ -481,6 +481,12 @@ class ModelArgs(Group):
         return values
 
     @property
+    def methods(self) -> list[str]:
+        """pos_emb, or that of each entry of layer_pattern."""
+        named = positions_named({"layer_pattern": self.layer_pattern}) or [None]
+        return [name or self.pos_emb for name in named]
+
+    @property
     def engine_in_effect(self) -> str:
         """The engine for training: GPT-NeoX's key for its fused softmax chooses `naive`."""
         if self.attention_engine != "auto" or not self.scaled_upper_triang_masked_softmax_fusion:

@@ -11,11 +11,7 @@ from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
 from megatron.neox_arguments.declared_keys import KNOWN_KEYS, nested_model
 from megatron.neox_arguments.deepspeed_config import optimizer_family
-from megatron.neox_arguments.layer_pattern import (
-    check_layer_pattern,
-    knows_positions,
-    positions_named,
-)
+from megatron.neox_arguments.layer_pattern import check_layer_pattern, knows_positions
 from megatron.neox_arguments.model_keys import LAYER_KEYS, intermediate_size_for
 from megatron.neox_arguments.normalize import unknown_key
 from megatron.neox_arguments.values import Group, declared
@@ -77,6 +73,14 @@ def _divisors_near(number: int, wanted: int) -> int:
     return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)
 
 
+def _check_divides(key: str, size: int, what: str, total: int, otherwise: str = "") -> None:
+    if total % size:
+        raise ConfigError(
+            f"{key} = {size} does not divide {what} = {total}. "
+            f"Use {key} {_divisors_near(total, size)}{otherwise}."
+        )
+
+
 def _check_heads(model: ModelArgs, mp: int) -> None:
     hidden, heads = model.hidden_size, model.num_attention_heads
     if hidden % heads and model.kv_channels is None:
@@ -85,11 +89,7 @@ def _check_heads(model: ModelArgs, mp: int) -> None:
             f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}. "
             f"Use hidden_size {up}, another number of heads, or kv_channels for their width."
         )
-    if heads % mp:
-        raise ConfigError(
-            f"model_parallel_size = {mp} does not divide num_attention_heads = {heads}. "
-            f"Use model_parallel_size {_divisors_near(heads, mp)} or more heads."
-        )
+    _check_divides("model_parallel_size", mp, "num_attention_heads", heads, " or more heads")
     _check_grouped_heads(model, mp)
     _check_norms(model)
     if model.ffn_size % mp:
@@ -101,16 +101,9 @@ def _check_heads(model: ModelArgs, mp: int) -> None:
 
 def _check_grouped_heads(model: ModelArgs, mp: int) -> None:
     heads, groups = model.num_attention_heads, model.num_kv_heads
-    if groups is not None and heads % groups:
-        raise ConfigError(
-            f"num_kv_heads = {groups} does not divide num_attention_heads = {heads}. "
-            f"Use num_kv_heads {_divisors_near(heads, groups)}."
-        )
-    if groups is not None and groups % mp:
-        raise ConfigError(
-            f"model_parallel_size = {mp} does not divide num_kv_heads = {groups}. "
-            f"Use model_parallel_size {_divisors_near(groups, mp)} or more num_kv_heads."
-        )
+    if groups is not None:
+        _check_divides("num_kv_heads", groups, "num_attention_heads", heads)
+        _check_divides("model_parallel_size", mp, "num_kv_heads", groups, " or more num_kv_heads")
     over_all_heads = {
         "use_qk_layernorm = true": model.use_qk_layernorm,
         "qk_norm = all_heads": model.qk_norm == "all_heads",
@@ -185,8 +178,7 @@ def _check_rotary_beside(model: ModelArgs) -> None:
             f"rotary_fade_iters = {model.rotary_fade_iters} with rotary_angles = "
             f"{model.rotary_angles}: the angles fall from 1. Remove rotary_angles."
         )
-    named = positions_named({"layer_pattern": model.layer_pattern}) or [None]
-    methods = [name or model.pos_emb for name in named]
+    methods = model.methods
     if all(map(knows_positions, methods)):
         raise ConfigError(
             f"{key} with pos_emb = {methods[0]}, which has positions of its own: rotary can stand "
@@ -423,8 +415,7 @@ def _check_blends(data: DataArgs) -> None:
 def _check_randomized(most: int, args: NeoXArgs) -> None:
     """Positions are drawn for methods that know a token's own position, and for whole sequences."""
     model, key = args.model, f"randomized_positions = {most}"
-    named = positions_named({"layer_pattern": model.layer_pattern}) or [None]
-    methods = {canonical_method(name or model.pos_emb) for name in named}
+    methods = {canonical_method(name) for name in model.methods}
     wrong = sorted(name for name in methods - {"none"} if not knows_positions(name))
     if wrong or methods == {"none"}:
         raise ConfigError(
