@@ -5,12 +5,9 @@ Every exported model contains this file: it needs transformers and the files bes
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
-
-from megatron.model.layer_formulas import pattern_places
 
 from .keys_kerple import DEFAULTS, NAMES
 
@@ -37,19 +34,3 @@ class KerpleNeoXConfig(PretrainedConfig):
             setattr(self, key, value)
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         super().__init__(**{"tie_word_embeddings": False, **tokens, **kwargs})
-
-    def of_layers(self) -> list[KerpleNeoXConfig]:
-        """The config as each layer has it: with the keys of its entry in layer_pattern."""
-        if self.layer_pattern is None:
-            return [self] * self.num_hidden_layers
-        own = []
-        for entry in self.layer_pattern:
-            config = copy(self)
-            for key, value in entry.items():
-                if key == "sliding_window_width":  # without the query itself
-                    config.attention_window = None if value is None else value + 1
-                elif key != "count":
-                    setattr(config, key, value)
-            own.append(config)
-        places = pattern_places(self.layer_pattern, self.num_hidden_layers)
-        return [own[place] for place in places]

@@ -8,6 +8,7 @@ Shape suffixes: B batch, H heads, Q queries, K keys, D head dimension.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron.model.layer_formulas import (
     log_gates,
     norm_sizes,
     normed_heads,
+    pattern_places,
     per_head_starts,
     sharpened,
     temperatures,
@@ -66,6 +68,22 @@ from .scores_kerple import (
 def make_norm(config: KerpleNeoXConfig, shape: tuple[int, ...] | None = None) -> nn.Module:
     size = config.hidden_size if shape is None else shape
     return build_norm(config.norm, size, config.norm_eps, config.norm_bias)
+
+
+def layer_configs(config: KerpleNeoXConfig) -> list[KerpleNeoXConfig]:
+    """The config as each layer has it: with the keys of its entry in layer_pattern."""
+    if config.layer_pattern is None:
+        return [config] * config.num_hidden_layers
+    configs = []
+    for entry in config.layer_pattern:
+        own = copy(config)
+        for key, value in entry.items():
+            if key == "sliding_window_width":  # without the query itself
+                own.attention_window = None if value is None else value + 1
+            elif key != "count":
+                setattr(own, key, value)
+        configs.append(own)
+    return [configs[i] for i in pattern_places(config.layer_pattern, config.num_hidden_layers)]
 
 
 def has_tables(config: KerpleNeoXConfig) -> bool:
@@ -291,7 +309,7 @@ class KerpleNeoXModel(KerpleNeoXPreTrainedModel):
         self.embed_positions: nn.Embedding | None = (
             nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         )
-        own = self._own = config.of_layers()
+        own = self._own = layer_configs(config)
         shared = config.kerple_share == "all"
         with_tables = {i: c for i, c in enumerate(own) if shared and has_tables(c)}
         self._kernels = kernel_groups(with_tables, POSITION_OPTIONS)
