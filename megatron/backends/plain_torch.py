@@ -63,12 +63,7 @@ class TorchEngine:
 
     def evaluate(self, batches: Iterator[MicroBatch], count: int) -> Tensor:
         self.module.eval()
-        micro_batches = count * self._parts.accumulation
-        total = torch.zeros((), device=self.device)
-        with torch.no_grad():
-            for _ in range(micro_batches):
-                total += self._parts.loss(self.module, next(batches)).float()
-        return total / micro_batches
+        return self._parts.mean_loss(self.module, batches, count)
 
     def copy_to_master(self, parameter: nn.Parameter) -> None:
         """The optimizer steps the weights themselves."""

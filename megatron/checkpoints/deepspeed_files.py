@@ -5,8 +5,9 @@ Nothing here imports DeepSpeed: its files are read as data.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -52,21 +53,29 @@ def _shapes(files: CheckpointFiles, mp_rank: int) -> dict[str, torch.Size]:
 def _flat_pieces(files: CheckpointFiles, mp_rank: int) -> list[Tensor]:
     """Each data-parallel rank's vector, its parameter groups one after the other."""
     pieces: list[Tensor] = []
-    count = None
-    while path := files.zero_optimizer_files.get((len(pieces), mp_rank)):
-        optimizer = load_mapping(path).get("optimizer_state_dict") or {}
+    for path, optimizer in optimizer_states(files, mp_rank):
         flat = optimizer.get("fp32_flat_groups")
         if flat is None:
             raise CheckpointError(f"{path}: holds no fp32_flat_groups of ZeRO stage 3")
-        count = optimizer.get("partition_count", count)
         pieces.append(torch.cat([group.flatten() for group in flat]))
-    if not pieces or (isinstance(count, int) and count != len(pieces)):
-        raise CheckpointError(
-            f"{files.directory}: a ZeRO stage 3 checkpoint keeps its weights in the optimizer "
-            f"files, and {len(pieces)} of {count or 'them'} are there for model-parallel rank "
-            f"{mp_rank}; copy all zero_pp_rank_*_optim_states.pt files"
-        )
     return pieces
+
+
+def optimizer_states(files: CheckpointFiles, mp_rank: int) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """ZeRO's optimizer states of each data-parallel rank; after the last, an error if some miss."""
+    rank, count = 0, None
+    while path := files.zero_optimizer_files.get((rank, mp_rank)):
+        states = load_mapping(path).get("optimizer_state_dict") or {}
+        count = states.get("partition_count", count)
+        rank += 1
+        yield path, states
+    expected = count[0] if isinstance(count, list) and count else count
+    if not rank or (isinstance(expected, int) and expected != rank):
+        raise CheckpointError(
+            f"{files.directory}: {rank} of {expected or 'the'} optimizer files of model-parallel "
+            f"rank {mp_rank} are there (ZeRO stage 3 keeps the weights in them); copy all "
+            "*_optim_states.pt files"
+        )
 
 
 def _join(shapes: dict[str, torch.Size], pieces: list[Tensor], source: Path) -> dict[str, Tensor]:

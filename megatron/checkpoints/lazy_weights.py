@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights by name, each made anew when it is asked for.
+    """Weights by name, each made anew when it is read.
 
     `outlines` are tensors on device meta: shapes and precisions are known before.
     """
@@ -37,7 +37,7 @@ def outlines(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def changed(weights: Mapping[str, Tensor], change: Callable[[str, Tensor], Tensor]) -> LazyWeights:
-    """The weights after `change(name, weight)`, which is made when they are asked for."""
+    """The weights after `change(name, weight)`, which is made when they are read."""
     shapes = {name: change(name, outline) for name, outline in outlines(weights).items()}
     return LazyWeights(shapes, lambda name: change(name, weights[name]))
 
@@ -65,11 +65,11 @@ def by_layer(
 
 
 def replaced(
-    weights: Mapping[str, Tensor], new: Mapping[str, Tensor], gone: Collection[str] = ()
+    weights: Mapping[str, Tensor], new: Mapping[str, Tensor], dropped: Collection[str] = ()
 ) -> Mapping[str, Tensor]:
-    """The weights with some others in their places, and without those that are `gone`."""
-    if not new and not gone:
+    """The weights with some others in their places, and without those that are `dropped`."""
+    if not new and not dropped:
         return weights
-    shapes = {name: each for name, each in outlines(weights).items() if name not in gone}
+    shapes = {name: each for name, each in outlines(weights).items() if name not in dropped}
     shapes |= outlines(new)
     return LazyWeights(shapes, lambda name: new[name] if name in new else weights[name])

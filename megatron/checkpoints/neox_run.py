@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.backends.interface import STEP, WEIGHT, States
+from megatron.checkpoints.deepspeed_files import optimizer_states
 from megatron.checkpoints.reading import CheckpointFiles, find_files, read_shards
 from megatron.checkpoints.safe_files import load_mapping
 from megatron.checkpoints.saved_config import is_ours, resolved_config
@@ -96,9 +97,8 @@ def _whole(shards: list[dict[str, Tensor]], args: NeoXArgs) -> dict[str, Tensor]
 def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tuple[Columns, Tensor]:
     """The parts of all data-parallel ranks, joined and cut into parameters."""
     parts: list[dict[str, list[Tensor]]] = []
-    step, count = torch.tensor(0.0), None
-    while path := files.zero_optimizer_files.get((len(parts), rank)):
-        content = load_mapping(path).get("optimizer_state_dict") or {}
+    step = torch.tensor(0.0)
+    for path, content in optimizer_states(files, rank):
         masters, base = content.get("single_partition_of_fp32_groups"), _base(content, path)
         if not isinstance(masters, list) or len(masters) != len(base):
             raise CheckpointError(f"{path}: holds no fp32 groups of ZeRO stage 1 or 2 with Adam")
@@ -106,13 +106,6 @@ def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tup
             {WEIGHT: masters} | {key: [_moment(s, key, path) for s in base] for key in MOMENTS}
         )
         step = torch.as_tensor(base[0].get(STEP, 0), dtype=torch.float32)
-        count = content.get("partition_count", count)
-    expected = count[0] if isinstance(count, list) and count else count
-    if not parts or (isinstance(expected, int) and expected != len(parts)):
-        raise CheckpointError(
-            f"{files.directory}: {len(parts)} of {expected or 'the'} optimizer files of "
-            f"model-parallel rank {rank} are there; copy all *_optim_states.pt files"
-        )
     zero = (state.get("ds_config") or {}).get("zero_optimization") or {}
     if zero.get("round_robin_gradients") and len(parts) > 1:
         raise CheckpointError(

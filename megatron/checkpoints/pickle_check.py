@@ -22,6 +22,7 @@ ITEM_BYTES = {
     "torch.BFloat16Storage": 2, "torch.IntStorage": 4, "torch.FloatStorage": 4,
     "torch.LongStorage": 8, "torch.DoubleStorage": 8,
 }  # fmt: skip
+"""Types of storages -> bytes of a number."""
 NEVER_CALLED = frozenset(
     {"torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray", *ITEM_BYTES}
 )

@@ -111,11 +111,11 @@ def place_weights(
 
 def _misfits(checkpoint: Checkpoint, spec: ModelSpec, problems: list[str]) -> str:
     found = differences(dict(checkpoint.spec), dict(spec), of_the_checkpoint)
-    told = [describe_difference(key, *both) for key, both in found.items()]
+    differing = [describe_difference(key, *both) for key, both in found.items()]
     rows = checkpoint.padded_vocab_size, spec.padded_vocab_size
     if rows[0] != rows[1]:
-        told.append(describe_difference("padded_vocab_size", *rows))
-    hint = f" The configs differ: {'; '.join(told)}." if told else ""
+        differing.append(describe_difference("padded_vocab_size", *rows))
+    hint = f" The configs differ: {'; '.join(differing)}." if differing else ""
     return (
         f"{checkpoint.files.directory}: {len(problems)} weights do not fit the model.{hint}\n"
         + "\n".join(problems)
@@ -128,14 +128,14 @@ def _adapted(
     weights = with_constraint(checkpoint.weights, checkpoint.spec, spec.kerple_constraint)
     if spec.kerple_share == "per_layer" and checkpoint.spec.kerple_share == "all":
         copies: dict[str, Tensor] = {}
-        gone: list[str] = []
+        dropped: list[str] = []
         for prefix, _, layers in outline_of(checkpoint.spec).kernels():
             for name in [name for name in weights if name.startswith(prefix)]:
-                gone.append(name)
+                dropped.append(name)
                 shared, parameter = weights[name], name.removeprefix(prefix)
                 for layer in layers:
                     copies[f"{FIRST_LAYER + layer}.positions.{parameter}"] = shared
-        weights = replaced(weights, copies, gone)
+        weights = replaced(weights, copies, dropped)
     if vocab_size is None:
         return weights
     return replaced(weights, _other_vocabulary(weights, spec, vocab_size))

@@ -28,13 +28,13 @@ from megatron.checkpoints.sharding import (
     share_positions,
     strip_prefix,
 )
-from megatron.checkpoints.store import CHECKSUMS, TAG, CheckpointStore, problems_of, read_checksums
+from megatron.checkpoints.store import CHECKSUMS, CheckpointStore, problems_of, read_checksums
 from megatron.checkpoints.universal import PARAMETERS, is_universal, read_weights
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.model.layer_list import FIRST_LAYER
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.allowed_code import LAYER_FILE, RANK_FILE, ZERO_FILE
+from megatron.neox_arguments.allowed_code import LAYER_FILE, RANK_FILE, TAG, ZERO_FILE
 from megatron.neox_arguments.model_keys import (
     GATED_ACTIVATIONS,
     ModelArgs,
@@ -154,12 +154,12 @@ def find_files(path: str | Path, iteration: int | None = None) -> CheckpointFile
 
 def _check_no_file_is_missing(directory: Path) -> None:
     listed = read_checksums(directory) or {}
-    gone = [name for name in listed if not (directory / name).is_file()]
-    if gone:
-        more = f" and {len(gone) - 3} more" if len(gone) > 3 else ""
+    missing = [name for name in listed if not (directory / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(
-            f"{directory} is damaged: {', '.join(gone[:3])}{more} missing. Copy it again, or take "
-            "another step (--iteration N)."
+            f"{directory} is damaged: {', '.join(missing[:3])}{more} missing. Copy it again, or "
+            "take another step (--iteration N)."
         )
 
 
@@ -171,7 +171,7 @@ def open_files(path: str | Path, iteration: int | None = None) -> CheckpointFile
     files = find_files(path, iteration)
     step = files.step_in_name
     if step is not None:
-        proven = CheckpointStore(files.directory.parent).verify(step, files.to_verify())
+        verified = CheckpointStore(files.directory.parent).verify(step, files.to_verify())
     else:
         problems = problems_of(files.directory, files.to_verify())
         if problems:
@@ -179,8 +179,8 @@ def open_files(path: str | Path, iteration: int | None = None) -> CheckpointFile
                 f"{files.directory} is damaged: {'; '.join(problems)}. Convert or copy it again; "
                 f"if you changed it yourself, delete {CHECKSUMS}."
             )
-        proven = (files.directory / CHECKSUMS).is_file()
-    if not proven:
+        verified = (files.directory / CHECKSUMS).is_file()
+    if not verified:
         warnings.warn(
             f"{files.directory}: unverified, because it has no {CHECKSUMS} (another program's, or "
             "a conversion by an older version)",

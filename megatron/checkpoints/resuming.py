@@ -67,7 +67,7 @@ def resume(
     parallel: ParallelState,
 ) -> Resumed:
     """Load weights, optimizer, schedule and random states; returns the training progress."""
-    _verify_together(store, step)
+    _verify_on_all_ranks(store, step)
     options = args.checkpoint
     progress = _load(engine, store, args, step, parallel)
     if options.finetune:
@@ -138,7 +138,7 @@ def _other_optimizer(directory: Path, then: str, now: str) -> CheckpointError:
     )
 
 
-def _verify_together(store: CheckpointStore, step: int) -> None:
+def _verify_on_all_ranks(store: CheckpointStore, step: int) -> None:
     """Rank 0 verifies the checksums; damage is raised on every rank."""
     ranks, problem = Ranks.current(), ""
     if ranks.is_main:
@@ -166,7 +166,7 @@ def _load_whole(
     """Set this rank's weights and optimizer from whole tensors; returns the training progress.
 
     `directory` is a universal checkpoint, GPT-NeoX's or, without its optimizer, one of ZeRO 3:
-    DeepSpeed takes those weights from the newest checkpoint, whichever was asked for, and executes
+    DeepSpeed takes those weights from the newest checkpoint, whichever was named, and executes
     what it reads.
     """
     of_neox = is_neox_run(directory)
@@ -175,8 +175,8 @@ def _load_whole(
     rows = None  # padded vocabulary under this layout; None keeps all rows of the checkpoint
     if "vocab_size" in progress:
         divisor, parallel = args.model.make_vocab_size_divisible_by, args.parallel
-        words = int(progress["vocab_size"])
-        rows = padded_vocab_size(words, divisor, parallel.model_parallel_size)
+        tokens = int(progress["vocab_size"])
+        rows = padded_vocab_size(tokens, divisor, parallel.model_parallel_size)
     states: dict[nn.Parameter, States] = {}
     neox = read_neox_states(directory, args) if of_neox else None
     block = args.optimization.optimizer
@@ -251,10 +251,10 @@ def _share(
     if value.dim() == 0:
         return value
     if value.dim() == 1 and len(shape) > 1:  # DeepSpeed's converter flattens what ZeRO 3 saved
-        whole, dim = list(shape), sharding.dim(name)
+        whole, dim = list(shape), sharding.facts(name).split
         if dim is not None:
             whole[dim] *= tp.size
         value = value.view(whole) if value.numel() == torch.Size(whole).numel() else value
-    if rows is not None and sharding.has_vocabulary_rows(name):
+    if rows is not None and sharding.facts(name).vocabulary:
         value = with_rows(value, rows)
     return sharding.split(name, value, tp.rank, tp.size)

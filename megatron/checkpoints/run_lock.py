@@ -32,7 +32,7 @@ _held: dict[Path, FileLock] = {}
 def lock_directory(directory: Path) -> None:
     """Lock `directory` for this process until it ends; an error if another process holds it.
 
-    The kernel releases the lock of a process that is gone, killed or not.
+    The kernel releases the lock of a process that has ended, killed or not.
     """
     place = directory.resolve()
     if place in _held:

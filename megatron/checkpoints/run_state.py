@@ -1,6 +1,6 @@
 """Files beside DeepSpeed's in a run's checkpoint, written by `saving` and read by `resuming`.
 
-configs/             the user's YAML files, and what they came to
+configs/             the user's YAML files, and the resolved config
 layout.json          the parallel layout: DeepSpeed's shards fit no other
 rng_rank_00000.pt    every rank's random states, as plain data
 """
@@ -30,7 +30,7 @@ LAYOUT = "layout.json"
 
 
 def write_configs(directory: Path, args: NeoXArgs) -> None:
-    """The user's files as they are, and what they came to."""
+    """The user's files as they are, and the resolved config."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in args.sources.items():
         write_text(directory / Path(name).name, text)

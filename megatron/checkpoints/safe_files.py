@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from megatron.backends.deepspeed_processes import state_classes
-from megatron.checkpoints.pickle_check import RefusedPickleError, check_calls
+from megatron.checkpoints.pickle_check import ITEM_BYTES, RefusedPickleError, check_calls
 from megatron.checkpoints.store import ChecksummedFile, Sums
 from megatron.errors import CheckpointError
 
@@ -36,10 +36,7 @@ TORCH_NAMES = frozenset(
         "collections.OrderedDict", "_codecs.encode", "torch.Size", "torch.device", "torch.Tensor",
         "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter",
         "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
-        "torch.storage.UntypedStorage", "torch.serialization._get_layout",
-        "torch.FloatStorage", "torch.DoubleStorage", "torch.HalfStorage", "torch.BFloat16Storage",
-        "torch.LongStorage", "torch.IntStorage", "torch.ShortStorage", "torch.CharStorage",
-        "torch.ByteStorage", "torch.BoolStorage",
+        "torch.serialization._get_layout", *ITEM_BYTES,
         "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16", "torch.int64",
         "torch.int32", "torch.int16", "torch.int8", "torch.uint8", "torch.bool",
     }
@@ -268,8 +265,8 @@ class TrainingFiles:
     """What an engine uses for every file of a training.
 
     It executes nothing it reads, syncs and sums what it writes. A write that fails (a full disk)
-    is remembered instead of raised: DeepSpeed's ranks meet in barriers between their files, and a
-    rank that left would keep the others waiting.
+    is raised in `finish` only: DeepSpeed's ranks wait in barriers between their files, and would
+    wait for a rank that has left.
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ RESOLVED = "resolved.yml"
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether a saved config was written by this code; rope_scaling may be by another hand."""
+    """Whether a saved config was written by this code; other programs write rope_scaling too."""
     return not (KEYS_OF_OURS - {"rope_scaling"}).isdisjoint(config)
 
 
@@ -129,7 +129,7 @@ def config_to_resume(args: NeoXArgs, checkpoint: Path) -> NeoXArgs:
     if args.optimization.override_lr_scheduler or args.checkpoint.finetune:
         changes.pop("lr_decay_rule", None)
     now = args.to_dict()
-    changes = {  # a value that was changed since is what it says
+    changes = {  # a value that was changed since stays
         key: value
         for key, value in changes.items()
         if key == "lr_decay_rule" or _without_momentum(now.get(key)) == saved.get(key)
@@ -146,7 +146,7 @@ def _without_momentum(value: Any) -> Any:
 
 
 def tokenizer_of(settings: TokenizerArgs, source: Path) -> Any:
-    """The tokenizer that a checkpoint's config names; its files may lie beside the checkpoint."""
+    """The tokenizer that a checkpoint's config names; its files may be beside the checkpoint."""
     from megatron.tokenizer import build_tokenizer
 
     files = {
@@ -195,23 +195,12 @@ def values_when_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 # One comparison of a given config with a checkpoint's own, key by key, before anything is loaded.
 #
-# Which keys must be equal is asked of their declarations: to resume, all that decide what a run
+# Which keys must be equal is in their declarations: to resume, all that decide what a run
 # computes (`same_on_resume`); to evaluate, generate and convert, those of the model
 # (`of_the_checkpoint`).
 
-SCHEDULE = frozenset(
-    {
-        *("lr_decay_rule", "lr_decay_style", "lr_decay_iters", "lr_decay_fraction"),
-        *("min_lr", "warmup", "optimizer.params.lr", "lr_wsd_decay_iters", "lr_wsd_decay_style"),
-    }
-)
+SCHEDULE = {key for key, facts in FACTS.items() if "schedule" in facts} | {"optimizer.params.lr"}
 """May differ if the config chooses its own schedule or the checkpoint's."""
-PATHS = frozenset(
-    {"data_path", "train_data_paths", "valid_data_paths", "test_data_paths",
-     "train_label_data_paths", "valid_label_data_paths", "test_label_data_paths", "vocab_file",
-     "merge_file"}
-)  # fmt: skip
-"""Files may move to another directory; their contents are compared by the run's manifest."""
 
 
 def check_agreement(
@@ -233,17 +222,17 @@ def check_agreement(
         found = {key: both for key, both in found.items() if key not in SCHEDULE}
     if saved_batch_size and batch_size and saved_batch_size != batch_size:
         found["train_batch_size"] = (saved_batch_size, batch_size)
-    told = {key: describe_difference(key, *both) for key, both in found.items()}
+    differing = {key: describe_difference(key, *both) for key, both in found.items()}
     allowed = set(args.checkpoint.allow_changed or ())
     refused = [key for key in found if allowed.isdisjoint({key, key.partition(".")[0]})]
     if refused:
         raise CheckpointError(
             f"{directory}: this config is not the one it was trained with: "
-            f"{'; '.join(told[key] for key in refused)}. Set it back; or start a new run with "
+            f"{'; '.join(differing[key] for key in refused)}. Set it back; or start a new run with "
             "another `save` (and `finetune: true` to begin from these weights); or, to continue "
             f"with the change, add allow_changed: [{', '.join(refused)}]."
         )
-    lines = [f"{difference}, as allow_changed says" for difference in told.values()]
+    lines = [f"{difference}, by allow_changed" for difference in differing.values()]
     before, now = saved.get("train_iters"), args.optimization.train_iters
     if isinstance(before, int) and now is not None and now != before:
         lines.append(
@@ -258,15 +247,15 @@ def check_positions(saved: ModelArgs, given: ModelArgs, source: Path) -> None:
     before, now = _methods(saved), _methods(given)
     then, here = (" + ".join(dict.fromkeys(names)) for names in (before, now))
     shares = saved.rotary_share(0), given.rotary_share(0)
-    told = ""
+    differing = ""
     if before != now and len(before) == len(now):
-        told = describe_difference("pos_emb", then, here)
-        told += ", in other layers" if then == here else ""
+        differing = describe_difference("pos_emb", then, here)
+        differing += ", in other layers" if then == here else ""
     elif shares[0] != shares[1]:
-        told = describe_difference("rotary_angles", *shares)
-    if told:
+        differing = describe_difference("rotary_angles", *shares)
+    if differing:
         raise CheckpointError(
-            f"{source}: {told}. To give the model other positions, add load_positions: fresh "
+            f"{source}: {differing}. To give the model other positions, add load_positions: fresh "
             "(docs/extend_a_rope_model.md)."
         )
 
@@ -284,13 +273,13 @@ def check_same_model(saved: NeoXArgs, given: NeoXArgs, directory: Path, native: 
     `INFERRED_FROM_WEIGHTS` are unknown before another program's weights are read.
     """
     found = differences(saved.to_dict(), given.to_dict(), of_the_checkpoint)
-    told = [describe_difference(key, *both) for key, both in found.items()
+    differing = [describe_difference(key, *both) for key, both in found.items()
             if native or key not in INFERRED_FROM_WEIGHTS]  # fmt: skip
-    if told:
+    if differing:
         raise CheckpointError(
-            f"{directory}: this config describes another model: {'; '.join(told)}. Use the config "
-            "the checkpoint was trained with, or leave these keys out of --set; or give another "
-            "checkpoint (`load`)."
+            f"{directory}: this config describes another model: {'; '.join(differing)}. Use the "
+            "config the checkpoint was trained with, or leave these keys out of --set; or give "
+            "another checkpoint (`load`)."
         )
 
 
@@ -354,14 +343,11 @@ def _plain(key: str, value: Any) -> Any:
     if key == "pos_emb" and isinstance(value, str):
         return canonical_method(value)
     if key == "layer_pattern" and value is not None:  # counts may be written in several ways
-        return [_plain_entry(entry) for entry in value for _ in range(entry.get("count", 1))]
-    if key in PATHS and value is not None:
+        entries = (entry for entry in value for _ in range(entry.get("count", 1)))
+        return [{k: _plain(k, v) for k, v in entry.items() if k != "count"} for entry in entries]
+    if "path" in FACTS.get(key, ()) and value is not None:  # the run's manifest has their contents
         return [Path(str(item)).name for item in (value if isinstance(value, list) else [value])]
     return list(value) if isinstance(value, tuple) else value
-
-
-def _plain_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _plain(key, value) for key, value in entry.items() if key != "count"}
 
 
 def _short(value: Any) -> str:

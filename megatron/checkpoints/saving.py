@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from megatron.checkpoints.universal import (
     other_names,
 )
 from megatron.errors import CheckpointError
-from megatron.mpu.collectives import ParallelState, TensorParallel
+from megatron.mpu.collectives import ParallelState, TensorParallel, gather_objects
 from megatron.neox_arguments import NeoXArgs
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def save_run(
     tag, files = tag_of(step), _files_of(engine)
     staged = store.staging / tag
 
-    def hand_over() -> None:
+    def write_files() -> None:
         engine.save(store.staging, tag, progress)
         if not args.checkpoint.no_save_rng:
             files.save(rng_state(), str(rng_file(staged)))
@@ -70,7 +70,7 @@ def save_run(
             write_layout(staged, args, data)
 
     keep = args.checkpoint.keep_last_n_checkpoints
-    return Save(files, store, step, hand_over, background=background, keep=keep)
+    return Save(files, store, step, write_files, background=background, keep=keep)
 
 
 def save_universal(
@@ -95,12 +95,12 @@ def save_universal(
         "vocab_size": vocab_size,
     }
 
-    def hand_over() -> None:
+    def write_files() -> None:
         _write_whole(engine, staged, parallel, args, progress, data)
         if _is_main():
             write_configs(staged / "configs", args)
 
-    Save(_files_of(engine), store, at.step, hand_over).complete()
+    Save(_files_of(engine), store, at.step, write_files).complete()
     if _is_main():
         write_text(store.directory / LATEST, tag_of(at.step))
     dist.barrier()
@@ -109,7 +109,7 @@ def save_universal(
 class Save:
     """One checkpoint, written by all ranks, invisible until all of them `complete` it.
 
-    Making it calls `hand_over` on every rank, which saves through `files`. With `background`
+    Making it calls `write_files` on every rank, which saves through `files`. With `background`
     (`async_save`) that takes copies, and a thread of each rank writes them while training goes on.
     `keep`: how many checkpoints to keep; older ones are deleted after this one was verified.
     """
@@ -119,7 +119,7 @@ class Save:
         files: TrainingFiles,
         store: CheckpointStore,
         step: int,
-        hand_over: Callable[[], None],
+        write_files: Callable[[], None],
         *,
         background: bool = False,
         keep: int | None = None,
@@ -134,11 +134,11 @@ class Save:
 
         def take() -> None:
             files.begin(later=background)
-            hand_over()
+            write_files()
             files.finish(self._staged)
 
-        self._together(lambda: store.prepare(step) if _is_main() else None)
-        self._together(take)
+        self._on_all_ranks(lambda: store.prepare(step) if _is_main() else None)
+        self._on_all_ranks(take)
         self._thread.start()
 
     @property
@@ -148,9 +148,9 @@ class Save:
 
     def complete(self) -> Path:
         """Wait for all ranks, then make the checkpoint visible and delete older ones."""
-        shares = self._together(self._share)
+        shares = self._on_all_ranks(self._share)
         sums = {name: entry for share in shares for name, entry in share.items()}
-        self._together(lambda: self.store.commit(self.step, sums) if _is_main() else None)
+        self._on_all_ranks(lambda: self.store.commit(self.step, sums) if _is_main() else None)
         if _is_main():  # only now that the newer one is complete and verified
             self.store.prune(self._keep)
         dist.barrier()
@@ -177,7 +177,7 @@ class Save:
             raise self._problem
         return self._sums
 
-    def _together(self, action: Callable[[], T]) -> list[T]:
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank; the results of all.
 
         If it fails on some, all raise the same error, none waits, and nothing is left.
@@ -189,8 +189,7 @@ class Save:
             result = action()
         except (OSError, RuntimeError, CheckpointError) as error:
             problem, cause = f"{type(error).__name__}: {error}", error
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, (problem, result))
+        answers = gather_objects((problem, result))
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text]
         if failed:
             if _is_main():
@@ -200,7 +199,7 @@ class Save:
                 f"({'; '.join(failed)}). Earlier checkpoints are untouched: free disk space or "
                 "choose another directory (`save` in the config), then run the same again."
             ) from cause
-        return [value for _, value in answers]
+        return [cast(T, value) for _, value in answers]
 
 
 def _is_main() -> bool:
@@ -232,7 +231,7 @@ def _write_whole(
         name = names[parameter]
         step = states.get(STEP)
         whole = {key: _joined(name, value, sharding, parallel.tp) for key, value in states.items()}
-        # A tied embedding lies on the last stage too.
+        # A tied embedding is on the last stage too.
         is_copy = name.startswith("0.") and parallel.pp_rank > 0
         if writes and not is_copy:
             folder = directory / PARAMETERS / name

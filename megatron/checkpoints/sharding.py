@@ -17,6 +17,7 @@ from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.outline import ModelOutline, outline_of, split_name
 from megatron.model.position_names import canonical_name
 from megatron.model.positional_embeddings import alibi_slopes
+from megatron.mpu.parallel_layers import ParameterFacts
 from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import ModelArgs
 
@@ -160,20 +161,12 @@ class Sharding:
         """The sharding of a model; `neox` for files of GPT-NeoX or the official KERPLE code."""
         return cls(outline_of(model), sums_parallel_biases=neox and model.gpt_j_residual)
 
-    def dim(self, name: str) -> int | None:
-        """The dimension along which a weight is sharded; None: whole on every rank."""
-        return self.outline.facts(name).split
-
-    def parts(self, name: str, shape: Sequence[int]) -> list[int]:
-        """The sizes of stacked parts that are each sharded; none for whole weights."""
-        return self.outline.facts(name).part_sizes(shape)
-
-    def has_vocabulary_rows(self, name: str) -> bool:
-        """Whether rows are token ids, with padding that depends on the model-parallel size."""
-        return self.outline.facts(name).words
+    def facts(self, name: str) -> ParameterFacts:
+        """What a weight's parameter declares."""
+        return self.outline.facts(name)
 
     def is_summed(self, name: str) -> bool:
-        return self.sums_parallel_biases and self.outline.facts(name).after_sum
+        return self.sums_parallel_biases and self.facts(name).after_sum
 
     def split(self, name: str, whole: Tensor, rank: int, size: int) -> Tensor:
         """This rank's share of a whole tensor."""
@@ -181,10 +174,10 @@ class Sharding:
             return whole
         if self.is_summed(name):
             return whole / size
-        dim = self.dim(name)
+        dim = self.facts(name).split
         if dim is None:
             return whole
-        parts = self.parts(name, whole.shape)
+        parts = self.facts(name).part_sizes(whole.shape)
         if uneven := [part for part in parts if part % size]:
             raise CheckpointError(
                 f"{name} {tuple(whole.shape)}: {uneven[0]} cannot be split over {size} "
@@ -199,10 +192,10 @@ class Sharding:
             return shards[0]
         if self.is_summed(name):
             return torch.stack([shard.float() for shard in shards]).sum(0).to(shards[0].dtype)
-        dim = self.dim(name)
+        dim = self.facts(name).split
         if dim is None:
             return _agree(shards)
-        parts = [shard.split(self.parts(name, shard.shape), dim) for shard in shards]
+        parts = [shard.split(self.facts(name).part_sizes(shard.shape), dim) for shard in shards]
         return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces], dim)
 
 

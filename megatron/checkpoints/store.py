@@ -10,7 +10,6 @@ Beside it: the checksums.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,8 +18,8 @@ from typing import Any, BinaryIO
 
 from megatron.atomic_files import CHECKSUMS, TEMPORARY, read_json, sync_directory, write_text
 from megatron.errors import CheckpointError
+from megatron.neox_arguments.allowed_code import TAG
 
-TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
 MAX_LATEST = 4096
 
 
@@ -64,7 +63,7 @@ class CheckpointStore:
         )
 
     def find(self, iteration: int | None) -> int | None:
-        """The step to load: the one asked for, else the newest; None if there is nothing yet."""
+        """The step to load: the one given, else the newest; None if there is nothing yet."""
         if iteration is None:
             return self.newest()
         if not self.path(iteration).is_dir():
@@ -102,7 +101,7 @@ class CheckpointStore:
         return final
 
     def discard(self, step: int) -> None:
-        """Forget a checkpoint that could not be written."""
+        """Delete the staged files of a checkpoint that could not be written."""
         shutil.rmtree(self.staging / tag_of(step), ignore_errors=True)
 
     def prune(self, keep: int | None) -> list[int]:
@@ -111,20 +110,19 @@ class CheckpointStore:
             return []
         newest = self.newest()
         others = [step for step in self.steps() if step != newest]
-        doomed = others[: max(len(others) + 1 - keep, 0)]
-        for step in doomed:
+        removed = others[: max(len(others) + 1 - keep, 0)]
+        for step in removed:
             shutil.rmtree(self._set_aside(step), ignore_errors=True)
-        return doomed
+        return removed
 
     def clean(self) -> None:
         """Remove what a killed run left half-written or half-deleted."""
         shutil.rmtree(self.staging, ignore_errors=True)
         for leftover in self.directory.glob(".deleted_global_step*"):
             match = TAG.fullmatch(leftover.name.removeprefix(".deleted_"))
-            if match and not self.path(int(match[1])).exists() and _is_whole(leftover):
-                leftover.rename(
-                    self.path(int(match[1]))
-                )  # killed before its successor had the name
+            whole = (leftover / CHECKSUMS).is_file() and not problems_of(leftover)
+            if match and whole and not (former := self.path(int(match[1]))).exists():
+                leftover.rename(former)  # killed before its successor had the name
                 sync_directory(self.directory)
             shutil.rmtree(leftover, ignore_errors=True)
         for leftover in self.directory.glob(".*.tmp"):
@@ -133,11 +131,11 @@ class CheckpointStore:
 
     def _set_aside(self, step: int) -> Path:
         """Rename before deleting: a deletion cut short leaves nothing like a checkpoint."""
-        trash = self.directory / f".deleted_{tag_of(step)}"
-        shutil.rmtree(trash, ignore_errors=True)
-        self.path(step).rename(trash)
+        renamed = self.directory / f".deleted_{tag_of(step)}"
+        shutil.rmtree(renamed, ignore_errors=True)
+        self.path(step).rename(renamed)
         sync_directory(self.directory)
-        return trash
+        return renamed
 
     def verify(self, step: int, needed: Iterable[Path] | None = None) -> bool:
         """Compare files (all, or those `needed`) with their checksums; the error names the damage.
@@ -167,10 +165,6 @@ class CheckpointStore:
         if is_training_checkpoint(root) and not (root / CHECKSUMS).is_file():
             return [f"{CHECKSUMS} is missing, so that nothing in it can be proven"]
         return problems_of(root, needed)
-
-
-def _is_whole(directory: Path) -> bool:
-    return (directory / CHECKSUMS).is_file() and not problems_of(directory)
 
 
 # checksums.json: the files of a checkpoint, with their sizes and CRC-32.
@@ -239,7 +233,7 @@ def write_checksums(
 
 
 def read_checksums(directory: Path) -> Sums | None:
-    """What the file says; None if there is none, an error if it cannot be used."""
+    """The listed files; None if there is no list, an error if it cannot be used."""
     path = directory / CHECKSUMS
     if not path.is_file():
         return None

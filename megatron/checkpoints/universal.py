@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.backends.deepspeed_processes import uneven_parts, version
@@ -27,6 +26,7 @@ from megatron.checkpoints.safe_files import load_file, load_mapping, read_object
 from megatron.checkpoints.sharding import Sharding, strip_prefix
 from megatron.errors import CheckpointError
 from megatron.model.outline import split_name
+from megatron.mpu.collectives import gather_objects
 
 PARAMETERS = "zero"
 OPTIMIZER = "optimizer_state.pt"
@@ -114,16 +114,16 @@ TIED = "tied_modules."
 def described(name: str, whole: Tensor, sharding: Sharding) -> dict[str, Any]:
     """A whole tensor and how tensor parallelism cuts it, as DeepSpeed's loader expects it."""
     entry: dict[str, Any] = {"param": whole}
-    dim = sharding.dim(name)
-    if dim is not None:
-        entry["cat_dim"] = dim
-    parts = sharding.parts(name, whole.shape)
+    facts = sharding.facts(name)
+    if facts.split is not None:
+        entry["cat_dim"] = facts.split
+    parts = facts.part_sizes(whole.shape)
     if len(set(parts)) > 1:
         shape = (tuple(parts), *whole.shape[1:])
         entry["sub_param_shape"] = uneven_parts(shape)
     elif len(parts) > 1:
         entry["param_n_sub_params"] = len(parts)
-    if _is_cut_by_word(name, sharding):
+    if facts.is_split_vocabulary:
         entry["vocab_tensor"] = True
     return entry
 
@@ -137,9 +137,7 @@ def other_names(name: str, *, tied: bool) -> list[str]:
 def attach_universal_info(module: nn.Module, sharding: Sharding, tp_size: int) -> None:
     """Set the module attribute that `ds_to_universal` reads; DeepSpeed saves it."""
     own = {name: tuple(full_shape(p)) for name, p in module.named_parameters()}
-    stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(stages, own)
-    shapes = {name: shape for stage in stages for name, shape in stage.items()}
+    shapes = {name: shape for stage in gather_objects(own) for name, shape in stage.items()}
     setattr(module, INFO, conversion_info(shapes, sharding, tp_size))
 
 
@@ -157,11 +155,11 @@ def conversion_info(
     rows, uneven, widths = 0, {}, {}
     for name, shape in shapes.items():
         canonical = strip_prefix(name, Path("model"))
-        pattern, dim = _pattern(name, canonical), sharding.dim(canonical)
-        parts = sharding.parts(canonical, shape)
-        if dim is None:
+        pattern, facts = _pattern(name, canonical), sharding.facts(canonical)
+        parts = facts.part_sizes(shape)
+        if facts.split is None:
             names["tp_replicated_parameter_patterns"].add(pattern)
-        elif dim == 1:
+        elif facts.split == 1:
             names["parameter_with_row_parallelism_patterns"].add(pattern)
         if len(set(parts)) > 1:  # queries, keys and values of grouped heads
             whole = (tuple(part * tp_size for part in parts), *shape[1:])
@@ -169,7 +167,7 @@ def conversion_info(
             widths[pattern] = [[part] * tp_size for part in parts]
         elif len(parts) == 2:
             names["parameter_with_2_sub_params_cat_dim_0"].add(pattern)
-        if _is_cut_by_word(canonical, sharding):
+        if facts.is_split_vocabulary:
             names["vocabulary_parameter_patterns"].add(pattern)
             rows = max(rows, shape[0])
         if name.startswith(TIED):  # the embedding of a tied head is on the last stage too
@@ -184,10 +182,6 @@ def conversion_info(
         info["parameter_with_sub_params"] = list(uneven.values())
         info["sub_param_shard_widths"] = widths
     return info
-
-
-def _is_cut_by_word(name: str, sharding: Sharding) -> bool:
-    return sharding.has_vocabulary_rows(name) and sharding.dim(name) == 0
 
 
 def _pattern(name: str, canonical: str) -> str:

@@ -27,7 +27,7 @@ from megatron.model.sizes import (
     memory_shortage,
     outline_of_config,
 )
-from megatron.neox_arguments.arguments import FACTS, GROUPS, KNOWN_KEYS, OWNER, NeoXArgs
+from megatron.neox_arguments import FACTS, GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.command_line import config_files, load_config
 from megatron.neox_arguments.normalize import canonical_key, normalize, underscore_keys
@@ -283,7 +283,7 @@ def checked_keys(
         key = canonical_key(raw_key)
         if any(_names(line, {raw_key, key}) for line in found.refused):
             continue
-        values, _ = normalize({raw_key: raw}, KNOWN_KEYS, "")
+        values, _ = normalize({raw_key: raw}, "")
         found.values |= values
         if not values or (key in OWNER and FACTS[key]["changes"] == "nothing"):
             found.idle.append(raw_key)

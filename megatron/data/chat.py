@@ -1,4 +1,4 @@
-"""Conversations to tokens and labels, by a chat template: only what the assistant says has loss.
+"""Conversations to tokens and labels, by a chat template: only the assistant's turns have loss.
 
 A template is a Jinja text as Hugging Face's tokenizers carry it. A conversation is rendered turn by
 turn, as often as it has turns, and each turn's piece is tokenized on its own, so that no token
@@ -18,11 +18,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from megatron.data.chunks import record_of_line
+from megatron.data.chunks import values_of_line
 from megatron.data.gpt_dataset import NO_LOSS
 from megatron.errors import DataError
 from megatron.tokenizer import Tokenizer
@@ -63,13 +63,14 @@ class ChatTemplate:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        # The sandbox: a template comes from a stranger, and is data.
+        # The sandbox: a template may be another author's, and is data.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        # transformers' own marks of what the assistant says, which a turn's piece says already
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        now = datetime.now()
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": now.strftime}
+        # transformers' own marks of the assistant's text, which `pieces` finds by its turn
         text = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", self.text)
         text = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", text)
         try:
@@ -93,7 +94,7 @@ class ChatTemplate:
         return text
 
     def pieces(self, messages: Messages, eos_token: str = "") -> list[tuple[str, bool]]:
-        """The text of each turn, and whether the assistant says it."""
+        """The text of each turn, and whether it is the assistant's."""
         pieces: list[tuple[str, bool]] = []
         before = ""
         for number, message in enumerate(messages, start=1):
@@ -128,19 +129,15 @@ class ChatTemplate:
 def conversations_of_line(
     line: bytes, keys: Sequence[str], where: Sequence[tuple[str, str]] = ()
 ) -> list[Messages] | None:
-    """The messages of a JSON line; None if it is not one of those that ``where`` asks for."""
-    record = record_of_line(line, where)
-    if record is None:
-        return None
-    for key in keys:
-        messages = record.get(key)
-        if not isinstance(messages, list) or not messages:
-            state = "is not a list of messages" if key in record else "is missing"
-            raise ValueError(f'key "{key}" {state}')
+    """The messages of a JSON line; None if ``where`` does not select it."""
+    found: list[Messages] | None = values_of_line(line, keys, where, list, "a list of messages")
+    for key, messages in zip(keys, found, strict=True) if found else ():
+        if not messages:
+            raise ValueError(f'key "{key}" is not a list of messages')
         for number, message in enumerate(messages, start=1):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ValueError(f'key "{key}": message {number} has no role')
-    return [record[key] for key in keys]
+    return found
 
 
 def _token(value: Any) -> str | None:
@@ -149,13 +146,5 @@ def _token(value: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
 def _refuse(message: str) -> None:
     raise ValueError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from megatron.data.streams import ARCHIVE_SUFFIXES, TextFile, open_members, plain_suffix
 from megatron.errors import DataError
@@ -19,6 +19,7 @@ from megatron.errors import DataError
 CHUNK_BYTES = 1 << 18
 PIECE_BYTES = 8 << 20  # a document longer than this is tokenized in pieces
 MAX_LINE_BYTES = 16 << 20  # a tokenizer takes about 16 bytes of memory for each of these
+T = TypeVar("T")
 Parts = Iterator[tuple[bytes, bool]]
 """Documents or pieces of them, and whether the document ends here."""
 
@@ -129,19 +130,14 @@ def _text_of_line(line: bytes, key: str) -> str:
 def texts_of_line(
     line: bytes, keys: Sequence[str], where: Sequence[tuple[str, str]] = ()
 ) -> list[str] | None:
-    """The texts of a JSON line; None if it is not one of those that ``where`` asks for."""
-    record = record_of_line(line, where)
-    if record is None:
-        return None
-    for key in keys:
-        if not isinstance(record.get(key), str):
-            state = "is not a string" if key in record else "is missing"
-            raise ValueError(f'key "{key}" {state}')
-    return [record[key] for key in keys]
+    """The texts of a JSON line; None if ``where`` does not select it."""
+    return values_of_line(line, keys, where, str, "a string")
 
 
-def record_of_line(line: bytes, where: Sequence[tuple[str, str]] = ()) -> dict[str, Any] | None:
-    """A JSON line; None if it is not one of those that ``where`` asks for."""
+def values_of_line(
+    line: bytes, keys: Sequence[str], where: Sequence[tuple[str, str]], kind: type[T], what: str
+) -> list[T] | None:
+    """The values of a JSON line's keys, each a ``kind``; None if ``where`` does not select it."""
     if not line:
         raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MB")
     try:
@@ -154,7 +150,12 @@ def record_of_line(line: bytes, where: Sequence[tuple[str, str]] = ()) -> dict[s
         raise ValueError(f"a JSON object was expected, not {type(record).__name__}")
     if any(_value_at(record, path) != value for path, value in where):
         return None
-    return record
+    for key in keys:
+        if not isinstance(record.get(key), kind):
+            raise ValueError(
+                f'key "{key}" ' + (f"is not {what}" if key in record else "is missing")
+            )
+    return [record[key] for key in keys]
 
 
 def _value_at(record: Any, path: str) -> str | None:

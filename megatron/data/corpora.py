@@ -40,7 +40,7 @@ class Source:
     packages: tuple[Package, ...] = ()
     collect: Callable[[Path], list[Path]] | None = None
     small: bool = False  # byte-level tokens by default, which need no vocabulary file
-    vocabulary: int | None = None  # size of the byte-pair vocabulary that it brings, if it does
+    vocabulary: int | None = None  # size of the byte-pair vocabulary learned from it, if one is
 
 
 def standard_library_files() -> list[Path]:
@@ -77,7 +77,7 @@ def _django_docs(directory: Path) -> list[Path]:
         command = [*PIP_DOWNLOAD, "--no-binary", ":all:", "--dest", ".", DJANGO]
         run_fetcher(command, directory, DJANGO)
         if not archive.is_file() or file_sha256(archive) != DJANGO_SHA256:
-            raise DownloadError(f"{archive}: pip did not bring the expected file")
+            raise DownloadError(f"{archive}: pip did not fetch the expected file")
     with archive.open("rb") as raw:
         pages = {
             name: stream.read().decode("utf-8", "replace")
@@ -300,7 +300,7 @@ def fetch(source: Source, directory: Path, *, progress: bool = True) -> list[Pat
         return [download(file, directory, progress=progress) for file in source.files]
     except DownloadError as error:
         raise DownloadError(
-            f"{source.name}: {error}\nThe mirror is gone or this machine is offline. If you have "
-            f"the text, pass it: prepare_data.py --input PATH {source.name} (jsonl, jsonl.zst, "
-            f"txt, an archive, or a folder of any). `stdlib` needs no network at all."
+            f"{source.name}: {error}\nThe mirror no longer exists or this machine is offline. If "
+            f"you have the text, pass it: prepare_data.py --input PATH {source.name} (jsonl, "
+            f"jsonl.zst, txt, an archive, or a folder of any). `stdlib` needs no network at all."
         ) from error

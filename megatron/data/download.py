@@ -91,7 +91,7 @@ def _is_verified(target: Path, remote: RemoteFile) -> bool:
 
 
 def _fetch(url: str, target: Path, progress: bool) -> Path:
-    """Bring ``target.part`` to full length, in several attempts if the connection breaks."""
+    """Fetch ``target.part`` to full length, in several attempts if the connection breaks."""
     part = Path(f"{target}.part")
     failures = 0
     while True:
@@ -151,7 +151,7 @@ def _position(response: Any, wanted: int) -> tuple[int, int | None]:
         span, _, total = response.headers.get("Content-Range", "").partition("/")
         first = span.removeprefix("bytes ").partition("-")[0]
         if first != str(wanted):
-            raise DownloadError(f"{response.url}: answered another range than was asked for")
+            raise DownloadError(f"{response.url}: answered another range than was requested")
         return wanted, int(total) if total.isdigit() else None
     return 0, int(length) if length is not None else None
 

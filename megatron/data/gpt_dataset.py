@@ -52,7 +52,7 @@ def number_of_epochs(tokens_per_epoch: int, length: int, num_samples: int) -> in
 def build_sample_index(
     sizes: npt.NDArray[np.int32], first: int, last: int, length: int, epochs: int, seed: int
 ) -> Arrays:
-    """Where each sample of ``epochs`` passes over documents ``first`` to ``last`` (exclusive) lies.
+    """Where each sample of ``epochs`` passes over documents ``first`` to ``last`` (exclusive) is.
 
     ``documents`` are the stream's, in order, ``ends`` the positions in it just past each, and
     ``order`` the sample served as item i. Nothing more need be stored for a sample: it starts at
@@ -149,7 +149,7 @@ class GPTDataset:
                 f"fewer than one sample of length {length} needs; change the split or use more data"
             )
         # The official dataset counts one sample fewer than it shuffles. We do the same, except
-        # where that would be fewer than were asked for.
+        # where that would be fewer than requested.
         self._served = max(len(self._order) - 1, num_samples, 1)
 
     def _index(
@@ -163,11 +163,7 @@ class GPTDataset:
 
         def check(arrays: Arrays) -> str | None:
             """Why a stored index cannot be this one; None if every place it names exists."""
-            if arrays.keys() != set(INDEX_ARRAYS):
-                return "it holds other arrays"
             documents, ends, order = (arrays[key] for key in INDEX_ARRAYS)
-            if not len(documents) == len(ends) == (last - first) * epochs or len(order) != samples:
-                return "its arrays have other lengths"
             if documents.min() < first or documents.max() >= last:
                 return "it names documents that are not there"
             if ends[0] < 0 or (np.diff(ends) < 0).any() or int(ends[-1]) != total_tokens:
@@ -176,6 +172,7 @@ class GPTDataset:
                 return "it names samples that are not there"
             return None
 
+        count = (last - first) * epochs
         arrays = cached_arrays(
             {
                 "format": INDEX_FORMAT,
@@ -188,6 +185,7 @@ class GPTDataset:
             lambda: build_sample_index(sizes, first, last, length, epochs, seed),
             directory=directory,
             name=f"{self.tokens.prefix.name}_{self.name}",
+            lengths={"documents": count, "ends": count, "order": samples},
             check=check,
         )
         self._documents, self._ends, order = (arrays[key] for key in INDEX_ARRAYS)
@@ -338,7 +336,7 @@ def build_train_valid_test_datasets(
     for i, name in enumerate(SPLIT_NAMES):
         amount = int(tokens.sizes[bounds[i] : bounds[i + 1]].sum(dtype=np.int64))
         if bounds[i + 1] <= bounds[i] or (num_samples[i] == 0 and amount <= lengths[i]):
-            datasets.append(None)  # no documents, or none asked for and none possible
+            datasets.append(None)  # no documents, or no samples requested and none possible
             continue
         datasets.append(
             kind(

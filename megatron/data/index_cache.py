@@ -84,30 +84,44 @@ def cached_arrays(
     *,
     directory: Path,
     name: str,
+    lengths: Mapping[str, int],
     check: Callable[[Arrays], str | None],
 ) -> Arrays:
     """The arrays for ``key``: from ``directory`` if a valid entry is there, else built and kept.
 
-    ``check`` says what is wrong with arrays whose checksums fit; None: nothing.
+    They have these names and ``lengths``. ``check`` returns what is wrong with arrays of an entry
+    whose checksums fit; None: nothing.
     """
+
+    def stored() -> Arrays | None:
+        try:
+            arrays = read_entry(path, key)
+            if {array: len(numbers) for array, numbers in arrays.items()} != dict(lengths):
+                raise _InvalidEntryError("it holds other arrays, or arrays of other lengths")
+            if problem := check(arrays):
+                raise _InvalidEntryError(problem)
+            return arrays
+        except FileNotFoundError:
+            return None
+        except (_InvalidEntryError, OSError) as error:
+            log.warning("index cache %s is not usable (%s); building it again", path, error)
+            return None
+
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12)
     path = directory / f"{name}_{digest.hexdigest()}.index"
-    arrays = _try_read(path, key, check)
-    if arrays is not None:
+    if (arrays := stored()) is not None:
         return arrays
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _lock(path.with_suffix(".lock")):
-            arrays = _try_read(path, key, check)
-            if arrays is not None:
+            if (arrays := stored()) is not None:
                 return arrays
             built = build()
             write_entry(path, key, built)
     except OSError as error:
         log.warning("index cache %s cannot be written (%s); continuing in memory", directory, error)
         return build()
-    stored = _try_read(path, key, check)  # mapped, so that ranks share the memory
-    return built if stored is None else stored
+    return stored() or built  # mapped, so that ranks share the memory
 
 
 def write_entry(path: Path, key: Mapping[str, Any], arrays: Arrays) -> None:
@@ -148,21 +162,6 @@ def _aligned(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
 
 
-def _try_read(
-    path: Path, key: Mapping[str, Any], check: Callable[[Arrays], str | None]
-) -> Arrays | None:
-    try:
-        arrays = read_entry(path, key)
-        if problem := check(arrays):
-            raise _InvalidEntryError(problem)
-        return arrays
-    except FileNotFoundError:
-        return None
-    except (_InvalidEntryError, OSError) as error:
-        log.warning("index cache %s is not usable (%s); building it again", path, error)
-        return None
-
-
 def read_entry(path: Path, key: Mapping[str, Any]) -> Arrays:
     """Map a stored entry after checking all of it."""
     size = path.stat().st_size
@@ -175,7 +174,7 @@ def read_entry(path: Path, key: Mapping[str, Any]) -> Arrays:
     for entry in header.arrays:
         dtype = np.dtype(entry.dtype)
         if entry.offset + entry.length * dtype.itemsize > size:
-            raise _InvalidEntryError(f"{entry.name!r:.40} lies outside the file")
+            raise _InvalidEntryError(f"{entry.name!r:.40} is outside the file")
         array: npt.NDArray[Any] = np.empty(0, dtype)
         if entry.length:
             shape = (entry.length,)

@@ -123,7 +123,7 @@ class IndexedDataset:
                 which = int(np.argmax(bad))
                 raise DataError(
                     f"{idx_path(self.prefix)}: sequence {start + which} ({sizes[which]} tokens at "
-                    f"byte {pointers[which]}) lies outside {bin_path(self.prefix)} "
+                    f"byte {pointers[which]}) is outside {bin_path(self.prefix)} "
                     f"({limit} bytes); one of the two is truncated or damaged. {REBUILD}"
                 )
 
@@ -168,7 +168,7 @@ class IndexedDataset:
 
 
 class MMapIndexedDataset(IndexedDataset):
-    """GPT-NeoX's reader: part of a sequence is asked for by `offset` and `length`."""
+    """GPT-NeoX's reader: part of a sequence is read by `offset` and `length`."""
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         return super().get(idx, offset, None if length is None else offset + length)
@@ -266,7 +266,7 @@ def read_manifest(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Refuse data made with another tokenizer, when the manifest says so.
+    """Refuse data made with another tokenizer, when the manifest names it.
 
     The manifest also records the end-of-document id, which an older rule may have chosen.
     """

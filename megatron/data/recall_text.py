@@ -2,7 +2,7 @@
 
 Three kinds of documents, with disjoint symbols, from easy to hard for a tiny model:
 
-- A digit in noise, asked for at the end: one layer can do it::
+- A digit in noise, queried at the end: one layer can do it::
 
       |/=+@7%&/...!7
 
@@ -12,13 +12,13 @@ Three kinds of documents, with disjoint symbols, from easy to hard for a tiny mo
 
       Aq Bt Cz Dw ... ,:.;Bt:.,,Aq.;:..CzDw          (without the blanks)
 
-- Passkey in noise: digits after `#` somewhere in noise, asked for at the end::
+- Passkey in noise: digits after `#` somewhere in noise, queried at the end::
 
       <>{[}#4071]{(<>...?4071
 
-Documents for training ask several times, so that a tiny model learns what to do within minutes
-(half of those with keys and values, the hardest kind and therefore every other document, ask once
-or twice as in a test); those for testing ask once, so that nothing can be copied from an answer
+Documents for training query several times, so that a tiny model learns what to do within minutes
+(half of those with keys and values, the hardest kind and therefore every other document, query once
+or twice as in a test); those for testing query once, so that nothing can be copied from an answer
 nearer by. Noise is drawn evenly from eight symbols: nothing but recall can be learned from it.
 """
 
@@ -35,7 +35,7 @@ from megatron.atomic_files import write_json_lines
 PAIRS = 4
 KEYS, VALUES = ascii_uppercase[:8], ascii_lowercase[:8]
 KEY_DIGITS = 4
-MOST_ASKED = 6  # times that a digit or a passkey is asked for, in documents for training
+MOST_ASKED = 6  # times that a digit or a passkey is queried, in documents for training
 SELDOM, OFTEN = (1, 2), (6, 12)  # times that each key comes again
 MQAR_NOISE, PASSKEY_NOISE, DIGIT_NOISE = ".,:;-_~^", "<>{}[]()", "|/=+*&%$"
 TRAIN_LENGTH = 128

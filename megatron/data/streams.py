@@ -168,7 +168,7 @@ def zip_members(raw: BinaryIO) -> Iterator[tuple[str, BinaryIO]]:
 
 
 def decompressed(name: str, raw: BinaryIO) -> BinaryIO:
-    """The stream, unpacked as the suffix of ``name`` says."""
+    """The stream, decompressed by the suffix of ``name``."""
     unpack = _DECOMPRESSORS.get(Path(name).suffix.lower())
     return raw if unpack is None else cast(BinaryIO, unpack(raw))
 

@@ -121,7 +121,7 @@ class IndexedDatasetWriter:
                 f"{self.dtype.name}; only datasets made with the same tokenizer can be merged"
             )
         shift = len(self._sizes)
-        for start, stop in _stretches(other):
+        for start, stop in _contiguous_ranges(other):
             self._copy(bin_path(other.prefix), start, stop)
         self._sizes.frombytes(other.sizes.astype(np.int32).tobytes())
         self._boundaries.frombytes((other.doc_idx[1:] + shift).astype(np.int64).tobytes())
@@ -145,7 +145,7 @@ class IndexedDatasetWriter:
 
     @contextmanager
     def _naming_the_file(self) -> Iterator[None]:
-        """An error of a write says neither which file it was nor what to do."""
+        """Adds the file's name and the advice to an error of a write."""
         try:
             yield
         except OSError as error:
@@ -250,7 +250,7 @@ class MMapIndexedDatasetBuilder(IndexedDatasetWriter):
         self.extend(IndexedDataset(another_file))
 
     def finalize(self, index_file: str | Path) -> None:
-        """The index lies beside the tokens: `index_file` must be that path."""
+        """The index is beside the tokens: `index_file` must be that path."""
         if prefix_of(index_file) != self.prefix:
             raise DataError(f"{index_file}: the index of {self.prefix}.bin must lie beside it")
         self.close()
@@ -294,8 +294,8 @@ def _common_tokenizer(inputs: Sequence[Path]) -> dict[str, object] | None:
     return described[0][1] if all(tokenizer for _, tokenizer in described) else None
 
 
-def _stretches(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
-    """Bytes without a gap between sequences: one stretch, as every normal writer lays them."""
+def _contiguous_ranges(dataset: IndexedDataset) -> Iterator[tuple[int, int]]:
+    """Byte ranges without a gap between sequences; normal writers leave none, so one range."""
     starts = dataset.pointers
     stops = starts + dataset.sizes * np.int64(dataset.dtype.itemsize)
     breaks = np.flatnonzero(starts[1:] != stops[:-1])

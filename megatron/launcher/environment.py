@@ -1,4 +1,4 @@
-"""The rank of this process, read from environment variables.
+"""The rank of this process from environment variables, and the network interface for gloo.
 
 torchrun, DeepSpeed's launcher and most others set RANK and WORLD_SIZE. Under plain `srun` only
 Slurm's own variables exist. A batch script's shell also has SLURM_NTASKS, but it is one process:
@@ -7,9 +7,12 @@ waiting there for the other tasks would hang, so Slurm's variables count in numb
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import re
 import socket
+import struct
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -34,7 +37,7 @@ _VARIABLES: dict[Source, tuple[str, str, str]] = {
 
 @dataclass(frozen=True)
 class DistributedEnvironment:
-    """This process's rank, the number of ranks, and the address to meet at."""
+    """This process's rank, the number of ranks, and the rendezvous address."""
 
     rank: int
     local_rank: int
@@ -110,7 +113,7 @@ def _check_one_host(environ: Mapping[str, str], world_size: int) -> None:
 
 
 def processes_here(environ: Mapping[str, str]) -> int | None:
-    """Processes of the job on this host, if the launcher says."""
+    """Processes of the job on this host, if the launcher states it."""
     for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         if (found := _integer(environ, name)) is not None and found > 0:
             return found
@@ -216,3 +219,71 @@ def _required(environ: Mapping[str, str], name: str) -> int:
     if value is None:
         raise ConfigError(f"environment variable {name} is empty. Unset it, or set a number.")
     return value
+
+
+# The network interface for gloo, if the host's own name resolves to loopback or to nothing.
+#
+# Gloo listens on the address of the host's name. Debian and Ubuntu write `127.0.1.1 NAME` into
+# /etc/hosts, and some hosts have no address for their name: no other host can connect to either.
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+EXTERNAL_ADDRESS = "192.0.2.1"  # reserved for documentation: packets to it take the default route
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def export_interface(master_addr: str, environ: MutableMapping[str, str] | None = None) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface with a route to the other hosts, if it is needed.
+
+    Left alone: what a user has set, a name with an address of its own, and a host that has no
+    interface but loopback.
+    """
+    target = os.environ if environ is None else environ
+    if GLOO_INTERFACE in target or not name_is_loopback():
+        return
+    chosen = interface_towards(master_addr)
+    if chosen is not None:
+        target[GLOO_INTERFACE] = chosen
+
+
+def name_is_loopback() -> bool:
+    """Whether this host's name has no address, or its first one is a loopback address."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    return ipaddress.ip_address(str(found[0][4][0]).partition("%")[0]).is_loopback
+
+
+def interface_towards(master_addr: str) -> str | None:
+    """The interface of the route to the master; on the master, of the default route.
+
+    Without a default route: the only one with an address beside loopback.
+    """
+    addresses = interface_addresses()
+    for destination in (master_addr, EXTERNAL_ADDRESS):
+        own = _source_address(destination)
+        if own in addresses:
+            return addresses[own]
+    return next(iter(addresses.values())) if len(addresses) == 1 else None
+
+
+def _source_address(destination: str) -> str | None:
+    """This host's address on packets to `destination`; nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((destination, 9))
+        return str(probe.getsockname()[0])
+    return None
+
+
+def interface_addresses() -> dict[str, str]:
+    """IPv4 address -> interface, without loopback; empty on systems other than Linux."""
+    addresses = {}
+    with contextlib.suppress(ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
+        import fcntl
+
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(any_.fileno(), _SIOCGIFADDR, request)
+                addresses[socket.inet_ntoa(answer[20:24])] = name
+    return {a: name for a, name in addresses.items() if not ipaddress.ip_address(a).is_loopback}

@@ -345,13 +345,8 @@ def _signal_owner(save: str | None, number: int) -> None:
     match read_json(Path(save) / OWNER) if save else None:
         case {"host": str(host), "process": int(process)} if HOST.fullmatch(host):
             ours = f"ps -o args= -p {process} | grep -q megatron_config"  # not one that came later
-            command = [
-                "ssh",
-                "-o",
-                "BatchMode=yes",
-                host,
-                f"{ours} && kill -{int(number)} {process}",
-            ]
+            kill = f"{ours} && kill -{int(number)} {process}"
+            command = ["ssh", "-o", "BatchMode=yes", host, kill]
             if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 0:
                 return
     for child in psutil.Process().children():

@@ -292,8 +292,8 @@ class LayerFactory:
         what = ("final_linear", spec.hidden_size, spec.padded_vocab_size)
         by_row = spec.output_layer_parallelism == "row"
         if by_row:
-            return UntiedHead(make.row(*what, input_is_split=False, words=True), in_loss=later)
-        return UntiedHead(make.column(*what, words=True), in_loss=later)
+            return UntiedHead(make.row(*what, input_is_split=False, vocabulary=True), in_loss=later)
+        return UntiedHead(make.column(*what, vocabulary=True), in_loss=later)
 
     def positions(
         self, kind: type[Position], spec: ModelSpec, layer: int | None = None

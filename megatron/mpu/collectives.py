@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from megatron.neox_arguments.run_keys import ParallelArgs
 
 
 @dataclass(frozen=True)
-class TensorParallel:
-    """The ranks that hold slices of the same layer."""
-
+class _GroupOfRanks:
     group: dist.ProcessGroup | None = None
     rank: int = 0
     size: int = 1
+
+
+class TensorParallel(_GroupOfRanks):
+    """The ranks that hold slices of the same layer."""
 
     def slice_of(self, total: int, what: str) -> slice:
         """This rank's share of `total` items."""
@@ -38,13 +40,8 @@ class TensorParallel:
         return slice(self.rank * share, (self.rank + 1) * share)
 
 
-@dataclass(frozen=True)
-class SequenceParallel:
+class SequenceParallel(_GroupOfRanks):
     """The ranks that hold parts of the same sequences, in the order of the positions."""
-
-    group: dist.ProcessGroup | None = None
-    rank: int = 0
-    size: int = 1
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of the positions, or (`dim`) of the heads; a view."""
@@ -57,6 +54,7 @@ class SequenceParallel:
 SERIAL = TensorParallel()
 WHOLE = SequenceParallel()
 Step = Callable[[Tensor, Any], Tensor]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ class ParallelState:
     pp_rank: int
     dp_rank: int
     dp_size: int
-    dp_group: dist.ProcessGroup | None
     grid: Any
     """DeepSpeed's grid, for its engine only; None without DeepSpeed."""
     sp: SequenceParallel = WHOLE
@@ -88,7 +85,7 @@ class ParallelState:
 def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> ParallelState:
     """Build the grid on the initialised process group; `serial`: one process, without groups."""
     if serial:
-        return ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, dp_group=None, grid=None)
+        return ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, grid=None)
     grid = build_grid(
         pipe=max(options.pipe_parallel_size, 1),
         model=options.model_parallel_size,
@@ -104,10 +101,16 @@ def initialize_parallel(options: ParallelArgs, *, serial: bool = False) -> Paral
         pp_rank=grid.get_pipe_parallel_rank(),
         dp_rank=dp_rank,
         dp_size=grid.get_data_parallel_world_size(),
-        dp_group=grid.get_data_parallel_group(),
         grid=grid,
         sp=SequenceParallel(sequence_group(grid, shared), dp_rank % shared, shared),
     )
+
+
+def gather_objects(value: Value) -> list[Value]:
+    """All-gather of plain objects over the default group, in the order of the ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 # Collectives over a tensor-parallel group.
@@ -138,13 +141,13 @@ class _Collective(torch.autograd.Function):
     """One function of (tensor, group) in the forward pass, another in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Any, there: Step, back: Step) -> Tensor:
-        ctx.tp, ctx.back = tp, back
-        return there(x, tp)
+    def forward(ctx: Any, x: Tensor, tp: Any, forward_op: Step, backward_op: Step) -> Tensor:
+        ctx.tp, ctx.backward_op = tp, backward_op
+        return forward_op(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grads[0], ctx.tp), None, None, None
+        return ctx.backward_op(grads[0], ctx.tp), None, None, None
 
 
 def copy_to_group(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -193,7 +196,7 @@ def positions_to_heads(x: Tensor, sp: SequenceParallel) -> Tensor:
 
 
 def heads_to_positions(x: Tensor, sp: SequenceParallel) -> Tensor:
-    """The way back."""
+    """The inverse of `positions_to_heads`."""
     return x if sp.size == 1 else _Collective.apply(x, sp, _to_positions, _to_heads)
 
 

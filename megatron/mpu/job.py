@@ -22,11 +22,11 @@ from megatron.launcher.environment import (
     LOOPBACK_NAMES,
     DistributedEnvironment,
     environment_for,
+    export_interface,
     spans_hosts,
 )
-from megatron.launcher.interfaces import export_interface
 from megatron.machine import set_deepspeed_accelerator
-from megatron.mpu.collectives import ParallelState, initialize_parallel
+from megatron.mpu.collectives import ParallelState, gather_objects, initialize_parallel
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -96,12 +96,10 @@ def join_job(args: NeoXArgs) -> None:
     plain = chosen_backend(args.runtime.training_backend) == TORCH
     if plain:
         check_plain_torch(args, environment.world_size)
-    _rendezvous_on_loopback(environment, backend, timeout)
-    if plain:
-        if not dist.is_initialized():
-            dist.init_process_group(backend, timeout=timeout)
-        return
-    join_group(backend, timeout, on_cpu=on_cpu)
+        _init_process_group(environment, backend, timeout)
+    else:
+        _rendezvous_on_loopback(environment, backend, timeout)
+        join_group(backend, timeout, on_cpu=on_cpu)
 
 
 def check_plain_torch(args: NeoXArgs, world_size: int) -> None:
@@ -118,13 +116,21 @@ def check_plain_torch(args: NeoXArgs, world_size: int) -> None:
         ),
     }
     reason = "training_backend = torch" if args.runtime.training_backend else "no DeepSpeed here"
-    if needed := [text for text, asked in wanted.items() if asked]:
+    if needed := [text for text, used in wanted.items() if used]:
         raise ConfigError(
             f"{', '.join(needed)}: needs DeepSpeed ({reason}). Install deepspeed and leave "
             "training_backend out, or train in one process in fp32 without ZeRO and pipeline."
         )
     if args.runtime.training_backend is None:
         print("DeepSpeed is not installed: training with torch alone", flush=True)
+
+
+def _init_process_group(
+    environment: DistributedEnvironment, backend: str, timeout: timedelta
+) -> None:
+    _rendezvous_on_loopback(environment, backend, timeout)
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timeout)
 
 
 def _rendezvous_on_loopback(
@@ -171,9 +177,7 @@ def join_evaluation(args: NeoXArgs, local_rank: int | None = None) -> tuple[Rank
     device = pick_device(environment.local_rank)
     if environment.world_size > 1 and not dist.is_initialized():
         timeout = timedelta(minutes=args.runtime.distributed_timeout_minutes)
-        _rendezvous_on_loopback(environment, "gloo", timeout)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timeout)
+        _init_process_group(environment, "gloo", timeout)
     return Ranks.current(), str(device)
 
 
@@ -214,9 +218,9 @@ class Ranks:
         """The main process's value."""
         if self.size == 1:
             return cast(Result, value)
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return cast(Result, box[0])
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return cast(Result, values[0])
 
     def map(
         self, function: Callable[[Sequence[Item]], Sequence[Result]], items: Sequence[Item]
@@ -233,12 +237,11 @@ class Ranks:
             share = (list(function(items[self.rank :: self.size])), None)
         except ValueError as error:
             share = (None, str(error))
-        shares: list[Any] = [None] * self.size
-        dist.all_gather_object(shares, share)
+        shares = gather_objects(share)
         for _, message in shares:
             if message is not None:
                 raise EvaluationError(message)
         merged: list[Any] = [None] * len(items)
         for rank, (results, _) in enumerate(shares):
-            merged[rank :: self.size] = results
+            merged[rank :: self.size] = results or []
         return merged

@@ -85,7 +85,7 @@ class ParameterFacts:
     """Whether weight_decay applies; None: to matrices, not to vectors."""
     rate: str = "model"
     """Learning-rate group: `kernel` has kerple_lr_scale and kerple_weight_decay."""
-    words: bool = False
+    vocabulary: bool = False
     """Whether rows are token ids; the last may be padding, which depends on the rank count."""
     after_sum: bool = False
     """A bias added once, after the sum over ranks. GPT-NeoX adds some on every rank instead."""
@@ -100,7 +100,12 @@ class ParameterFacts:
 
     def is_linear(self, shape: Sequence[int]) -> bool:
         """Whether it is the matrix of a linear layer, and no embedding or head."""
-        return len(shape) == 2 and self.split is not None and not self.words
+        return len(shape) == 2 and self.split is not None and not self.vocabulary
+
+    @property
+    def is_split_vocabulary(self) -> bool:
+        """Whether each tensor-parallel rank holds the rows of some token ids."""
+        return self.vocabulary and self.split == 0
 
     def is_decayed(self, shape: Sequence[int]) -> bool:
         return len(shape) >= 2 if self.decay is None else self.decay
@@ -179,7 +184,7 @@ class _SplitLinear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             by_row = facts.split == 1  # whole on every rank
-            own = ParameterFacts(after_sum=True) if by_row else replace(facts, words=False)
+            own = ParameterFacts(after_sum=True) if by_row else replace(facts, vocabulary=False)
             self.bias = _parameter(torch.zeros(len(weight)), replace(own, neox=names["bias"]), tp)
 
     def own_flops(self, length: int) -> float:
@@ -233,7 +238,7 @@ class Projections:
         bias: bool | None = None,
         parts: Sequence[int] = (),
         input_is_shared: bool = False,
-        words: bool = False,
+        vocabulary: bool = False,
         neox: str = "",
     ) -> ColumnParallelLinear:
         """`parts` are the sizes of parts stacked in the output (two for gated activations; queries,
@@ -245,7 +250,9 @@ class Projections:
         # on meta, torch.cat would import a second's worth of torch
         weight = full.new_empty(rows, input_size) if full.is_meta else torch.cat(shares)
         unit = math.gcd(*(len(piece) for piece in pieces))
-        facts = ParameterFacts(split=0, parts=tuple(len(p) // unit for p in pieces), words=words)
+        facts = ParameterFacts(
+            split=0, parts=tuple(len(p) // unit for p in pieces), vocabulary=vocabulary
+        )
         bias = self.bias if bias is None else bias
         linear = ColumnParallelLinear(weight, bias=bias, tp=self.tp, facts=facts, neox=neox)
         linear.input_is_shared = input_is_shared
@@ -258,12 +265,12 @@ class Projections:
         output_size: int,
         *,
         input_is_split: bool = True,
-        words: bool = False,
+        vocabulary: bool = False,
         neox: str = "",
     ) -> RowParallelLinear:
         full = _draw(output_size, input_size, self.output_init, self.generators(name))
         weight = full[:, self.tp.slice_of(input_size, "input size")].clone()
-        facts = ParameterFacts(split=1, words=words)
+        facts = ParameterFacts(split=1, vocabulary=vocabulary)
         linear = RowParallelLinear(weight, bias=self.bias, tp=self.tp, facts=facts, neox=neox)
         linear.input_is_split = input_is_split
         return linear
@@ -286,7 +293,7 @@ class VocabParallelEmbedding(nn.Module):
         share = tp.slice_of(num_embeddings, "padded vocabulary size")
         self.first_id, self.last_id = share.start, share.stop
         full = _draw(num_embeddings, embedding_size, init, generator)
-        self.weight = _parameter(full[share].clone(), ParameterFacts(split=0, words=True), tp)
+        self.weight = _parameter(full[share].clone(), ParameterFacts(split=0, vocabulary=True), tp)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.tp.size == 1:

@@ -9,20 +9,20 @@ from megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from megatron.errors import ConfigError
     from megatron.neox_arguments.allowed_code import allow_kernel
-    from megatron.neox_arguments.arguments import (
-        FACTS,
-        GROUPS,
-        KNOWN_KEYS,
-        OWNER,
-        NeoXArgs,
-        changes_training,
-        of_the_checkpoint,
-        same_on_resume,
-    )
+    from megatron.neox_arguments.arguments import NeoXArgs
     from megatron.neox_arguments.command_line import (
         decode_config,
         encode_config,
         parse_command_line,
+    )
+    from megatron.neox_arguments.declared_keys import (
+        FACTS,
+        GROUPS,
+        KNOWN_KEYS,
+        OWNER,
+        changes_training,
+        of_the_checkpoint,
+        same_on_resume,
     )
     from megatron.neox_arguments.optimization_keys import BatchPlan
 
@@ -49,9 +49,10 @@ __getattr__ = lazy_names(
     {
         "megatron.errors": "ConfigError",
         "megatron.neox_arguments.allowed_code": "allow_kernel",
-        "megatron.neox_arguments.arguments": "FACTS GROUPS KNOWN_KEYS OWNER NeoXArgs "
-        "changes_training of_the_checkpoint same_on_resume",
+        "megatron.neox_arguments.arguments": "NeoXArgs",
         "megatron.neox_arguments.command_line": "decode_config encode_config parse_command_line",
+        "megatron.neox_arguments.declared_keys": "FACTS GROUPS KNOWN_KEYS OWNER "
+        "changes_training of_the_checkpoint same_on_resume",
         "megatron.neox_arguments.optimization_keys": "BatchPlan",
     },
 )

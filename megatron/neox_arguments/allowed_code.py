@@ -21,6 +21,8 @@ from megatron.atomic_files import CHECKSUMS, read_json
 from megatron.errors import ConfigError, KerpleError
 from megatron.neox_arguments.layer_pattern import positions_named
 
+TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
+"""The name of a step's checkpoint."""
 # Names of a checkpoint's files, by which `checkpoints.reading` finds weights and this module tells
 # that a folder is a checkpoint. At most five digits: a name must not stand for a billion others.
 LAYER_FILE = re.compile(r"^layer_(\d{1,5})-model_(\d{1,5})-model_states\.pt$")
@@ -72,13 +74,13 @@ def without_code(source: str | Path, values: dict[str, Any]) -> dict[str, Any]:
         if is_allowed(name):
             continue
         raise ConfigError(
-            f"{source}: {name!r:.80} names a class to import, and this file lies in a "
+            f"{source}: {name!r:.80} names a class to import, and this file is in a "
             f"checkpoint's or run's folder, which may have another author. If the class "
             f"is yours, add --allow-kernel {name:.80}."
         )
     for key in programs:
         print(
-            f"warning: {source}: {key} is ignored, because it names programs and the file lies "
+            f"warning: {source}: {key} is ignored, because it names programs and the file is "
             f"in a checkpoint's or run's folder; give it with --set {key}=...",
             file=sys.stderr,
         )
@@ -126,7 +128,7 @@ def _tasks_in(values: Mapping[str, Any]) -> list[str]:
 
 
 def is_inside_checkpoint(path: str | Path) -> bool:
-    """Whether a file lies in a run's, a checkpoint's or a Hugging Face model's folder.
+    """Whether a file is in a run's, a checkpoint's or a Hugging Face model's folder.
 
     Or beside one that holds weights: a renamed `global_stepN` with the config next to it.
     """
@@ -135,7 +137,7 @@ def is_inside_checkpoint(path: str | Path) -> bool:
         above = place.parent.parent if place.parent.name == "configs" else place.parent
         if any(_is_checkpoint_folder(folder) for folder in place.parents):
             return True
-        if any(_holds_weights(folder) for folder in _folders_in(above)):
+        if any(is_weight_file(file.name) for file in above.glob("*/*")):
             return True
     return False
 
@@ -144,7 +146,7 @@ def _is_checkpoint_folder(folder: Path) -> bool:
     try:
         names = os.listdir(folder)  # noqa: PTH208
     except OSError:
-        return True  # a folder that cannot be looked into is not known to be the user's
+        return True  # a folder that cannot be listed is not known to be the user's
     return (
         folder.name.startswith("global_step")
         or not _MARKS.isdisjoint(names)
@@ -159,17 +161,3 @@ def is_weight_file(name: str) -> bool:
     return any(pattern.search(name) for pattern in patterns) or (
         name.endswith(".safetensors") or (name.startswith("pytorch_model") and name[-4:] == ".bin")
     )
-
-
-def _holds_weights(folder: Path) -> bool:
-    try:
-        return any(is_weight_file(name) for name in os.listdir(folder))  # noqa: PTH208
-    except OSError:
-        return False
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    try:
-        return [entry for entry in folder.iterdir() if entry.is_dir()]
-    except OSError:
-        return []

@@ -5,47 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PrivateAttr, ValidationError
 
 from megatron.atomic_files import fingerprint
 from megatron.errors import ConfigError
 from megatron.neox_arguments import validation
+from megatron.neox_arguments.declared_keys import GROUPS, OWNER, ConfigGroups
 from megatron.neox_arguments.deepspeed_config import build_deepspeed_config, unknown_zero_keys
 from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.normalize import IGNORED, normalize, resolve_precision
-from megatron.neox_arguments.optimization_keys import BatchPlan, OptimizationArgs, plan_batch
-from megatron.neox_arguments.run_keys import (
-    CheckpointArgs,
-    DataArgs,
-    EvaluationArgs,
-    GenerationArgs,
-    LauncherArgs,
-    LoggingArgs,
-    ParallelArgs,
-    RuntimeArgs,
-    TokenizerArgs,
-)
+from megatron.neox_arguments.optimization_keys import BatchPlan, plan_batch
 from megatron.neox_arguments.validation import describe_validation_error
-from megatron.neox_arguments.values import Group, copy_plain, facts_of
+from megatron.neox_arguments.values import Group, copy_plain
 from megatron.neox_arguments.yaml_files import dump_yaml, merge, parse_set, parse_yaml, read_layer
 
 
-class NeoXArgs(Group):
+class NeoXArgs(ConfigGroups):
     """A validated config. Keys are in typed groups: `args.model.num_layers`."""
 
-    model: ModelArgs
-    parallel: ParallelArgs
-    optimization: OptimizationArgs
-    data: DataArgs
-    tokenizer: TokenizerArgs
-    checkpoint: CheckpointArgs
-    logging: LoggingArgs
-    evaluation: EvaluationArgs
-    generation: GenerationArgs
-    launcher: LauncherArgs
-    runtime: RuntimeArgs
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _written: dict[str, Any] = PrivateAttr(default_factory=dict)
     _script: str | None = PrivateAttr(default=None)
@@ -59,9 +38,9 @@ class NeoXArgs(Group):
         sets: Sequence[str] = (),
     ) -> NeoXArgs:
         """Merge YAML files, then override files, then `key=value` assignments."""
-        base = [read_layer(path, KNOWN_KEYS) for path in paths]
-        above = [read_layer(path, KNOWN_KEYS) for path in overrides]
-        assigned = [parse_set(text, KNOWN_KEYS) for text in sets]
+        base = [read_layer(path) for path in paths]
+        above = [read_layer(path) for path in overrides]
+        assigned = [parse_set(text) for text in sets]
         layers = [*base, *above, *assigned]
         problems = [problem for layer in layers for problem in layer.problems]
         args = cls._from_canonical(merge(base, [*above, *assigned]), problems)
@@ -73,7 +52,7 @@ class NeoXArgs(Group):
         """From one flat mapping, in any spelling a YAML file may use."""
         source = "config"
         plain = copy_plain(dict(values) if isinstance(values, Mapping) else values, source)
-        return cls._from_canonical(*normalize(plain, KNOWN_KEYS, source))
+        return cls._from_canonical(*normalize(plain, source))
 
     @classmethod
     def _from_canonical(cls, values: dict[str, Any], problems: list[str]) -> NeoXArgs:
@@ -221,36 +200,6 @@ class NeoXArgs(Group):
     def replace(self, **changes: Any) -> NeoXArgs:
         """A new validated config with some flat keys changed."""
         return NeoXArgs.from_dict({**self.to_dict(), **changes}).with_sources(self._sources)
-
-
-GROUPS = {
-    name: cast(type[Group], field.annotation) for name, field in NeoXArgs.model_fields.items()
-}
-OWNER: dict[str, str] = {key: name for name, group in GROUPS.items() for key in group.model_fields}
-"""Every YAML key -> its group."""
-KNOWN_KEYS: list[str] = list(OWNER)
-FACTS: dict[str, dict[str, Any]] = {
-    key: {"changes": group.changes, **facts_of(field)}
-    for group in GROUPS.values()
-    for key, field in group.model_fields.items()
-}
-"""Every YAML key -> what its declaration states (see `values.key`); `changes` is always there."""
-
-
-def changes_training(key: str) -> bool:
-    """Whether another value of this key trains other weights."""
-    return FACTS[key]["changes"] in ("model", "training")
-
-
-def same_on_resume(key: str) -> bool:
-    """Whether a resumed run must keep the value of this key."""
-    return bool(FACTS[key].get("resume", "same" if changes_training(key) else "free") == "same")
-
-
-def of_the_checkpoint(key: str) -> bool:
-    """Whether a checkpoint owns this key: evaluation and generation may not change it."""
-    facts = FACTS[key]
-    return facts["changes"] == "model" and facts.get("evaluate") != "free"
 
 
 # Where a run executes and what it prints do not change what it computes.

@@ -7,15 +7,15 @@ import base64
 import binascii
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, KerpleError
-from megatron.neox_arguments.allowed_code import allow_kernel, classes_in
-from megatron.neox_arguments.arguments import GROUPS, OWNER, NeoXArgs
+from megatron.neox_arguments.allowed_code import TAG, allow_kernel, classes_in
+from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.declared_keys import GROUPS, OWNER
 from megatron.terminal import Parser, print_error
 
 HOSTFILE_VARIABLE = "DLTS_HOSTFILE"
@@ -117,11 +117,10 @@ def saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], list
 
     Ours has configs/resolved.yml, GPT-NeoX's the files of its command line.
     """
-    is_step = re.compile(r"global_step\d{1,18}").fullmatch
     root, tag = folder, f"global_step{iteration}" if iteration is not None else None
-    names = [entry.name for entry in folder.iterdir() if is_step(entry.name)]
-    steps = sorted(int(name[11:]) for name in names)
-    if is_step(folder.absolute().name):
+    tags = (TAG.fullmatch(entry.name) for entry in folder.iterdir())
+    steps = sorted(int(match[1]) for match in tags if match)
+    if TAG.fullmatch(folder.absolute().name):
         root, tag = folder.absolute().parent, folder.absolute().name
     elif iteration is not None and steps and iteration not in steps:
         there = ", ".join(map(str, steps))
@@ -130,7 +129,8 @@ def saved_configs(folder: Path, iteration: int | None) -> tuple[list[Path], list
         tag = (folder / "latest").read_text("utf-8", "replace")[:80].strip()
     elif tag is None:
         tag = f"global_step{steps[-1]}" if steps else None
-    step = tag[11:] if tag and is_step(tag) else None
+    match = TAG.fullmatch(tag or "")
+    step = match[1] if match else None
     for place in ([root / f"global_step{step}"] if step else []) + [root]:
         configs = place / "configs"
         resolved = configs / "resolved.yml"

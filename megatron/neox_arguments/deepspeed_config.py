@@ -203,7 +203,7 @@ class ZeroBlock(Group):
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer's states lie elsewhere than on the device, in either spelling."""
+        """Whether the optimizer's states are off the device, in either spelling."""
         chosen = self.offload_optimizer
         return self.cpu_offload if chosen is None else chosen.device != "none"
 

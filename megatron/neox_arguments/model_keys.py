@@ -443,7 +443,7 @@ class ModelArgs(Group):
     scaled_upper_triang_masked_softmax_fusion: bool = key(
         False,
         "Train through dense scores and the fused softmax that ALiBi and KERPLE share "
-        "(`attention_engine: naive`), unless attention_config asks for `flash` or attention_engine "
+        "(`attention_engine: naive`), unless attention_config has `flash` or attention_engine "
         "names an engine. Evaluation and generation take the fastest engine: the same numbers.",
         hf=None,
         changes="execution",
@@ -461,47 +461,34 @@ class ModelArgs(Group):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_position_rows(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("max_position_embeddings") is None:
-            default = cls.model_fields["seq_length"].default
-            return {**values, "max_position_embeddings": values.get("seq_length") or default}
-        return values
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_groups_of_one(cls, values: Any) -> Any:
-        """As many key heads as query heads is plain attention, whose weights lie otherwise."""
-        if not isinstance(values, dict) or values.get("num_kv_heads") is None:
-            return values
-        if values["num_kv_heads"] != values.get("num_attention_heads"):
-            return values
-        return {key: value for key, value in values.items() if key != "num_kv_heads"}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_usual_head_width(cls, values: Any) -> Any:
-        """Heads of hidden_size / num_attention_heads are what null means."""
-        if not isinstance(values, dict) or not isinstance(values.get("kv_channels"), int):
-            return values
-        heads = values.get("num_attention_heads")
-        if not isinstance(heads, int) or values["kv_channels"] * heads != values.get("hidden_size"):
-            return values
-        return {key: value for key, value in values.items() if key != "kv_channels"}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_pattern(cls, values: Any) -> Any:
-        """`local` layers of attention_config as a pattern; pos_emb from a pattern that names it."""
+    def _equal_models_have_equal_keys(cls, values: Any) -> Any:
+        """What null means is null, and a pattern has one form."""
         if not isinstance(values, dict):
             return values
         alpha = AttentionTemperature.model_fields["alpha"].default
         values = with_whole_temperatures(with_local_layers(values), {"alpha": alpha})
         named = [name for name in positions_named(values) if name is not None]
-        return {"pos_emb": named[0], **values} if named else values
+        values = {"pos_emb": named[0], **values} if named else dict(values)
+        heads, width = values.get("num_attention_heads"), values.get("kv_channels")
+        if heads is not None and values.get("num_kv_heads") == heads:
+            values["num_kv_heads"] = None  # not grouped: its weights have another layout
+        both_given = isinstance(heads, int) and isinstance(width, int)
+        if both_given and heads * width == values.get("hidden_size"):
+            values["kv_channels"] = None
+        if values.get("max_position_embeddings") is None:
+            default = cls.model_fields["seq_length"].default
+            values["max_position_embeddings"] = values.get("seq_length") or default
+        return values
+
+    @property
+    def methods(self) -> list[str]:
+        """pos_emb, or that of each entry of layer_pattern."""
+        named = positions_named({"layer_pattern": self.layer_pattern}) or [None]
+        return [name or self.pos_emb for name in named]
 
     @property
     def engine_in_effect(self) -> str:
-        """The engine that training asks for: GPT-NeoX's key for its fused softmax chooses ours."""
+        """The engine for training: GPT-NeoX's key for its fused softmax chooses `naive`."""
         if self.attention_engine != "auto" or not self.scaled_upper_triang_masked_softmax_fusion:
             return self.attention_engine
         kinds = [kind for entry in self.attention_config or [] for kind in entry[0]]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.errors import ConfigError, did_you_mean
+from megatron.neox_arguments.declared_keys import KNOWN_KEYS, NESTED_BLOCKS
+from megatron.neox_arguments.optimization_keys import PRECISION_NAMES
 
 ALIASES: dict[str, str] = {
     "save_interval": "checkpoint_factor",
@@ -201,21 +203,6 @@ def _foreign_problems(foreign: list[tuple[str, Any]], source: str) -> list[str]:
 
 # One layer (a file, a --set) in canonical keys and values.
 
-NESTED_BLOCKS = frozenset(
-    [
-        "optimizer",
-        "zero_optimization",
-        "fp16",
-        "bf16",
-        "activation_checkpointing",
-        "rope_scaling",
-        "attention_temperature",
-    ]
-)
-_PRECISION_NAMES = {
-    "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
-    "float32": "fp32", "fp32": "fp32",
-}  # fmt: skip
 _OF_LOSS_SCALING = (
     "bf16", "loss_scale", "loss_scale_window", "initial_scale_power", "hysteresis",
     "min_loss_scale",
@@ -228,15 +215,13 @@ def canonical_key(key: str) -> str:
     return ALIASES.get(underscored, underscored)
 
 
-def unknown_key(key: str, known: list[str], source: str) -> str:
+def unknown_key(key: str, source: str) -> str:
     """The error message for an unknown key, with the nearest known one."""
-    hint = did_you_mean(key, [*known, *ALIASES], "docs/neox_arguments.md lists every key.")
+    hint = did_you_mean(key, [*KNOWN_KEYS, *ALIASES], "docs/neox_arguments.md lists every key.")
     return f"{source}: unknown key {key!r:.80}. {hint}"
 
 
-def normalize(
-    values: dict[str, Any], known: list[str], source: str
-) -> tuple[dict[str, Any], list[str]]:
+def normalize(values: dict[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
     """Canonical keys and values of one layer (a file, a --set), and all that is wrong with them."""
     result: dict[str, Any] = {}
     foreign: list[tuple[str, Any]] = []
@@ -245,7 +230,7 @@ def normalize(
         key = canonical_key(raw_key)
         if key in UNIMPLEMENTED or key in DERIVED:
             foreign.append((key, raw_value))
-        elif key in known:
+        elif key in KNOWN_KEYS:
             value = _normalize_value(key, raw_value, source)
             if key in result and result[key] != value:
                 problems.append(
@@ -255,7 +240,7 @@ def normalize(
                 )
             result[key] = value
         elif key not in IGNORED:
-            problems.append(unknown_key(raw_key, known, source))
+            problems.append(unknown_key(raw_key, source))
     _move_bfloat16_block(result, source)
     return result, [*_foreign_problems(foreign, source), *problems]
 
@@ -269,7 +254,7 @@ def _normalize_value(key: str, value: Any, source: str) -> Any:
     if key == "layer_pattern" and isinstance(value, list):
         return [underscore_keys(entry) if isinstance(entry, dict) else entry for entry in value]
     if key == "precision" and isinstance(value, str):
-        return _PRECISION_NAMES.get(value.lower(), value)
+        return PRECISION_NAMES.get(value.lower(), value)
     if key == "pos_emb" and value is None:
         raise ConfigError(f"{source}: pos_emb = null is ambiguous; write `none` for no positions.")
     if key == "split" and isinstance(value, list):
@@ -296,7 +281,7 @@ def _move_bfloat16_block(values: dict[str, Any], source: str) -> None:
         return
     block.pop("fp16", None)
     kind = block.pop("type", None)
-    name = _PRECISION_NAMES.get(str(kind).lower())
+    name = PRECISION_NAMES.get(str(kind).lower())
     if kind is None or name == "fp16":
         return
     if name != "bf16":

@@ -19,6 +19,11 @@ from megatron.neox_arguments.run_keys import ParallelArgs
 from megatron.neox_arguments.values import Group, key
 
 Precision = Literal["fp32", "bf16", "fp16"]
+PRECISION_NAMES: dict[str, str] = {
+    "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16",
+    "float32": "fp32", "fp32": "fp32",
+}  # fmt: skip
+"""Names of precisions in YAML files -> ours."""
 
 
 class OptimizationArgs(Group):
@@ -42,30 +47,35 @@ class OptimizationArgs(Group):
         "linear",
         "Shape of the learning-rate decay after warmup; wsd: warmup, a stable rate, and a decay "
         "over the last lr_wsd_decay_iters steps.",
+        schedule=True,
     )
     lr_wsd_decay_iters: values.PositiveInt | None = key(
         None,
         "wsd: how many steps before lr_decay_iters the decay begins (Megatron-LM's key); null: a "
         "tenth of lr_decay_iters.",
+        schedule=True,
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
-        "linear", "wsd: shape of that decay to min_lr, by Megatron-LM's formulas."
+        "linear", "wsd: shape of that decay to min_lr, by Megatron-LM's formulas.", schedule=True
     )
     lr_decay_rule: Literal["neox", "kerple", "earlier"] = key(
         "neox",
         "Whose formulas: GPT-NeoX's (neox), or the official KERPLE fork's, which made "
         "the paper's numbers (kerple: the first step has rate 0, a cosine ends above 0). A run "
         "that began before this key existed keeps its own (earlier).",
+        schedule=True,
     )
     lr_decay_iters: values.PositiveInt | None = key(
-        None, "Step where the decay ends; null: train_iters."
+        None, "Step where the decay ends; null: train_iters.", schedule=True
     )
     lr_decay_fraction: values.Fraction | None = key(
-        None, "Share of train_iters after which the decay ends, where lr_decay_iters is not set."
+        None,
+        "Share of train_iters after which the decay ends, where lr_decay_iters is not set.",
+        schedule=True,
     )
-    min_lr: values.NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.")
+    min_lr: values.NonNegativeFloat = key(0.0, "Lowest learning rate after warmup.", schedule=True)
     warmup: values.Fraction = key(
-        0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%)."
+        0.01, "Linear warmup as a fraction of lr_decay_iters (0.01 is 1%).", schedule=True
     )
     override_lr_scheduler: bool = key(
         False,
@@ -107,7 +117,7 @@ class OptimizationArgs(Group):
     )
     gradient_accumulation_steps: values.PositiveInt | None = key(
         None,
-        "Forward passes per optimizer step; null means 1, or what train_batch_size asks for.",
+        "Forward passes per optimizer step; null means 1, or what train_batch_size needs.",
         resume="free",
     )
     precision: Precision | None = key(
@@ -161,7 +171,7 @@ class OptimizationArgs(Group):
     exit_on_divergence: bool = key(
         False,
         "End with exit code 76 when the loss stays far above the uniform model's and "
-        "grows; otherwise that is only said.",
+        "grows; otherwise only a message is printed.",
         changes="execution",
     )
     max_consecutive_nonfinite: values.NonNegativeInt = key(
@@ -194,7 +204,7 @@ class OptimizationArgs(Group):
         """What gradients are added up in: fp32 also under bf16, whose sums lose small parts."""
         usual = "fp16" if self.precision == "fp16" else "fp32"
         chosen = str((self.data_types or {}).get("grad_accum_dtype") or usual)
-        return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(chosen, chosen)
+        return PRECISION_NAMES.get(chosen, chosen)
 
     @property
     def decay_iters(self) -> int:

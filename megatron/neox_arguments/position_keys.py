@@ -18,7 +18,7 @@ KernelInit = Literal["official", "flat", "fit"]
 
 @dataclass(frozen=True)
 class PositionKeys:
-    """What a positional embedding may ask of a config, beside the sizes of the model."""
+    """The config keys that a positional embedding reads, beside the sizes of the model."""
 
     rpe_num_buckets: int = 32
     rpe_max_distance: int = 128

@@ -33,24 +33,29 @@ from megatron.neox_arguments.values import (
 class DataArgs(Group):
     """Datasets, blending and splits."""
 
-    data_path: str | None = key(None, "Prefix of one .bin/.idx pair, divided by `split`.")
-    train_data_paths: TextList | None = key(None, "Training prefixes to blend, not with data_path.")
+    data_path: str | None = key(
+        None, "Prefix of one .bin/.idx pair, divided by `split`.", path=True
+    )
+    train_data_paths: TextList | None = key(
+        None, "Training prefixes to blend, not with data_path.", path=True
+    )
     valid_data_paths: TextList | None = key(
-        None, "Prefixes of validation datasets.", changes="evaluation", resume="same"
+        None, "Prefixes of validation datasets.", changes="evaluation", resume="same", path=True
     )
     test_data_paths: TextList | None = key(
-        None, "Prefixes of test datasets.", changes="evaluation", resume="same"
+        None, "Prefixes of test datasets.", changes="evaluation", resume="same", path=True
     )
     train_label_data_paths: TextList | None = key(
         None,
         "Labels of the training data, a prefix for each of train_data_paths (label_data_paths is "
         "the same key): a label for each token, not shifted; below 0 (-100) it carries no loss.",
+        path=True,
     )
     valid_label_data_paths: TextList | None = key(
-        None, "Labels of the validation data.", changes="evaluation", resume="same"
+        None, "Labels of the validation data.", changes="evaluation", resume="same", path=True
     )
     test_label_data_paths: TextList | None = key(
-        None, "Labels of the test data.", changes="evaluation", resume="same"
+        None, "Labels of the test data.", changes="evaluation", resume="same", path=True
     )
     train_data_weights: WeightList | None = key(None, "Shares of training datasets; null: equal.")
     valid_data_weights: WeightList | None = key(
@@ -111,7 +116,7 @@ class DataArgs(Group):
 
     @property
     def tells_documents_apart(self) -> bool:
-        """Whether the model is told where the documents of a sequence begin."""
+        """Whether the model gets the places where the documents of a sequence begin."""
         return self.reset_attention_mask or self.reset_position_ids
 
 
@@ -126,8 +131,8 @@ class TokenizerArgs(Group):
         "CharLevelTokenizer",
         "TiktokenTokenizer",
     ] = key("GPT2BPETokenizer", "Kind of tokenizer.")
-    vocab_file: str | None = key(None, "Vocabulary or tokenizer file.")
-    merge_file: str | None = key(None, "BPE merges (GPT2BPETokenizer).")
+    vocab_file: str | None = key(None, "Vocabulary or tokenizer file.", path=True)
+    merge_file: str | None = key(None, "BPE merges (GPT2BPETokenizer).", path=True)
     vocab_size: PositiveInt | None = key(
         None, "This vocabulary size instead of the tokenizer's.", resume="free"
     )
@@ -410,7 +415,7 @@ class ParallelArgs(Group):
     )
     pipe_partition_method: str = key(
         "type:transformer|mlp",
-        "How layers are dealt to pipeline stages: uniform, parameters or type:REGEX.",
+        "How layers are assigned to pipeline stages: uniform, parameters or type:REGEX.",
     )
     distributed_backend: str = key(
         "nccl", "torch.distributed backend on GPUs; on CPUs always gloo."
@@ -432,7 +437,7 @@ class RuntimeArgs(Group):
         None, "Save and stop at the first multiple of this.", changes="execution"
     )
     distributed_timeout_minutes: PositiveFloat = key(
-        30.0, "Give up on a silent peer after this.", changes="execution"
+        30.0, "Timeout of collectives, and of a rank that does not respond.", changes="execution"
     )
     detect_anomaly: bool = key(
         False, "torch's anomaly detection: slow, names the source of a NaN.", changes="execution"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from megatron.errors import ConfigError, did_you_mean
 from megatron.neox_arguments.catalogue import canonical_method, check_position_name
+from megatron.neox_arguments.declared_keys import KNOWN_KEYS, nested_model
 from megatron.neox_arguments.deepspeed_config import optimizer_family
-from megatron.neox_arguments.layer_pattern import (
-    check_layer_pattern,
-    knows_positions,
-    positions_named,
-)
+from megatron.neox_arguments.layer_pattern import check_layer_pattern, knows_positions
 from megatron.neox_arguments.model_keys import LAYER_KEYS, intermediate_size_for
 from megatron.neox_arguments.normalize import unknown_key
-from megatron.neox_arguments.values import declared
+from megatron.neox_arguments.values import Group, declared
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -45,8 +42,9 @@ def check(args: NeoXArgs) -> None:
     _check_optimizer(args)
     _check_checkpoints(args.checkpoint)
     _check_fresh_positions(args)
-    known = [key for _, group in args for key in type(group).model_fields]
-    _check_allowed_changes(args.checkpoint.allow_changed or [], known)
+    for name in args.checkpoint.allow_changed or ():
+        if name.partition(".")[0] not in KNOWN_KEYS:
+            raise ConfigError(unknown_key(name, "allow_changed"))
     split_shares(args.data.split)
     _check_blends(args.data)
     if args.data.randomized_positions is not None:
@@ -75,6 +73,14 @@ def _divisors_near(number: int, wanted: int) -> int:
     return next(size for size in range(min(wanted, number), 0, -1) if number % size == 0)
 
 
+def _check_divides(key: str, size: int, what: str, total: int, otherwise: str = "") -> None:
+    if total % size:
+        raise ConfigError(
+            f"{key} = {size} does not divide {what} = {total}. "
+            f"Use {key} {_divisors_near(total, size)}{otherwise}."
+        )
+
+
 def _check_heads(model: ModelArgs, mp: int) -> None:
     hidden, heads = model.hidden_size, model.num_attention_heads
     if hidden % heads and model.kv_channels is None:
@@ -83,11 +89,7 @@ def _check_heads(model: ModelArgs, mp: int) -> None:
             f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}. "
             f"Use hidden_size {up}, another number of heads, or kv_channels for their width."
         )
-    if heads % mp:
-        raise ConfigError(
-            f"model_parallel_size = {mp} does not divide num_attention_heads = {heads}. "
-            f"Use model_parallel_size {_divisors_near(heads, mp)} or more heads."
-        )
+    _check_divides("model_parallel_size", mp, "num_attention_heads", heads, " or more heads")
     _check_grouped_heads(model, mp)
     _check_norms(model)
     if model.ffn_size % mp:
@@ -99,26 +101,19 @@ def _check_heads(model: ModelArgs, mp: int) -> None:
 
 def _check_grouped_heads(model: ModelArgs, mp: int) -> None:
     heads, groups = model.num_attention_heads, model.num_kv_heads
-    if groups is not None and heads % groups:
-        raise ConfigError(
-            f"num_kv_heads = {groups} does not divide num_attention_heads = {heads}. "
-            f"Use num_kv_heads {_divisors_near(heads, groups)}."
-        )
-    if groups is not None and groups % mp:
-        raise ConfigError(
-            f"model_parallel_size = {mp} does not divide num_kv_heads = {groups}. "
-            f"Use model_parallel_size {_divisors_near(groups, mp)} or more num_kv_heads."
-        )
-    if model.use_qk_layernorm and mp > 1:
-        raise ConfigError(
-            f"use_qk_layernorm = true with model_parallel_size = {mp}: it takes the mean over all "
-            "heads, and ranks hold some of them. Use model_parallel_size 1."
-        )
-    if model.qk_norm == "all_heads" and mp > 1:
-        raise ConfigError(
-            f"qk_norm = all_heads with model_parallel_size = {mp}: it takes the mean over all "
-            "heads, and ranks hold some of them. Use model_parallel_size 1."
-        )
+    if groups is not None:
+        _check_divides("num_kv_heads", groups, "num_attention_heads", heads)
+        _check_divides("model_parallel_size", mp, "num_kv_heads", groups, " or more num_kv_heads")
+    over_all_heads = {
+        "use_qk_layernorm = true": model.use_qk_layernorm,
+        "qk_norm = all_heads": model.qk_norm == "all_heads",
+    }
+    for setting, chosen in over_all_heads.items():
+        if chosen and mp > 1:
+            raise ConfigError(
+                f"{setting} with model_parallel_size = {mp}: it takes the mean over all heads, and "
+                "ranks hold some of them. Use model_parallel_size 1."
+            )
 
 
 def _check_norms(model: ModelArgs) -> None:
@@ -183,8 +178,7 @@ def _check_rotary_beside(model: ModelArgs) -> None:
             f"rotary_fade_iters = {model.rotary_fade_iters} with rotary_angles = "
             f"{model.rotary_angles}: the angles fall from 1. Remove rotary_angles."
         )
-    named = positions_named({"layer_pattern": model.layer_pattern}) or [None]
-    methods = [name or model.pos_emb for name in named]
+    methods = model.methods
     if all(map(knows_positions, methods)):
         raise ConfigError(
             f"{key} with pos_emb = {methods[0]}, which has positions of its own: rotary can stand "
@@ -379,12 +373,6 @@ def _check_checkpoints(checkpoint: CheckpointArgs) -> None:
         )
 
 
-def _check_allowed_changes(names: list[str], known: list[str]) -> None:
-    for name in names:
-        if name.partition(".")[0] not in known:
-            raise ConfigError(unknown_key(name, known, "allow_changed"))
-
-
 def split_shares(split: str) -> list[float]:
     """The shares of train, valid and test in `949,50,1` or `949/50/1`, out of 1."""
     advice = "Write up to three shares for train, valid and test, e.g. 949,50,1."
@@ -427,8 +415,7 @@ def _check_blends(data: DataArgs) -> None:
 def _check_randomized(most: int, args: NeoXArgs) -> None:
     """Positions are drawn for methods that know a token's own position, and for whole sequences."""
     model, key = args.model, f"randomized_positions = {most}"
-    named = positions_named({"layer_pattern": model.layer_pattern}) or [None]
-    methods = {canonical_method(name or model.pos_emb) for name in named}
+    methods = {canonical_method(name) for name in model.methods}
     wrong = sorted(name for name in methods - {"none"} if not knows_positions(name))
     if wrong or methods == {"none"}:
         raise ConfigError(
@@ -492,12 +479,12 @@ def _check_launcher(launcher: LauncherArgs) -> None:
 # pydantic's errors as messages about config keys.
 
 
-def describe_validation_error(error: ValidationError, group: type[BaseModel]) -> list[str]:
+def describe_validation_error(error: ValidationError, group: type[Group]) -> list[str]:
     """One line per problem: key, value, what was expected, what the key is for."""
     return [_describe(item, group) for item in error.errors(include_url=False)]
 
 
-def _describe(item: Any, group: type[BaseModel]) -> str:
+def _describe(item: Any, group: type[Group]) -> str:
     location = [str(part) for part in item["loc"]]
     key = ".".join(location)
     if item["type"] == "missing":
@@ -511,19 +498,11 @@ def _describe(item: Any, group: type[BaseModel]) -> str:
     return f"{key} = {item['input']!r:.80} is wrong: {message}.{doc}"
 
 
-def _unknown_nested(location: Sequence[str], group: type[BaseModel]) -> str:
-    parent: type[BaseModel] | None = group
+def _unknown_nested(location: Sequence[str], group: type[Group]) -> str:
+    parent: type[Group] | None = group
     for part in location[:-1]:
         field = parent.model_fields.get(part) if parent else None
         parent = nested_model(field.annotation) if field else None
     names = list(parent.model_fields) if parent else []
     hint = did_you_mean(location[-1], names, f"Keys here: {', '.join(names)}.")
     return f"unknown key {'.'.join(location)!r:.120}. {hint}"
-
-
-def nested_model(annotation: Any) -> type[BaseModel] | None:
-    """The type of a nested mapping inside a field's annotation, if there is one."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None

@@ -85,8 +85,11 @@ def key(default: Any, meaning: str, **facts: Any) -> Any:
     ours        neither GPT-NeoX nor the official KERPLE code knows it
     layer       an entry of layer_pattern may set it for its layers
     refused     a flag of GPT-NeoX's that may not be true here, and why
+    path        files, which may move between a run and its resumption
+    schedule    part of the learning-rate schedule, of which a resumed run may choose another
     """
     known = {"changes", "resume", "evaluate", "hf", "hf_default", "ours", "layer", "refused"}
+    known |= {"path", "schedule"}
     if unknown := set(facts) - known:
         raise TypeError(f"key() has no argument {', '.join(unknown)}")
     return Field(default, description=meaning, json_schema_extra=facts or None)
@@ -98,7 +101,7 @@ def accepted(reason: str) -> Any:
 
 
 def facts_of(field: FieldInfo) -> dict[str, Any]:
-    """What `key` said of a field beside its default and meaning."""
+    """The facts that `key` was given beside default and meaning."""
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
@@ -116,7 +119,7 @@ class Group(BaseModel):
     """Base of every config group and of every nested mapping: frozen, strict, no extra keys."""
 
     changes: ClassVar[Changes] = "training"
-    """What keys of this group change, unless their declaration says otherwise."""
+    """What keys of this group change, unless their declaration states another."""
 
     model_config = ConfigDict(
         frozen=True,

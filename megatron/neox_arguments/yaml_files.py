@@ -11,8 +11,9 @@ import yaml
 
 from megatron.errors import ConfigError
 from megatron.neox_arguments.allowed_code import allow_kernel, classes_in, without_code
+from megatron.neox_arguments.declared_keys import FREE_BLOCKS, NESTED_BLOCKS
 from megatron.neox_arguments.deepspeed_config import optimizer_family
-from megatron.neox_arguments.normalize import NESTED_BLOCKS, enabled_blocks, normalize
+from megatron.neox_arguments.normalize import enabled_blocks, normalize
 from megatron.neox_arguments.values import copy_plain
 
 MAX_BYTES = 1_000_000
@@ -175,7 +176,7 @@ def _flow(value: Any) -> str:
 # Plain files must agree: the same key with two values is an error that names both files. Files
 # after `--override` and values of `--set` are layers on top: they win, and mappings merge key by
 # key. A later plain file wins too if its only key is `seq_length_val`, or if it holds one key and
-# lies in a folder `lengths`: the official fork evaluates with `ex_eval.yml
+# is in a folder `lengths`: the official fork evaluates with `ex_eval.yml
 # lengths/length_16384.yml`.
 
 
@@ -188,17 +189,17 @@ class Layer(NamedTuple):
     text: str = ""
 
 
-def read_layer(path: str | Path, known: list[str]) -> Layer:
+def read_layer(path: str | Path) -> Layer:
     """One YAML file."""
     text = read_text(path)
     source = str(path)
     parsed = parse_yaml(text, source)
     plain = copy_plain({} if parsed is None else parsed, source)
-    values, problems = normalize(plain, known, source)
+    values, problems = normalize(plain, source)
     return Layer(source, without_code(path, values), problems, text)
 
 
-def parse_set(assignment: str, known: list[str]) -> Layer:
+def parse_set(assignment: str) -> Layer:
     """`optimizer.params.lr=1e-4` as a layer of its own."""
     if not isinstance(assignment, str) or "=" not in assignment:
         raise ConfigError(
@@ -211,16 +212,13 @@ def parse_set(assignment: str, known: list[str]) -> Layer:
     parts = [part.strip() for part in dotted.split(".")]
     if not all(parts):
         raise ConfigError(f"{source}: empty key; expected key=value.")
-    if len(parts) > 1 and parts[0].replace("-", "_") not in NESTED_BLOCKS | _FREE_BLOCKS:
+    if len(parts) > 1 and parts[0].replace("-", "_") not in NESTED_BLOCKS | FREE_BLOCKS:
         raise ConfigError(f"{source}: {parts[0][:80]} has no keys inside it; write {parts[0]}=...")
     for part in reversed(parts):
         value = {part: value}
-    values, problems = normalize(copy_plain(value, source), known, source)
+    values, problems = normalize(copy_plain(value, source), source)
     allow_kernel(classes_in(values))
     return Layer(source, values, problems)
-
-
-_FREE_BLOCKS = frozenset({"data_types", "flops_profiler", "comms_logger", "deepspeed_extra_args"})
 
 
 def merge(base: Sequence[Layer], overrides: Sequence[Layer]) -> dict[str, Any]:
@@ -228,8 +226,8 @@ def merge(base: Sequence[Layer], overrides: Sequence[Layer]) -> dict[str, Any]:
     merged = _merge_equals(base)
     _refuse_two_precisions([layer for layer in overrides if layer.source.startswith("--set ")])
     for layer in overrides:
-        merged = _forget_other_precisions(merged, layer.values)
-        merged = _forget_other_optimizer(merged, layer.values)
+        merged = _drop_other_precisions(merged, layer.values)
+        merged = _drop_other_params(merged, layer.values)
         merged = _deep_merge(merged, layer.values)
     return merged
 
@@ -274,7 +272,7 @@ def _refuse_two_precisions(assigned: Sequence[Layer]) -> None:
         )
 
 
-def _forget_other_optimizer(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _drop_other_params(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`--set optimizer.type=lion` on a file with Adam's betas means Lion with its own defaults.
 
     The learning rate stays; it has no default of an optimizer.
@@ -293,7 +291,7 @@ def _optimizer_of(values: dict[str, Any]) -> dict[str, Any]:
     return block if isinstance(block, dict) else {}
 
 
-def _forget_other_precisions(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _drop_other_precisions(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`--set precision=fp32` on a bf16 file must not need a second --set to disable bf16."""
     chosen = enabled_blocks(above)
     if above.get("precision") is not None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
-from megatron.errors import TokenizerError
+from megatron.errors import TokenizerError, did_you_mean
 from megatron.tokenizer.base import Tokenizer, TokenizerFiles
 from megatron.tokenizer.tokenizer_kinds import TOKENIZERS
 
@@ -25,11 +24,10 @@ def build_tokenizer(
     """The tokenizer NeoX calls ``tokenizer_type``, in any case, from its vocabulary files."""
     known = {name.lower(): kind for name, kind in TOKENIZERS.items()}
     if str(tokenizer_type).lower() not in known:
-        near = difflib.get_close_matches(str(tokenizer_type), TOKENIZERS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        listed = ", ".join(sorted(TOKENIZERS))
+        hint = did_you_mean(str(tokenizer_type), TOKENIZERS, "Check the spelling.")
         raise TokenizerError(
-            f'tokenizer_type "{tokenizer_type}" is unknown.{hint} '
-            f"There are {', '.join(sorted(TOKENIZERS))}."
+            f'tokenizer_type "{tokenizer_type}" is unknown; there are {listed}. {hint}'
         )
     files = TokenizerFiles(_path(vocab_file), _path(merge_file))
     return known[tokenizer_type.lower()](files)

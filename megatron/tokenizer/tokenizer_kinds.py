@@ -207,7 +207,7 @@ class SPMTokenizer(Tokenizer):
     """Documents end with ``<|endoftext|>``, or with the unknown token if the model has none.
 
     That is GPT-NeoX's rule. Token files prepared before end with the model's own end token; their
-    manifest says so.
+    manifest states it.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:

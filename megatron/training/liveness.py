@@ -25,8 +25,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megatron.launcher.environment import rank_place, spans_hosts
-from megatron.launcher.interfaces import VARIABLE
+from megatron.launcher.environment import GLOO_INTERFACE, rank_place, spans_hosts
 
 EXIT_PEER_LOST = 77
 INTERVAL = 1.0  # seconds between heartbeats
@@ -288,11 +287,10 @@ def _interface() -> str:
     """Which interface gloo took, in a job that other hosts take part in."""
     if not spans_hosts(os.environ):
         return ""
-    used = os.environ.get(VARIABLE)
+    used = os.environ.get(GLOO_INTERFACE)
     known = f"is {used}" if used else f"is not set: gloo uses the address of {socket.gethostname()}"
-    return (
-        f" {VARIABLE} {known}; it must name the interface through which the hosts reach each other."
-    )
+    reach = "the interface through which the hosts reach each other"
+    return f" {GLOO_INTERFACE} {known}; it must name {reach}."
 
 
 def _is_communication_error(error: BaseException | None) -> bool:

@@ -45,5 +45,5 @@ def test_partitions_of_zero_stage_3_are_joined(tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded, tokens()), logits_of(model, tokens()))
     (step / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     write_checksums(step)
-    with pytest.raises(CheckpointError, match="2 of 3 are there"):
+    with pytest.raises(CheckpointError, match="2 of 3 optimizer files"):
         kerple.load_pretrained(tmp_path)

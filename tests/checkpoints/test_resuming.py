@@ -143,7 +143,7 @@ def test_a_universal_checkpoint_is_given_to_the_engine_whole(tmp_path: Path) -> 
         set_counters=given.update,
         scheduler=SimpleNamespace(load_state_dict=lambda state: given.update(schedule=state)),
     )
-    alone = ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, dp_group=None, grid=None)
+    alone = ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, grid=None)
     progress = _load(engine, CheckpointStore(tmp_path), args, 5, alone)
     assert progress["consumed_samples"] == given["global_samples"] == 20
     assert given["schedule"] == {"steps": 5}

@@ -25,7 +25,7 @@ from megatron.mpu.collectives import SERIAL, ParallelState
 from tests.checkpoints.small_models import small_args
 
 pytestmark = pytest.mark.usefixtures("one_process")
-ALONE = ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, dp_group=None, grid=None)
+ALONE = ParallelState(SERIAL, pp_rank=0, dp_rank=0, dp_size=1, grid=None)
 
 
 def draw() -> tuple[float, float, float]:

@@ -43,5 +43,5 @@ def test_pip_without_an_index_says_what_to_do(
     monkeypatch.setattr(corpora, "PIP_DOWNLOAD", nothing)
     assert prepare(tmp_path, "django_docs") == 2
     error = capsys.readouterr().err
-    assert "pip could not bring Django==5.2.8: no network" in error
+    assert "pip could not fetch Django==5.2.8: no network" in error
     assert "--input PATH django_docs" in error

@@ -41,7 +41,9 @@ class Builder:
 
 
 def get(directory: Path, builder: Builder, key: dict[str, Any] = KEY) -> dict[str, Any]:
-    arrays = cached_arrays(key, builder, directory=directory, name="toy", check=lambda _: None)
+    lengths = {"a": 1000, "b": 7}
+    options: dict[str, Any] = {"name": "toy", "lengths": lengths, "check": lambda _: None}
+    arrays = cached_arrays(key, builder, directory=directory, **options)
     np.testing.assert_array_equal(arrays["a"], np.arange(1000))
     np.testing.assert_array_equal(arrays["b"], np.arange(7) * 3)
     return arrays

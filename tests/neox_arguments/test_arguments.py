@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments import (
-    FACTS,
-    NeoXArgs,
-    changes_training,
-    of_the_checkpoint,
-    same_on_resume,
-)
+from megatron.neox_arguments import NeoXArgs
 from tests.fixture_archives import unpacked
 from tests.neox_arguments.samples import TINY, assert_refused, write
 
@@ -113,35 +107,6 @@ def test_hash_sees_the_model_but_not_the_launcher() -> None:
     args = NeoXArgs.from_dict(TINY)
     assert args.replace(num_gpus=2, log_interval=7).config_hash() == args.config_hash()
     assert args.replace(seed=1).config_hash() != args.config_hash()
-
-
-@pytest.mark.parametrize(
-    ("key", "changes", "trains", "resumed", "owned"),
-    [
-        ("norm", "model", True, True, True),
-        ("rope_scaling", "model", True, True, False),
-        ("hidden_dropout", "training", True, True, False),
-        ("init_method_std", "training", True, False, False),
-        ("train_iters", "training", True, False, False),
-        ("seed", "training", True, True, False),
-        ("attention_engine", "execution", False, False, False),
-        ("zero_optimization", "execution", False, False, False),
-        ("valid_data_paths", "evaluation", False, True, False),
-        ("recall_samples", "evaluation", False, False, False),
-        ("positionwise_bucket_count", "evaluation", False, False, False),
-        ("do_test", "evaluation", False, False, False),
-        ("log_interval", "logging", False, False, False),
-        ("use_wandb", "logging", False, False, False),
-        ("temperature", "generation", False, False, False),
-        ("rope_fusion", "nothing", False, False, False),
-    ],
-)
-def test_a_key_says_what_it_changes(
-    key: str, changes: str, trains: bool, resumed: bool, owned: bool
-) -> None:
-    assert FACTS[key]["changes"] == changes
-    assert (changes_training(key), same_on_resume(key)) == (trains, resumed)
-    assert of_the_checkpoint(key) == owned
 
 
 def test_gpt_neoxs_way_to_read_files_and_keys(tmp_path: Path) -> None:

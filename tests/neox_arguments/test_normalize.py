@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.neox_arguments import GROUPS, NeoXArgs
-from megatron.neox_arguments.normalize import NESTED_BLOCKS
-from megatron.neox_arguments.validation import nested_model
-from megatron.neox_arguments.yaml_files import _FREE_BLOCKS
+from megatron.neox_arguments import NeoXArgs
 from tests.neox_arguments.samples import TINY, assert_refused
 
 
@@ -78,10 +75,3 @@ def test_foreign_keys_that_do_nothing_load(values: dict[str, object]) -> None:
     args = NeoXArgs.from_dict({**TINY, **values})
     assert args.model == NeoXArgs.from_dict(TINY).model
     assert NeoXArgs.from_dict(args.to_dict()) == args
-
-
-def test_the_keys_with_keys_inside_them_are_those_declared_so() -> None:
-    fields = [item for group in GROUPS.values() for item in group.model_fields.items()]
-    assert {name for name, field in fields if nested_model(field.annotation)} == NESTED_BLOCKS
-    free = {name for name, field in fields if str(field.annotation).startswith("dict[")}
-    assert free == _FREE_BLOCKS

@@ -191,5 +191,5 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 def test_a_syntax_error_names_the_file_and_the_line(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text("a: [1\nb: 2")
     with pytest.raises(ConfigError, match=r"a\.yml: not valid YAML: .*line 2, column 2") as raised:
-        read_layer(tmp_path / "a.yml", ["a", "b"])
+        read_layer(tmp_path / "a.yml")
     assert "unicode string" not in str(raised.value)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.commands import run as run_command
 from megatron.model.sizes import count_parameters
-from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.yaml_files import read_layer
 from tests.conftest import REPOSITORY
 from tests.data.samples import prepare
@@ -28,7 +28,7 @@ ALL = sorted(path for path in CONFIGS.rglob("*.yml") if path.parent.name != "slu
 
 
 def is_model(path: Path) -> bool:
-    return "num_layers" in read_layer(path, KNOWN_KEYS).values
+    return "num_layers" in read_layer(path).values
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(CONFIGS)))
@@ -38,7 +38,7 @@ def test_every_file_loads_alone_or_on_top_of_a_small_model(path: Path) -> None:
     else:
         base = CONFIGS / "laptop" / "tiny.yml" if path.parent.name == "laptop" else SMALL
         args = NeoXArgs.from_files([base], overrides=[path])
-    for key, value in read_layer(path, KNOWN_KEYS).values.items():
+    for key, value in read_layer(path).values.items():
         if not isinstance(value, dict) and key != "data_impl":
             assert args.to_dict().get(key) == value  # null: left out
 
@@ -212,7 +212,7 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, files: list[str], changes: dict[str, int], processes: int) -> str:
     """Two steps of a config, whose places are in a folder."""
     options = [file for file in files if file != "--override"]
-    keys = {key for file in options for key in read_layer(REPOSITORY / file, KNOWN_KEYS).values}
+    keys = {key for file in options for key in read_layer(REPOSITORY / file).values}
     save = folder / "runs" / Path(files[-1]).stem
     places = {"save": save, "load": folder / "runs" / "stdlib" if "finetune" in keys else save}
     if "train_data_paths" in keys:

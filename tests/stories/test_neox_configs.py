@@ -14,7 +14,7 @@ import pytest
 
 from megatron.commands import model_scripts
 from megatron.errors import ConfigError
-from megatron.neox_arguments import GROUPS, KNOWN_KEYS, NeoXArgs
+from megatron.neox_arguments import GROUPS, NeoXArgs
 from megatron.neox_arguments.values import declared
 from megatron.neox_arguments.yaml_files import read_layer
 from tests.conftest import REPOSITORY
@@ -145,4 +145,4 @@ def test_a_file_is_refused_with_all_its_reasons_at_once(tmp_path: Path) -> None:
 
 
 def test_every_file_here_is_read_without_its_neighbours() -> None:
-    assert not read_layer(REPOSITORY / "configs" / "XL.yml", KNOWN_KEYS).problems
+    assert not read_layer(REPOSITORY / "configs" / "XL.yml").problems

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kerple import load_pretrained
 from megatron.data import IndexedDatasetWriter
-from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.yaml_files import read_layer
 from tests.conftest import REPOSITORY
 from tests.fixture_archives import unpacked
@@ -127,7 +127,7 @@ def test_a_hugging_face_folder_trains_on_with_its_weights_and_tokenizer(tmp_path
     theirs.save_pretrained(folder)
     words = {"</s>": 0, **{f"w{i}": i for i in range(1, VOCABULARY)}}
     Tokenizer(WordLevel(words, "</s>")).save(str(folder / "tokenizer.json"))
-    example = read_layer(REPOSITORY / "configs" / "finetune_llama_shape.yml", KNOWN_KEYS).values
+    example = read_layer(REPOSITORY / "configs" / "finetune_llama_shape.yml").values
     scaling = {**example["rope_scaling"], "factor": 2.0, "original_max_position": 32}
     small = {
         **example, **sizes, "num_layers": 2, "num_kv_heads": 2, "intermediate_size": 3 * 48,

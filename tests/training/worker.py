@@ -312,7 +312,8 @@ def replicas_agree(engine: Any, parallel: ParallelState) -> bool:
         with gathered(kernel.parameters()):
             own += [digest(p.detach().float()) for p in kernel.parameters()]
     copies: list[Any] = [None] * parallel.dp_size
-    dist.all_gather_object(copies, own, group=parallel.dp_group)
+    group = parallel.grid.get_data_parallel_group() if parallel.grid else None
+    dist.all_gather_object(copies, own, group=group)
     return all(everywhere(all(copy == own for copy in copies)))
 
 

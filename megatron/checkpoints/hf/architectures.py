@@ -1,7 +1,7 @@
 """The architectures of transformers that our model computes: one table each, read in both ways.
 
 A table has the keys of the config that are plain renames, the values that the architecture implies,
-the values that it must not have, and the names of the weights with how each lies there. What is
+the values that it must not have, and the names and layouts of the weights. What is
 more than a rename (activation, rotary angles, window) is converted by `hf_config.py`.
 """
 
@@ -15,8 +15,8 @@ Layout = Literal["same", "heads", "stacked"]
 
 
 @dataclass(frozen=True)
-class Theirs:
-    """Where one of our weights lies in their files.
+class HFWeight:
+    """Names and layout of one of our weights in their files.
 
     heads    our queries, keys and values: three weights there, or one that stacks the three
     stacked  equal parts of ours, one after the other
@@ -39,7 +39,7 @@ class Architecture:
     """Our key -> theirs, with the same value."""
     implied: Mapping[str, Any]
     """Our keys that have this value in every such model."""
-    layer: Mapping[str, Theirs]
+    layer: Mapping[str, HFWeight]
     """How names of our weights in a layer begin -> where they are, after `layers`."""
     outside: Mapping[str, str]
     """The same for the other weights; L is the number of layers."""
@@ -51,7 +51,7 @@ class Architecture:
     rotary: Literal["none", "part", "whole"] = "whole"
     """Whether heads are rotated, and whether a part of them may be."""
     window: Literal["none", "sliding_window", "layer_types"] = "none"
-    """Which of their keys says how far queries see."""
+    """Which of their keys sets the attention window."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Their keys that repeat a key of ours."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -77,18 +77,18 @@ _LLAMA_KEYS = {
 _NO_BIASES = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 _LLAMA = {"pos_emb": "rotary", "norm": "rmsnorm", "use_bias_in_norms": False}
 _LLAMA_BLOCKS = {
-    "attention.query_key_value.": Theirs(
+    "attention.query_key_value.": HFWeight(
         ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."), "heads"
     ),
-    "attention.dense.": Theirs(("self_attn.o_proj.",)),
-    "mlp.dense_h_to_4h.": Theirs(("mlp.up_proj.", "mlp.gate_proj."), "stacked"),
-    "mlp.dense_4h_to_h.": Theirs(("mlp.down_proj.",)),
-    "post_attention_layernorm.scale": Theirs(("post_attention_layernorm.weight",)),
+    "attention.dense.": HFWeight(("self_attn.o_proj.",)),
+    "mlp.dense_h_to_4h.": HFWeight(("mlp.up_proj.", "mlp.gate_proj."), "stacked"),
+    "mlp.dense_4h_to_h.": HFWeight(("mlp.down_proj.",)),
+    "post_attention_layernorm.scale": HFWeight(("post_attention_layernorm.weight",)),
 }
-_INPUT_NORM = {"input_layernorm.scale": Theirs(("input_layernorm.weight",))}
+_INPUT_NORM = {"input_layernorm.scale": HFWeight(("input_layernorm.weight",))}
 _QK_NORMS = {
-    "attention.q_norm.scale": Theirs(("self_attn.q_norm.weight",)),
-    "attention.k_norm.scale": Theirs(("self_attn.k_norm.weight",)),
+    "attention.q_norm.scale": HFWeight(("self_attn.q_norm.weight",)),
+    "attention.k_norm.scale": HFWeight(("self_attn.k_norm.weight",)),
 }
 _LLAMA_LAYER = {**_LLAMA_BLOCKS, **_INPUT_NORM}
 _LLAMA_OUTSIDE = {
@@ -141,7 +141,7 @@ OLMO2 = Architecture(
     {
         **_LLAMA_BLOCKS,
         **_QK_NORMS,
-        "post_feedforward_layernorm.scale": Theirs(("post_feedforward_layernorm.weight",)),
+        "post_feedforward_layernorm.scale": HFWeight(("post_feedforward_layernorm.weight",)),
     },
     _LLAMA_OUTSIDE,
 )
@@ -156,7 +156,7 @@ GPT_NEOX = Architecture(
         "layernorm_epsilon": "layer_norm_eps",
     },
     {"pos_emb": "rotary"},
-    {"": Theirs(("",))},
+    {"": HFWeight(("",))},
     {
         "0.word_embeddings.": "gpt_neox.embed_in.",
         "{L+3}.norm.": "gpt_neox.final_layer_norm.",
@@ -182,12 +182,12 @@ GPT2 = Architecture(
     },
     {"pos_emb": "learned"},
     {
-        "input_layernorm.": Theirs(("ln_1.",)),
-        "attention.query_key_value.": Theirs(("attn.c_attn.",), "heads", transposed=True),
-        "attention.dense.": Theirs(("attn.c_proj.",), transposed=True),
-        "post_attention_layernorm.": Theirs(("ln_2.",)),
-        "mlp.dense_h_to_4h.": Theirs(("mlp.c_fc.",), transposed=True),
-        "mlp.dense_4h_to_h.": Theirs(("mlp.c_proj.",), transposed=True),
+        "input_layernorm.": HFWeight(("ln_1.",)),
+        "attention.query_key_value.": HFWeight(("attn.c_attn.",), "heads", transposed=True),
+        "attention.dense.": HFWeight(("attn.c_proj.",), transposed=True),
+        "post_attention_layernorm.": HFWeight(("ln_2.",)),
+        "mlp.dense_h_to_4h.": HFWeight(("mlp.c_fc.",), transposed=True),
+        "mlp.dense_4h_to_h.": HFWeight(("mlp.c_proj.",), transposed=True),
     },
     {
         "0.word_embeddings.": "transformer.wte.",

@@ -115,7 +115,7 @@ def standalone_source(cls: type[PositionalEmbedding], pos_emb: str) -> str:
     text = Path(path).read_text(encoding="utf-8")
     tree = ast.parse(text)
     needed = _needed(tree, cls, pos_emb)
-    # A class's segment begins after its decorators: `@register(...)` stays behind, the export
+    # A class's segment begins after its decorators: `@register(...)` is not copied, the export
     # registers by the name in its config.
     parts = [
         _exported_statement(ast.get_source_segment(text, node) or "", node, path) for node in needed
@@ -175,9 +175,9 @@ def _exported_statement(text: str, node: ast.stmt, path: str) -> str:
     """The statement as it is; imports of our formulas made relative, others checked."""
     if isinstance(node, ast.ImportFrom):
         module = "." * node.level + (node.module or "")
-        home = module.removeprefix("megatron.model.")
-        if home != module and home in EXPORTED_MODULES:
-            return text.replace(f"from {module} ", f"from .{home} ", 1)
+        name = module.removeprefix("megatron.model.")
+        if name != module and name in EXPORTED_MODULES:
+            return text.replace(f"from {module} ", f"from .{name} ", 1)
         modules = [module]
     elif isinstance(node, ast.Import):
         modules = [alias.name for alias in node.names]

@@ -5,7 +5,6 @@ Every exported model contains this file: it needs transformers and the files bes
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
@@ -35,18 +34,3 @@ class KerpleNeoXConfig(PretrainedConfig):
             setattr(self, key, value)
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         super().__init__(**{"tie_word_embeddings": False, **tokens, **kwargs})
-
-    def of_layers(self, places: list[int]) -> list[KerpleNeoXConfig]:
-        """The config as each layer has it: with the keys of its entry in layer_pattern."""
-        if self.layer_pattern is None:
-            return [self] * self.num_hidden_layers
-        own = []
-        for entry in self.layer_pattern:
-            config = copy(self)
-            for key, value in entry.items():
-                if key == "sliding_window_width":  # without the query itself
-                    config.attention_window = None if value is None else value + 1
-                elif key != "count":
-                    setattr(config, key, value)
-            own.append(config)
-        return [own[place] for place in places]

@@ -113,7 +113,7 @@ def _write_code(folder: Path) -> None:
 
 
 def _write_own_kernel(folder: Path, pos_emb: str) -> None:
-    """The user's class beside ours, imported by the model so that transformers brings it along."""
+    """The user's class beside ours, imported by the model so that transformers copies it too."""
     cls = positional_embedding_class(pos_emb)
     (folder / OWN_KERNEL).write_text(standalone_source(cls, pos_emb), encoding="utf-8")
     model = folder / "modeling_kerple.py"
@@ -188,7 +188,7 @@ def read_config(folder: Path) -> tuple[PretrainedConfig, NeoXArgs]:
         return config, args_from_hf(config, folder)
     except KerpleError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    except Exception as error:  # transformers' own checks raise what they like
+    except Exception as error:  # transformers' own checks raise any type
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"{file}: is not a config of {cls.model_type} ({type(error).__name__}: {reason})"

@@ -111,12 +111,12 @@ def hf_config(
             "If its users may read and run the source: --with-kernel-source (in Python "
             "write_hf(..., with_kernel_source=True))."
         )
-    scaling, heat = spec.rope_scaling, spec.attention_temperature
+    scaling, temperature = spec.rope_scaling, spec.attention_temperature
     values = {key.name: getattr(spec, key.key) for key in hugging_face_keys()}
     values |= common | {
         "pos_emb": pos_emb,
         "layer_pattern": _exported_pattern(spec),
-        "attention_temperature": heat.model_dump() if heat else None,
+        "attention_temperature": temperature.model_dump() if temperature else None,
         "hidden_act": spec.activation_name,
         "intermediate_size": spec.ffn_size,
         "tie_word_embeddings": not spec.no_weight_tying,

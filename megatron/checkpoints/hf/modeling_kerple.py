@@ -8,6 +8,7 @@ Shape suffixes: B batch, H heads, Q queries, K keys, D head dimension.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -70,8 +71,19 @@ def make_norm(config: KerpleNeoXConfig, shape: tuple[int, ...] | None = None) ->
 
 
 def layer_configs(config: KerpleNeoXConfig) -> list[KerpleNeoXConfig]:
-    """The config as each layer has it."""
-    return config.of_layers(pattern_places(config.layer_pattern or [{}], config.num_hidden_layers))
+    """The config as each layer has it: with the keys of its entry in layer_pattern."""
+    if config.layer_pattern is None:
+        return [config] * config.num_hidden_layers
+    configs = []
+    for entry in config.layer_pattern:
+        own = copy(config)
+        for key, value in entry.items():
+            if key == "sliding_window_width":  # without the query itself
+                own.attention_window = None if value is None else value + 1
+            elif key != "count":
+                setattr(own, key, value)
+        configs.append(own)
+    return [configs[i] for i in pattern_places(config.layer_pattern, config.num_hidden_layers)]
 
 
 def has_tables(config: KerpleNeoXConfig) -> bool:
@@ -170,8 +182,10 @@ class Attention(nn.Module):
             terms = self.terms(x, scores.keys, scores.keys_seen())
         gates, row_scale = terms.log_gates, terms.row_scale
         if self.layer_config.attention_temperature is not None:
-            heat = temperatures(scores.positions + 1, **self.layer_config.attention_temperature)
-            row_scale = heat if row_scale is None else heat * row_scale
+            temperature = temperatures(
+                scores.positions + 1, **self.layer_config.attention_temperature
+            )
+            row_scale = temperature if row_scale is None else temperature * row_scale
         if row_scale is not None:
             q = (q * row_scale[..., None]).to(q.dtype)
         if self.forget_gate is not None:

@@ -66,7 +66,7 @@ def read_safetensors(paths: Sequence[Path]) -> LazyWeights:
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except Exception as error:  # SafetensorError, and what torch says of forged shapes
+    except Exception as error:  # SafetensorError, and torch's errors for forged shapes
         raise CheckpointError(f"{path}: cannot be read ({error}); copy it again") from error
 
 
@@ -78,7 +78,7 @@ def write_safetensors(
 ) -> None:
     """model.safetensors, or several files of at most `shard_bytes` with their index.
 
-    `tensors` come in the order of `outlines`; each is written before the next is asked for.
+    `tensors` come in the order of `outlines`; each is written before the next is read.
     """
     shards: list[list[str]] = [[]]
     sizes = {name: each.numel() * each.element_size() for name, each in outlines.items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.checkpoints.hf.architectures import Architecture, Theirs
+from megatron.checkpoints.hf.architectures import Architecture, HFWeight
 from megatron.errors import CheckpointError
 from megatron.model import ModelSpec
 from megatron.model.layer_list import FIRST_LAYER, Layer, LayerFactory
@@ -22,7 +22,7 @@ class WeightNames:
     """The names of one model's weights, here and there."""
 
     spec: ModelSpec
-    table: Mapping[str, Theirs]
+    table: Mapping[str, HFWeight]
     """How a canonical name begins -> where the weight is in their files."""
     architecture: Architecture | None = None
     unused: frozenset[str] = field(default_factory=frozenset)
@@ -37,8 +37,8 @@ class WeightNames:
             spec, table, architecture, frozenset() if spec.no_weight_tying else frozenset(heads)
         )
 
-    def to_theirs(self, name: str) -> tuple[Theirs, list[str]]:
-        """Where a weight of ours lies, and its names there."""
+    def to_theirs(self, name: str) -> tuple[HFWeight, list[str]]:
+        """The entry of a weight of ours, and its names there."""
         for prefix, theirs in self.table.items():
             if name.startswith(prefix):
                 return theirs, [begin + name[len(prefix) :] for begin in theirs.names]
@@ -120,7 +120,7 @@ class WeightNames:
                 ) from error
         return parts[0]
 
-    def _joined(self, theirs: Theirs, parts: Sequence[Tensor]) -> Tensor:
+    def _joined(self, theirs: HFWeight, parts: Sequence[Tensor]) -> Tensor:
         if theirs.transposed:
             parts = [part.T if part.dim() == 2 else part for part in parts]
         if parts[0].is_meta:  # torch.cat of such would import a second's worth of torch
@@ -147,9 +147,9 @@ class WeightNames:
         return [part.flatten(0, 1) for part in qkv.unflatten(0, (heads, 3, -1)).unbind(1)]
 
 
-def _own_names(spec: ModelSpec) -> dict[str, Theirs]:
+def _own_names(spec: ModelSpec) -> dict[str, HFWeight]:
     return {
-        f"{index}.{ours}": Theirs(
+        f"{index}.{ours}": HFWeight(
             (theirs.format(number=index - FIRST_LAYER, head="lm_head.weight"),)
         )
         for index, layer in enumerate(LayerFactory(spec).layers())
@@ -158,17 +158,17 @@ def _own_names(spec: ModelSpec) -> dict[str, Theirs]:
     }
 
 
-def _table(architecture: Architecture, spec: ModelSpec) -> dict[str, Theirs]:
+def _table(architecture: Architecture, spec: ModelSpec) -> dict[str, HFWeight]:
     indices = {f"{{L+{i}}}": str(spec.num_layers + i) for i in (3, 4)}
     table = {}
     for ours, theirs in architecture.outside.items():
         for mark, index in indices.items():
             ours = ours.replace(mark, index)
-        table[ours] = Theirs((theirs,))
+        table[ours] = HFWeight((theirs,))
     for number in range(spec.num_layers):
         begin = architecture.layers.format(number=number)
         for ours, each in architecture.layer.items():
-            table[f"{FIRST_LAYER + number}.{ours}"] = Theirs(
+            table[f"{FIRST_LAYER + number}.{ours}"] = HFWeight(
                 tuple(begin + name for name in each.names), each.layout, each.transposed
             )
     return table
