@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,9 @@ from megatron.terminal import command_parser
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
+
+    from megatron.model.position_base import PositionalEmbedding
+    from megatron.model.transformer import TransformerLayer
 
 CHECK = """tools/check_kernel.py kerple_log                           a method, as it starts
 tools/check_kernel.py examples.custom_kernel:RationalKernel  a class of your own
@@ -98,7 +102,7 @@ def _report_training(name: str, options: argparse.Namespace) -> bool:
     problems = training_problems(module, TRIED)
     for problem in problems:
         print(f"{name}: NO: {problem}")
-    for kind, table in tables_of(module, TRIED).items() if not problems else ():
+    for kind, table in drawn_of(module, TRIED).items() if not problems else ():
         moved = f", bf16 moves it by up to {bf16_error(table):.2g}" if kind == "bias" else ""
         span = f"{float(table.min()):.4g} to {float(table.max()):.4g}"
         print(f"{name}: {kind} {span} below distance {TRIED}, gradients finite{moved}")
@@ -110,7 +114,7 @@ def _to_check(options: argparse.Namespace) -> Iterator[tuple[str, str, Tensor]]:
     import torch
 
     for name in options.names:
-        for kind, table in tables_of(_named(name, options), options.points).items():
+        for kind, table in drawn_of(_named(name, options), options.points).items():
             yield f"{name}: {kind} of {options.heads} heads", kind, table
     for power in options.power:
         if not power > 0:
@@ -176,7 +180,9 @@ tools/plot_kernels.py --framework --out pictures           the paper's Figure 1
 Each picture has the bias (or weight) over distance, a line per head, and the matrix over queries
 and keys, for the heads whose bias decays fastest and slowest. Of a run with `inkling` or
 `kerple_inkling` the features of distance are drawn for each layer, a line per feature; of one with
-`fire` each layer's bias, of queries up to its threshold L and of one at 8 L.
+`fire` each layer's bias, of queries up to its threshold L and of one at 8 L; of one with `cable`
+each layer's bias over tokens with w x = 0; of one with `rotary` or `xpos` the score of two equal
+vectors, over that at distance 0.
 """
 MATRIX = 64  # queries and keys shown
 FEATURES = "features of distance"
@@ -203,31 +209,32 @@ def subjects(names: Sequence[str], options: argparse.Namespace) -> Iterator[Draw
 def _of_method(name: str, options: argparse.Namespace) -> Drawn:
     if "/" in name:
         raise KerpleError(f"{name}: no such run or checkpoint")
-    from megatron.model.content_positions import Fire
-    from megatron.model.position_names import position_options
+    from megatron.model.position_base import TableEmbedding
+    from megatron.model.position_names import position_options, positional_embedding_class
 
     title = f"{label_of(name)}, as it starts ({options.heads} heads of {options.head_dim})"
     file = Path(f"{name.replace(':', '.')}.png")
-    if name == Fire.name:
-        fire = Fire(position_options(heads=options.heads, head_dim=options.head_dim))
-        return Drawn(title, file, term_tables(fire, options.length or 513))
-    return Drawn(title, file, tables_of(_named(name, options), options.length))
+    if ":" in name or issubclass(method := positional_embedding_class(name), TableEmbedding):
+        module = _named(name, options)
+    else:
+        module = method(position_options(heads=options.heads, head_dim=options.head_dim))
+    tables = drawn_of(module, options.length or 513)
+    if not tables:
+        raise KerpleError(f"{name}: it has nothing over distance to draw")
+    return Drawn(title, file, tables)
 
 
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     from megatron.generation.pretrained import load_pretrained
-    from megatron.model.content_positions import LayerTerms
     from megatron.model.outline import layer_ranges, outline_of
     from megatron.model.position_base import TableEmbedding
 
     model = load_pretrained(path, iteration=options.iteration)
-    positions = list(model.positional_embeddings())
-    modules = [m for m in positions if isinstance(m, TableEmbedding)]
+    modules = [m for m in model.positional_embeddings() if isinstance(m, TableEmbedding)]
     length = options.length or 4 * model.config.model.seq_length
-    layers_of_terms = [m for m in positions if isinstance(m, LayerTerms)]
-    terms = [term_tables(m, length) for m in layers_of_terms]
-    if not modules and not any(terms):
-        raise KerpleError(f"{path}: {model.spec.pos_emb} has no table over distance to draw")
+    by_layer = [_of_layer(layer, length) for layer in model.layers]
+    if not modules and not any(by_layer):
+        raise KerpleError(f"{path}: {model.spec.pos_emb} has nothing over distance to draw")
     kernels = outline_of(model.spec).kernels()  # in the order of the modules
     for number, (module, (_, own, layers)) in enumerate(zip(modules, kernels, strict=True)):
         layer = f", layer {number + 1}" if len(modules) > 1 else ""
@@ -236,29 +243,36 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
             layer = f", {layer_ranges(layers)}"
             file = path / (f"kernels_{number}.png" if len(modules) > 1 else "kernels.png")
         title = f"{path.name}: {label_of(own.pos_emb)} at step {model.iteration}{layer}"
-        yield Drawn(title, file, tables_of(module, length))
-    for number, tables in enumerate(terms):
-        if tables:
-            what, word = (FEATURES, "features") if FEATURES in tables else ("bias", "bias")
-            title = f"{path.name}: {what} at step {model.iteration}, layer {number + 1}"
-            yield Drawn(title, path / f"{word}_layer{number + 1}.png", tables)
+        yield Drawn(title, file, drawn_of(module, length))
+    for number, tables in enumerate(by_layer, 1):
+        if tables and not _among(by_layer[: number - 1], tables):
+            word = next(iter(tables))
+            title = f"{path.name}: {word} at step {model.iteration}, layer {number}"
+            yield Drawn(title, path / f"{re.split('[ ,]', word)[0]}_layer{number}.png", tables)
 
 
-def term_tables(module: Any, length: int) -> dict[str, Tensor]:
-    """What a method's terms of a layer have over distance, by name."""
+def _of_layer(layer: TransformerLayer, length: int) -> dict[str, Tensor]:
+    """What a layer has over distance beside the kernels: of its terms, and of its rotation."""
+    modules = (layer.attention.terms, layer.attention.rotary)
+    return {k: v for m in modules if m is not None for k, v in drawn_of(m, length).items()}
+
+
+def _among(others: Sequence[dict[str, Tensor]], tables: dict[str, Tensor]) -> bool:
+    """Whether a layer before has the same, as layers with one rotation do."""
+    import torch
+
+    return any(
+        list(other) == list(tables) and all(torch.equal(other[k], tables[k]) for k in tables)
+        for other in others
+    )
+
+
+def drawn_of(module: PositionalEmbedding, length: int) -> dict[str, Tensor]:
+    """What it has over distance by name, as numbers to plot."""
     import torch
 
     with torch.no_grad():
         return {k: table.detach().float() for k, table in module.to_draw(length).items()}
-
-
-def tables_of(module: Any, length: int | None) -> dict[str, Tensor]:
-    """Its tables over distance by name, without those that it does not have."""
-    import torch
-
-    with torch.no_grad():
-        tables = module(length or 513)._asdict()
-    return {name: table.float() for name, table in tables.items() if table is not None}
 
 
 def draw(drawn: Drawn, path: Path) -> None:
@@ -276,8 +290,11 @@ def draw(drawn: Drawn, path: Path) -> None:
             _draw_heads(axes_row[0], name, table)
             shown = table[:, :MATRIX].clamp(min=FLOOR)
             limits = float(shown.min()), float(shown.max())  # one scale for both heads
-            for axes, (head, word) in zip(axes_row[1:], _extremes(table), strict=True):
-                title = f"{_row(name)} {head + 1}, {word}: {name}"
+            for axes in axes_row[1:]:
+                axes.set_axis_off()
+            for axes, (head, word) in zip(axes_row[1:], _extremes(table), strict=False):
+                axes.set_axis_on()
+                title = f"{_row(name)} {head + 1}, {word}: {name}" if word else name
                 image = _draw_matrix(axes, table[head], title, limits)
             figure.colorbar(image, ax=axes_row[1:], shrink=0.85)
         figure.savefig(path, dpi=120)
@@ -311,7 +328,8 @@ def _draw_heads(axes: Axes, name: str, table: Tensor) -> None:
     colors = head_colors(len(table))
     plot_over_distance(axes, table.numpy(), colors, name, row=_row(name), linewidth=1.4)
     columns = 2 if len(table) > 8 else 1
-    axes.legend(fontsize=8, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
+    if len(table) > 1:
+        axes.legend(fontsize=8, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _row(name: str) -> str:
@@ -321,6 +339,8 @@ def _row(name: str) -> str:
 
 def _extremes(table: Tensor) -> list[tuple[int, str]]:
     """The heads whose table falls most and least from distance 0 to the end of the matrix."""
+    if len(table) == 1:
+        return [(0, "")]
     fall = table[:, 0] - table[:, min(MATRIX, table.shape[1]) - 1]
     return [(int(fall.argmax()), "fastest decay"), (int(fall.argmin()), "slowest decay")]
 
