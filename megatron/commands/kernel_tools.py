@@ -290,13 +290,14 @@ def draw(drawn: Drawn, path: Path) -> None:
             _draw_heads(axes_row[0], name, table)
             shown = table[:, :MATRIX].clamp(min=FLOOR)
             limits = float(shown.min()), float(shown.max())  # one scale for both heads
-            for axes in axes_row[1:]:
-                axes.set_axis_off()
-            for axes, (head, word) in zip(axes_row[1:], _extremes(table), strict=False):
-                axes.set_axis_on()
-                title = f"{_row(name)} {head + 1}, {word}: {name}" if word else name
+            heads = _extremes(table)
+            if len(table) == 1:
+                axes_row[2].remove()
+                heads = heads[:1]
+            for axes, (head, word) in zip(axes_row[1:], heads, strict=False):
+                title = f"{_row(name)} {head + 1}, {word}: {name}" if len(table) > 1 else name
                 image = _draw_matrix(axes, table[head], title, limits)
-            figure.colorbar(image, ax=axes_row[1:], shrink=0.85)
+            figure.colorbar(image, ax=axes_row[1 : 1 + len(heads)], shrink=0.85)
         figure.savefig(path, dpi=120)
 
 
@@ -339,8 +340,6 @@ def _row(name: str) -> str:
 
 def _extremes(table: Tensor) -> list[tuple[int, str]]:
     """The heads whose table falls most and least from distance 0 to the end of the matrix."""
-    if len(table) == 1:
-        return [(0, "")]
     fall = table[:, 0] - table[:, min(MATRIX, table.shape[1]) - 1]
     return [(int(fall.argmax()), "fastest decay"), (int(fall.argmin()), "slowest decay")]
 
