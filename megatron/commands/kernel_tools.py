@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,9 @@ from megatron.terminal import command_parser
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
+
+    from megatron.model.position_base import PositionalEmbedding
+    from megatron.model.transformer import TransformerLayer
 
 CHECK = """tools/check_kernel.py kerple_log                           a method, as it starts
 tools/check_kernel.py examples.custom_kernel:RationalKernel  a class of your own
@@ -97,7 +101,7 @@ def _report_training(name: str, options: argparse.Namespace) -> bool:
     problems = training_problems(module, TRIED)
     for problem in problems:
         print(f"{name}: NO: {problem}")
-    for kind, table in tables_of(module, TRIED).items() if not problems else ():
+    for kind, table in drawn_of(module, TRIED).items() if not problems else ():
         moved = f", bf16 moves it by up to {bf16_error(table):.2g}" if kind == "bias" else ""
         span = f"{float(table.min()):.4g} to {float(table.max()):.4g}"
         print(f"{name}: {kind} {span} below distance {TRIED}, gradients finite{moved}")
@@ -109,7 +113,7 @@ def _to_check(options: argparse.Namespace) -> Iterator[tuple[str, str, Tensor]]:
     import torch
 
     for name in options.names:
-        for kind, table in tables_of(_named(name, options), options.points).items():
+        for kind, table in drawn_of(_named(name, options), options.points).items():
             yield f"{name}: {kind} of {options.heads} heads", kind, table
     for power in options.power:
         if not power > 0:
@@ -169,7 +173,9 @@ tools/plot_kernels.py --framework --out pictures           the paper's Figure 1
 Each picture has the bias (or weight) over distance, a line per head, and the matrix over queries
 and keys, for the heads whose bias decays fastest and slowest. Of a run with `inkling` or
 `kerple_inkling` the features of distance are drawn for each layer, a line per feature; of one with
-`fire` each layer's bias, of queries up to its threshold L and of one at 8 L.
+`fire` each layer's bias, of queries up to its threshold L and of one at 8 L; of one with `cable`
+each layer's bias over tokens with w x = 0; of one with `rotary` or `xpos` the score of two equal
+vectors, over that at distance 0.
 """
 MATRIX = 64  # queries and keys shown
 FEATURES = "features of distance"
@@ -196,31 +202,32 @@ def subjects(names: Sequence[str], options: argparse.Namespace) -> Iterator[Draw
 def _of_method(name: str, options: argparse.Namespace) -> Drawn:
     if "/" in name:
         raise KerpleError(f"{name}: no such run or checkpoint")
-    from megatron.model.content_positions import Fire
-    from megatron.model.position_names import position_options
+    from megatron.model.position_base import TableEmbedding
+    from megatron.model.position_names import position_options, positional_embedding_class
 
     title = f"{label_of(name)}, as it starts ({options.heads} heads of {options.head_dim})"
     file = Path(f"{name.replace(':', '.')}.png")
-    if name == Fire.name:
-        fire = Fire(position_options(heads=options.heads, head_dim=options.head_dim))
-        return Drawn(title, file, tables_of(fire, options.length))
-    return Drawn(title, file, tables_of(_named(name, options), options.length))
+    if ":" in name or issubclass(method := positional_embedding_class(name), TableEmbedding):
+        module = _named(name, options)
+    else:
+        module = method(position_options(heads=options.heads, head_dim=options.head_dim))
+    tables = drawn_of(module, options.length or 513)
+    if not tables:
+        raise KerpleError(f"{name}: it has nothing over distance to draw")
+    return Drawn(title, file, tables)
 
 
 def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
     from megatron.generation.pretrained import load_pretrained
-    from megatron.model.content_positions import LayerTerms
     from megatron.model.outline import layer_ranges, outline_of
     from megatron.model.position_base import TableEmbedding
 
     model = load_pretrained(path, iteration=options.iteration)
-    positions = list(model.positional_embeddings())
-    modules = [m for m in positions if isinstance(m, TableEmbedding)]
+    modules = [m for m in model.positional_embeddings() if isinstance(m, TableEmbedding)]
     length = options.length or 4 * model.config.model.seq_length
-    layers_of_terms = [m for m in positions if isinstance(m, LayerTerms)]
-    terms = [tables_of(m, length) for m in layers_of_terms]
-    if not modules and not any(terms):
-        raise KerpleError(f"{path}: {model.spec.pos_emb} has no table over distance to draw")
+    by_layer = [_of_layer(layer, length) for layer in model.layers]
+    if not modules and not any(by_layer):
+        raise KerpleError(f"{path}: {model.spec.pos_emb} has nothing over distance to draw")
     kernels = outline_of(model.spec).kernels()  # in the order of the modules
     for number, (module, (_, own, layers)) in enumerate(zip(modules, kernels, strict=True)):
         layer = f", layer {number + 1}" if len(modules) > 1 else ""
@@ -229,25 +236,36 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
             layer = f", {layer_ranges(layers)}"
             file = path / (f"kernels_{number}.png" if len(modules) > 1 else "kernels.png")
         title = f"{path.name}: {label_of(own.pos_emb)} at step {model.iteration}{layer}"
-        yield Drawn(title, file, tables_of(module, length))
-    for number, tables in enumerate(terms):
-        if tables:
-            what, word = (FEATURES, "features") if FEATURES in tables else ("bias", "bias")
-            title = f"{path.name}: {what} at step {model.iteration}, layer {number + 1}"
-            yield Drawn(title, path / f"{word}_layer{number + 1}.png", tables)
+        yield Drawn(title, file, drawn_of(module, length))
+    for number, tables in enumerate(by_layer, 1):
+        if tables and not _among(by_layer[: number - 1], tables):
+            word = next(iter(tables))
+            title = f"{path.name}: {word} at step {model.iteration}, layer {number}"
+            yield Drawn(title, path / f"{re.split('[ ,]', word)[0]}_layer{number}.png", tables)
 
 
-def tables_of(module: Any, length: int | None) -> dict[str, Tensor]:
-    """What a kernel, or a layer's terms, have over distance by name."""
+def _of_layer(layer: TransformerLayer, length: int) -> dict[str, Tensor]:
+    """What a layer has over distance beside the kernels: of its terms, and of its rotation."""
+    modules = (layer.attention.terms, layer.attention.rotary)
+    return {k: v for m in modules if m is not None for k, v in drawn_of(m, length).items()}
+
+
+def _among(others: Sequence[dict[str, Tensor]], tables: dict[str, Tensor]) -> bool:
+    """Whether a layer before has the same, as layers with one rotation do."""
     import torch
 
-    from megatron.model.content_positions import LayerTerms
+    return any(
+        list(other) == list(tables) and all(torch.equal(other[k], tables[k]) for k in tables)
+        for other in others
+    )
 
-    length = length or 513
+
+def drawn_of(module: PositionalEmbedding, length: int) -> dict[str, Tensor]:
+    """What it has over distance by name, as numbers to plot."""
+    import torch
+
     with torch.no_grad():
-        is_terms = isinstance(module, LayerTerms)
-        tables = module.to_draw(length) if is_terms else module(length)._asdict()
-    return {name: table.detach().float() for name, table in tables.items() if table is not None}
+        return {k: table.detach().float() for k, table in module.to_draw(length).items()}
 
 
 def draw(drawn: Drawn, path: Path) -> None:
@@ -265,10 +283,14 @@ def draw(drawn: Drawn, path: Path) -> None:
             _draw_heads(axes_row[0], name, table)
             shown = table[:, :MATRIX].clamp(min=FLOOR)
             limits = float(shown.min()), float(shown.max())  # one scale for both heads
-            for axes, (head, word) in zip(axes_row[1:], _extremes(table), strict=True):
-                title = f"{_row(name)} {head + 1}, {word}: {name}"
+            heads = _extremes(table)
+            if len(table) == 1:
+                axes_row[2].remove()
+                heads = heads[:1]
+            for axes, (head, word) in zip(axes_row[1:], heads, strict=False):
+                title = f"{_row(name)} {head + 1}, {word}: {name}" if len(table) > 1 else name
                 image = _draw_matrix(axes, table[head], title, limits)
-            figure.colorbar(image, ax=axes_row[1:], shrink=0.85)
+            figure.colorbar(image, ax=axes_row[1 : 1 + len(heads)], shrink=0.85)
         figure.savefig(path, dpi=120)
 
 
@@ -300,7 +322,8 @@ def _draw_heads(axes: Axes, name: str, table: Tensor) -> None:
     colors = head_colors(len(table))
     plot_over_distance(axes, table.numpy(), colors, name, row=_row(name), linewidth=1.4)
     columns = 2 if len(table) > 8 else 1
-    axes.legend(fontsize=8, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
+    if len(table) > 1:
+        axes.legend(fontsize=8, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _row(name: str) -> str:

@@ -113,10 +113,6 @@ class LayerTerms(PositionalEmbedding):
         """The terms of the queries at x, the last of so many keys; each sees n of them."""
         raise NotImplementedError
 
-    def to_draw(self, length: int) -> dict[str, Tensor]:
-        """What it has over distance, [rows, distances] by name (nothing by default)."""
-        return {}
-
     def _add_matrix(self, name: str, rows_per_head: int) -> None:
         """A projection of the layer's input, trained as its other matrices; split by heads."""
         shape = (self.heads * rows_per_head, self.options.hidden_size)
@@ -231,6 +227,10 @@ class Cable(LayerTerms):
 
     def own_flops(self, length: int) -> float:
         return 2.0 * self.options.num_heads * self.options.hidden_size
+
+    def to_draw(self, length: int) -> dict[str, Tensor]:
+        taken = F.softplus(at_least_fp32(self.bias))[:, None]
+        return {"bias, tokens with w x = 0": -taken * torch.arange(length, device=taken.device)}
 
     def forward(self, x_BLh: Tensor, keys: int, n_BL: Tensor) -> ScoreTerms:
         logits = F.linear(x_BLh, self.weight.to(x_BLh.dtype), self.bias.to(x_BLh.dtype))

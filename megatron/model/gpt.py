@@ -6,7 +6,7 @@ Shape suffixes: B batch, L length, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -35,6 +35,7 @@ class GPTModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.tp, self.sp = tp, sp
+        self._found: tuple[list[tuple[int, int]], list[int | None]] | None = None
         self.sequential = nn.ModuleList()
         factory = LayerFactory(spec, tp, sp=sp)
         self._layer_specs = factory.layer_specs
@@ -128,10 +129,28 @@ class GPTModel(nn.Module):
         tokens, and `padding` more: so many at the end may be no row's own.
         """
         kept = []
-        for layer, reach in zip(self.layers, self._reaches(), strict=True):
+        for layer, reach in zip(self.layers, self._known_reaches(), strict=True):
             bounds = [bound for bound in (layer.attention.window, reach) if bound is not None]
             kept.append(min(bounds) + padding if bounds else None)
         return Cache(kept)
+
+    def _known_reaches(self) -> list[int | None]:
+        """Those of the weights as they are: found once in inference, each time in training."""
+        weights = list(self.parameters())
+        if self.training or any(weight.is_inference() for weight in weights):
+            return self._reaches()
+        now = [(weight.data_ptr(), weight._version) for weight in weights]
+        if self._found is None or self._found[0] != now:
+            self._found = now, self._reaches()
+        return self._found[1]
+
+    def train(self, mode: bool = True) -> GPTModel:
+        self._found = None  # an optimizer may write weights without counting versions
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPTModel:
+        self._found = None
+        return super()._apply(fn, recurse)
 
     def _reaches(self) -> list[int | None]:
         """How many of the nearest tokens each layer can see, whatever the text."""

@@ -122,6 +122,10 @@ class PositionalEmbedding(nn.Module):
     def project_(self) -> None:
         """Bring the parameters back into their bounds, where the constraint asks for it."""
 
+    def to_draw(self, length: int) -> dict[str, Tensor]:
+        """What it has over distance, [rows, distances] by name (nothing by default)."""
+        return {}
+
 
 class TableEmbedding(PositionalEmbedding):
     """Tables over distance: column d belongs to keys d positions before the query.
@@ -141,6 +145,10 @@ class TableEmbedding(PositionalEmbedding):
 
     def forward(self, length: int) -> Tables:
         raise NotImplementedError
+
+    def to_draw(self, length: int) -> dict[str, Tensor]:
+        tables = self(length)._asdict()
+        return {name: table for name, table in tables.items() if table is not None}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """A plain nn.Parameter is taken for the kernel's, with the heads along dimension 0."""

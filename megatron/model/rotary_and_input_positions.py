@@ -316,6 +316,13 @@ class RotaryEmbedding(PositionalEmbedding):
         turned_q = self._turned(q_BHLD, q_offset, positions_BL, 1)
         return turned_q, self._turned(k_BHLD, k_offset, positions_BL, -1)
 
+    def to_draw(self, length: int) -> dict[str, Tensor]:
+        """The mean share of the pairs in a score: that of two equal vectors, over distance 0's."""
+        ones = torch.ones(1, 1, length, self.options.head_dim, device=self.device)
+        q, k = self(ones, ones)
+        scores = (k[0, 0] @ q[0, 0, -1]).flip(0)
+        return {"score of two equal vectors": scores[None] / scores[0]}
+
     def _turned(
         self, x_BHLD: Tensor, offset: int, positions_BL: Tensor | None, sign: int
     ) -> Tensor:

@@ -106,7 +106,12 @@ def method(name: str) -> Method | None:
 
 
 def label_of(name: str) -> str:
-    """The label in tables and figures; `module:Class` has the class's name."""
+    """The label in tables and figures; `module:Class` has the class's name.
+
+    Methods of a model's layers are joined by `+`.
+    """
+    if "+" in name:
+        return " + ".join(map(label_of, name.split("+")))
     known = method(name)
     return known.label if known else name.rpartition(":")[2]
 

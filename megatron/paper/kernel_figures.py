@@ -64,9 +64,12 @@ def kernel_plots(results: ResultSet, data: Sequence[DataSet], heads: int) -> Ite
 
 
 def _kernels_with_bias(results: ResultSet) -> dict[str, type[TableEmbedding]]:
-    """The classes of the methods that were trained and add to scores, by name in their order."""
+    """The classes of the methods that were trained and add to scores, by name in their order.
+
+    Not those of layers that differ, `a+b`: tools/plot_kernels.py draws each.
+    """
     names = dict.fromkeys(item.run.method for item in results.runs)
-    classes = {name: positional_embedding_class(name) for name in names}
+    classes = {name: positional_embedding_class(name) for name in names if "+" not in name}
     return {
         name: cls
         for name, cls in classes.items()
@@ -286,8 +289,11 @@ def kernel_bias(
 ) -> FloatArray | None:
     """Bias by head and distance [heads, length], or None where the method has none.
 
-    Fixed kernels (ALiBi) need no values; a learned kernel without its values has no curve.
+    Fixed kernels (ALiBi) need no values; a learned kernel without its values has no curve. Layers
+    that differ (`a+b`) have several.
     """
+    if "+" in method:
+        return None
     heads = len(next(iter(values.values()))) if values else num_heads
     embedding = build_positional_embedding(method, position_options(heads=heads, head_dim=64))
     if isinstance(embedding, DistanceKernel):

@@ -42,6 +42,8 @@ _STEP = Step(PERPLEXITY)
 
 def suite_of_folders(place: Path, folders: Sequence[Path], sets: Sequence[str] = ()) -> Suite:
     """`sets` are evaluation keys for all of them; the report goes into `place`."""
+    from megatron.model.outline import method_names  # imports torch
+
     paths = list(dict.fromkeys(folders))
     if len(paths) < 2:
         raise ReproduceError(f"{paths[0]}: give the folders of two trained runs or more")
@@ -49,7 +51,8 @@ def suite_of_folders(place: Path, folders: Sequence[Path], sets: Sequence[str] =
     kinds: dict[str, list[Run]] = {}
     for path, config in configs.items():
         args = NeoXArgs.from_dict(config)
-        method, seed = canonical_method(args.model.pos_emb), args.runtime.seed
+        method = "+".join(dict.fromkeys(map(canonical_method, method_names(args.model))))
+        seed = args.runtime.seed
         own = {
             key: v for key, v in trained_with(config).items() if key not in ("seed", "data_seed")
         }

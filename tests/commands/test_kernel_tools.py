@@ -51,9 +51,28 @@ def test_methods_and_a_class_of_ones_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert drawn(tmp_path / "examples.custom_kernel.RationalKernel.png")
 
 
+def test_rotations_and_terms_of_layers_are_drawn_from_the_layer_that_has_them(
+    tmp_path: Path,
+) -> None:
+    pattern = [
+        {"pos_emb": "rotary"},
+        {"pos_emb": "cable"},
+        {"pos_emb": "none"},
+        {"pos_emb": "rotary"},
+        {"pos_emb": "rotary", "rotary_pct": 0.5},
+    ]
+    config = tiny_config(layer_pattern=pattern, num_layers=5)
+    write_checkpoint(tmp_path / "run", config)
+    assert run("plot_kernels", [str(tmp_path / "run"), "--out", str(tmp_path / "pictures")]) == 0
+    names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert names == ["bias_layer2.png", "score_layer1.png", "score_layer5.png"]
+    assert run("plot_kernels", ["xpos", "cable", "--heads", "1", "--out", str(tmp_path)]) == 0
+    assert drawn(tmp_path / "xpos.png") and drawn(tmp_path / "cable.png")
+
+
 def test_nothing_to_draw_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_checkpoint(tmp_path / "run", tiny_config(pos_emb="rotary"))
-    for name in (str(tmp_path / "run"), str(tmp_path / "nowhere"), "rotary", "kerple_lgo"):
+    write_checkpoint(tmp_path / "run", tiny_config(pos_emb="learned"))
+    for name in (str(tmp_path / "run"), str(tmp_path / "nowhere"), "learned", "kerple_lgo"):
         assert run("plot_kernels", [name]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert [line[:7] for line in lines if not line.startswith("warning: ")] == ["error: "]

@@ -25,6 +25,9 @@ from tests.engines.reference import reference_attention, relative_error
 Engine = Callable[..., Tensor]
 
 
+EVERY_TERM = "key_bias+first_key+sink+features+row_scale"
+
+
 @dataclass
 class Draw:
     """Arguments of a call; `check` compares an engine with float64, output and all gradients."""
@@ -60,6 +63,11 @@ class Draw:
             named["key_bias"] = torch.randn((1, 1, k_len) if self.shared else (batch, heads, k_len))
         if "sink" in self.terms:
             named["sink"] = torch.randn((heads,) if self.shared else (batch, heads, self.q_len))
+        if "features" in self.terms:
+            named["query_features"] = torch.randn(batch, heads, self.q_len, 3)
+            named["distance_features"] = 0.5 * torch.randn(heads, 3, 40)
+        if "row_scale" in self.terms:
+            named["row_scale"] = 0.3 + 1.5 * torch.rand(batch, heads, self.q_len)
         self.arguments = {name: x.requires_grad_() for name, x in named.items()}
         if "first_key" in self.terms:
             starts = torch.rand(batch, k_len) < 6 / k_len

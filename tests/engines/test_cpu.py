@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kerple import attention
-from tests.engines.test_call import Draw
+from tests.engines.test_call import EVERY_TERM, Draw
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +18,14 @@ def _forget_graphs() -> None:
 
 
 @pytest.mark.parametrize("engine", ["tiled", "naive"])
-@pytest.mark.parametrize("tables", ["bias", "bias+weight"])
-def test_one_graph_with_every_term(engine: str, tables: str) -> None:
+@pytest.mark.parametrize(
+    ("tables", "terms"),
+    [("bias", "key_bias+first_key+sink"), ("bias+weight", EVERY_TERM)],
+)
+def test_one_graph_with_every_term(engine: str, tables: str, terms: str) -> None:
     attend = torch.compile(partial(attention, engine=engine), fullgraph=True, backend="aot_eager")
-    draw = Draw(heads=4, dim=24, tables=tables, q_len=70, k_len=90)  # 24: no whole vectors
+    # 24: no whole vectors
+    draw = Draw(heads=4, dim=24, tables=tables, terms=terms, q_len=70, k_len=90)
     draw.check(lambda **arguments: attend(**arguments), 4e-6)
 
 

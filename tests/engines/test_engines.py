@@ -154,6 +154,7 @@ def test_same_call_gives_the_same_bits(tiled: Engine) -> None:
 
 
 _MEMORY_PROBE = """
+import sys
 import torch
 from kerple import attention
 torch.set_num_threads(1)
@@ -163,7 +164,12 @@ def megabytes(key):  # getrusage would count the parent process
 def run(length):
     q, k, v = (torch.randn(1, 4, length, 32, requires_grad=True) for _ in range(3))
     bias = (-torch.arange(length).log1p()).repeat(4, 1).requires_grad_()
-    attention(q, k, v, bias, engine="tiled").sum().backward()
+    terms = {}
+    if sys.argv[1] == "features":
+        sizes = {"query_features": (1, 4, length, 16), "distance_features": (4, 16, length // 2)}
+        terms = {name: torch.randn(size, requires_grad=True) for name, size in sizes.items()}
+        terms["row_scale"] = torch.rand(1, 4, length).add(0.5).requires_grad_()
+    attention(q, k, v, bias, engine="tiled", **terms).sum().backward()
 run(256)
 before = megabytes('VmRSS')
 run(8192)
@@ -171,11 +177,12 @@ print(megabytes('VmHWM') - before)
 """
 
 
+@pytest.mark.parametrize("terms", ["plain", "features"])
 @pytest.mark.parametrize("backend", ["compiled", "python"])
-def test_memory_grows_with_length_not_its_square(backend: str) -> None:
-    """4 heads at 8,192: dense scores alone would be 1 GiB."""
+def test_memory_grows_with_length_not_its_square(backend: str, terms: str) -> None:
+    """4 heads at 8,192: dense scores alone would be 1 GiB, and so would a bias of each query."""
     result = subprocess.run(
-        [sys.executable, "-c", _MEMORY_PROBE],
+        [sys.executable, "-c", _MEMORY_PROBE, terms],
         env={**os.environ, "KERPLE_TILED_BACKEND": backend},
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.engines import attention, operators, triton_attention, triton_runtime
 from megatron.engines.call import OPERANDS
-from tests.engines.test_call import Draw
+from tests.engines.test_call import EVERY_TERM, Draw
 
 
 def operator(name: str) -> Any:
@@ -21,8 +21,9 @@ def operator(name: str) -> Any:
 
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake tensors (shapes and strides) and autograd, by torch's own checker."""
-    x = Draw(heads=4, q_len=40, k_len=50).arguments
+    x = Draw(heads=4, tables="bias+weight", terms=EVERY_TERM, q_len=40, k_len=50).arguments
     x["seed"] = torch.tensor(3)
+    assert set(OPERANDS) <= set(x)
     tensors = [x.get(name) for name in OPERANDS]
     torch.library.opcheck(operator("tiled_attention"), (*tensors, 33, 0.25, 0.1, True))
 

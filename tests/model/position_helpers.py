@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from megatron.model.position_base import (
@@ -39,6 +41,12 @@ def kernel(name: str, **changes: object) -> DistanceKernel:
     built = build(name, **changes)
     assert isinstance(built, DistanceKernel)
     return built
+
+
+def wave(*shape: int, start: float = 0.0) -> Tensor:
+    """Numbers for which the results of other projects' code are recorded in tests: sines."""
+    steps = torch.arange(math.prod(shape), dtype=torch.float64)
+    return torch.sin(0.7 * steps + start).view(shape)
 
 
 def present(tables: Tables) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 
 from megatron.generation import generate
 from megatron.generation.decoding import read_prompts
-from megatron.model import GPTModel, ModelSpec
+from megatron.model import GPTModel, ModelSpec, transformer
 from megatron.model.reach import _largest_score
 from tests.evaluation.helpers import sharpened
 
@@ -106,6 +106,43 @@ def test_the_bound_of_the_scores_is_one_and_is_met() -> None:
 def test_without_a_proof_all_keys_stay(changes: dict[str, object]) -> None:
     model = steep_model(**changes)
     assert [layer.window for layer in model.new_cache().layers] == [None, None]
+
+
+def test_it_is_found_once_for_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+
+    def counting(*of: object) -> int | None:
+        counted.append(of)
+        return layer_reach(*of)
+
+    layer_reach = transformer.layer_reach
+    monkeypatch.setattr(transformer, "layer_reach", counting)
+    model = steep_model(num_layers=1)
+
+    def found() -> tuple[int | None, int]:
+        """The reach, and how many computations it took."""
+        counted.clear()
+        return model.new_cache().layers[0].window, len(counted)
+
+    reach, times = found()
+    assert reach is not None and times == 1
+    prompts = [torch.randint(64, (length,)).tolist() for length in (400, 200, 7)]
+    read_prompts(model, prompts)  # three blocks, and the cache of all
+    assert len(counted) == 1 and found() == (reach, 0)
+
+    (kernel,) = model.positional_embeddings()
+    with torch.no_grad():
+        kernel.get_parameter("r1").div_(2)
+    farther, times = found()
+    assert farther is not None and farther > 1.5 * reach and times == 1
+
+    model.train()
+    assert found() == found() == (farther, 1)
+    kernel.get_parameter("r1").data.mul_(2)  # DeepSpeed's way, which counts no version
+    assert found() == (reach, 1)
+    model.eval()
+    assert (found(), found()) == ((reach, 1), (reach, 0))
+    assert model.bfloat16().new_cache().layers[0].window != reach
 
 
 def test_float64_weights_keep_all_keys_as_their_softmax_has_more_digits() -> None:

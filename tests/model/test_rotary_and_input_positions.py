@@ -16,7 +16,7 @@ from megatron.errors import PositionalEmbeddingError
 from megatron.model.position_base import PositionOptions
 from megatron.model.position_names import build_positional_embedding
 from megatron.model.rotary_and_input_positions import Rope, RotaryEmbedding, rotary_frequencies
-from tests.model.position_helpers import build
+from tests.model.position_helpers import build, wave
 from tests.model.position_helpers import options as any_options
 
 
@@ -161,6 +161,17 @@ def test_xpos_is_rotary_whose_scores_decay_by_pair() -> None:
         decay = [((2 * i / 32 + 0.4) / 1.4) ** ((m - n) / 512) for i in range(16)]
         expected = plain * torch.tensor(decay, dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_xpos_scores_are_torchscales() -> None:
+    """microsoft/torchscale at 4d1e0e8 in float64, at four pairs; it turns pairs of neighbours."""
+    neighbours = [0, 2, 4, 6, 1, 3, 5, 7]
+    q, k = (wave(1, 1, 700, 8, start=start)[..., neighbours] for start in (0, 2))
+    q, k = build("xpos", heads=1, head_dim=8)(q, k)
+    pairs = ((0, 0), (5, 4), (699, 0), (600, 77))
+    found = torch.stack([q[0, 0, m] @ k[0, 0, n] for m, n in pairs])
+    expected = torch.tensor([-1.264924, -3.411911, -1.322953, -0.251827], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_xpos_continues_a_cache_and_refuses_what_its_factors_cannot_hold() -> None:

@@ -12,7 +12,7 @@ from megatron.model import row_attention
 from megatron.model.content_positions import Fire, RowBias
 from megatron.model.gpt import GPTModel
 from megatron.model.row_attention import attention_by_rows
-from tests.model.position_helpers import options
+from tests.model.position_helpers import options, wave
 from tests.model.small_spec import SPEC
 
 HEADS, LENGTH, HEAD_DIM, THRESHOLD = 3, 40, 8, 9.5
@@ -87,6 +87,34 @@ def test_outputs_and_all_gradients_equal_a_dense_twin(
     ours = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
     theirs = torch.autograd.grad(expected.square().sum(), leaves, allow_unused=True)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+# What the FIRE classes of mcleish7/arithmetic (commit 86022a5) and of the DAPE authors'
+# chuanyang-Zheng/DAPE (bde344a) computed in float64 from the numbers below; they agree to 7e-7.
+# Heads 0 and 1 at some pairs (m, n) of 12 positions, on both sides of L = 6; the gradients of
+# (bias * wave).sum(): of c, of L, and those of the network times waves, summed.
+PAIRS = ((0, 4, 6, 7, 11, 11), (0, 1, 0, 7, 0, 9))
+RECORDED = (
+    (1.106914, -1.081541, -2.592391, 1.106914, -2.592392, 0.023124),
+    (-0.823880, 3.211219, 5.797586, -0.823880, 5.797588, 1.233040),
+)
+RECORDED_GRADIENTS = (0.95967, 0.139043, -1.911701, -3.234311, -0.748021, -0.630160)
+
+
+def test_bias_and_gradients_are_those_of_two_other_implementations() -> None:
+    network = (wave(32), 0.2 * wave(32, start=1), wave(2, 32, start=2), wave(2, start=3))
+    scalars = (torch.tensor(x, dtype=torch.float64) for x in (0.3, 6.0))
+    rows = RowBias(*(number.requires_grad_() for number in (*scalars, *network)))
+    place = torch.arange(12)
+    bias = rows.dense(place[:, None] - place, place[None])[0]
+    expected = torch.tensor(RECORDED, dtype=torch.float64)
+    torch.testing.assert_close(bias[:, PAIRS[0], PAIRS[1]], expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(rows.table(12)[:, :7].T, bias[:, 6, :7].flip(-1).T)
+    loss = (bias * wave(2, 12, 12, start=4)).tril().sum()
+    found = torch.autograd.grad(loss, list(rows))
+    sums = [*found[:2], *((g * wave(*g.shape, start=5)).sum() for g in found[2:])]
+    wanted = torch.tensor(RECORDED_GRADIENTS, dtype=torch.float64)
+    torch.testing.assert_close(torch.stack(sums), wanted, rtol=1e-5, atol=2e-6)
 
 
 def test_it_starts_as_the_authors_listing() -> None:

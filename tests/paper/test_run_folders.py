@@ -10,6 +10,7 @@ import pytest
 
 from megatron.errors import ReproduceError
 from megatron.neox_arguments import NeoXArgs
+from megatron.paper.kernel_figures import kernel_bias
 from megatron.paper.run_folders import missing_evaluation, suite_of_folders
 from megatron.paper.suite_file import Layout
 from tests.neox_arguments.samples import TINY
@@ -60,6 +61,18 @@ def test_runs_of_one_method_are_told_apart_by_their_folders(tmp_path: Path) -> N
     assert args is not None and args.evaluation.eval_tasks == ["extrapolation"]
     assert args.evaluation.eval_results_prefix == str(two / "results" / "compare")
     assert (args.checkpoint.load, args.model.seq_length) == (str(two), 32)
+
+
+def test_a_pattern_over_layers_is_named_by_all_its_methods(tmp_path: Path) -> None:
+    """Not by the first, as if the run had no other; its kernels are plot_kernels' to draw."""
+    pattern = [{"pos_emb": "none"}, {"count": 3, "pos_emb": "kerple_log"}, {"pos_emb": "none"}]
+    mixed = folder(tmp_path / "mixed", pos_emb="none", layer_pattern=pattern)
+    plain = folder(tmp_path / "plain", pos_emb="none")
+    suite = suite_of_folders(tmp_path / "out", [plain, mixed], ["eval_lengths=[16]"])
+    assert [run.data for run in suite.runs] == ["books", "books"]
+    (pair,) = suite.file.contrasts["differences"].pairs
+    assert pair.label == "NoPE + KERPLE-log against NoPE"
+    assert kernel_bias(suite.runs[1].method, {"r1": [1.0], "r2": [1.0]}, 1, 8) is None
 
 
 def test_what_cannot_be_compared_is_named(tmp_path: Path) -> None:

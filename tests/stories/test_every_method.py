@@ -14,8 +14,6 @@ from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf.folder import write_hf
 from megatron.commands import run
 from megatron.generation.pretrained import load_pretrained
-from megatron.model.content_positions import Fire, Inkling
-from megatron.model.position_base import TableEmbedding
 from megatron.model.position_names import positional_embedding_class
 from megatron.neox_arguments.catalogue import METHODS
 from tests.training.cases import layout, run_cases, tiny_config, write_data
@@ -88,6 +86,6 @@ def test_every_method(name: str, trained: dict[str, Any], tmp_path: Path) -> Non
         torch.testing.assert_close(exported(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
     method = positional_embedding_class(CASES[name]["pos_emb"])
-    drawn = issubclass(method, TableEmbedding) or method.layer_terms in (Inkling, Fire)
+    drawn = method.kind not in ("input", "none")
     assert run("plot_kernels", [str(root), "--out", str(tmp_path)]) == (0 if drawn else 2)
     assert bool(list(tmp_path.glob("*.png"))) == drawn
