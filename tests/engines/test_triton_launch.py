@@ -257,3 +257,14 @@ def test_kernels_mask_only_the_scores_that_nothing_else_masks(
         for launch in rehearsal.of(kernel):
             constants = launch.options["C"]
             assert (constants.CAUSAL.value, constants.WINDOW.value) == (masks, masks), kernel
+
+
+@pytest.mark.parametrize(
+    ("operands", "in_loop"),
+    [(("bias",), [False, True]), (("bias", "row_scale"), [True]), (("bias", "weight"), [True])],
+)
+def test_a_band_that_is_not_the_same_along_a_diagonal_reads_its_table_in_the_loop(
+    recorded: list[Launch], operands: tuple[str, ...], in_loop: list[bool]
+) -> None:
+    bands = rehearse(recorded, operands=operands).of("band")
+    assert [launch.options["IN_LOOP"] for launch in bands] == in_loop

@@ -3,8 +3,8 @@
 python -m tests.training.erroring 200 [--fresh 10] [--jobs 2]
 
 Every kind of end that a run has while process groups exist, in turn, with one and two ranks, with
-DeepSpeed and with torch alone. The ranks are forked with their imports (tests/forked_ranks.py); the first --fresh runs start `python
-train.py` itself.
+DeepSpeed and with torch alone. The ranks are forked with their imports (tests/forked_ranks.py); the
+first --fresh runs start `python train.py` itself.
 """
 
 from __future__ import annotations
