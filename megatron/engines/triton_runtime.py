@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from megatron.engines.cpp_build import is_private
@@ -33,6 +33,8 @@ from megatron.engines.cpp_build import is_private
 MINIMUM_TRITON = (3, 7)
 # The Triton that torch's CUDA wheels require, from their metadata; CPU wheels require none.
 TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
+# How long a rank waits for others of its node that compile.
+TURN_SECONDS = 600.0
 # How many programs CUDA allows along the second and third axis of a grid.
 MAX_GRID_YZ = 65535
 
@@ -103,12 +105,20 @@ def _private_folder() -> Path:
 
 @contextlib.contextmanager
 def compile_turn(kernel: Hashable) -> Iterator[None]:
-    """Around a launch: the first one of a kernel waits until no other process compiles here."""
+    """Around a launch: the first one of a kernel waits until no other process compiles here.
+
+    At most TURN_SECONDS: then it compiles what another process may be compiling, too.
+    """
     if _folder is None or kernel in _launched:
         yield
         return
-    with FileLock(_folder / "compiling.lock"):
+    lock = FileLock(_folder / "compiling.lock")
+    with contextlib.suppress(Timeout):
+        lock.acquire(timeout=TURN_SECONDS)
+    try:
         yield
+    finally:
+        lock.release()
     _launched.add(kernel)
 
 

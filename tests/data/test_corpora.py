@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from megatron.data import corpora
 from megatron.data.corpora import SOURCES, standard_library_files
-from megatron.data.download import RemoteFile
+from megatron.data.download import RemoteFile, file_sha256
 from tests.data.samples import prepare
 
 
@@ -45,3 +48,19 @@ def test_pip_without_an_index_says_what_to_do(
     error = capsys.readouterr().err
     assert "pip could not fetch Django==5.2.8: no network" in error
     assert "--input PATH django_docs" in error
+
+
+def test_a_manual_that_was_fetched_before_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "django-5.2.8.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in (("docs/b.txt", b"second"), ("docs/a.txt", b"first"), ("x.py", b"")):
+            member = tarfile.TarInfo(f"django-5.2.8/{name}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text))
+    monkeypatch.setattr(corpora, "DJANGO_SHA256", file_sha256(archive))
+    monkeypatch.setattr(corpora, "run_fetcher", None)
+    (pages,) = corpora._django_docs(tmp_path)
+    found = [json.loads(line) for line in pages.read_text().splitlines()]
+    assert [page["text"] for page in found] == ["first", "second"]

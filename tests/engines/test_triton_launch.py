@@ -244,3 +244,27 @@ def test_nothing_is_launched_for_what_is_not_learned(recorded: list[Launch]) -> 
     assert "attention_band_kernel" not in names
     assert "attention_dkdv_kernel" not in names
     assert names.count("attention_dq_kernel") == 1
+
+
+@pytest.mark.parametrize("table", ["bias", "weight"])
+def test_kernels_mask_only_the_scores_that_nothing_else_masks(
+    recorded: list[Launch], table: str
+) -> None:
+    """A bias table holds the edges itself, and a band leaves out distances that are not seen."""
+    rehearsal = rehearse(recorded, operands=(table,), window=100)
+    for kernel in ("forward", "dkdv", "dq", "band"):
+        masks = table == "weight" and kernel != "band"
+        for launch in rehearsal.of(kernel):
+            constants = launch.options["C"]
+            assert (constants.CAUSAL.value, constants.WINDOW.value) == (masks, masks), kernel
+
+
+@pytest.mark.parametrize(
+    ("operands", "in_loop"),
+    [(("bias",), [False, True]), (("bias", "row_scale"), [True]), (("bias", "weight"), [True])],
+)
+def test_a_band_that_is_not_the_same_along_a_diagonal_reads_its_table_in_the_loop(
+    recorded: list[Launch], operands: tuple[str, ...], in_loop: list[bool]
+) -> None:
+    bands = rehearse(recorded, operands=operands).of("band")
+    assert [launch.options["IN_LOOP"] for launch in bands] == in_loop

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.engines.triton_problem import ALIGNMENT, aligned
+from megatron.engines.call import checked_call
+from megatron.engines.triton_problem import ALIGNMENT, aligned, build_problem
 
 
 class _Copies(TorchDispatchMode):
@@ -37,3 +38,11 @@ def test_memory_that_vectors_cannot_read_is_copied() -> None:
         assert copies.count == 1
         assert torch.equal(copy, x)
         assert copy.is_contiguous() and copy.data_ptr() % ALIGNMENT == 0
+
+
+def test_rows_are_hashed_for_a_dropout_only() -> None:
+    x = torch.randn(1, 2, 40, 32)
+    assert build_problem(checked_call(x, x, x), None).row_hashes is None
+    dropped = build_problem(checked_call(x, x, x, dropout=0.1, seed=torch.tensor(5)), None)
+    assert dropped.row_hashes is not None
+    assert dropped.row_hashes.shape == (1, 2, 2, 128)

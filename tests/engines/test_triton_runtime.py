@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 
 from megatron.engines import triton_runtime
 from megatron.engines.triton_runtime import (
@@ -104,6 +105,16 @@ def test_only_the_first_launch_of_a_kernel_takes_a_turn() -> None:
     with compile_turn("a"):
         assert not (folder / "compiling.lock").exists()
     assert time.monotonic() - start < 1.0
+
+
+def test_a_process_that_is_stopped_while_it_compiles_holds_nobody_up_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = use_node_local_cache()
+    monkeypatch.setattr(triton_runtime, "TURN_SECONDS", 0.1)
+    with FileLock(folder / "compiling.lock", is_singleton=False), compile_turn("a"):
+        pass
+    assert "a" in triton_runtime._launched
 
 
 class _NoLauncher:

@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron.engines import attention, triton_launch
 from megatron.engines.call import checked_call
 from megatron.engines.triton_attention import can_run
-from megatron.engines.triton_runtime import interpreted
+from megatron.engines.triton_features import in_dtype
+from megatron.engines.triton_runtime import Launch, interpreted, jit, tl
 from megatron.engines.triton_tiles import Tiles, tiles_of
 from tests.engines.reference import reference_attention
 from tests.engines.triton_cases import (
@@ -85,7 +86,7 @@ CASES = [
     Case(80, 80, 32, key_bias="small"),
     Case(80, 80, 32, key_bias="gate", bias=False),
     Case(70, 101, 32, key_bias="pad", weight=True),
-    Case(90, 90, 32, documents=23, batch=2, heads=1),
+    Case(60, 140, 32, documents=23, batch=2, heads=1),
     Case(50, 90, 32, documents=31, bias=False, window=20, heads=1),
     Case(60, 60, 32, sink="head"),
     Case(60, 60, 32, sink="row", bias=False, batch=2, heads=1),
@@ -136,6 +137,7 @@ def test_dropout_drops_the_keys_that_the_dense_engine_drops() -> None:
         Case(65, 90, 96, weight=True, window=50),
         Case(70, 70, 32, key_bias="gate", documents=33, sink="head", heads=4, key_heads=2),
         Case(20, 36, 256, heads=1, weight=True, window=30),
+        Case(50, 70, 32, heads=1, features=(5, 30)),
     ],
     ids=str,
 )
@@ -304,6 +306,22 @@ def test_only_the_gradients_that_are_asked_for() -> None:
     assert inputs["bias"].grad.abs().sum() > 0
     assert inputs["sink"].grad.abs().sum() > 0
     assert torch.equal(inputs["bias"].grad[:, 40:], torch.zeros(2, 7))
+
+
+@jit()
+def copy_bits_kernel(source_ptr, target_ptr, COUNT: tl.constexpr):
+    places = tl.arange(0, COUNT)
+    pointers = in_dtype(target_ptr, source_ptr.dtype.element_ty)
+    tl.store(pointers + places, tl.load(source_ptr + places))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float16])
+def test_strips_take_numbers_of_another_dtype_bit_for_bit(dtype: torch.dtype) -> None:
+    """As dQ writes bf16 gradients to strips of fp16, which the interpreter cannot."""
+    source = torch.arange(-8, 8, dtype=dtype)
+    strip = torch.zeros(16, dtype=torch.float16)
+    Launch(copy_bits_kernel, (1,), (source, strip), {"COUNT": 16}).run()
+    assert torch.equal(strip.view(dtype), source)
 
 
 def test_reasons_not_to_run() -> None:

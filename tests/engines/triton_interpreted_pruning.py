@@ -89,6 +89,15 @@ def test_features_and_row_scales_widen_the_bound_as_in_the_other_engines() -> No
     assert 0 <= found[0] - head_windows(call, bounds)[0] <= 20
 
 
+def test_every_head_is_pruned_by_its_own_row_of_the_tables() -> None:
+    inputs = steep(STEEP)
+    inputs["bias"] = inputs["bias"].detach().flip(0)
+    visible = counts_of(inputs)
+    assert visible is not None
+    assert visible[0] == LENGTH
+    assert 1 <= visible[1] < LENGTH
+
+
 def test_a_gate_that_lifts_far_keys_forbids_pruning_them() -> None:
     inputs = steep(replace(STEEP, key_bias="small"))
     plain = counts_of(inputs)

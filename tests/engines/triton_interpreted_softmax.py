@@ -77,3 +77,5 @@ def test_fused_softmax_beyond_one_block_of_keys(monkeypatch: pytest.MonkeyPatch)
 def test_fused_softmax_reasons_not_to_run() -> None:
     assert can_run_softmax(torch.zeros(1, 1, 2, 2)) is None
     assert "float64" in (can_run_softmax(torch.zeros(1, 1, 2, 2).double()) or "")
+    many = torch.zeros(1, 1, 2, 2).expand(65_536, -1, -1, -1)
+    assert "batch 65536" in (can_run_softmax(many) or "")

@@ -7,6 +7,7 @@ the environment is given as they set it.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron.errors import ConfigError
 from megatron.launcher.environment import environment_for
 from megatron.mpu.job import device_index, pick_device
 from megatron.neox_arguments.run_keys import LauncherArgs
+from tests.processes import run_ranks
 
 NODES, PER_NODE = 2, 8
 WORLD = NODES * PER_NODE
@@ -113,3 +115,28 @@ def test_a_forbidden_accelerator_is_not_used(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert pick_device(3) == torch.device("cpu")
     assert visible == []
+
+
+EVERY_GROUP = """
+import torch
+import torch.distributed as dist
+from megatron.backends.deepspeed_processes import build_grid
+from megatron.mpu.job import join_job
+from megatron.neox_arguments import NeoXArgs
+from tests.training.cases import tiny_config
+
+join_job(NeoXArgs.from_dict(tiny_config("data", distributed_timeout_minutes=0.7)))
+build_grid(pipe=2, model=1, data=1)
+groups = list(dist.distributed_c10d._world.pg_map)
+assert len(groups) > 2, groups
+for group in groups:
+    found = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    assert found == 42, (group.group_desc, found)
+"""
+
+
+def test_every_group_waits_as_long_as_configured_deepspeeds_too(tmp_path: Path) -> None:
+    """DeepSpeed makes its groups without a timeout, which to torch means 30 minutes."""
+    program = tmp_path / "groups.py"
+    program.write_text(EVERY_GROUP)
+    run_ranks([str(program)], 2)

@@ -40,6 +40,12 @@ ARGUED: dict[str, str] = {
     "data/preprocess.py: available_cores: 1 -> (2)": (
         "for a system that tells neither its cores nor this process's"
     ),
+    "engines/triton_features.py: with_features: line - start -> (line + start)": (
+        "more zeros behind a table of which the copies take the first `line + copies` entries"
+    ),
+    "engines/triton_softmax.py: softmax_backward_kernel: 1 -> (2)": (
+        "the end of a walk over keys: one more block at most, all of it beyond the row and masked"
+    ),
     "training/optimizer.py: wsd_rate: step <= warmup -> (step < warmup)": (
         "at the last step of the warmup both branches give the peak"
     ),

@@ -2,9 +2,9 @@
 
 python -m tests.training.erroring 200 [--fresh 10] [--jobs 2]
 
-Every kind of end that a run has while process groups exist, in turn, with one and two ranks. The
-ranks are forked with their imports (tests/forked_ranks.py); the first --fresh runs start `python
-train.py` itself.
+Every kind of end that a run has while process groups exist, in turn, with one and two ranks, with
+DeepSpeed and with torch alone. The ranks are forked with their imports (tests/forked_ranks.py); the
+first --fresh runs start `python train.py` itself.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from megatron.launcher.environment import free_port
@@ -66,6 +67,28 @@ def _keep(save: Path) -> None:
     return
 
 
+class FailingSGD(torch.optim.SGD):
+    """SGD whose third step is a defect on one rank, while the others go on to their next wait."""
+
+    def __init__(self, params: Any, lr: float, fails_on: int) -> None:
+        super().__init__(params, lr)
+        self._fails = int(os.environ.get("RANK", "0")) == fails_on
+        self._steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self._steps += 1
+        if self._fails and self._steps == 3:
+            raise RuntimeError("this optimizer fails at its third step")
+        return super().step(closure)
+
+
+def _failing(rank: int) -> dict[str, Any]:
+    name = "tests.training.erroring:FailingSGD"
+    optimizer = {"type": name, "params": {"lr": 0.1, "fails_on": rank}}
+    return {"optimizer": optimizer, "train_iters": 50}
+
+
+TORCH = {"training_backend": "torch"}
 INFINITE = {"optimizer": {"type": "Adam", "params": {"lr": 1e30}}, "max_consecutive_nonfinite": 2}
 KINDS: dict[str, Kind] = {
     "numbers that are not finite": Kind((76,), {**INFINITE, "train_iters": 50}),
@@ -80,6 +103,16 @@ KINDS: dict[str, Kind] = {
     ),
     "two ranks, a damaged checkpoint": Kind((2, 2), spoil=_damage),
     "two ranks, not finite": Kind((76, 76), {**INFINITE, "train_iters": 50}),
+    "two ranks, SIGTERM": Kind((75, 75), ENDLESS, _signal(1, signal.SIGTERM)),
+    "two ranks, a defect in a step": Kind((77, 1), _failing(1)),
+    "two ranks, a defect on rank 0": Kind((1, 77), _failing(0)),
+    "a key that does not exist": Kind((2,), {"num_layer": 2}),
+    "torch, a defect in a step": Kind((1,), {**TORCH, **_failing(0)}),
+    "torch, not finite": Kind((76,), {**TORCH, **INFINITE, "train_iters": 50}),
+    "torch, a damaged checkpoint": Kind((2,), TORCH, spoil=_damage),
+    "torch, SIGTERM": Kind((75,), {**TORCH, **ENDLESS}, _signal(0, signal.SIGTERM)),
+    "torch, Ctrl-C": Kind((130,), {**TORCH, **ENDLESS}, _signal(0, signal.SIGINT)),
+    "torch, no data": Kind((2,), {**TORCH, "data_path": "nowhere"}),
 }
 
 

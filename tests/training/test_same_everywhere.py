@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron.training.same_everywhere import differences
+from megatron.neox_arguments import NeoXArgs
+from megatron.training import same_everywhere
+from megatron.training.same_everywhere import differences, facts_of
 from tests.processes import REPOSITORY
-from tests.training.cases import write_data
+from tests.training.cases import tiny_config, write_data
 from tests.training.runs import finish, losses, run_config, start_run
 
 PROGRAM = str(REPOSITORY / "tests" / "training" / "rank_of_its_own.py")
@@ -24,6 +26,23 @@ def test_what_differs_is_named_with_hosts_and_ranks() -> None:
     assert found == [
         "the config on rank 2 on c is not that of rank 0 on a. Give all hosts the same.",
         "data x on rank 1 on b is not that of rank 0 on a. Give all hosts the same.",
+    ]
+
+
+def test_a_host_with_another_version_of_the_code_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same path on each host: one changed number in one file is enough."""
+    args = NeoXArgs.from_dict(tiny_config(write_data(tmp_path)))
+    monkeypatch.setattr(same_everywhere, "PACKAGE", tmp_path)
+    (tmp_path / "part").mkdir()
+    hosts = []
+    for source in ("x = 1", "x = 1", "x = 2"):
+        (tmp_path / "part" / "module.py").write_text(source)
+        hosts.append((f"node-{len(hosts)}", facts_of(args)))
+    assert differences(hosts) == [
+        f"the code in {tmp_path} on rank 2 on node-2 is not that of rank 0 on node-0. "
+        "Give all hosts the same."
     ]
 
 

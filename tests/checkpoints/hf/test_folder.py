@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import kerple
 from megatron.checkpoints import read_checkpoint
 from megatron.checkpoints.hf import KerpleNeoXForCausalLM
+from megatron.checkpoints.hf import folder as hf_folder
 from megatron.checkpoints.hf.companions import _library_of
 from megatron.checkpoints.hf.folder import FORMULA_FILES, write_hf
 from megatron.checkpoints.writing import write_native
@@ -106,6 +107,21 @@ def test_an_export_loads_without_remote_code_where_the_package_is(tmp_path: Path
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(model) is KerpleNeoXForCausalLM
     assert AutoConfig.from_pretrained(tmp_path).pos_emb == "kerple_power"
+
+
+def test_what_transformers_says_of_a_config_is_quoted_in_one_short_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+
+    def refuse(*_: object) -> None:
+        raise TypeError("no\n" + "x" * 500)
+
+    monkeypatch.setattr(hf_folder, "args_from_hf", refuse)
+    with pytest.raises(CheckpointError) as caught:
+        hf_folder.read_config(tmp_path)
+    quoted = "no " + "x" * 197
+    assert str(caught.value).endswith(f"is not a config of llama (TypeError: {quoted})")
 
 
 def test_an_index_is_asked_of_the_files_that_are_read(tmp_path: Path) -> None:
