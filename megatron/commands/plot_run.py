@@ -114,6 +114,9 @@ def draw(runs: Sequence[RunMetrics], out: Path) -> None:
         figure.legend(handles, names, loc="outside lower left", ncols=max(1, columns // 2))
         for row, run in zip(grid[1:], with_kernels, strict=True):
             _draw_kernels(row, run)
+        for axes in grid.flat:
+            if axes.get_xlabel() == "step":
+                axes.locator_params(axis="x", integer=True)
         figure.savefig(out, dpi=120)
 
 

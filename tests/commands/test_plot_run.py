@@ -48,16 +48,19 @@ def test_a_class_of_ones_own_leaves_the_panels_their_width(
     name = "own_kernels_of_plot_run:SquareRootOfLogarithmKernel"
     folder = write_metrics(tmp_path / f"tiny.stdlib.{name}.1235", name)
     widths: list[float] = []
+    steps: list[float] = []
     saved = Figure.savefig
 
     def measured(figure: Figure, *arguments: Any, **options: Any) -> None:
         saved(figure, *arguments, **options)
         widths.extend(axes.get_position().width for axes in figure.axes)
+        steps.extend(x for a in figure.axes if a.get_xlabel() == "step" for x in a.get_xticks())
 
     monkeypatch.setattr(Figure, "savefig", measured)
     assert run("plot_run", [str(folder)]) == 0
     assert f"pos_emb: '{name}' names a class to import" in capsys.readouterr().err
     assert min(widths) > 0.15
+    assert len(steps) > 12 and all(step == int(step) for step in steps), "no half steps"
     kernel = "from megatron.model.positional_embeddings import KerpleLog as Base\n\n"
     kernel += "class SquareRootOfLogarithmKernel(Base):\n    pass\n"
     (tmp_path / "own_kernels_of_plot_run.py").write_text(kernel)
