@@ -298,7 +298,7 @@ h2, td { overflow-wrap: anywhere; }
 figure { margin: 0; } figcaption { font-size: .9rem; }
 svg { width: 100%; height: 9rem; border: solid #8888; border-width: 0 0 1px 1px; }
 pre { overflow-x: auto; width: fit-content; max-width: 100%; box-sizing: border-box; }
-pre { padding: .6rem; border: 1px solid #8888; font-size: .8rem; }
+pre { padding: .6rem; border: 1px solid #8888; font-size: clamp(.5rem, 2.3vw, .8rem); }
 path { fill: none; stroke-width: 1.5; vector-effect: non-scaling-stroke; }
 table { border-collapse: collapse; } td { padding: .1rem .8rem .1rem 0; }
 td + td { text-align: right; font-variant-numeric: tabular-nums; }
@@ -324,7 +324,8 @@ function figure(title, curves) {
     line.style.stroke = color(i);
     line.setAttribute("d", points.map((p, n) => (n ? "L" : "M")
       + (x1 > x0 ? 100 * (p[0] - x0) / (x1 - x0) : 50) + " "
-      + (y1 > y0 ? 97 - 94 * (p[1] - y0) / (y1 - y0) : 50)).join(" "));
+      + (y1 > y0 ? 97 - 94 * (p[1] - y0) / (y1 - y0) : 50)).join(" ")
+      + (points.length > 1 ? "" : "h3"));
     svg.append(line);
   });
   const box = make("figure"), head = make("figcaption", `${title}: `);

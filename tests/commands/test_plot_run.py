@@ -69,6 +69,22 @@ def test_a_class_of_ones_own_leaves_the_panels_their_width(
     assert capsys.readouterr().err == ""
 
 
+def test_the_bias_of_a_run_out_of_an_archive_and_no_empty_panel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has config.yml instead of the manifest; without either there is no bias, nor its title."""
+    folder = write_metrics(tmp_path / "run")
+    (folder / "manifest.json").unlink()
+    titles: list[str] = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: titles.append(figure.axes[6].get_title("right"))
+    )
+    assert run("plot_run", [str(folder)]) == 0
+    (folder / "config.yml").write_text("pos_emb: kerple_log\nseq_length: 16\n")
+    assert run("plot_run", [str(folder)]) == 0
+    assert titles == ["", "bias at step 1 (dotted) and 5"]
+
+
 def test_the_kernels_of_a_pattern_have_a_row_each(tmp_path: Path) -> None:
     folder = tmp_path / "pattern"
     folder.mkdir()
