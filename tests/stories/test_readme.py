@@ -27,7 +27,6 @@ BY_MAKE = None  # make's own targets
 
 # Start of a README command -> what the test adds to it.
 COMMANDS: dict[str, list[str] | None] = {
-    "make install": BY_MAKE,
     "make demo": BY_MAKE,
     "make test": BY_MAKE,
     "source .venv/bin/activate": BY_MAKE,
