@@ -201,7 +201,9 @@ class Parser(argparse.ArgumentParser):
             raise SystemExit(EXIT_USER_ERROR)
         _, _, unknown = message.partition("unrecognized arguments: ")
         flags = [word for word in unknown.split() if word.startswith("-")]
-        if flags and (advice := did_you_mean(flags[0], self._option_string_actions, "")):
+        long = ([name for name in a.option_strings if name[:2] == "--"] for a in self._actions)
+        shown = [names[0] for names in long if names]
+        if flags and (advice := did_you_mean(flags[0], shown, "")):
             message += f". {advice}"
         super().error(message)
 

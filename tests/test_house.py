@@ -137,6 +137,7 @@ TESTED_BY = {
     "engines/triton_forward.py": "engines/test_triton_attention.py",
     "generation/model_thread.py": "generation/test_server.py",
     "model/cache.py": "generation/test_decoding.py",
+    "neox_arguments/gpt_neox_differences.py": "commands/test_dry_run.py",
     "training/resharding.py": "checkpoints/test_universal.py",
 }
 """Modules that are tested through another module, or as a process of their own."""

@@ -7,6 +7,7 @@ python tools/generate_config_docs.py --check  fail if the page is out of date
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import textwrap
 import types
@@ -24,6 +25,7 @@ from megatron.model.position_names import build_positional_embedding, position_o
 from megatron.neox_arguments import GROUPS
 from megatron.neox_arguments.catalogue import METHODS, Method
 from megatron.neox_arguments.declared_keys import nested_model
+from megatron.neox_arguments.gpt_neox_differences import DIFFERENCES
 from megatron.neox_arguments.normalize import ALIASES, UNIMPLEMENTED
 from megatron.neox_arguments.values import declared, facts_of
 
@@ -144,22 +146,32 @@ def _foreign_section() -> str:
 
 
 def coming_from_neox(page: str) -> str:
-    """The page with its list of what is refused brought up to date."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    """The page with what differs and what is refused brought up to date."""
+    parts = iter([_differences_table(), _refused_list()])
+    block = re.compile(f"{BEGIN}.*?{END}", re.DOTALL)
+    return block.sub(lambda _: f"{BEGIN}\n{next(parts)}\n\n{END}", page)
+
+
+def _differences_table() -> str:
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in DIFFERENCES]
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return "\n".join(["| what | GPT-NeoX | here | the switch |", "|---|---|---|---|", *lines])
+
+
+def _refused_list() -> str:
     features = [
         name
         for name in dict.fromkeys(feature for feature, _ in UNIMPLEMENTED.values())
         if not name.startswith("this ")
     ]
-    kinds = ", ".join(features)
-    refused = declared("refused", *GROUPS.values())
     lines = [
-        f"- {kinds}; attention other than `global` and `flash`.",
-        *(f"- `{key}: true`: {reason}." for key, reason in refused.items()),
+        f"- {', '.join(features)}; attention other than `global` and `flash`.",
+        *(
+            f"- `{key}: true`: {reason}."
+            for key, reason in declared("refused", *GROUPS.values()).items()
+        ),
     ]
-    listed = "\n".join(_wrapped(line) for line in lines)
-    return f"{before}{BEGIN}\n{listed}\n\n{END}{after}"
+    return "\n".join(_wrapped(line) for line in lines)
 
 
 def _wrapped(line: str) -> str:

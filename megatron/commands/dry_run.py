@@ -30,10 +30,11 @@ from megatron.model.sizes import (
 from megatron.neox_arguments import FACTS, GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.command_line import config_files, load_config
+from megatron.neox_arguments.gpt_neox_differences import DIFFERENCES
 from megatron.neox_arguments.normalize import canonical_key, normalize, underscore_keys
 from megatron.neox_arguments.run_keys import DataArgs, TokenizerArgs
 from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_text
-from megatron.terminal import EXIT_USER_ERROR, PACKAGE, shown_command
+from megatron.terminal import EXIT_USER_ERROR, shown_command
 
 NAMED_VOCABULARIES = ("HFGPT2Tokenizer", "TiktokenTokenizer")
 """Tokenizers whose vocab_file may be a name that their library knows, and no file."""
@@ -194,8 +195,6 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
 
 # kerple check: what becomes of each key of a file of GPT-NeoX's.
 
-PAGE = "docs/coming_from_neox.md"
-
 
 @dataclass
 class CheckedKeys:
@@ -216,11 +215,8 @@ class CheckedKeys:
         for title, found in (("written otherwise", self.changed), ("refused", self.refused)):
             lines += [f"{title:<17}{len(found):>2}", *(f"  {line}" for line in found)]
         lines += [f"without effect  {len(self.idle):>3}", *_wrapped(", ".join(self.idle))]
-        always, sometimes = _differences(set(self.values) - {*map(canonical_key, self.idle)})
-        if always:
-            lines += ["other than in GPT-NeoX", *(line for row in always for line in _wrapped(row))]
-        if sometimes:
-            lines += [f"may differ from GPT-NeoX, see {PAGE}:", *_wrapped(", ".join(sometimes))]
+        idle = {*map(canonical_key, self.idle)}
+        lines += _differences({key: self.values[key] for key in self.values if key not in idle})
         return "\n".join(["# keys", *lines])
 
 
@@ -229,20 +225,17 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 98, break_on_hyphens=False, **options)
 
 
-def _differences(keys: set[str]) -> tuple[list[str], list[str]]:
-    """From the page's table: rows of these keys alone, and keys with rows for some values.
-
-    The page is in a checkout only.
-    """
-    page, always, sometimes = PACKAGE.parent / PAGE, [], dict[str, None]()
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    for what, there, here in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| .*\|$", text, re.M):
-        named = [key for key in re.findall(r"`(\w+)", what) if key in keys]
-        if named and re.fullmatch(r"(`\w+`(, )?)+", what):
-            always.append(f"{', '.join(named)}: here {here} (GPT-NeoX: {there})".replace("`", ""))
-        elif "left out" not in what:
-            sometimes |= dict.fromkeys(named)
-    return always, list(sometimes)
+def _differences(values: Mapping[str, Any]) -> list[str]:
+    """What these keys give otherwise than in GPT-NeoX, always or under a condition."""
+    lines = []
+    for title, certain in (("other than in GPT-NeoX", True), ("may differ from GPT-NeoX", False)):
+        rows = [
+            f"{', '.join(keys) if certain else row.what}: here {row.here} (GPT-NeoX: {row.there})"
+            for row in DIFFERENCES
+            if row.is_certain == certain and (keys := row.keys(values))
+        ]
+        lines += [title, *(line for row in rows for line in _wrapped(row))] if rows else []
+    return [line.replace("`", "") for line in lines]
 
 
 def check_page(options: argparse.Namespace, words: Sequence[str]) -> int:

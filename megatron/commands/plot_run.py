@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.atomic_files import check_writable, read_json
 from megatron.errors import DataError, KerpleError
 from megatron.neox_arguments.command_line import add_allow_kernel_argument
+from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.terminal import command_parser
 
 if TYPE_CHECKING:
@@ -45,14 +46,13 @@ class RunMetrics:
 
 
 def read_run(directory: Path) -> RunMetrics:
-    """metrics.jsonl and, for the kernel's name, manifest.json."""
+    """metrics.jsonl and, for the kernel's name, the config beside it."""
     from megatron.paper.run_files import finite, kernel_values, read_metrics, same_heads
 
     path = directory / "metrics.jsonl" if directory.is_dir() else directory
     if not path.is_file():
         raise DataError(f"{path}: no such file. Give a run's folder, the `save` of its training.")
-    content = (read_json(path.parent / "manifest.json") or {}).get("config")
-    run = RunMetrics(path.parent.name, config=content if isinstance(content, dict) else {})
+    run = RunMetrics(path.parent.name, config=_config_in(path.parent))
     records = list(read_metrics(path))
     with path.open("rb") as file:
         left_out = sum(1 for line in file if line.strip()) - len(records)
@@ -79,6 +79,14 @@ def read_run(directory: Path) -> RunMetrics:
         text = f"{path}: left out {left_out} line(s) that are no record of this run"
         warnings.warn(text, stacklevel=2)
     return run
+
+
+def _config_in(folder: Path) -> Mapping[str, Any]:
+    """The manifest's; of a run out of an archive its config.yml; else an empty one."""
+    content, file = (read_json(folder / "manifest.json") or {}).get("config"), folder / "config.yml"
+    if content is None and file.is_file():
+        content = parse_yaml(read_text(file), str(file))
+    return content if isinstance(content, dict) else {}
 
 
 def _of_some_layers(run: RunMetrics, name: str) -> RunMetrics:
@@ -114,6 +122,9 @@ def draw(runs: Sequence[RunMetrics], out: Path) -> None:
         figure.legend(handles, names, loc="outside lower left", ncols=max(1, columns // 2))
         for row, run in zip(grid[1:], with_kernels, strict=True):
             _draw_kernels(row, run)
+        for axes in grid.flat:
+            if axes.get_xlabel() == "step":
+                axes.locator_params(axis="x", integer=True)
         figure.savefig(out, dpi=120)
 
 
@@ -166,8 +177,6 @@ def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
     from megatron.commands.kernel_tools import plot_over_distance
     from megatron.paper.kernel_figures import kernel_bias
 
-    title = f"bias at step {run.kernels[0][0]} (dotted) and {run.kernels[-1][0]}"
-    axes.set_title(title, fontsize=10, fontweight="normal", loc="right")
     trained = run.config.get("seq_length")
     length = 4 * trained if isinstance(trained, int) and 0 < trained < 1 << 22 else 512
     name = str(run.config.get("pos_emb", "none"))
@@ -181,6 +190,8 @@ def _draw_drift(axes: Axes, run: RunMetrics, colors: Sequence[Any]) -> None:
             axes.set_axis_off()
             return
         plot_over_distance(axes, table, colors, "bias", linestyle=style, linewidth=1.2)
+    title = f"bias at step {run.kernels[0][0]} (dotted) and {run.kernels[-1][0]}"
+    axes.set_title(title, fontsize=10, fontweight="normal", loc="right")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

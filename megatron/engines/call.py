@@ -183,12 +183,13 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise EngineError(f"q, k, v must not be empty; got {shapes}")
     if q.shape[1] % k.shape[1] != 0:
         raise EngineError(
-            f"the heads of k and v must divide those of q, {q.shape[1]}; got {shapes}"
+            f"the heads of k and v must divide those of q, {q.shape[1]}; got {shapes}, taken as "
+            "[batch, heads, length, head_dim]"
         )
     if q.shape[2] > k.shape[2]:
         raise EngineError(
-            f"more queries than keys ({shapes}): the queries are the last positions, so k and v"
-            " must hold at least as many"
+            f"more queries than keys ({shapes}, taken as [batch, heads, length, head_dim]): the "
+            "queries are the last positions, so k and v must hold at least as many"
         )
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise EngineError(

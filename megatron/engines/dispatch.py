@@ -43,6 +43,8 @@ def attention(
 
     q is [B, H, Lq, D]. k and v are [B, Hk, Lk, D] with Lk >= Lq: the queries are the last Lq
     positions, so cached keys come first. Hk divides H: query heads h * H/Hk ... share key head h.
+    Tensors [B, L, H, D] are refused where a shape tells (a table, Hk < H, Lq < Lk, a key_bias) and
+    warned of above 128 heads and fewer keys; else nothing can tell them from L heads of H tokens.
     The score of key n for the query at position m, at distance d = m - n >= 0, is
 
         row_scale[m] * ((q.k) * scale * weight[d] + bias[d]

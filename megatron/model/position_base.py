@@ -163,8 +163,10 @@ class TableEmbedding(PositionalEmbedding):
 
     def distances(self, length: int) -> Tensor:
         """0, 1, ..., length-1 in fp32."""
-        if length < 1:
-            raise PositionalEmbeddingError(f"length = {length}: must be at least 1.")
+        if isinstance(length, float) or length < 1:
+            raise PositionalEmbeddingError(
+                f"length = {length}: must be a whole number, at least 1."
+            )
         return torch.arange(length, dtype=torch.float32, device=self.device)
 
 

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -227,9 +228,9 @@ def _loss_differences(axes: Axes, losses: Mapping[str, Mapping[int, float]]) -> 
     _loss_lines(axes, differences)
     # The first quarter of the steps and a method far away must not press the others together.
     later = [list(own.values())[len(own) // 4 :] for own in differences.values() if own]
-    reach = sorted(max(map(abs, own)) for own in later)
-    frame = 1.1 * reach[len(reach) * 2 // 3]
-    if frame > 0:
+    reach = [far for own in later if (far := max(map(abs, own))) > 0]
+    if reach:
+        frame = 1.1 * max(far for far in reach if far <= 3 * median_low(reach))
         axes.set_ylim(-frame, frame)
     title = f"the same minus {label_of(REFERENCE_METHOD)}'s"
     finish_axes(axes, title=title, xlabel="step", ylabel="difference (nats/token)")

@@ -104,7 +104,7 @@ def _report(spec: ModelSpec, fits: dict[str, Fit], tokens: int) -> str:
     layers = layer_ranges(outline_of(spec).kernels()[place][2])
     return (
         f"kernel fitted to rotary on {tokens:,} tokens: error {errors.mean():.3f} of {size:.3f} "
-        f"(RMS in nats, mean over heads), worst {errors.max():.3f} (head {head} of {layers})"
+        f"(RMS in nats, mean over heads), worst {errors.max():.3f} (head {head + 1} of {layers})"
     )
 
 

@@ -219,7 +219,9 @@ def test_inspection_shows_kernels_and_effective_lengths(
         assert length == (int(beyond[0]) if len(beyond) else None)
     assert inspect([str(LOG)]) == 0
     text = capsys.readouterr().out
-    assert "effective length" in text
+    _, _, table = text.partition("effective length\n")
+    heads = [line.split()[0] for line in table.splitlines()[: len(kernel["effective_lengths"])]]
+    assert heads == [str(head) for head in range(1, len(heads) + 1)], "counted from 1"
     assert "2.attention.query_key_value.weight" in text
 
 

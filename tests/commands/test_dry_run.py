@@ -11,7 +11,8 @@ import yaml
 from megatron.commands import run
 from megatron.commands.dry_run import dry_run_report
 from megatron.errors import ConfigError
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import KNOWN_KEYS, NeoXArgs
+from megatron.neox_arguments.gpt_neox_differences import DIFFERENCES
 from tests.conftest import REPOSITORY
 from tests.neox_arguments.samples import TINY
 from tests.training.cases import run_cases, tiny_config, write_data
@@ -126,10 +127,37 @@ def test_what_becomes_of_the_keys_of_a_file(
     assert "precision: bfloat16  ->  precision: bf16" in keys
     assert "refused           0" in keys
     assert "without effect    2\n  rope-fusion, moe_num_experts" in keys
-    assert "fp32_allreduce: here averages of gradients in fp32" in keys
+    assert "other than in GPT-NeoX\n  fp32_allreduce: here averages of gradients in fp32" in keys
     assert "# memory per process" in numbers and "# batch on 1 process" in numbers
     assert numbers.rstrip().endswith(f"train.py {file}") and "# resolved config" not in page
     assert len(page.splitlines()) < 70, "one page"
+
+
+def test_rows_of_differences_are_those_of_keys_that_are_on_and_at_their_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Switched off, a key makes no difference; train_iters: 3 is not the row of train_iters: 0."""
+    file = tmp_path / "mine.yml"
+    on = "gpt_j_residual: true\ninit_method: orthogonal\ntrain-epochs: null\nwarmup: 0.01\n"
+    for written, rows in (
+        (on, {"init_method: here the fork's", "gpt_j_residual with use_bias_in_mlp off"}),
+        ("gpt_j_residual: false\ninit_method: normal\nwarmup: 0\nlog_grad_norm: false\n", set()),
+    ):
+        file.write_text(NEOX_FILE.replace('"fp32_allreduce": true\n', "") + written)
+        assert run("check", [str(file)]) == 0
+        keys, _, _ = capsys.readouterr().out.partition("\n\n# parameters")
+        assert {row for row in rows if row in keys} == rows
+        _, differs, listed = keys.partition("differ from GPT-NeoX")
+        assert bool(differs) == bool(rows) and "train_" not in listed
+
+
+def test_a_row_names_keys_that_exist() -> None:
+    """Else `kerple check` would never print it."""
+    with_keys = [row for row in DIFFERENCES if row.what.startswith("`") and "<" not in row.what]
+    for row in with_keys:
+        key = row.what[1:].partition("`")[0].partition(":")[0]
+        assert key in KNOWN_KEYS, row.what
+    assert len(with_keys) > 20
 
 
 def test_refused_keys_are_named_and_the_rest_is_counted(

@@ -48,22 +48,41 @@ def test_a_class_of_ones_own_leaves_the_panels_their_width(
     name = "own_kernels_of_plot_run:SquareRootOfLogarithmKernel"
     folder = write_metrics(tmp_path / f"tiny.stdlib.{name}.1235", name)
     widths: list[float] = []
+    steps: list[float] = []
     saved = Figure.savefig
 
     def measured(figure: Figure, *arguments: Any, **options: Any) -> None:
         saved(figure, *arguments, **options)
         widths.extend(axes.get_position().width for axes in figure.axes)
+        steps.extend(x for a in figure.axes if a.get_xlabel() == "step" for x in a.get_xticks())
 
     monkeypatch.setattr(Figure, "savefig", measured)
     assert run("plot_run", [str(folder)]) == 0
     assert f"pos_emb: '{name}' names a class to import" in capsys.readouterr().err
     assert min(widths) > 0.15
+    assert len(steps) > 12 and all(step == int(step) for step in steps), "no half steps"
     kernel = "from megatron.model.positional_embeddings import KerpleLog as Base\n\n"
     kernel += "class SquareRootOfLogarithmKernel(Base):\n    pass\n"
     (tmp_path / "own_kernels_of_plot_run.py").write_text(kernel)
     monkeypatch.syspath_prepend(tmp_path)
     assert run("plot_run", [str(folder), "--allow-kernel", name]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_the_bias_of_a_run_out_of_an_archive_and_no_empty_panel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has config.yml instead of the manifest; without either there is no bias, nor its title."""
+    folder = write_metrics(tmp_path / "run")
+    (folder / "manifest.json").unlink()
+    titles: list[str] = []
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: titles.append(figure.axes[6].get_title("right"))
+    )
+    assert run("plot_run", [str(folder)]) == 0
+    (folder / "config.yml").write_text("pos_emb: kerple_log\nseq_length: 16\n")
+    assert run("plot_run", [str(folder)]) == 0
+    assert titles == ["", "bias at step 1 (dotted) and 5"]
 
 
 def test_the_kernels_of_a_pattern_have_a_row_each(tmp_path: Path) -> None:

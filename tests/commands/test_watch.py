@@ -122,11 +122,14 @@ def test_the_page_fits_a_phone_and_a_desk(tmp_path: Path, width: int) -> None:
     script = f"<script>window.fetch = async () => ({{text: async () => {answer}}})</script>"
     (tmp_path / "page.html").write_text(PAGE.replace("<script>", f"{script}<script>", 1))
     look = "const page = this.contentDocument; document.body.replaceChildren(JSON.stringify(["
-    look += "page.documentElement.scrollWidth, page.querySelectorAll('path').length]))"
+    look += "page.documentElement.scrollWidth, page.querySelectorAll('path').length,"
+    look += "[...page.querySelectorAll('path')].filter(p => !p.getTotalLength()).length,"
+    look += "page.querySelector('pre').scrollWidth - page.querySelector('pre').clientWidth]))"
     (tmp_path / "frame.html").write_text(
         f'<iframe src="page.html" style="border:0;width:{width}px;height:900px" '
         f'onload="setTimeout(() => {{{look}}}, 500)"></iframe>'
     )
     html, console = open_page((tmp_path / "frame.html").as_uri(), tmp_path / "profile")
     assert console == []
-    assert f"[{width},9]" in html  # five curves, and two numbers of two heads
+    # Five curves, and two numbers of two heads; one value alone is seen, and the table is whole.
+    assert f"[{width},9,0,0]" in html

@@ -416,3 +416,7 @@ def test_lengths_before_heads_are_told() -> None:
         attention(*swapped, torch.zeros(2, 150))
     with pytest.warns(UserWarning, match=r"150 heads and 2 keys.*transpose\(1, 2\)"):
         attention(*swapped)
+    for heads, queries in ((1, 150), (2, 7)):  # grouped heads; cached keys
+        q, k = torch.randn(1, queries, 2, 16), torch.randn(1, 150, heads, 16)
+        with pytest.raises(EngineError, match=r"taken as \[batch, heads, length, head_dim\]"):
+            attention(q, k, k)

@@ -54,7 +54,7 @@ def test_what_cannot_be_built_says_why() -> None:
         kernel("kerple_log", heads=4, kerple_constraint="hard")
 
 
-@pytest.mark.parametrize("length", [0, -3])
+@pytest.mark.parametrize("length", [0, -3, 4.5])
 def test_a_length_without_distances_is_refused(length: int) -> None:
     log = kernel("kerple_log", heads=4)
     log(64)

@@ -77,7 +77,7 @@ def test_an_unknown_flag_names_the_nearest(
 ) -> None:
     with pytest.raises(SystemExit):
         parse_command_line("train.py", ["x.yml", "--dryrun"])
-    assert "unrecognized arguments: --dryrun. Did you mean --dry" in capsys.readouterr().err
+    assert "unrecognized arguments: --dryrun. Did you mean --dry-run?" in capsys.readouterr().err
 
 
 def test_each_script_helps_with_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:

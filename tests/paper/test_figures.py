@@ -63,6 +63,12 @@ def test_losses_are_also_drawn_minus_logs_of_the_same_seed() -> None:
     assert lines(whole)["ALiBi"].get_ydata()[0] == pytest.approx(4.92)
     assert lines(difference)["ALiBi"].get_ydata() == pytest.approx([0.02] * 8)
     assert 0.02 < difference.get_ylim()[1] < 0.1  # sinusoidal does not set the frame
+    extra["sinusoidal"] = -0.05
+    for own in runs:
+        own.losses[:] = [(step, loss + extra[own.run.method]) for step, loss in steps]
+    figure = training_loss(ResultSet(tuple(runs)), [STDLIB], list(extra))
+    assert figure is not None
+    assert figure.axes[1].get_ylim()[0] < -0.05  # not far away: all is shown
     alone = training_loss(ResultSet((runs[0],)), [STDLIB], list(extra))
     assert alone is not None and len(alone.axes) == 1
 

@@ -52,6 +52,7 @@ def test_kerple_works_without_a_checkout(tmp_path: Path) -> None:
     missing = [path for path in data if not (site / path.relative_to(REPOSITORY)).is_file()]
     assert len(data) > 20 and missing == []
     shutil.copy(REPOSITORY / "configs" / "laptop" / "tiny.yml", tmp_path)
+    (tmp_path / "more.yml").write_text("fp32_allreduce: true\n")
     for arguments, expected in (
         (["--version"], __version__),
         (["--help"], "prepare_data"),
@@ -62,6 +63,7 @@ def test_kerple_works_without_a_checkout(tmp_path: Path) -> None:
         ),
         (["deepy", "eval.py", "tiny.yml", "--dry-run"], "megatron/commands/__main__.py eval"),
         (["evaluate", "tiny.yml", "--dry-run"], "pos_emb: kerple_log"),
+        (["check", "tiny.yml", "more.yml"], "fp32_allreduce: here averages"),
         (["plot-kernels", "alibi", "--heads", "2"], "alibi.png"),
         (["reproduce", "plan", "--suite", "paper/wikitext103"], "H100 80 GB"),
     ):

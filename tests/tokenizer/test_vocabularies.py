@@ -10,7 +10,7 @@ import regex
 from megatron.commands import run as command_run
 from megatron.data.corpora import standard_library_files
 from megatron.tokenizer import build_tokenizer
-from tests.tokenizer.samples import HARD
+from tests.tokenizer.test_tokenizer_kinds import HARD
 
 TRAINED = {"GPT2BPETokenizer": "merges.txt", "HFTokenizer": "", "SPMTokenizer": ""}
 

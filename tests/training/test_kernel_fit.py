@@ -10,9 +10,10 @@ import torch
 from scipy.optimize import least_squares
 
 from megatron.model.position_base import DistanceKernel
-from megatron.training.kernel_fit import fit_kernel, rotary_scores
+from megatron.training.kernel_fit import Fit, _report, fit_kernel, rotary_scores
 from tests.checkpoints.small_models import random_model, small_args, tokens
 from tests.model.position_helpers import build
+from tests.model.small_spec import SPEC
 
 LENGTH = 96
 
@@ -79,3 +80,9 @@ def test_what_rotary_adds_is_the_mean_of_all_pairs_at_a_distance() -> None:
         mean = added.diagonal(offset=-d, dim1=2, dim2=3).mean((0, 2))
         torch.testing.assert_close(found[1][:, d].float(), mean, rtol=1e-4, atol=1e-5)
     assert set(found) == {0, 1}
+
+
+def test_the_report_counts_heads_from_1_as_all_others_do() -> None:
+    error, size = torch.tensor([0.3, 0.1, 0.1, 0.1]), torch.ones(4)
+    said = _report(SPEC, {"": Fit({}, error, size)}, 8192)
+    assert "error 0.150 of 1.000" in said and "worst 0.300 (head 1 of layers 0-1)" in said

@@ -92,7 +92,8 @@ def test_tensorboard_has_the_same_numbers(restarted: tuple[Path, dict[str, Any]]
     events.Reload()
     found = {event.step: event.value for event in events.Scalars("train/lm_loss")}
     assert found == pytest.approx(losses(directory / "run"))
-    assert len(events.Scalars("kernel/r1/3")) == 6
+    assert len(events.Scalars("kernel/r1/4")) == 6, "heads are counted from 1"
+    assert "kernel/r1/0" not in events.Tags()["scalars"]
 
 
 def test_wandb_is_one_run_kept_offline(restarted: tuple[Path, dict[str, Any]]) -> None:
