@@ -189,7 +189,7 @@ PROMISES = {
         "test_a_key_that_trains_nothing_else_keeps_a_run_finished",
     ],
     "paper/test_result_fit.py": ["test_what_is_recorded_by_default_counts"],
-    "neox_arguments/test_arguments.py": ["test_a_key_says_what_it_changes"],
+    "neox_arguments/test_declared_keys.py": ["test_a_key_declares_what_it_changes"],
     "model/test_outline.py": ["test_flops_are_those_that_torch_counts"],
 }
 """The tests of the promises that CONTRIBUTING.md makes, and of one owner for every fact."""
