@@ -129,11 +129,9 @@ def with_strips(terms: Terms, problem: Problem, tiles: Tiles, programs: int, ker
     rows, strips = (STRIP_QUERIES, _CHUNK_STRIPS) if kernel == "dkdv" else (tiles.queries, 1)
     columns = rows + tiles.keys
     if kernel in ("forward", "dq"):
-        # a block of queries sees at most so many keys within the features' reach, in whole tiles;
-        # a short reach by powers of 2, as kernels are compiled for a pitch
-        assert problem.distance_features is not None
-        extent = min(problem.distance_features.shape[2], next_power_of_2(problem.reach))
-        columns += extent + rows + tiles.keys
+        # a block of queries sees at most so many keys within the features' reach, in whole tiles.
+        # A power of 2: each pitch is compiled for, and a cache of keys grows up to E
+        columns += next_power_of_2(feature_extent(problem)) + rows + tiles.keys
     row = cdiv(columns, _FILL_COLUMNS) * _FILL_COLUMNS + 2 * ALIGNMENT
     dtype = torch.float32 if problem.q.dtype == torch.float32 else torch.float16
     memory = torch.empty(programs, strips * rows, row, dtype=dtype, device=problem.q.device)
