@@ -52,6 +52,8 @@ TARGETS = {
 }
 # the same with features alone, within their reach: forward, and backward with their gradients
 REACH_TARGETS = {(80, 64): (0.54, 0.34), (80, 128): (0.68, 0.39)}
+# and bytes of stack: dQ at D 128 holds two tiles of rows beside its sum
+REACH_STACK, REACH_STACK_DQ_128 = 300, 448
 # distances of the features; rows and columns of a strip's product, columns of its gradients'
 _REACH, _STRIP, _GRADIENTS = 1024, 128, 32
 MAX_BARRIERS = 2
@@ -230,12 +232,17 @@ def _reach_misses(configuration: Configuration, entries: dict[str, Entry]) -> li
     plain = (configuration.dtype, configuration.tables, configuration.extras)
     if targets is None or plain != ("bf16", "none", "features"):
         return []
-    return _below(
-        {
-            "forward within reach": (entries["forward"].within_reach, targets[0]),
-            "backward within reach": (backward_within_reach(entries), targets[1]),
-        }
-    )
+    found = []
+    for name, entry in entries.items():
+        wide = name == "dq" and configuration.head_dim == 128
+        limit = REACH_STACK_DQ_128 if wide else REACH_STACK
+        if entry.report.stack_bytes > limit:
+            found.append(f"{name}: {entry.report.stack_bytes} B of stack, at most {limit}")
+    reached = {
+        "forward within reach": (entries["forward"].within_reach, targets[0]),
+        "backward within reach": (backward_within_reach(entries), targets[1]),
+    }
+    return found + _below(reached)
 
 
 def _below(reached: dict[str, tuple[float, float]]) -> list[str]:

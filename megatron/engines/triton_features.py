@@ -57,11 +57,10 @@ class Features(NamedTuple):
 
     query: Any  # [B * H, row_stride, R], R a power of 2; rows past the end are 0
     distance: Any  # [H or 1, 8 or 4, R, line]: shifted copies, reversed, 0 outside of 0 .. E-1
-    strips: Any  # [programs, slot]; None for bands that leave the features' reach out
+    strips: Any  # [programs, rows, pitch + 16]; None for bands that leave the features' reach out
     counts: Any  # int32: E, sequences, and the entry of a line that is distance 0
     head: int  # from one head's distance features to the next
     line: int
-    pitch: int
     slot: int
 
 
@@ -74,7 +73,6 @@ class HeadFeatures(NamedTuple):
     extent: Any  # E
     start: Any
     line: Any
-    pitch: Any
 
 
 # The host's part
@@ -107,7 +105,7 @@ def with_features(terms: Terms, problem: Problem, ones: bool) -> Terms:
     counts[1].fill_(problem.q.shape[0])
     counts[2].fill_(start)
     head = copies * width * line if table.shape[0] > 1 else 0
-    return terms._replace(features=Features(query, table, None, counts, head, line, 0, 0))
+    return terms._replace(features=Features(query, table, None, counts, head, line, 0))
 
 
 def padded_features(count: int) -> int:
@@ -131,14 +129,21 @@ def with_strips(terms: Terms, problem: Problem, tiles: Tiles, programs: int, ker
     rows, strips = (STRIP_QUERIES, _CHUNK_STRIPS) if kernel == "dkdv" else (tiles.queries, 1)
     columns = rows + tiles.keys
     if kernel in ("forward", "dq"):
-        # a block of queries sees at most so many keys within the features' reach, in whole tiles
-        columns += feature_extent(problem) + rows + tiles.keys
-    pitch = cdiv(columns, _FILL_COLUMNS) * _FILL_COLUMNS + ALIGNMENT
-    slot = strips * rows * (pitch + ALIGNMENT)
+        # a block of queries sees at most so many keys within the features' reach, in whole tiles.
+        # A power of 2: each pitch is compiled for, and a cache of keys grows up to E
+        columns += next_power_of_2(feature_extent(problem)) + rows + tiles.keys
+    row = cdiv(columns, _FILL_COLUMNS) * _FILL_COLUMNS + 2 * ALIGNMENT
     dtype = torch.float32 if problem.q.dtype == torch.float32 else torch.float16
-    memory = torch.empty(programs, slot, dtype=dtype, device=problem.q.device)
-    features = terms.features._replace(strips=memory, pitch=pitch, slot=slot)
+    memory = torch.empty(programs, strips * rows, row, dtype=dtype, device=problem.q.device)
+    features = terms.features._replace(strips=memory, slot=memory.stride(0))
     return terms._replace(features=features)
+
+
+def strip_pitch(terms: Terms) -> int:
+    """Elements from one row of a strip to the next as it is read; 0 without strips."""
+    if terms.features is None or terms.features.strips is None:
+        return 0
+    return int(terms.features.strips.shape[-1]) - ALIGNMENT
 
 
 def distance_gradient(shares: Tensor, extent: int) -> Tensor:
@@ -171,7 +176,6 @@ def head_features(features, line, head, row_stride, C: tl.constexpr):
             tl.load(features.counts),
             tl.load(features.counts + 2),
             features.line,
-            features.pitch,
         )
 
 
@@ -192,8 +196,8 @@ def fill_strip(strip, features, m_start, top, count, ROWS: tl.constexpr, C: tl.c
     for s in tl.static_range(STEP):
         rows = m_start + STEP * j + s
         query = tl.load(features.query + rows[:, None] * C.FEATURES + r[None, :])
-        out = strip + (s * features.pitch + STEP)
-        out += j[:, None] * (STEP * (features.pitch + 1)) + c[None, :]
+        out = strip + (s * C.PITCH + STEP)
+        out += j[:, None] * (STEP * (C.PITCH + 1)) + c[None, :]
         first = features.start - top + (STEP - 1 - s)
         copy = features.distance + (first & (COPIES - 1)) * (C.FEATURES * features.line)
         at = copy + first // COPIES * COPIES + r[:, None] * features.line + c[None, :]
@@ -223,7 +227,7 @@ def fill_query_strip(features, m_start, position, first, end, C: tl.constexpr):
 @jit()
 def query_strip_tile(features, near, C: tl.constexpr):
     """Pointers to the tile of a query strip whose first key is 0."""
-    rows = tl.arange(0, C.BLOCK_M)[:, None] * features.pitch
+    rows = tl.arange(0, C.BLOCK_M)[:, None] * C.PITCH
     return features.strip + C.BLOCK_M - near + rows + tl.arange(0, C.BLOCK_N)[None, :]
 
 
@@ -251,7 +255,7 @@ def strip_gradients(
     r = tl.arange(0, C.FEATURES)
     places = (m_start + i)[:, None] * C.FEATURES + r[None, :]
     query = tl.load(features.query + places)
-    at = strip + 1 + i[:, None] * (features.pitch + 1) + c[None, :]
+    at = strip + 1 + i[:, None] * (C.PITCH + 1) + c[None, :]
     first = features.start - top
     COPIES: tl.constexpr = 4 if strip.dtype.element_ty == tl.float32 else 8
     copy = features.distance + (first & (COPIES - 1)) * (C.FEATURES * features.line)
@@ -277,7 +281,7 @@ def fill_key_strips(features, m_first, m_end, n_start, offset, C: tl.constexpr):
     """Write strips for a block of keys: one for each STRIP_ROWS queries of `m_first` to `m_end`."""
     tl.debug_barrier()  # the strips before are read
     for m_start in tl.range(m_first, m_end, STRIP_ROWS):
-        strip = features.strip + (m_start - m_first) * (features.pitch + 16)
+        strip = features.strip + (m_start - m_first) * (C.PITCH + 16)
         top = offset + m_start + STRIP_ROWS - 1 - n_start
         fill_strip(strip, features, m_start, top, STRIP_ROWS + C.BLOCK_N, STRIP_ROWS, C)
     tl.debug_barrier()
@@ -288,14 +292,14 @@ def key_strip_scores(features, m_first, m_start, C: tl.constexpr):
     """The features' term of a tile [key, query], from strips that begin with query `m_first`."""
     number = (m_start - m_first) // STRIP_ROWS
     row = m_start - m_first - number * STRIP_ROWS
-    at = features.strip + STRIP_ROWS + number * (STRIP_ROWS * (features.pitch + 16))
-    at += row * features.pitch
+    at = features.strip + STRIP_ROWS + number * (STRIP_ROWS * (C.PITCH + 16))
+    at += row * C.PITCH
     m = tl.arange(0, C.BLOCK_M)
     n = tl.arange(0, C.BLOCK_N)
-    if features.strip.dtype.element_ty == tl.float32:
-        return tl.load(at + m[None, :] * features.pitch + n[:, None])
+    tile = tl.load(at + m[None, :] * C.PITCH + n[:, None])
+    if tile.dtype == tl.float32:
+        return tile
     else:
-        # turned by the tensor cores, which is exact: other ways need barriers
-        tile = tl.load(at + m[:, None] * features.pitch + n[None, :])
-        one = (m[:, None] == m[None, :]).to(tile.dtype)
-        return tl.dot(tl.trans(tile), one)
+        # a product by the identity, which is exact: only a product's operand comes by cp.async,
+        # and turned without a barrier
+        return tl.dot(tile, (m[:, None] == m[None, :]).to(tile.dtype))

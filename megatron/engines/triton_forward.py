@@ -75,6 +75,7 @@ class Constants(NamedTuple):
     PRECISION: str
     STAGES: int
     FEATURES: int  # query features, padded; 0 without
+    PITCH: int  # of the strips: a constant, or each row's pointer takes registers of its own
     DROP_BELOW: int  # a key whose hash is below this is dropped, and
     KEPT_SCALE: float  # the others' weights are multiplied by this; see dropout
 

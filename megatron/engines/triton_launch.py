@@ -24,6 +24,7 @@ from megatron.engines.triton_features import (
     distance_gradient,
     feature_extent,
     strip_grid,
+    strip_pitch,
     with_features,
     with_strips,
 )
@@ -81,6 +82,7 @@ def _options(problem: Problem, tiles: Tiles, terms: Terms, masked: bool = True) 
         PRECISION=_FP32_PRODUCTS,
         STAGES=tiles.stages,
         FEATURES=0 if terms.features is None else terms.features.query.shape[-1],
+        PITCH=strip_pitch(terms),
         DROP_BELOW=threshold(problem.dropout),
         KEPT_SCALE=kept_scale(problem.dropout),
     )

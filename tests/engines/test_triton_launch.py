@@ -179,7 +179,8 @@ def test_addresses_are_aligned_and_offsets_inside_a_tile_fit_32_bits(
             assert all(step % 16 == 0 for step in terms[-3:]), terms
             assert 4 * terms.copy_stride < 2**31
             if (features := terms.features) is not None:
-                assert all(step % 16 == 0 for step in features[-4:]), features
+                assert all(step % 16 == 0 for step in features[-3:]), features
+                assert constants is not None and constants.PITCH.value % 16 == 0
                 assert max(features.slot, 8 * features.query.shape[-1] * features.line) < 2**31
         if constants is not None:
             blocks = (constants.BLOCK_M.value, constants.BLOCK_N.value)
@@ -224,6 +225,16 @@ def test_strips_take_memory_by_reach_and_not_by_length(recorded: list[Launch]) -
         sizes.append([x.numel() * x.element_size() for x in strips if x is not None])
     assert sizes[0] == sizes[1] and len(sizes[0]) == 3
     assert max(sizes[0]) < 200 * 2**20
+
+
+def test_a_cache_that_grows_has_few_pitches(recorded: list[Launch]) -> None:
+    pitches: dict[str, set[int]] = {"forward": set(), "dkdv": set(), "dq": set()}
+    for length in range(520, 1100, 100):
+        recorded.clear()
+        rehearsal = rehearse(recorded, length=length, operands=FEATURES)
+        for kernel, found in pitches.items():
+            found.add(rehearsal.of(kernel)[0].options["C"].PITCH.value)
+    assert {kernel: len(found) for kernel, found in pitches.items()} == dict.fromkeys(pitches, 1)
 
 
 def test_grouped_heads_are_read_in_place(recorded: list[Launch]) -> None:

@@ -44,6 +44,16 @@ def test_targets_on_the_h100(configuration: Configuration) -> None:
     assert entries["steep band"].report.shared_bytes < 220 * 1024
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_targets_within_the_features_reach_on_the_a100(dim: int) -> None:
+    configuration = Configuration(dim, "bf16", "none", 80, "features")
+    entries = triton_ledger.entries_of(configuration)
+    assert triton_ledger.misses_of(configuration, entries) == []
+    for entry in entries.values():
+        assert entry.loop.tensor_core == entry.ideal or entry.kernel == "dkdv", entry.row()
+
+
 def test_the_ledger_sees_a_tile_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rows than the head dimension: the warps lie along the keys."""
     monkeypatch.setattr(triton_launch, "tiles_of", lambda *_: Tiles(32, 64, 4, 2))
