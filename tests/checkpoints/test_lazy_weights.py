@@ -17,7 +17,7 @@ def test_each_weight_is_made_when_it_is_asked_for_and_not_before() -> None:
     shape = torch.empty(2, 3, device="meta")
     weights = LazyWeights({"a": shape, "bb": shape}, make)
     halves = changed(weights, lambda name, whole: whole.to(torch.bfloat16)[:1])
-    other = replaced(halves, {"bb": torch.zeros(5), "c": torch.ones(1)}, gone=["a"])
+    other = replaced(halves, {"bb": torch.zeros(5), "c": torch.ones(1)}, dropped=["a"])
     assert {name: (tuple(o.shape), o.dtype) for name, o in outlines(other).items()} == {
         "bb": ((5,), torch.float32),
         "c": ((1,), torch.float32),
