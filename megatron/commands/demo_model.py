@@ -25,7 +25,7 @@ from megatron.terminal import command_parser, print_next_command, shown_command
 DEMO = """Train nine small models, evaluate them to 32 times their training length, write a report.
 With --model: train one larger model with byte pairs, export it, and talk to it.
 
-kerple demo                                        the suite `demo`: five methods, a report
+kerple demo                                        five methods, two with three seeds, and a report
 kerple demo --model                                a model of code, trained for an hour
 kerple demo --model --minutes 10 --input texts/    of text of your own
 

@@ -209,6 +209,8 @@ class CheckedKeys:
     """The lines with which train.py would end."""
     values: dict[str, Any] = field(default_factory=dict)
     """What is not refused, under its name here."""
+    written: dict[str, Any] = field(default_factory=dict)
+    """What is not refused, as the files have it."""
 
     def section(self) -> str:
         lines = [f"kept            {len(self.kept):>3}", *_wrapped(", ".join(self.kept))]
@@ -216,7 +218,8 @@ class CheckedKeys:
             lines += [f"{title:<17}{len(found):>2}", *(f"  {line}" for line in found)]
         lines += [f"without effect  {len(self.idle):>3}", *_wrapped(", ".join(self.idle))]
         idle = {*map(canonical_key, self.idle)}
-        lines += _differences({key: self.values[key] for key in self.values if key not in idle})
+        both = self.written | self.values
+        lines += _differences({key: value for key, value in both.items() if key not in idle})
         return "\n".join(["# keys", *lines])
 
 
@@ -278,6 +281,7 @@ def checked_keys(
             continue
         values, _ = normalize({raw_key: raw}, "")
         found.values |= values
+        found.written[key] = raw
         if not values or (key in OWNER and FACTS[key]["changes"] == "nothing"):
             found.idle.append(raw_key)
             continue

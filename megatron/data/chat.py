@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        now = datetime.now()
+        environment.filters["tojson"] = _to_json
+        now = datetime.now()  # one time for all turns of a conversation
         environment.globals |= {"raise_exception": _refuse, "strftime_now": now.strftime}
         # transformers' own marks of the assistant's text, which `pieces` finds by its turn
         text = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", self.text)
@@ -144,6 +144,10 @@ def _token(value: Any) -> str | None:
     """A special token of a tokenizer_config.json: text, or a mapping with its content."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _refuse(message: str) -> None:

@@ -274,6 +274,9 @@ class HeadEntry(OpenModel):
     answer: float
     far: float
 
+    def counted_from_1(self) -> tuple[str, str]:
+        return str(self.layer + 1), str(self.head + 1)
+
 
 class AttentionEntry(OpenModel):
     kind: str
@@ -352,7 +355,7 @@ class RecallAttention(Recall):
     def table(self, results: dict[str, Any]) -> str:
         entries = [AttentionEntry.model_validate(entry) for entry in results["grid"]]
         rows: list[list[str | float]] = [
-            [entry.kind, entry.length, str(best.layer), str(best.head), best.answer, best.far]
+            [entry.kind, entry.length, *best.counted_from_1(), best.answer, best.far]
             for entry, best in zip(entries, [entry.best() for entry in entries], strict=True)
         ]
         return text_table(["kind", "length", "layer", "head", "on the answer", "far"], rows)

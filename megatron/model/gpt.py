@@ -23,6 +23,7 @@ from megatron.model.rotary_and_input_positions import RotaryEmbedding
 from megatron.model.transformer import PositionTables, State, TransformerLayer, drop_tables
 from megatron.mpu.collectives import SERIAL, WHOLE, SequenceParallel, TensorParallel
 
+SMALL_WEIGHT = 4096  # numbers: a kernel's are compared by value, whoever writes them
 _BY_POSITION = ("input", "rotation")  # kinds that are told each token's position
 
 
@@ -135,11 +136,17 @@ class GPTModel(nn.Module):
         return Cache(kept)
 
     def _known_reaches(self) -> list[int | None]:
-        """Those of the weights as they are: found once in inference, each time in training."""
+        """Those of the weights as they are: found once in inference, each time in training.
+
+        Not noticed: a matrix written through `.data` between two caches. Numbers of heads are.
+        """
         weights = list(self.parameters())
         if self.training or any(weight.is_inference() for weight in weights):
             return self._reaches()
-        now = [(weight.data_ptr(), weight._version) for weight in weights]
+        now = [
+            (w.data_ptr(), w._version, w.flatten().tolist() if w.numel() <= SMALL_WEIGHT else None)
+            for w in weights
+        ]
         if self._found is None or self._found[0] != now:
             self._found = now, self._reaches()
         return self._found[1]

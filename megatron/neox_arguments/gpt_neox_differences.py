@@ -37,8 +37,15 @@ class Difference(NamedTuple):
             key
             for key, stated, value in (named if self.is_certain else named[:1])
             if key in values
-            and (values[key] == parse_yaml(value, self.what) if stated else values[key])
+            and (_agrees(values[key], parse_yaml(value, self.what)) if stated else values[key])
         ]
+
+
+def _agrees(value: Any, stated: Any) -> bool:
+    """Whether a value is the stated one; a block may have other keys besides."""
+    if isinstance(value, dict) and isinstance(stated, dict):
+        return stated.items() <= value.items()
+    return bool(value == stated)
 
 
 DIFFERENCES = (

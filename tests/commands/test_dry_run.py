@@ -151,6 +151,16 @@ def test_rows_of_differences_are_those_of_keys_that_are_on_and_at_their_value(
         assert bool(differs) == bool(rows) and "train_" not in listed
 
 
+def test_the_row_of_a_block_is_printed_although_the_block_is_read_as_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yml"
+    block = '"fp16": {"type": "bfloat16", "enabled": true}\n'
+    file.write_text(NEOX_FILE.replace('"precision": "bfloat16"\n', block))
+    assert run("check", [str(file)]) == 0
+    assert "fp16: here bf16 (GPT-NeoX: fp16)" in capsys.readouterr().out
+
+
 def test_a_row_names_keys_that_exist() -> None:
     """Else `kerple check` would never print it."""
     with_keys = [row for row in DIFFERENCES if row.what.startswith("`") and "<" not in row.what]

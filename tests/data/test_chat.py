@@ -142,6 +142,11 @@ def test_a_conversation_that_the_template_refuses(text: str, problem: str) -> No
         ChatTemplate(text).encode(TALK, BYTES, None)
 
 
+def test_tojson_takes_its_indent_as_in_transformers() -> None:
+    template = ChatTemplate("{{ messages[0] | tojson(2) }}")
+    assert template.pieces(TALK[:1])[0][0] == json.dumps(TALK[0], indent=2, ensure_ascii=False)
+
+
 def test_a_file_that_is_no_template_is_named(tmp_path: Path) -> None:
     for name, text in (("a.jinja", "{% for"), ("b.json", "{}"), ("c.json", "["), ("d.jinja", None)):
         if text is not None:

@@ -142,6 +142,9 @@ def test_it_is_found_once_for_the_same_weights(monkeypatch: pytest.MonkeyPatch) 
     assert found() == (reach, 1)
     model.eval()
     assert (found(), found()) == ((reach, 1), (reach, 0))
+    kernel.get_parameter("r1").data.div_(2)
+    assert found() == (farther, 1)
+    kernel.get_parameter("r1").data.mul_(2)
     assert model.bfloat16().new_cache().layers[0].window != reach
 
 
