@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,8 @@ def train_model(options: argparse.Namespace) -> int:
     """Tokens, size, training, export; each step that is done is not repeated."""
     if options.minutes <= 0:
         raise ReproduceError(f"--minutes {options.minutes:g}: more than 0")
+    if not (exports := find_spec("transformers") is not None):
+        print("transformers is not installed: the model is trained, but not exported")
     folder = Path(options.runs) / "model"
     file, exported = (Path(options.runs) / name for name in ("model_config.yml", "model_hf"))
     check_writable(file, "--runs")
@@ -107,8 +110,9 @@ def train_model(options: argparse.Namespace) -> int:
         return code
     from megatron.commands import run
 
-    if not exported.exists():
-        run("convert_checkpoint", [str(folder), str(exported), "--to", "hf"])
+    export = [str(folder), str(exported), "--to", "hf"]
+    if exports and not exported.exists() and (code := run("convert_checkpoint", export)):
+        return code
     print_next_command(f"{shown_command('chat')} {folder}")
     return 0
 

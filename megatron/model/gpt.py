@@ -36,7 +36,7 @@ class GPTModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.tp, self.sp = tp, sp
-        self._found: tuple[list[tuple[int, int]], list[int | None]] | None = None
+        self._found: tuple[list[object], list[int | None]] | None = None
         self.sequential = nn.ModuleList()
         factory = LayerFactory(spec, tp, sp=sp)
         self._layer_specs = factory.layer_specs
@@ -143,7 +143,7 @@ class GPTModel(nn.Module):
         weights = list(self.parameters())
         if self.training or any(weight.is_inference() for weight in weights):
             return self._reaches()
-        now = [
+        now: list[object] = [
             (w.data_ptr(), w._version, w.flatten().tolist() if w.numel() <= SMALL_WEIGHT else None)
             for w in weights
         ]

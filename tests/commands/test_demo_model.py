@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,11 @@ def test_a_model_of_own_text_is_trained_exported_and_answers(
     monkeypatch.setattr("sys.stdin", io.StringIO("The license\n"))
     assert run(command, [folder, "--set", "maximum_tokens=3"]) == 0
     assert "The license" in capfd.readouterr().out
+    monkeypatch.setattr(demo_model, "find_spec", lambda _: None)
+    shutil.rmtree("runs/model_hf")
+    assert run("demo", ["--model", *small]) == 0
+    assert "transformers is not installed: the model is trained, but" in capfd.readouterr().out
+    assert not Path("runs/model_hf").exists()
     assert run("demo", ["--model", "--minutes", "-1"]) == 2
     assert "--minutes -1: more than 0" in capfd.readouterr().err
 
