@@ -233,8 +233,8 @@ class SelfAttention(nn.Module):
             terms = terms._replace(row_bias=rows)
         if self.temperature is not None:
             n_BL = keys_seen(queries, offset=offset, starts_BL=starts_BL, device=device)
-            heat = temperatures(n_BL, *self.temperature)
-            both = heat if terms.row_scale is None else heat * terms.row_scale
+            factor = temperatures(n_BL, *self.temperature)
+            both = factor if terms.row_scale is None else factor * terms.row_scale
             terms = terms._replace(row_scale=both)
         return terms
 

@@ -328,7 +328,7 @@ class LayerFactory:
         )
 
     def _attention(self, linear: Projections, spec: ModelSpec, number: int) -> SelfAttention:
-        heat = spec.attention_temperature
+        factor = spec.attention_temperature
         return SelfAttention(
             spec.hidden_size,
             spec.num_attention_heads,
@@ -342,7 +342,7 @@ class LayerFactory:
             forget_gate=spec.forget_gate,
             terms=self.layer_terms(spec, number),
             per_head=per_head_starts(spec),
-            temperature=None if heat is None else (heat.floor, heat.alpha),
+            temperature=None if factor is None else (factor.floor, factor.alpha),
             documents_apart=spec.reset_attention_mask,
             positions_restart=spec.positions_are_told,
             dropout=spec.attention_dropout,

@@ -63,8 +63,7 @@ def layer_ranges(numbers: Iterable[int]) -> str:
 
 def method_names(model: ModelArgs) -> list[str]:
     """The value of pos_emb; of a layer_pattern, those of its entries in order, each once."""
-    named = [name or model.pos_emb for name in positions_named(dict(model))]
-    return list(dict.fromkeys(named or [model.pos_emb]))
+    return list(dict.fromkeys(model.methods))
 
 
 def position_label(model: ModelArgs) -> str:

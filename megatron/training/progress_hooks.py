@@ -21,7 +21,7 @@ from megatron.model.kernel_theory import PAPER_MAX_DISTANCE, effective_length
 from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.position_base import TableEmbedding
 from megatron.model.rotary_and_input_positions import RotaryEmbedding
-from megatron.mpu.collectives import gather_from_group
+from megatron.mpu.collectives import gather_from_group, gather_objects
 from megatron.neox_arguments.run_keys import LoggingArgs
 from megatron.training.metrics import Sinks
 from megatron.training.trainer import Hook, StepReport, Trainer
@@ -321,9 +321,7 @@ class RecordParameterNorms(Hook):
             if tp.size > 1 and getattr(parameter, "model_parallel", False):
                 dist.all_reduce(square, group=tp.group)
             own[name] = float(square.sqrt())
-        stages: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(stages, own)
-        norms = {name: norm for stage in stages for name, norm in stage.items()}
+        norms = {name: norm for stage in gather_objects(own) for name, norm in stage.items()}
         self.sinks.write(report.step, {"parameter_norms": norms})
 
 
@@ -354,8 +352,7 @@ class RecordZeroGradients(Hook):
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         if report.step % self.interval:
             return
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, self._counts)
+        ranks = gather_objects(self._counts)
         self._counts = {}
         sums: dict[str, list[int]] = {}
         for (name, _), both in (item for counts in ranks for item in counts.items()):

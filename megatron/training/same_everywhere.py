@@ -12,11 +12,11 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
+from megatron.mpu.collectives import gather_objects
 from megatron.neox_arguments import NeoXArgs
 from megatron.terminal import PACKAGE
 from megatron.training.metrics import data_identity
@@ -32,8 +32,7 @@ def check_ranks_agree(args: NeoXArgs) -> None:
     """Raise, on all ranks, what differs from rank 0, with the hosts and ranks it differs on."""
     if dist.get_world_size() == 1:
         return
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (socket.gethostname(), facts_of(args)))
+    gathered = gather_objects((socket.gethostname(), facts_of(args)))
     problems = differences(gathered) + _unseen(run_directory(args.checkpoint))
     if problems:
         raise ConfigError("; ".join(problems))
@@ -79,8 +78,7 @@ def _unseen(directory: Path | None) -> list[str]:
             directory.mkdir(parents=True, exist_ok=True)
             file.write_text(token[0], encoding="utf-8")
     dist.barrier()
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, (socket.gethostname(), _reads(file, token[0])))
+    seen = gather_objects((socket.gethostname(), _reads(file, token[0])))
     if dist.get_rank() == 0:
         file.unlink(missing_ok=True)
     blind = [f"rank {rank} on {host}" for rank, (host, good) in enumerate(seen) if not good]
