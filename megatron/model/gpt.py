@@ -24,6 +24,7 @@ from megatron.model.transformer import PositionTables, State, TransformerLayer, 
 from megatron.mpu.collectives import SERIAL, WHOLE, SequenceParallel, TensorParallel
 
 SMALL_WEIGHT = 4096  # numbers: a kernel's are compared by value, whoever writes them
+_State = tuple[int, int, list[float] | None]
 _BY_POSITION = ("input", "rotation")  # kinds that are told each token's position
 
 
@@ -36,7 +37,7 @@ class GPTModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.tp, self.sp = tp, sp
-        self._found: tuple[list[object], list[int | None]] | None = None
+        self._found: tuple[list[_State], list[int | None]] | None = None
         self.sequential = nn.ModuleList()
         factory = LayerFactory(spec, tp, sp=sp)
         self._layer_specs = factory.layer_specs
@@ -143,10 +144,7 @@ class GPTModel(nn.Module):
         weights = list(self.parameters())
         if self.training or any(weight.is_inference() for weight in weights):
             return self._reaches()
-        now: list[object] = [
-            (w.data_ptr(), w._version, w.flatten().tolist() if w.numel() <= SMALL_WEIGHT else None)
-            for w in weights
-        ]
+        now = [(w.data_ptr(), w._version, _small_values(w)) for w in weights]
         if self._found is None or self._found[0] != now:
             self._found = now, self._reaches()
         return self._found[1]
@@ -230,6 +228,13 @@ class GPTModel(nn.Module):
             group = nn.Sequential(*layers[start : start + step])
             state = cast(State, checkpoint(group, state, use_reentrant=False))
         return state
+
+
+def _small_values(weight: Tensor) -> list[float] | None:
+    if weight.is_meta or weight.numel() > SMALL_WEIGHT:
+        return None
+    values: list[float] = weight.flatten().tolist()
+    return values
 
 
 class FunctionLayer(nn.Module):
