@@ -181,7 +181,7 @@ def _batch_section(args: NeoXArgs, world_size: int) -> str:
             f"each and, in attention, {heads} heads"
         )
     outline, _ = outline_of_config(args)
-    flops = 3 * outline.flops_per_token(args.model.seq_length)
+    flops = outline.training_flops_per_token(args.model.seq_length)
     lines.append(f"{flops:.3g} flops per token, forward and backward")
     steps = args.optimization.train_iters
     if steps:

@@ -42,8 +42,6 @@ _STEP = Step(PERPLEXITY)
 
 def suite_of_folders(place: Path, folders: Sequence[Path], sets: Sequence[str] = ()) -> Suite:
     """`sets` are evaluation keys for all of them; the report goes into `place`."""
-    from megatron.model.outline import method_names  # imports torch
-
     paths = list(dict.fromkeys(folders))
     if len(paths) < 2:
         raise ReproduceError(f"{paths[0]}: give the folders of two trained runs or more")
@@ -51,7 +49,7 @@ def suite_of_folders(place: Path, folders: Sequence[Path], sets: Sequence[str] =
     kinds: dict[str, list[Run]] = {}
     for path, config in configs.items():
         args = NeoXArgs.from_dict(config)
-        method = "+".join(dict.fromkeys(map(canonical_method, method_names(args.model))))
+        method = "+".join(dict.fromkeys(map(canonical_method, args.model.methods)))
         seed = args.runtime.seed
         own = {
             key: v for key, v in trained_with(config).items() if key not in ("seed", "data_seed")
