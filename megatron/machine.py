@@ -53,6 +53,22 @@ def set_deepspeed_accelerator() -> None:
     disable_undescribed_amx()
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_NEVER_TRIMMED = (1 << 31) - 1
+
+
+def keep_freed_memory() -> bool:
+    """Let malloc keep what is freed, for a process that allocates the same sizes at every step.
+
+    glibc gives a large block back to the system at once, and the next step's block costs a page
+    fault for each 4 KB of it. False where the C library has no such setting.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIMMED))
+
+
 # AMX, the matrix tiles of a CPU that oneDNN uses for bf16 products.
 
 

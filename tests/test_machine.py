@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,26 @@ def test_a_product_in_bf16_survives_on_this_machine() -> None:
         "torch.nn.Linear(128, 256, dtype=torch.bfloat16)(torch.ones(64, 128).bfloat16())"
     )
     subprocess.run([sys.executable, "-c", code], env=environ, check=True)
+
+
+_PAGE_FAULTS = """
+import resource, sys
+from megatron.machine import keep_freed_memory
+
+if sys.argv[1:]:
+    assert keep_freed_memory()
+for _ in range(20):
+    block = b"x" * (48 << 20)
+    del block
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_memory_that_is_freed_costs_no_page_faults_again() -> None:
+    command = [sys.executable, "-c", _PAGE_FAULTS]
+    given_back, kept = (
+        int(subprocess.run([*command, *words], check=True, capture_output=True).stdout)
+        for words in ([], ["keep"])
+    )
+    assert kept < given_back / 5

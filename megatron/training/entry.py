@@ -17,9 +17,9 @@ from megatron.atomic_files import check_folder_writable
 from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import ConfigError, KerpleError, NonFiniteError
 from megatron.launcher.environment import environment_for, processes_here, rank_place
-from megatron.machine import memory_bytes
+from megatron.machine import keep_freed_memory, memory_bytes
 from megatron.model.sizes import memory_shortage
-from megatron.mpu.job import join_job
+from megatron.mpu.job import current_device, join_job
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.allowed_code import allow_flags
 from megatron.terminal import (
@@ -54,6 +54,8 @@ def _run(args: NeoXArgs, rank: int) -> int:
             join_job(args)
             check_memory(args)
             heartbeat = start_heartbeat(minutes)
+        if current_device().type == "cpu":
+            keep_freed_memory()
         code = train(args)
         finished = True
     except NonFiniteError as error:

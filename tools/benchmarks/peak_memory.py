@@ -126,6 +126,34 @@ def _step(
     return {"seconds": seconds, "loss": loss.item(), "peak": _status_bytes("VmHWM")}
 
 
+def _steps(
+    spec: dict[str, Any], shape: tuple[int, int], threads: int, steps: int, kept: bool
+) -> dict[str, Any]:
+    """CPU seconds of each step, with or without `keep_freed_memory`."""
+    import torch
+
+    from megatron.machine import keep_freed_memory
+    from megatron.model import GPTModel, ModelSpec
+
+    if kept and not keep_freed_memory():
+        raise RuntimeError("this C library cannot keep freed memory")
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    model = GPTModel(ModelSpec(**spec)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch, length = shape
+    tokens = torch.randint(spec["padded_vocab_size"], (batch, length + 1))
+    seconds, loss = [], torch.zeros(())
+    for _ in range(steps):
+        start = time.process_time()
+        loss = model.token_losses(tokens[:, :-1], tokens[:, 1:]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.process_time() - start)
+    return {"seconds": seconds, "loss": loss.item(), "peak": _status_bytes("VmHWM")}
+
+
 def _shared(
     spec: dict[str, Any], length: int, threads: int, rank: int, size: int, store: str
 ) -> dict[str, Any]:
@@ -242,6 +270,7 @@ WORK: dict[str, Callable[..., dict[str, Any]]] = {
     "terms": _terms,
     "inkling_step": _inkling_step,
     "step": _step,
+    "steps": _steps,
     "shared": _shared,
     "evaluation": _evaluation,
     "index": _index,

@@ -61,6 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="instead: peak memory of a rank where N ranks share one sequence of --length",
     )
+    parser.add_argument(
+        "--kept-memory",
+        action="store_true",
+        help="instead: CPU time of a step where malloc keeps freed memory, as train.py sets it",
+    )
     parser.add_argument("--recompute", action="store_true", help="with checkpoint_activations")
 
 
@@ -69,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         return compare_loss_memory(args)
     if args.sequence_parallel:
         return compare_shares(args)
+    if args.kept_memory:
+        return compare_kept_memory(args)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     models = build_models(args)
@@ -124,6 +131,31 @@ def compare_loss_memory(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0 if abs(found["all at once"]["loss"] - found["in pieces"]["loss"]) < 1e-4 else 1
+
+
+def compare_kept_memory(args: argparse.Namespace) -> int:
+    """Processes take turns; the first step of each, which meets no freed memory, is left out."""
+    spec = {**model_sizes(args), "pos_emb": args.embeddings[0]}
+    options = {"shape": (args.batch, args.length), "threads": args.threads, "steps": 4}
+    found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for _ in range(args.repeats):
+        for kept, runs in found.items():
+            runs.append(measure("steps", spec=spec, kept=kept, **options))
+    fastest, peak = (
+        {kept: min(value(one) for one in runs) for kept, runs in found.items()}
+        for value in (lambda one: min(one["seconds"][1:]), lambda one: one["peak"])
+    )
+    rows = [["freed memory is", "CPU seconds, fastest", "peak, GiB"]]
+    rows += [
+        ["kept" if kept else "given back", f"{fastest[kept]:.3f}", f"{peak[kept] / 2**30:.2f}"]
+        for kept in found
+    ]
+    print(render_table(rows))
+    ratio = Target("kept over given back", fastest[True] / fastest[False], 1.0)
+    print(f"\n{ratio}")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0 if ratio.holds else 1
 
 
 def compare_shares(args: argparse.Namespace) -> int:

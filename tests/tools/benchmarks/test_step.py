@@ -24,3 +24,12 @@ def test_step_runs_every_embedding_on_shared_weights(
     assert all(len(rounds) == 2 for rounds in content["seconds"].values())
     assert content["spread"] >= 1.0
     assert "GPU: not measured" in capsys.readouterr().out
+
+
+def test_both_ways_to_free_memory_train_the_same_losses(tmp_path: Path) -> None:
+    result = tmp_path / "kept.json"
+    options = ["--layers", "1", "--hidden", "32", "--heads", "2", "--vocabulary", "128"]
+    options += ["--length", "32", "--repeats", "1", "--threads", "1", "--kept-memory"]
+    main(["step", *options, "--json", str(result)])
+    given_back, kept = json.loads(result.read_text()).values()
+    assert [run["loss"] for run in given_back] == [run["loss"] for run in kept]
