@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from megatron.atomic_files import write_text
 from megatron.checkpoints.safe_files import load_mapping, read_object
-from megatron.checkpoints.saved_config import RESOLVED, args_from, resolved_config
+from megatron.checkpoints.saved_config import RESOLVED, resolved_config
 from megatron.checkpoints.universal import INDEX
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import set_seeds
 from megatron.neox_arguments import NeoXArgs
@@ -80,11 +80,16 @@ def saved_batch_size(directory: Path) -> int | None:
     layout = read_layout(directory)
     if isinstance(layout.get("train_batch_size"), int):
         return int(layout["train_batch_size"])
-    try:  # written before it was recorded
-        args = args_from(resolved_config(directory), directory)
-        return args.batch_plan(layout["world_size"]).train_batch_size
-    except (CheckpointError, ConfigError):
+    saved = resolved_config(directory)
+    if isinstance(saved.get("train_batch_size"), int):
+        return int(saved["train_batch_size"])
+    micro = saved.get("train_micro_batch_size_per_gpu")
+    accumulation = saved.get("gradient_accumulation_steps", 1)
+    if not isinstance(micro, int) or not isinstance(accumulation, int):
         return None
+    sizes = [saved.get(f"{kind}_parallel_size", 1) for kind in ("pipe", "model", "sequence")]
+    ranks = max(sizes[0], 1) * sizes[1] * sizes[2]
+    return micro * accumulation * (int(layout["world_size"]) // ranks)
 
 
 def saved_data(directory: Path) -> dict[str, Any] | None:
