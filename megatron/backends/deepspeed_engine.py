@@ -28,16 +28,15 @@ from megatron.backends.interface import (
     Files,
     MicroBatch,
     Parts,
-    Span,
     States,
     full_shape,
     is_partitioned,
 )
-from megatron.backends.optimizer_states import Group, plain_groups, read, write
+from megatron.backends.optimizer_states import Group, StatesByParameter
 from megatron.backends.plain_torch import clip_by_whole_norm
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(StatesByParameter):
     """pipe_parallel_size 0: the whole model on every rank (or tensor-parallel group)."""
 
     def __init__(self, parts: Parts, config: dict[str, Any], grid: Any, *, tp_rank: int) -> None:
@@ -120,22 +119,14 @@ class DeepSpeedEngine:
         if master is not None:
             safe_set_full_fp32_param(parameter, parameter.detach().float().view_as(master))
 
-    def master_spans(self) -> Iterator[tuple[Tensor, list[Span]]]:
-        for group in self._groups():
-            yield group.master, group.own_spans()
-
-    def read_states(self) -> Iterator[tuple[nn.Parameter, States]]:
-        return read(self.optimizer, self._groups())
-
     def write_states(self, states: dict[nn.Parameter, States]) -> None:
-        write(self.optimizer, self._groups(), states)
+        super().write_states(states)
         self._refresh_weights()
 
     def _groups(self) -> list[Group]:
-        """How this engine's optimizer stores weights and states."""
         wrapper = self.deepspeed.optimizer
         if self._steps_weights:
-            return plain_groups(wrapper)
+            return super()._groups()
         if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # ZeRO 3
             pairs = zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
             return [Group(list(group), own, None, wrapper.dp_process_group) for group, own in pairs]

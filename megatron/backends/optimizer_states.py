@@ -6,7 +6,7 @@ Three layouts of fp32 weights and Adam's moments (W: a weight, the bars: data-pa
     contiguous  |W1 W2 W|3 W4 ..|  one vector, cut anywhere   BF16_Optimizer, ZeRO 1 and 2
     piecewise   |W1 W2..|W1 W2..|  every parameter cut        ZeRO 3
 
-`read` gives whole tensors (of this tensor-parallel rank), `write` takes them.
+`read_states` gives whole tensors (of this tensor-parallel rank), `write_states` takes them.
 """
 
 from __future__ import annotations
@@ -85,19 +85,44 @@ def plain_groups(optimizer: Optimizer) -> list[Group]:
     return [Group([p], p, [0]) for group in optimizer.param_groups for p in group["params"]]
 
 
-@torch.no_grad()
-def read(optimizer: Optimizer, groups: list[Group]) -> Iterator[tuple[nn.Parameter, States]]:
-    """Each parameter of this rank's stage with its fp32 weight and the optimizer's states."""
-    step = _step_count(optimizer)
-    for group in groups:
-        tensors, numbers = states_of(optimizer, group.master)
-        columns: dict[str, list[Tensor]] = {WEIGHT: group.gather(group.master)}
-        columns |= {key: group.gather(value) for key, value in tensors.items()}
-        if step is not None and (tensors or numbers):
-            numbers[STEP] = step
-        columns |= {key: [value] * len(group.parameters) for key, value in numbers.items()}
-        for number, parameter in enumerate(group.parameters):
-            yield parameter, {key: column[number] for key, column in columns.items()}
+class StatesByParameter:
+    """The methods of a `TrainingEngine` that tell weights and states by parameter."""
+
+    optimizer: Optimizer
+
+    def _groups(self) -> list[Group]:
+        """How this engine's optimizer stores weights and states."""
+        return plain_groups(self.optimizer)
+
+    def master_spans(self) -> Iterator[tuple[Tensor, list[Span]]]:
+        for group in self._groups():
+            yield group.master, group.own_spans()
+
+    @torch.no_grad()
+    def read_states(self) -> Iterator[tuple[nn.Parameter, States]]:
+        step = _step_count(self.optimizer)
+        for group in self._groups():
+            tensors, numbers = states_of(self.optimizer, group.master)
+            columns: dict[str, list[Tensor]] = {WEIGHT: group.gather(group.master)}
+            columns |= {key: group.gather(value) for key, value in tensors.items()}
+            if step is not None and (tensors or numbers):
+                numbers[STEP] = step
+            columns |= {key: [value] * len(group.parameters) for key, value in numbers.items()}
+            for number, parameter in enumerate(group.parameters):
+                yield parameter, {key: column[number] for key, column in columns.items()}
+
+    @torch.no_grad()
+    def write_states(self, states: dict[nn.Parameter, States]) -> None:
+        for group in self._groups():
+            columns = [states[parameter] for parameter in group.parameters]
+            group.master.data.copy_(group.scatter([column[WEIGHT] for column in columns]))
+            for key in [key for key in columns[0] if key != WEIGHT]:
+                values = [column[key] for column in columns]
+                self.optimizer.state[group.master][key] = (
+                    _number(self.optimizer, values[0], group.master)
+                    if values[0].dim() == 0
+                    else group.scatter(values)
+                )
 
 
 def states_of(optimizer: Optimizer, master: Tensor) -> tuple[States, States]:
@@ -137,21 +162,6 @@ def _counts_in(optimizer: Optimizer) -> str | None:
     """Where a known optimizer stores its step count: torch's in a tensor, apex's in its groups."""
     package = type(optimizer).__module__.partition(".")[0]
     return {"torch": "tensor", "apex": "groups", "deepspeed": "groups"}.get(package)
-
-
-@torch.no_grad()
-def write(optimizer: Optimizer, groups: list[Group], states: dict[nn.Parameter, States]) -> None:
-    """Set every parameter's fp32 weight and the optimizer's states."""
-    for group in groups:
-        columns = [states[parameter] for parameter in group.parameters]
-        group.master.data.copy_(group.scatter([column[WEIGHT] for column in columns]))
-        for key in [key for key in columns[0] if key != WEIGHT]:
-            values = [column[key] for column in columns]
-            optimizer.state[group.master][key] = (
-                _number(optimizer, values[0], group.master)
-                if values[0].dim() == 0
-                else group.scatter(values)
-            )
 
 
 def _number(optimizer: Optimizer, value: Tensor, master: Tensor) -> Any:

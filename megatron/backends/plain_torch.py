@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.backends.interface import COUNTERS, MicroBatch, Parts, Span, States
-from megatron.backends.optimizer_states import plain_groups, read, write
+from megatron.backends.interface import COUNTERS, MicroBatch, Parts
+from megatron.backends.optimizer_states import StatesByParameter
 
 MODEL_STATES = "mp_rank_00_model_states.pt"
 
 
-class TorchEngine:
+class TorchEngine(StatesByParameter):
     """A `TrainingEngine` of one process."""
 
     zero_stage = 0
@@ -67,16 +67,6 @@ class TorchEngine:
 
     def copy_to_master(self, parameter: nn.Parameter) -> None:
         """The optimizer steps the weights themselves."""
-
-    def master_spans(self) -> Iterator[tuple[Tensor, list[Span]]]:
-        for group in plain_groups(self.optimizer):
-            yield group.master, group.own_spans()
-
-    def read_states(self) -> Iterator[tuple[nn.Parameter, States]]:
-        return read(self.optimizer, plain_groups(self.optimizer))
-
-    def write_states(self, states: dict[nn.Parameter, States]) -> None:
-        write(self.optimizer, plain_groups(self.optimizer), states)
 
     def set_counters(self, **counters: int) -> None:
         vars(self).update(counters)

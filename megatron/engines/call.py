@@ -139,7 +139,6 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
     _check_qkv(call.q, call.k, call.v)
     _check_terms(call)
     _check_features(call)
-    _check_row_scale(call)
     if call.k_len < call.q.shape[1] > MANY_HEADS:
         warnings.warn(
             f"attention: {call.q.shape[1]} heads and {call.k_len} keys. q, k, v are "
@@ -229,12 +228,14 @@ def _check_terms(call: Call) -> None:
                 f"{name} must be a table [heads={heads}, at least {k_len} distances]; got"
                 f" {tuple(table.shape)}: compute it for these heads and the length of the keys"
             )
-    shapes = [(b, h, k_len) for b in (1, batch) for h in (1, heads)]
-    if call.key_bias is not None and tuple(call.key_bias.shape) not in shapes:
-        raise EngineError(
-            f"key_bias must be [batch={batch} or 1, heads={heads} or 1, keys={k_len}]; got"
-            f" {tuple(call.key_bias.shape)}"
-        )
+    for name, what, length in (("key_bias", "keys", k_len), ("row_scale", "queries", q_len)):
+        x = getattr(call, name)
+        shapes = [(b, h, length) for b in (1, batch) for h in (1, heads)]
+        if x is not None and tuple(x.shape) not in shapes:
+            raise EngineError(
+                f"{name} must be [batch={batch} or 1, heads={heads} or 1, {what}={length}]; got"
+                f" {tuple(x.shape)}"
+            )
     if call.sink is not None and tuple(call.sink.shape) not in ((heads,), (batch, heads, q_len)):
         raise EngineError(
             f"sink must be [heads={heads}] or [batch={batch}, heads={heads}, queries={q_len}];"
@@ -274,18 +275,6 @@ def _check_features(call: Call) -> None:
         raise EngineError(
             f"distance_features must be [heads={heads} or 1, features={count}, distances]; got"
             f" {tuple(table.shape)}"
-        )
-
-
-def _check_row_scale(call: Call) -> None:
-    scale = call.row_scale
-    if scale is None:
-        return
-    batch, heads, q_len, _ = call.q.shape
-    if tuple(scale.shape) not in [(b, h, q_len) for b in (1, batch) for h in (1, heads)]:
-        raise EngineError(
-            f"row_scale must be [batch={batch} or 1, heads={heads} or 1, queries={q_len}]; got"
-            f" {tuple(scale.shape)}"
         )
 
 

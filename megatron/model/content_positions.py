@@ -113,11 +113,17 @@ class LayerTerms(PositionalEmbedding):
         """The terms of the queries at x, the last of so many keys; each sees n of them."""
         raise NotImplementedError
 
+    def _add(self, name: str, *shape: int, split: int | None = None, **facts: Any) -> None:
+        """A parameter with its facts, described at ParameterFacts in mpu/parallel_layers.py."""
+        parameter = nn.Parameter(torch.empty(shape))
+        parameter.facts = {"split": split, **facts}  # type: ignore[attr-defined]
+        for flag in ("model_parallel", "tensor_model_parallel"):
+            setattr(parameter, flag, split is not None and self.options.tp_size > 1)
+        self.register_parameter(name, parameter)
+
     def _add_matrix(self, name: str, rows_per_head: int) -> None:
         """A projection of the layer's input, trained as its other matrices; split by heads."""
-        shape = (self.heads * rows_per_head, self.options.hidden_size)
-        matrix = _declared(torch.empty(shape), split=0, slices=self.options.tp_size)
-        self.register_parameter(name, matrix)
+        self._add(name, self.heads * rows_per_head, self.options.hidden_size, split=0)
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Normal numbers for the whole model, which depend on the seed, the layer and the name."""
@@ -142,15 +148,6 @@ class LayerTerms(PositionalEmbedding):
                 self.get_parameter(name).copy_(value)
 
 
-def _declared(values: Tensor, *, split: int | None, slices: int, **facts: Any) -> nn.Parameter:
-    """A parameter with its facts, described at ParameterFacts in mpu/parallel_layers.py."""
-    parameter = nn.Parameter(values)
-    parameter.facts = {"split": split, **facts}  # type: ignore[attr-defined]
-    for flag in ("model_parallel", "tensor_model_parallel"):
-        setattr(parameter, flag, split is not None and slices > 1)
-    return parameter
-
-
 @register("inkling")
 class Inkling(LayerTerms):
     """Inkling's bias (Thinking Machines 2026): features of the query times features of distance.
@@ -158,6 +155,8 @@ class Inkling(LayerTerms):
     f = W x has R numbers per head, from the layer's input. P is the layer's, for all of its heads,
     and 0 from distance E on; a layer with a window has no more distances than its window.
     """
+
+    distance_features: nn.Parameter
 
     def __init__(self, options: PositionOptions) -> None:
         super().__init__(options)
@@ -169,8 +168,7 @@ class Inkling(LayerTerms):
         window = getattr(options.config, "attention_window", None)
         self.extent = extent if window is None else min(extent, window)
         self._add_matrix("weight", self.features)
-        table = torch.empty(self.features, self.extent)
-        self.distance_features = _declared(table, split=None, slices=1, **KERNEL_FACTS)
+        self._add("distance_features", self.features, self.extent, **KERNEL_FACTS)
         self._start()
 
     def initial_values(self) -> dict[str, Tensor]:
@@ -213,10 +211,12 @@ class Cable(LayerTerms):
     The forget gate of the Forgetting Transformer with the signs of w and b turned, alone.
     """
 
+    bias: nn.Parameter
+
     def __init__(self, options: PositionOptions) -> None:
         super().__init__(options)
         self._add_matrix("weight", 1)
-        self.bias = _declared(torch.empty(self.heads), split=0, slices=options.tp_size)
+        self._add("bias", self.heads, split=0)
         self._start()
 
     def initial_values(self) -> dict[str, Tensor]:
@@ -255,9 +255,7 @@ class Fire(LayerTerms):
         shapes = (single, single, row, row, (self.heads, self.width), (self.heads,))
         for name, shape in zip((*self.shared, *self.of_heads), shapes, strict=True):
             split = 0 if name in self.of_heads else None
-            values = torch.empty(shape)
-            parameter = _declared(values, split=split, slices=options.tp_size, **KERNEL_FACTS)
-            self.register_parameter(name, parameter)
+            self._add(name, *shape, split=split, **KERNEL_FACTS)
         self._start()
 
     def initial_values(self) -> dict[str, Tensor]:
@@ -306,12 +304,11 @@ class ScaledRows(LayerTerms):
     """
 
     bounds: ClassVar = Positive(Constant(1.0))
+    row_scale: nn.Parameter
 
     def __init__(self, options: PositionOptions) -> None:
         super().__init__(options)
-        fixed = {"fp32": True, "decay": False}
-        values = torch.empty(self.heads)
-        self.row_scale = _declared(values, split=0, slices=options.tp_size, **fixed)
+        self._add("row_scale", self.heads, split=0, fp32=True, decay=False)
         self._start()
 
     def initial_values(self) -> dict[str, Tensor]:

@@ -7,9 +7,11 @@ import contextlib
 import inspect
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jinja2 import StrictUndefined, Template
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -201,75 +203,35 @@ def model_card(
     checkpoint: Checkpoint, config: PretrainedConfig, tokenizer_problem: str | None
 ) -> str:
     """The card's text; the manifest and the results are those found beside the checkpoint."""
-    root = checkpoint.files.root
+    root, model = checkpoint.files.root, checkpoint.args.model
     ours = isinstance(config, KerpleNeoXConfig)
-    sections = [
-        _header(checkpoint, config.model_type, ours),
-        _usage(ours, tokenizer_problem),
-        _facts(checkpoint),
-        _evaluation(root, checkpoint.iteration),
-        _manifest(root),
-    ]
-    return "\n".join(section for section in sections if section)
-
-
-def _header(checkpoint: Checkpoint, model_type: str, ours: bool) -> str:
-    tags = ["kerple", "length-extrapolation"] if ours else [model_type.replace("_", "-")]
-    listed = "".join(f"- {tag}\n" for tag in tags)
-    return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-        f"tags:\n{listed}---\n\n"
-        f"# {position_label(checkpoint.args.model)} language model, "
-        f"{checkpoint.num_parameters / 1e6:.1f}M parameters\n\n"
-        f"A decoder-only language model trained with KERPLE-NeoX for {checkpoint.iteration} steps "
-        f"at length {checkpoint.args.model.seq_length}.\n"
+    manifest = read_json(root / "manifest.json")
+    text = Path(__file__).with_name("model_card.md.j2").read_text("utf-8")
+    card = Template(
+        text,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return card.render(
+        tags=["kerple", "length-extrapolation"] if ours else [config.model_type.replace("_", "-")],
+        trust=", trust_remote_code=True" if ours else "",
+        tokenizer_problem=tokenizer_problem,
+        label=position_label(model),
+        key="pos_emb" if model.layer_pattern is None else "layer_pattern",
+        model=dict(model),
+        parameters=checkpoint.num_parameters,
+        padded_vocab_size=checkpoint.padded_vocab_size,
+        iteration=checkpoint.iteration,
+        kind=checkpoint.kind,
+        results=list(_results(root, checkpoint.iteration)),
+        manifest=manifest and json.dumps(manifest, indent=2, sort_keys=True),
     )
 
 
-def _usage(ours: bool, tokenizer_problem: str | None) -> str:
-    trust = ", trust_remote_code=True" if ours else ""
-    lines = [
-        "## Use\n",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'model = AutoModelForCausalLM.from_pretrained("PATH"{trust})',
-    ]
-    if tokenizer_problem is None:
-        lines += [
-            f'tokenizer = AutoTokenizer.from_pretrained("PATH"{trust})',
-            'inputs = tokenizer("Once upon a time", return_tensors="pt")',
-            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))",
-        ]
-    lines.append("```\n")
-    if tokenizer_problem is not None:
-        lines.append(f"No tokenizer is included: {tokenizer_problem}\n")
-    return "\n".join(lines)
-
-
-def _facts(checkpoint: Checkpoint) -> str:
-    model = checkpoint.args.model
-    key = "pos_emb" if model.layer_pattern is None else "layer_pattern"
-    rows = {
-        "positional embedding": f"{position_label(model)} (`{key}: {getattr(model, key)}`)",
-        "layers": model.num_layers,
-        "hidden size": model.hidden_size,
-        "heads": model.num_attention_heads,
-        "vocabulary (padded)": checkpoint.padded_vocab_size,
-        "training length": model.seq_length,
-        "norm": model.norm,
-        "activation": model.activation,
-        "parameters": f"{checkpoint.num_parameters:,}",
-        "steps": checkpoint.iteration,
-        "converted from": checkpoint.kind,
-    }
-    body = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"## Model\n\n| | |\n|---|---|\n{body}\n"
-
-
-def _evaluation(root: Path, iteration: int) -> str:
+def _results(root: Path, iteration: int) -> Iterator[dict[str, Any]]:
     """Perplexity by length, from result files of the same step."""
-    tables = []
     for path in sorted((root / "results").glob("*.json")):
         result = read_json(path) or {}
         if result.get("task") == "extrapolation" and result.get("iteration") == iteration:
@@ -277,29 +239,14 @@ def _evaluation(root: Path, iteration: int) -> str:
             with contextlib.suppress(
                 AttributeError, KeyError, TypeError, ValueError, OverflowError
             ):
-                tables.append(_extrapolation(result))
-    return "## Evaluation\n\n" + "\n".join(tables) if tables else ""
+                yield _by_length(result)
 
 
-def _extrapolation(result: dict[str, Any]) -> str:
+def _by_length(result: dict[str, Any]) -> dict[str, Any]:
     splits = {name: rows for name, rows in result.get("results", {}).items() if rows}
     by_length: dict[int, dict[str, str]] = {}
     for split, rows in splits.items():
         for row in rows:
             by_length.setdefault(int(row["length"]), {})[split] = f"{float(row['ppl']):.3f}"
-    header = "| length | " + " | ".join(f"{split} perplexity" for split in splits) + " |"
-    lines = [
-        f"| {length} | " + " | ".join(values.get(split, "") for split in splits) + " |"
-        for length, values in sorted(by_length.items())
-    ]
-    rule = "|---" * (len(splits) + 1) + "|"
-    protocol = f"Protocol: {result.get('protocol')}; trained at {result.get('train_length')}."
-    return "\n".join([protocol, "", header, rule, *lines, ""])
-
-
-def _manifest(root: Path) -> str:
-    manifest = read_json(root / "manifest.json")
-    if not manifest:
-        return ""
-    text = json.dumps(manifest, indent=2, sort_keys=True)
-    return f"## Run\n\nThe manifest of the training run:\n\n```json\n{text}\n```\n"
+    facts = {key: result.get(key) for key in ("protocol", "train_length")}
+    return {**facts, "splits": list(splits), "rows": sorted(by_length.items())}

@@ -25,11 +25,7 @@ from megatron.checkpoints.hf.companions import (
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.hf.hf_config import architecture_of, args_from_hf, hf_config
 from megatron.checkpoints.hf.keys_kerple import written_out
-from megatron.checkpoints.hf.safetensors_files import (
-    SHARD_BYTES,
-    read_safetensors,
-    write_safetensors,
-)
+from megatron.checkpoints.hf.safetensors_files import read_safetensors, write_safetensors
 from megatron.checkpoints.hf.weight_names import WeightNames
 from megatron.checkpoints.lazy_weights import LazyWeights, outlines
 from megatron.checkpoints.reading import TOKENIZER, Checkpoint, CheckpointFiles
@@ -61,7 +57,6 @@ def write_hf(
     dtype: torch.dtype | None = None,
     with_kernel_source: bool = False,
     architecture: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Everything that `AutoModelForCausalLM.from_pretrained(folder)` needs.
 
@@ -88,7 +83,7 @@ def write_hf(
     ours = isinstance(config, KerpleNeoXConfig)
     names, weights = WeightNames.of(spec, theirs), cast_weights(checkpoint, dtype)
     shapes = dict(names.all_parts(outlines(weights).items()))
-    write_safetensors(folder, shapes, names.all_parts(weights.items()), shard_bytes)
+    write_safetensors(folder, shapes, names.all_parts(weights.items()))
     _write_config(config, folder, outlines(weights)[EMBEDDING].dtype)
     GenerationConfig(bos_token_id=eos, eos_token_id=eos, pad_token_id=eos).save_pretrained(folder)
     if ours:
