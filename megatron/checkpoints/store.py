@@ -163,7 +163,7 @@ class CheckpointStore:
         if not root.is_dir():
             return [f"{root.name} does not exist"]
         if is_training_checkpoint(root) and not (root / CHECKSUMS).is_file():
-            return [f"{CHECKSUMS} is missing, so that nothing in it can be proven"]
+            return [f"{CHECKSUMS} is missing, so its files cannot be verified"]
         return problems_of(root, needed)
 
 

@@ -66,7 +66,7 @@ def explain(script: list[str], args: NeoXArgs, keys: str = "") -> str:
     except ConfigError as error:
         report = dry_run_report(args, smallest, keys=keys)
         assumed = f"{smallest} process{'es' if smallest > 1 else ''}, the fewest that can hold it"
-        return f"{report}\n\n# launch\nnot from here: {error}\n(above: {assumed})"
+        return f"{report}\n\n# launch\nnot possible here: {error}\n(above: {assumed})"
     warnings = [f"warning: {warning}" for warning in plan.warnings]
     report = dry_run_report(plan.args, plan.world_size, plan.command(), keys=keys)
     return "\n".join([report, *warnings])

@@ -162,7 +162,7 @@ class ModelThread:
             taken = [self._waiting.popleft() for _ in range(count)]
         for job in taken:
             if job.late:
-                job.send(f"waited {self.limits.seconds:g} s without a turn", "unavailable")
+                job.send(f"waited in the queue for {self.limits.seconds:g} s", "unavailable")
         return [job for job in taken if not (job.late or job.cancelled)]
 
     @torch.inference_mode()

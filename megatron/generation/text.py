@@ -337,7 +337,7 @@ def _generate(options: GenerationArgs, generator: TextGenerator) -> None:
     else:
         prompts = [""]
     if ranks.is_main and Path(options.sample_output_file).is_file():
-        there = f"{options.sample_output_file}: is there already and will be replaced"
+        there = f"{options.sample_output_file}: exists and will be replaced"
         print(f"{there}; -o FILE keeps it", file=sys.stderr)
     asked = [prompt for prompt in prompts for _ in range(options.num_samples)]
     records: list[Record] = []

@@ -91,7 +91,8 @@ class StopWhenDiverged(Hook):
         self.first_bad = None
         if self.limit and self.in_a_row >= self.limit:
             trainer.ask_to_stop(
-                f"{self.in_a_row} steps in a row were not finite", exit_code=EXIT_DIVERGED
+                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite",
+                exit_code=EXIT_DIVERGED,
             )
 
     def on_end(self, trainer: Trainer) -> None:

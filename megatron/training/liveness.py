@@ -135,7 +135,10 @@ class Heartbeat:
         while not self._stop.wait(INTERVAL):
             quiet = time.monotonic() - self._answered
             if quiet > self.timeout + 5 * INTERVAL:
-                _say(self.rank, f"rank 0, which keeps the job's store, is silent for {quiet:.0f} s")
+                _say(
+                    self.rank,
+                    f"rank 0, which keeps the job's store, has not answered for {quiet:.0f} s",
+                )
                 os._exit(EXIT_PEER_LOST)
 
     def _end(self, dead: str) -> None:
@@ -181,7 +184,7 @@ class Heartbeat:
         place = f"rank {rank} (process {pid} on {host})"
         if boot == self._boot != "unknown" and process_is_gone(pid):
             return f"{place} has died"
-        return f"{place} has been silent for {quiet:.0f} s" if quiet > silence else None
+        return f"{place} has sent no heartbeat for {quiet:.0f} s" if quiet > silence else None
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -260,7 +263,7 @@ def exit_or_raise(heartbeat: Heartbeat | None, error: BaseException) -> NoReturn
 def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
     """Whether `error` came from a lost peer; if so, it has been named.
 
-    Without a heartbeat the job had not come together yet: which rank is missing is not known.
+    Without a heartbeat the job had not connected yet: which rank is missing is not known.
     """
     if not _is_communication_error(error):
         return False
@@ -270,8 +273,8 @@ def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         place = rank_place(os.environ.get("RANK", "0"))
         print(
-            f"error ({place}): the job's processes did not all come together"
-            f" ({reason.rstrip('.')}). See what the others said, and start the job again; "
+            f"error ({place}): not all processes of the job connected"
+            f" ({reason.rstrip('.')}). Read the other ranks' errors, and start the job again; "
             f"distributed_timeout_minutes is how long they wait for each other.{_interface()}",
             file=sys.stderr,
             flush=True,

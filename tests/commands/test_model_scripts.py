@@ -235,5 +235,5 @@ def test_no_file_is_replaced(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model.yml").write_text("mine")
     assert run("init", []) == 2
-    assert "my_model.yml: is there already" in capsys.readouterr().err
+    assert "my_model.yml: exists" in capsys.readouterr().err
     assert (tmp_path / "my_model.yml").read_text() == "mine"
