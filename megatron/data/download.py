@@ -77,7 +77,7 @@ def _check_address(url: str, remote: RemoteFile) -> None:
     local = parts.hostname in ("127.0.0.1", "localhost")
     if parts.scheme == "http" and remote.sha256 is None and not local:
         raise DownloadError(
-            f"{url}: not downloaded, because it comes over plain http, has no published hash, and so "
+            f"{url}: not downloaded, because it comes over plain http without a published hash and "
             "cannot be verified. Download it yourself from a source you trust and pass --input."
         )
 
