@@ -83,7 +83,7 @@ class CheckpointStore:
         (self.staging / tag_of(step)).mkdir(parents=True)
 
     def commit(self, step: int, sums: Sums | None = None) -> Path:
-        """Turn what was staged into a checkpoint, then move `latest`.
+        """Make the staged directory a complete checkpoint, then update `latest`.
 
         `sums`: of files whose checksums the ranks have computed as they wrote them.
         """

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the resolved config, and what it amounts to. And `kerple check`.
+"""`--dry-run`: the resolved config with its parameters, memory, batch, launch; `kerple check`.
 
 `kerple check` prints the same for files of GPT-NeoX's, with what becomes of each of their keys in
 place of the config.

@@ -1,4 +1,4 @@
-"""What a key or a situation gives here otherwise than in GPT-NeoX.
+"""Keys and situations that behave differently here and in GPT-NeoX.
 
 The table of docs/coming_from_neox.md is generated from this list, and `kerple check` prints the
 rows about keys of the files that it checks. `key` stands for each value that is not off, `key:

@@ -225,7 +225,7 @@ class OptimizationArgs(Group):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one optimizer step is made of."""
+    """The batch sizes of one optimizer step."""
 
     train_batch_size: int
     micro_batch_size: int

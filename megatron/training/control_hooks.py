@@ -59,7 +59,7 @@ class StopOnSignal(Hook):
 
 
 class StopWhenDiverged(Hook):
-    """Gives up after too many steps in a row whose loss or gradient was not finite.
+    """Stops the run after too many steps in a row whose loss or gradient was not finite.
 
     Gradients are looked at one by one in the first step and after a bad one, until one is good.
     """

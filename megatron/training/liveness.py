@@ -142,7 +142,7 @@ class Heartbeat:
                 os._exit(EXIT_PEER_LOST)
 
     def _end(self, dead: str) -> None:
-        # The main thread may get the same news from a failed collective, and can say more.
+        # The main thread may learn the same from a failed collective, with more details.
         time.sleep(5 * INTERVAL)
         if self._stop.is_set():
             return
@@ -150,7 +150,7 @@ class Heartbeat:
         os._exit(self.code)
 
     def turn(self, silence: float) -> str | None:
-        """Beat once and look around once; the rank that is dead, if one is known to be."""
+        """Write one heartbeat and check the watched rank once; the dead rank, if one is known."""
         with self._lock:
             self._count += 1
             self._store.set(self._key(self.rank), f"{self._count} {self._own}")
