@@ -47,8 +47,8 @@ def compare(argv: Sequence[str] | None = None) -> int:
     if folders:
         return _compare_folders(folders, options)
     options.name = options.name or "compare"
-    rivals = BASELINES if options.rivals is None else options.rivals
-    methods = list(dict.fromkeys([*options.kernels, *rivals]))
+    baselines = BASELINES if options.baselines is None else options.baselines
+    methods = list(dict.fromkeys([*options.kernels, *baselines]))
     allow_kernel(name for name in methods if is_import_path(name))
     for name in methods:
         check_position_name(name)
@@ -90,7 +90,7 @@ def _compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--with",
-        dest="rivals",
+        dest="baselines",
         nargs="*",
         metavar="METHOD",
         help=f"methods to compare with ({' '.join(BASELINES)})",
@@ -176,7 +176,7 @@ def _compare_folders(folders: Sequence[str], options: argparse.Namespace) -> int
     from megatron.paper.run_folders import missing_evaluation, suite_of_folders
 
     others = [name for name in options.kernels if name not in folders]
-    flags = {"--with": options.rivals, "--input": options.input, "--corpus": options.corpus}
+    flags = {"--with": options.baselines, "--input": options.input, "--corpus": options.corpus}
     others += [flag for flag, value in flags.items() if value is not None]
     if others:
         raise ReproduceError(

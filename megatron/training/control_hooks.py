@@ -104,12 +104,12 @@ class StopWhenDiverged(Hook):
     def _watch(self, module: nn.Module) -> None:
         if not self._watching:
             self._watching = [
-                parameter.register_hook(partial(self._look, name))
+                parameter.register_hook(partial(self._note_if_bad, name))
                 for name, parameter in module.named_parameters()
                 if parameter.requires_grad
             ]
 
-    def _look(self, name: str, gradient: Tensor) -> None:
+    def _note_if_bad(self, name: str, gradient: Tensor) -> None:
         if self.first_bad is None and not bool(torch.isfinite(gradient).all()):
             self.first_bad = name
 

@@ -135,7 +135,7 @@ class Heartbeat:
         while not self._stop.wait(INTERVAL):
             quiet = time.monotonic() - self._answered
             if quiet > self.timeout + 5 * INTERVAL:
-                _say(
+                _print_death(
                     self.rank,
                     f"rank 0, which keeps the job's store, has not answered for {quiet:.0f} s",
                 )
@@ -146,7 +146,7 @@ class Heartbeat:
         time.sleep(5 * INTERVAL)
         if self._stop.is_set():
             return
-        _say(self.rank, dead)
+        _print_death(self.rank, dead)
         os._exit(self.code)
 
     def turn(self, silence: float) -> str | None:
@@ -159,13 +159,13 @@ class Heartbeat:
                 if match := ENDED.search(told):
                     self.code = int(match[1])
                 return told
-            dead = self._look(silence)
+            dead = self._check_watched_rank(silence)
             if dead is not None:
                 self._store.set(DEAD, dead)
             self._answered = time.monotonic()
             return dead
 
-    def _look(self, silence: float) -> str | None:
+    def _check_watched_rank(self, silence: float) -> str | None:
         rank, now = self._watched, time.monotonic()
         if rank == self.rank or not self._store.check([self._key(rank)]):
             return None
@@ -191,7 +191,7 @@ class Heartbeat:
         return f"kerple/heartbeat/{rank}"
 
 
-def _say(rank: int, dead: str) -> None:
+def _print_death(rank: int, dead: str) -> None:
     print(
         f"error ({rank_place(rank)}): {dead}; ending this rank. "
         "Checkpoints are complete: start the job again to continue from the newest.",
@@ -282,7 +282,7 @@ def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
         return True
     dead = heartbeat.find_dead()
     if dead is not None:
-        _say(heartbeat.rank, dead)
+        _print_death(heartbeat.rank, dead)
     return dead is not None
 
 
