@@ -38,7 +38,7 @@ def temporary_name(path: Path) -> Path:
 def remove_leftovers(path: Path, *, older_than_seconds: float = 3600.0) -> None:
     """Delete temporary files for ``path`` whose process was killed.
 
-    Another machine's processes cannot be looked up: files that were written to lately stay.
+    Another machine's processes cannot be looked up: files that were written recently are kept.
     """
     for entry in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         match = TEMPORARY.fullmatch(entry.name)

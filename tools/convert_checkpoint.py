@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Convert a checkpoint: ours, official KERPLE, GPT-NeoX or Hugging Face, any to any."""
+"""Convert a checkpoint (ours, official KERPLE, GPT-NeoX, Hugging Face) to another format."""
 
 from __future__ import annotations
 

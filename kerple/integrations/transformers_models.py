@@ -1,4 +1,4 @@
-"""KERPLE in a transformers model: its own positions out, a kernel over distance in.
+"""KERPLE in a transformers model: a kernel over distance replaces its own positions.
 
     from kerple import use_kerple
 
@@ -49,8 +49,8 @@ ARCHITECTURES = (
 def use_kerple(model: Any, pos_emb: str = "kerple_log", **keys: Any) -> Any:
     """Put the kernel `pos_emb` in the place of the model's positions; returns the same model.
 
-    `keys` are those of `kerple.kernel` (rpe_num_buckets, seed, ...). Trained weights expect the
-    positions that are gone: train on afterwards.
+    `keys` are those of `kerple.kernel` (rpe_num_buckets, seed, ...). Trained weights
+    expect the removed positions: continue training.
     """
     ours = _CLASSES.get(type(model))
     if ours is not None:
@@ -68,7 +68,7 @@ def use_kerple(model: Any, pos_emb: str = "kerple_log", **keys: Any) -> Any:
 
 
 class _KernelInPlace:
-    """What a class of transformers gets in front: the kernel at its start, and its attention."""
+    """The base class put before transformers' own: it makes the kernel and computes attention."""
 
     _keep_in_fp32_modules_strict = ("kerple_kernel",)
 

@@ -50,7 +50,7 @@ class Files(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of, the same for every backend."""
+    """The parts that an engine is built from, the same for every backend."""
 
     module: nn.Module
     optimizer: Optimizer

@@ -1,4 +1,4 @@
-"""Weights that are read one at a time: a conversion needs the memory of one, not of the model."""
+"""Weights that are read one at a time: a conversion needs the memory of one weight, not of all."""
 
 from __future__ import annotations
 

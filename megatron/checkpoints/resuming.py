@@ -55,7 +55,7 @@ class Resumed:
     consumed_samples: int
 
     def samples_at(self, step: int, batch_size: int) -> int:
-        """Samples consumed when the run has come to `step`."""
+        """Samples consumed when the run has reached `step`."""
         return self.consumed_samples + (step - self.step) * batch_size
 
 
@@ -134,7 +134,7 @@ def _check_optimizer(directory: Path, now: OptimizerBlock) -> None:
 def _other_optimizer(directory: Path, then: str, now: str) -> CheckpointError:
     return CheckpointError(
         f"{directory}: was trained with another optimizer: {then:.200}, where optimizer.type is "
-        f"{now:.80}. Set that one, or no_load_optim: true to start {now:.80} anew."
+        f"{now:.80}. Set that one, or no_load_optim: true to start {now:.80} with new states."
     )
 
 

@@ -88,7 +88,7 @@ def _is_refreshed(directory: Path) -> bool:
     if not _is_elsewhere(first) or "refreshed" not in (first or {}):
         return False
     print(
-        f"{directory}: {_owner(directory)} has not left it; watching for up to "
+        f"{directory}: {_owner(directory)} holds it; watching for up to "
         f"{WATCH_SECONDS:.0f} s whether it still trains",
         flush=True,
     )

@@ -110,7 +110,7 @@ class Save:
     """One checkpoint, written by all ranks, invisible until all of them `complete` it.
 
     Making it calls `write_files` on every rank, which saves through `files`. With `background`
-    (`async_save`) that takes copies, and a thread of each rank writes them while training goes on.
+    (`async_save`) it takes copies, and a thread of each rank writes them while training continues.
     `keep`: how many checkpoints to keep; older ones are deleted after this one was verified.
     """
 

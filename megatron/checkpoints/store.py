@@ -83,7 +83,7 @@ class CheckpointStore:
         (self.staging / tag_of(step)).mkdir(parents=True)
 
     def commit(self, step: int, sums: Sums | None = None) -> Path:
-        """Turn what was staged into a checkpoint, then move `latest`.
+        """Make the staged directory a complete checkpoint, then update `latest`.
 
         `sums`: of files whose checksums the ranks have computed as they wrote them.
         """
@@ -163,7 +163,7 @@ class CheckpointStore:
         if not root.is_dir():
             return [f"{root.name} does not exist"]
         if is_training_checkpoint(root) and not (root / CHECKSUMS).is_file():
-            return [f"{CHECKSUMS} is missing, so that nothing in it can be proven"]
+            return [f"{CHECKSUMS} is missing, so its files cannot be verified"]
         return problems_of(root, needed)
 
 

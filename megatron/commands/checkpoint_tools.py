@@ -126,7 +126,7 @@ def inspect_checkpoint(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-CONVERT = """Convert a checkpoint: ours, official KERPLE, GPT-NeoX or Hugging Face, any to any.
+CONVERT = """Convert a checkpoint (ours, official KERPLE, GPT-NeoX, Hugging Face) to another format.
 
 tools/convert_checkpoint.py RUN DST --to hf
 tools/convert_checkpoint.py RUN DST --to native --mp 2 --pp 1

@@ -1,4 +1,4 @@
-"""`kerple compare`: kernels of one's own beside the known ones, or trained runs side by side.
+"""`kerple compare`: user-defined kernels and known ones, or trained runs, in one report.
 
 Kernels are trained as the demo's suite with other methods. Trained runs are evaluated at the same
 lengths where a result is missing; both end in a suite's report.
@@ -26,17 +26,17 @@ from megatron.terminal import command_parser
 
 BASELINES = ("kerple_log", "alibi", "rpe", "rotary")
 FEW = 20  # documents: a twentieth of them is at least one
-COMPARE = """Train kernels of your own and known ones here, evaluate them to 32 times their
+COMPARE = """Train your own kernels and known ones here, evaluate them to 32 times their
 training length, and write a report with tables, statistics and the learned kernels.
 
-kerple compare my_kernels:SqrtLog                        beside log, ALiBi, T5's bias and rotary
-kerple compare my_kernels:SqrtLog --with kerple_power    beside one
-kerple compare my_kernels:A my_kernels:B --input books/  two of yours, on your own text
-kerple compare my_kernels:SqrtLog --seeds 1 2 3          three seeds each, with tests
-kerple compare runs/a runs/b [runs/a2 runs/b2]           trained runs side by side
+kerple compare my_kernels:SqrtLog                        with log, ALiBi, T5's bias and rotary
+kerple compare my_kernels:SqrtLog --with kerple_power    with one known kernel
+kerple compare my_kernels:A my_kernels:B --input books/  two kernels of yours, on your own text
+kerple compare my_kernels:SqrtLog --seeds 1 2 3          three seeds each, with significance tests
+kerple compare runs/a runs/b [runs/a2 runs/b2]           trained runs
 
-It is the suite `demo` (4 layers, 128 wide, 500 steps at length 128) with these methods. Finished
-runs are not repeated: call it again with another kernel, and only that one is trained.
+It trains the suite `demo` (4 layers, 128 wide, 500 steps at length 128) with these methods.
+Finished runs are not repeated: with another kernel, the same command trains only that one.
 """
 
 
@@ -47,8 +47,8 @@ def compare(argv: Sequence[str] | None = None) -> int:
     if folders:
         return _compare_folders(folders, options)
     options.name = options.name or "compare"
-    rivals = BASELINES if options.rivals is None else options.rivals
-    methods = list(dict.fromkeys([*options.kernels, *rivals]))
+    baselines = BASELINES if options.baselines is None else options.baselines
+    methods = list(dict.fromkeys([*options.kernels, *baselines]))
     allow_kernel(name for name in methods if is_import_path(name))
     for name in methods:
         check_position_name(name)
@@ -90,16 +90,18 @@ def _compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--with",
-        dest="rivals",
+        dest="baselines",
         nargs="*",
         metavar="METHOD",
         help=f"methods to compare with ({' '.join(BASELINES)})",
     )
-    parser.add_argument("--input", nargs="+", metavar="PATH", help="text of your own, as bytes")
+    parser.add_argument("--input", nargs="+", metavar="PATH", help="your own text, as bytes")
     parser.add_argument(
         "--corpus", metavar="NAME", help="a corpus of prepare_data.py (stdlib), or one for --input"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1235], metavar="N", help="(1235)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1235], metavar="N", help="seeds (1235)"
+    )
     parser.add_argument("--name", help="folder below --runs (compare; compared for trained runs)")
     add_suite_arguments(parser)
     add_allow_kernel_argument(parser)
@@ -154,7 +156,7 @@ def suite_content(methods: Sequence[str], corpus: str, seeds: Sequence[int]) -> 
 
 
 def _check_gradients(name: str) -> None:
-    """A kernel that cannot be trained is refused before minutes are spent on its rivals."""
+    """Refuse a kernel that cannot be trained before the other methods are trained."""
     from megatron.model.kernel_theory import training_problems
     from megatron.model.position_base import TableEmbedding
     from megatron.model.position_names import build_positional_embedding, position_options
@@ -174,11 +176,11 @@ def _compare_folders(folders: Sequence[str], options: argparse.Namespace) -> int
     from megatron.paper.run_folders import missing_evaluation, suite_of_folders
 
     others = [name for name in options.kernels if name not in folders]
-    flags = {"--with": options.rivals, "--input": options.input, "--corpus": options.corpus}
+    flags = {"--with": options.baselines, "--input": options.input, "--corpus": options.corpus}
     others += [flag for flag, value in flags.items() if value is not None]
     if others:
         raise ReproduceError(
-            f"{' '.join(others)}: does not go with the folders of trained runs "
+            f"{' '.join(others)}: cannot be combined with folders of trained runs "
             f"({' '.join(folders)}), which are compared as they are"
         )
     place = Path(options.runs) / (options.name or "compared")

@@ -45,7 +45,7 @@ def _prepare_parser() -> argparse.ArgumentParser:
     )
     parser = command_parser(
         "prepare_data.py",
-        "Fetch a corpus, or take your own text, and turn it into token files for training.",
+        "Download a corpus, or take your own text, and turn it into token files for training.",
         f"corpora:\n{table}\n\nWrites DIR/NAME/NAME_text_document.bin, .idx and .json. "
         "An output that is up to date is not rebuilt.",
     )

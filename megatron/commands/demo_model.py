@@ -1,4 +1,4 @@
-"""`kerple demo`: the demo's suite; with --model, one byte-pair model to talk to.
+"""`kerple demo`: the demo's suite; with --model, one byte-pair model for prompts.
 
 The model is the largest that this machine trains in the time given: a few steps measure the speed,
 the size follows from it, and the learning rate ends where the time does.
@@ -24,15 +24,15 @@ from megatron.neox_arguments.yaml_files import dump_yaml
 from megatron.terminal import command_parser, print_next_command, shown_command
 
 DEMO = """Train nine small models, evaluate them to 32 times their training length, write a report.
-With --model: train one larger model with byte pairs, export it, and talk to it.
+With --model: train one larger model with byte pairs, export it, and complete prompts with it.
 
 kerple demo                                        five methods, two with three seeds, and a report
 kerple demo --model                                a model of code, trained for an hour
-kerple demo --model --minutes 10 --input texts/    of text of your own
+kerple demo --model --minutes 10 --input texts/    a model of your own text
 
-The model is the largest that reads at least 5 tokens a parameter in that time on this machine.
-Interrupted, the same command continues. `kerple chat runs/model` then asks for the beginning of a
-text. Its context may grow beyond the 256 tokens that it was trained with.
+The model is the largest that trains on at least 5 tokens per parameter in that time on this
+machine. After an interruption the same command continues. `kerple chat runs/model` then completes
+prompts. The context may be longer than the 256 tokens of the training.
 """
 LENGTH, BATCH = 256, 16
 VOCABULARY_SIZE = 4096
@@ -60,11 +60,11 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--runs", default="runs", metavar="DIR", help="folder of runs (runs)")
     add("--data", default="data", metavar="DIR", help="folder of data (data)")
-    add("-j", "--jobs", type=int, default=2, metavar="N", help="a suite's runs at a time (2)")
+    add("-j", "--jobs", type=int, default=2, metavar="N", help="runs at a time (2)")
     add(
         "--restart-changed",
         action="store_true",
-        help="move runs of other settings aside and train them again",
+        help="move runs with other settings aside and train them again",
     )
     add_set_argument(parser, "config values for every run, e.g. train_iters=100")
 
@@ -79,10 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("kerple demo", DEMO, allow_abbrev=False)
     add_suite_arguments(parser)
     add = parser.add_argument
-    add("--model", action="store_true", help="one model to talk to, instead of the suite")
+    add("--model", action="store_true", help="train one model, instead of the suite")
     add("--minutes", type=float, default=60.0, metavar="N", help="--model: training time (60)")
     add("--corpus", choices=CORPORA, default=CORPORA[0], help=f"--model: text ({CORPORA[0]})")
-    add("--input", nargs="+", type=Path, metavar="PATH", help="--model: text of your own")
+    add("--input", nargs="+", type=Path, metavar="PATH", help="--model: your own text")
     add("--retry-failed", action="store_true", help="repeat the suite's runs that failed")
     return parser
 
@@ -97,7 +97,7 @@ def train_model(options: argparse.Namespace) -> int:
     file, exported = (Path(options.runs) / name for name in ("model_config.yml", "model_hf"))
     check_writable(file, "--runs")
     if file.is_file():
-        print(f"{file}: is there; its training continues (another: delete it and {folder})")
+        print(f"{file}: exists; its training continues (for a new model delete it and {folder})")
     else:
         prefix = _tokens(options)
         config = base_config(prefix, folder)

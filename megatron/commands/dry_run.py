@@ -1,4 +1,4 @@
-"""What `--dry-run` prints: the resolved config, and what it amounts to. And `kerple check`.
+"""`--dry-run`: the resolved config with its parameters, memory, batch, launch; `kerple check`.
 
 `kerple check` prints the same for files of GPT-NeoX's, with what becomes of each of their keys in
 place of the config.
@@ -66,7 +66,7 @@ def explain(script: list[str], args: NeoXArgs, keys: str = "") -> str:
     except ConfigError as error:
         report = dry_run_report(args, smallest, keys=keys)
         assumed = f"{smallest} process{'es' if smallest > 1 else ''}, the fewest that can hold it"
-        return f"{report}\n\n# launch\nnot from here: {error}\n(above: {assumed})"
+        return f"{report}\n\n# launch\nnot possible here: {error}\n(above: {assumed})"
     warnings = [f"warning: {warning}" for warning in plan.warnings]
     report = dry_run_report(plan.args, plan.world_size, plan.command(), keys=keys)
     return "\n".join([report, *warnings])

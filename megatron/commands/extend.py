@@ -1,4 +1,4 @@
-"""`kerple extend`: a config that gives a trained rotary model other positions, and its training."""
+"""`kerple extend`: replace a trained rotary model's positions, by a config and its training."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron.neox_arguments.position_keys import KernelInit, require_positive
 from megatron.neox_arguments.yaml_files import read_text
 from megatron.terminal import command_parser
 
-EXTEND = """Give a trained model (a run, a GPT-NeoX checkpoint, a Hugging Face folder) other
-positions and train it on: NAME.yml is written, then trained into runs/NAME. The same command again
-resumes it.
+EXTEND = """Replace the positions of a trained model (a run, a GPT-NeoX checkpoint, a Hugging Face
+folder) and continue training: NAME.yml is written, then trained into runs/NAME. The same command
+again resumes the run.
 
 kerple extend runs/mine --to kerple_log
 kerple extend pythia-160m --to kerple_log --steps 2000 --set data_path=data/text_document
 kerple extend runs/mine --to kerple_log --init flat --fade 500 --dry-run
 kerple extend runs/mine --to kerple_log --window 512   every other layer keeps rotary, in a window
 
-What it does and what it costs: docs/extend_a_rope_model.md.
+Method, keys and results: docs/extend_a_rope_model.md.
 """
 RATE = 1.0e-4  # of a checkpoint whose config tells none
 KERNEL_RATES = 2.5  # what the kernel's learning rates sum to, as at 5% of the suite rope_to_kerple
@@ -49,7 +49,7 @@ def extend(argv: Sequence[str] | None = None) -> int:
     text = explained(_values(options, f"runs/{file.stem}"))
     if file.exists() and read_text(file) != text:
         raise ConfigError(
-            f"{file}: is there already and differs from what this command would write. Train it "
+            f"{file}: exists and differs from what this command would write. Train it "
             "with deepy.py train.py, give another --name, or delete it."
         )
     write_text(file, text)
@@ -60,15 +60,19 @@ def extend(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("kerple extend", EXTEND)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's or a model's folder")
-    parser.add_argument("--to", default="kerple_log", metavar="METHOD", help="(kerple_log)")
-    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="of training (1000)")
+    parser.add_argument("--to", default="kerple_log", metavar="METHOD", help="method (kerple_log)")
+    parser.add_argument(
+        "--steps", type=int, default=1000, metavar="N", help="training steps (1000)"
+    )
     parser.add_argument("--init", choices=get_args(KernelInit), help="kerple_init (fit)")
     parser.add_argument("--fade", type=int, metavar="N", help="rotary_fade_iters (none)")
     parser.add_argument(
         "--window", type=int, metavar="W", help="every other layer keeps rotary, in a window of W"
     )
     parser.add_argument("--name", help="NAME.yml and runs/NAME (the checkpoint's and the method's)")
-    parser.add_argument("--dry-run", action="store_true", help="write and explain the config only")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="write the config and describe it, do not train"
+    )
     add_set_argument(parser, "further keys, e.g. data_path=... optimizer.params.lr=3e-5")
     add_checkpoint_arguments(parser)
     return parser

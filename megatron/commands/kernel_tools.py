@@ -30,11 +30,11 @@ For 4, 8, 16, ... points: whether every head's bias is conditionally positive de
 smallest eigenvalue on coefficients that sum to zero, and the smallest constant c (to 1%) that makes
 c + kernel positive definite (PD) for all heads. A weight, which multiplies scores, must be PD.
 
-A bias that is not bounded from below needs a larger c the more points there are, without end: the
-paper's Lemma 1 gives a c for each finite set of positions, not one for all. Softmax needs none.
+A bias without a lower bound needs a larger c for more points: the paper's Lemma 1 gives a c for
+each finite set of positions, not one for all. Softmax cancels c.
 
-A method is also tried as training would: values and gradients must be finite (at distance 0 too),
-and rounding to bf16 must not move a bias that counts (within 8 of its head's largest) by over 0.25.
+A method is also tested for training: values and gradients must be finite (at distance 0 too), and
+rounding to bf16 must not change a bias within 8 of its head's largest by over 0.25.
 
 The exit code is 1 if a kernel fails.
 """
@@ -44,12 +44,14 @@ SMALLEST, LARGEST = 4, 128
 def check_kernel(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(
         "check_kernel.py",
-        "Check the paper's theory on a kernel: is it conditionally positive definite?",
+        "Test whether a kernel is conditionally positive definite, as the paper's theory requires.",
         CHECK,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a method, or module:Class")
     parser.add_argument("--power", type=float, action="append", default=[], metavar="P")
-    parser.add_argument("--points", type=int, default=LARGEST, help=f"most points ({LARGEST})")
+    parser.add_argument(
+        "--points", type=int, default=LARGEST, help=f"largest number of points ({LARGEST})"
+    )
     options = _parsed(parser, argv)
     if not options.names and not options.power:
         raise KerpleError("name a method, a module:Class, or give --power P")
@@ -69,8 +71,8 @@ def _parsed(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, **most: int
 ) -> argparse.Namespace:
     """The options, with those of a method's shape; whole numbers from 1 to these, where given."""
-    parser.add_argument("--heads", type=int, default=12, help="of a method (12)")
-    parser.add_argument("--head-dim", type=int, default=64, help="of a method (64)")
+    parser.add_argument("--heads", type=int, default=12, help="heads of a method (12)")
+    parser.add_argument("--head-dim", type=int, default=64, help="head dim of a method (64)")
     options = parser.parse_args(argv)
     for name, limit in {"heads": 1024, "head_dim": 4096, **most}.items():
         value = getattr(options, name)

@@ -197,11 +197,11 @@ For production use vLLM (convert_checkpoint --to hf; docs/generation.md, vLLM) o
 (--to onnx): this server runs one batch at a time and asks for no key.
 """
 SERVE_LIMITS: dict[str, tuple[float, str]] = {
-    "queue": (256, "prompts that may wait; beyond it the answer is 429"),
-    "batch": (8, "prompts that run together"),
-    "max_tokens": (1024, "new tokens of a prompt, at most"),
-    "max_context": (8192, "tokens of a prompt and its new ones, at most"),
-    "seconds": (120.0, "time for a request; its text is cut off there"),
+    "queue": (256, "prompts that may wait; a further request gets 429"),
+    "batch": (8, "prompts that run in one batch"),
+    "max_tokens": (1024, "most new tokens of a prompt"),
+    "max_context": (8192, "most tokens of a prompt and its completion"),
+    "seconds": (120.0, "time for a request; its text is cut off after it"),
 }
 
 
@@ -209,8 +209,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     """kerple serve's exit code: 0 after SIGTERM."""
     parser = command_parser("kerple serve", SERVE)
     parser.add_argument("run", metavar="RUN", help="a run's, a checkpoint's or an exported folder")
-    parser.add_argument("--host", default="127.0.0.1", help="address (this machine alone)")
-    parser.add_argument("--port", type=int, default=8000, help="(8000; 0 takes a free one)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port (8000; 0: a free one)")
     parser.add_argument("--name", help="the model's name in requests (the folder's)")
     dtypes = ("fp32", "bf16", "fp16", "int8")
     parser.add_argument("--dtype", choices=dtypes, default="fp32", help="precision (fp32)")
@@ -244,7 +244,7 @@ def init(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     path = Path(options.name.removesuffix(".yml") + ".yml")
     if path.exists():
-        raise ConfigError(f"{path}: is there already; give another NAME, or delete it.")
+        raise ConfigError(f"{path}: exists; give another NAME, or delete it.")
     check_writable(path, "NAME")
     run = f"runs/{path.stem}"
     config = dict(load_suite("demo").runs[0].config)

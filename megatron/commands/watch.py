@@ -1,4 +1,4 @@
-"""Watch training runs: loss, learning rate, tokens/s, kernels and evaluation cells, as they come.
+"""Watch training runs: loss, learning rate, tokens/s, kernels and evaluation cells.
 
 kerple watch RUN [RUN ...] [--once] [--serve [PORT]]
 
@@ -75,7 +75,7 @@ class Watched:
             return f"{where}, finished"
         written = self.metrics.values.get("time", [(0, 0.0)])[-1][1]
         if self.problem or time.time() - written > SILENT:
-            silent = f"{where}, no news for {SILENT / 60:.0f} minutes"
+            silent = f"{where}, no new metrics for {SILENT / 60:.0f} minutes"
             return silent if self.step else "not begun"
         seconds = self.metrics.values.get("step_seconds", [(0, 0.0)])[-1][1]
         left = max((total or 0) - self.step, 0) * seconds
@@ -288,11 +288,11 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_parser("watch", __doc__ or "")
+    parser = command_parser("kerple watch", __doc__ or "")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a training's `save`")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument(
-        "--seconds", type=float, default=3.0, help="between two frames (default: 3)"
+        "--seconds", type=float, default=3.0, help="seconds between two frames (default: 3)"
     )
     parser.add_argument(
         "--serve",
@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         const=DEFAULT_PORT,
         metavar="PORT",
-        help=f"a page at 127.0.0.1 instead (default port: {DEFAULT_PORT}; 0: any free one)",
+        help=f"show a web page at 127.0.0.1 instead (default port: {DEFAULT_PORT}; 0: a free one)",
     )
     options = parser.parse_args(argv)
     watched = [Watched(folder) for folder in options.runs]  # a folder that is missing ends here

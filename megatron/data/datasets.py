@@ -235,7 +235,7 @@ class BlendedDataset:
 
     def __getitem__(self, item: int) -> Sample:
         dataset = self.datasets[self.order[item]]
-        # In short blends rounding can ask for a sample or two past the end; begin again there.
+        # In short blends rounding can request a sample or two past the end: start again at 0.
         return dataset[int(self.numbers[item]) % len(dataset)]
 
 

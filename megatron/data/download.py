@@ -77,8 +77,8 @@ def _check_address(url: str, remote: RemoteFile) -> None:
     local = parts.hostname in ("127.0.0.1", "localhost")
     if parts.scheme == "http" and remote.sha256 is None and not local:
         raise DownloadError(
-            f"{url}: not fetched, because over plain http, and with no published hash, nothing "
-            "proves what arrives. Fetch it yourself from a source you trust and pass --input."
+            f"{url}: not downloaded, because it comes over plain http without a published hash and "
+            "cannot be verified. Download it yourself from a source you trust and pass --input."
         )
 
 

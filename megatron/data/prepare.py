@@ -144,7 +144,7 @@ def _inputs(
     if source.name not in SOURCES:
         kind = ((made or {}).get("tokenizer") or {}).get("type")
         raise DataError(
-            f"{folder}: holds tokens of {kind}, made from files of yours; to make others, give "
+            f"{folder}: holds tokens of {kind}, made from your files; to make others, give "
             f"the files: --input PATH {source.name}"
         )
     try:

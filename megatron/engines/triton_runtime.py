@@ -105,7 +105,7 @@ def _private_folder() -> Path:
 
 @contextlib.contextmanager
 def compile_turn(kernel: Hashable) -> Iterator[None]:
-    """Around a launch: the first one of a kernel waits until no other process compiles here.
+    """Context of a launch: a kernel's first launch waits until no other process compiles here.
 
     At most TURN_SECONDS: then it compiles what another process may be compiling, too.
     """

@@ -211,7 +211,7 @@ class TotalBar:
         """What is being measured now."""
         self._label = label
         self._bar.set_description_str(label)
-        self._say()
+        self._print_progress()
 
     def advance(self, tokens: int, length: int) -> None:
         self.move_to(self.done + total_work(self.hidden_size, [(tokens, length)]))
@@ -221,9 +221,9 @@ class TotalBar:
         done = min(done, self.total)
         self._bar.update(done - self.done)
         self.done = done
-        self._say()
+        self._print_progress()
 
-    def _say(self) -> None:
+    def _print_progress(self) -> None:
         now = time.monotonic()
         if not self._lines or not self.done or now - self._last_line < SECONDS_BETWEEN_LINES:
             return

@@ -167,7 +167,7 @@ class Recall(GridTask):
         GroupView(
             "recall",
             "Recall against length",
-            "Symbols that nothing but recall can tell, mean over seeds, shaded by one standard "
+            "Symbols that only recall can predict, mean over seeds, shaded by one standard "
             "deviation. Guessing one of the four values at hand gives 25%, of ten digits 10%.",
             RECALL_TITLES,
             "symbols recalled (%)",

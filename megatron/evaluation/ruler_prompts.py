@@ -80,7 +80,7 @@ class Niah(RulerTask):
     def question(self, size: int, random: Random, depth: float, full: bool) -> RulerPrompt:
         wanted, *others = random.sample(key_words(), self.keys)
         answers = [_number(random) for _ in range(self.values)]
-        lines = [self._hay(random, wanted) for _ in range(size)]
+        lines = [self._filler_sentence(random, wanted) for _ in range(size)]
         needles = [_needle(wanted, answer) for answer in answers]
         needles += [_needle(key, _number(random)) for key in others for _ in answers]
         first = min(size, int(depth * (size + 1)))
@@ -91,7 +91,7 @@ class Niah(RulerTask):
         depths = [place / max(size, 1) for place in places[: len(answers)]]
         return RulerPrompt(self._text("\n".join(lines), wanted), tuple(answers), tuple(depths))
 
-    def _hay(self, random: Random, wanted: str) -> str:
+    def _filler_sentence(self, random: Random, wanted: str) -> str:
         if self.haystack == "repeat":
             return NOISE
         while (key := random.choice(key_words())) == wanted:

@@ -112,7 +112,7 @@ class ModelThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the batch at hand."""
+        """End after the running batch."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -145,7 +145,7 @@ class ModelThread:
             self.running = len(jobs)
             try:
                 self._run(jobs)
-            except Exception as error:  # of the model: these requests fail, the server goes on
+            except Exception as error:  # of the model: these requests fail, the server continues
                 for job in jobs:
                     job.send(f"{type(error).__name__}: {error}", "error")
             self.running = 0
@@ -162,7 +162,7 @@ class ModelThread:
             taken = [self._waiting.popleft() for _ in range(count)]
         for job in taken:
             if job.late:
-                job.send(f"waited {self.limits.seconds:g} s without a turn", "unavailable")
+                job.send(f"waited in the queue for {self.limits.seconds:g} s", "unavailable")
         return [job for job in taken if not (job.late or job.cancelled)]
 
     @torch.inference_mode()

@@ -222,10 +222,10 @@ class TextStream:
         say: Callable[[str], None],
         stop_strings: Sequence[str] = (),
     ) -> None:
-        self._detokenize, self._say = detokenize, say
+        self._detokenize, self._write = detokenize, say
         self._stop_strings = stop_strings
         self._held_back = max((len(stop) for stop in stop_strings), default=1) - 1
-        self._said = 0
+        self._written = 0
         self.tokens: list[int] = []
 
     def show(self, tokens: list[int]) -> None:
@@ -233,13 +233,13 @@ class TextStream:
         self.tokens = list(tokens)
         text = cut_at(self._stop_strings, self._detokenize(self.tokens))
         safe = len(text.rstrip(UNFINISHED)) - self._held_back
-        if safe > self._said:
-            self._say(text[self._said : safe])
-            self._said = safe
+        if safe > self._written:
+            self._write(text[self._written : safe])
+            self._written = safe
 
     def end(self, text: str) -> None:
         """The final text, of which a beginning was shown."""
-        self._say(text[self._said :])
+        self._write(text[self._written :])
 
 
 def read_prompts(path: str | Path) -> list[str]:
@@ -327,7 +327,7 @@ def _generate(options: GenerationArgs, generator: TextGenerator) -> None:
                 "text_gen_type: interactive needs a keyboard: start generate.py in one process"
             )
         interactive(
-            generator, sys.stdin, _say, prompt_end=options.prompt_end, samples=options.num_samples
+            generator, sys.stdin, _print, prompt_end=options.prompt_end, samples=options.num_samples
         )
         return
     if mode == "input-file":
@@ -337,18 +337,18 @@ def _generate(options: GenerationArgs, generator: TextGenerator) -> None:
     else:
         prompts = [""]
     if ranks.is_main and Path(options.sample_output_file).is_file():
-        there = f"{options.sample_output_file}: is there already and will be replaced"
+        there = f"{options.sample_output_file}: exists and will be replaced"
         print(f"{there}; -o FILE keeps it", file=sys.stderr)
     asked = [prompt for prompt in prompts for _ in range(options.num_samples)]
     records: list[Record] = []
     try:
         if ranks.size == 1 and len(asked) <= STREAMED:
-            for record in generator.stream(asked, _say):
+            for record in generator.stream(asked, _print):
                 records.append(record)
         else:
             records = generator.samples(asked)
             for number, record in enumerate(records if ranks.is_main else ()):
-                _say(f"--- {number + 1} of {len(records)}\n{record['context']}{record['text']}\n")
+                _print(f"--- {number + 1} of {len(records)}\n{record['context']}{record['text']}\n")
     finally:  # finished samples are written even after an error or Ctrl-C
         if records and ranks.is_main:
             _write(Path(options.sample_output_file), records)
@@ -362,5 +362,5 @@ def _write(path: Path, records: Sequence[Record]) -> None:
     print(f"{len(records)} sample{'s' * (len(records) != 1)}: {path}", file=sys.stderr)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, end="", flush=True)

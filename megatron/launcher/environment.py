@@ -74,7 +74,7 @@ def environment_for(
 def _discover(
     environ: Mapping[str, str], local_rank: int | None, addr: str | None, port: int | None
 ) -> DistributedEnvironment:
-    # MPI before Slurm: mpirun starts its daemons with srun, and Slurm's ranks are the daemons'.
+    # MPI before Slurm: mpirun starts its daemons with srun, so Slurm's ranks are the daemons'.
     for source, (rank, local, size) in _VARIABLES.items():
         if rank not in environ or size not in environ:
             continue

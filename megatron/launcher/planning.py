@@ -49,7 +49,7 @@ class LaunchPlan:
     warnings: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """The command to show to people, with the config shortened."""
+        """The command as it is printed, with the config shortened."""
         payload = f"<config, {len(encode_config(self.args))} characters>"
         variables = [f"{key}={value}" for key, value in self.environment.items()]
         middle = [] if self.runner_arguments is None else ["-m", RUNNER, *self.runner_arguments]

@@ -206,7 +206,7 @@ class KerpleInkling(KerpleLog):
 
 @register("cable")
 class Cable(LayerTerms):
-    """CABLE (Veisi et al. 2025): each token takes softplus(w x + b) off all scores that pass it.
+    """CABLE (Veisi et al. 2025): each token subtracts softplus(w x + b) from all scores across it.
 
     The forget gate of the Forgetting Transformer with the signs of w and b turned, alone.
     """

@@ -137,7 +137,7 @@ def bf16_error(bias: Tensor) -> float:
 
 
 def training_problems(module: TableEmbedding, length: int) -> list[str]:
-    """Why this method cannot be trained as it starts: values, gradients or bf16; [] if it can."""
+    """Why training this method fails at the start: values, gradients or bf16; [] if it does not."""
     tables = {name: table for name, table in module(length)._asdict().items() if table is not None}
     problems = []
     for name, table in tables.items():

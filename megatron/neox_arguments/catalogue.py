@@ -73,7 +73,7 @@ METHODS: dict[str, Method] = {
                r"-r_1\,\log(1+r_2 d)+\sum_r f_r(x_m)\,P_{r d}"),
         Method("inkling", "Inkling", "features of the query times features of distance"),
         Method("fire", "FIRE", "a small network of the distance over the query's position"),
-        Method("cable", "CABLE", "each token takes a learned amount off the scores that pass it"),
+        Method("cable", "CABLE", "each token subtracts a learned amount from the scores across it"),
         Method("rotary", "Rotary", "queries and keys rotated by position",
                in_neox=True),
         Method("xpos", "xPos", "rotary with scores that decay, fastest in the fastest pairs"),

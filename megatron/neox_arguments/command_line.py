@@ -194,7 +194,7 @@ def load_config(
 
 
 def encode_config(args: NeoXArgs) -> str:
-    """The config as one shell-proof word."""
+    """The config as one word that a shell does not change."""
     for sources in (args.sources, {}):
         content = json.dumps({"config": args.to_dict(), "sources": sources})
         payload = base64.urlsafe_b64encode(content.encode("utf-8")).decode("ascii")

@@ -1,4 +1,4 @@
-"""What a key or a situation gives here otherwise than in GPT-NeoX.
+"""Keys and situations that behave differently here and in GPT-NeoX.
 
 The table of docs/coming_from_neox.md is generated from this list, and `kerple check` prints the
 rows about keys of the files that it checks. `key` stands for each value that is not off, `key:
@@ -53,7 +53,7 @@ DIFFERENCES = (
         "`load` of GPT-NeoX's checkpoint without DeepSpeed's optimizer files (or with those "
         "of fp16 without ZeRO, ZeRO 3, several pipeline stages, `round_robin_gradients` on "
         "several ranks, `elastic_checkpoint`, another optimizer than Adam)",
-        "starts with what is there",
+        "starts with the files that exist",
         "refused",
         "`finetune: true` begins a new run with the weights",
     ),
@@ -65,8 +65,8 @@ DIFFERENCES = (
     ),
     Difference(
         "`use_bias_in_norms: false` with layernorm",
-        "never read: biases are there and learn",
-        "no biases; a checkpoint's weights decide when it is loaded",
+        "ignored: norms have biases, which are trained",
+        "no biases; a loaded checkpoint's weights decide",
     ),
     Difference(
         "`hidden_dropout` without MLP biases (and, with `gpt_j_residual`, of attention "
@@ -102,13 +102,13 @@ DIFFERENCES = (
     ),
     Difference(
         "`warmup` of less than one step",
-        "the first rate is above the peak",
+        "the first learning rate is above the peak",
         "the same, with a warning",
         "`warmup: 0`",
     ),
     Difference(
         "`use_wandb` left out",
-        "logs if wandb finds a key",
+        "logs if wandb finds an API key",
         "does not log",
         "`use_wandb: true`",
     ),
@@ -132,8 +132,8 @@ DIFFERENCES = (
     ),
     Difference(
         "`gradient_accumulation_steps` left out",
-        "1, or what the batch sizes ask for",
-        "what the batch sizes ask for",
+        "1, or what the batch sizes require",
+        "what the batch sizes require",
     ),
     Difference(
         "learning rates of the paper",
@@ -148,10 +148,9 @@ DIFFERENCES = (
         "`kerple_weight_decay: 0.1`",
     ),
     Difference(
-        "what was changed before a resume",
-        "a schedule is refused, the rest is not looked at",
-        "every key of the model, the data, the optimizer and the schedule is refused with "
-        "both values",
+        "keys that differ on resume",
+        "another schedule is refused, other keys are not compared",
+        "another value of any key of the model, the data, the optimizer or the schedule is refused",
         "`allow_changed: [train_batch_size]`; `override_lr_scheduler` or "
         "`use_checkpoint_lr_scheduler: true` for the schedule",
     ),
@@ -163,7 +162,7 @@ DIFFERENCES = (
     ),
     Difference(
         "T5's table and kernels under pipeline parallelism",
-        "a copy per stage, which drift apart",
+        "a copy per stage; the copies diverge",
         "one owner, the same model in every layout",
         "`kerple_share: per_layer` for one per layer",
     ),
@@ -176,12 +175,12 @@ DIFFERENCES = (
     Difference(
         "lengths beyond `max_position_embeddings`",
         "refused",
-        "free for every `pos_emb` but `learned`",
+        "allowed for every `pos_emb` but `learned`",
     ),
     Difference(
-        "the first weights",
+        "initial weights",
         "depend on the layout",
-        "depend on the seed alone",
+        "depend only on the seed",
     ),
     Difference(
         "`fp16: {type: bfloat16}`",
@@ -195,13 +194,13 @@ DIFFERENCES = (
     ),
     Difference(
         "one key in two files",
-        "the last one, if it is hyphenated",
+        "the last one wins, if it is hyphenated",
         "an error that names both",
         "`--override FILE`, `--set key=value`",
     ),
     Difference(
-        "steps with a loss or gradient that is not finite",
-        "the run goes on",
+        "steps with a NaN or infinite loss or gradient",
+        "the run continues",
         "the run ends after 20 in a row",
         "`max_consecutive_nonfinite: 0`",
     ),
@@ -239,8 +238,8 @@ DIFFERENCES = (
     ),
     Difference(
         "`keep_last_n_checkpoints`",
-        "older ones go first",
-        "older ones go when the new one is complete",
+        "older checkpoints are deleted first",
+        "older checkpoints are deleted when the new one is complete",
     ),
     Difference(
         "`train_iters: 0`",

@@ -85,10 +85,12 @@ class RopeScaling(Group):
         None, "yarn, longrope: factor on q and k; null means the method's own."
     )
     beta_fast: PositiveFloat | None = key(
-        None, "yarn: dimensions that turn more often over the original length stay; null means 32."
+        None,
+        "yarn: dimensions with more turns than this over the original length are unchanged; null "
+        "means 32.",
     )
     beta_slow: PositiveFloat | None = key(
-        None, "yarn: dimensions that turn less often are interpolated whole; null means 1."
+        None, "yarn: dimensions with fewer turns than this are interpolated fully; null means 1."
     )
     mscale: PositiveFloat | None = key(None, "yarn: weight of ln(factor) in the factor on q and k.")
     mscale_all_dim: PositiveFloat | None = key(
@@ -104,10 +106,10 @@ class RopeScaling(Group):
         None, "longrope: a divisor for each frequency, beyond the original length."
     )
     low_freq_factor: PositiveFloat | None = key(
-        None, "llama3: below so many turns over the original length, divide by factor."
+        None, "llama3: frequencies with fewer turns over the original length are divided by factor."
     )
     high_freq_factor: PositiveFloat | None = key(
-        None, "llama3: above so many turns over the original length, leave as it is."
+        None, "llama3: frequencies with more turns over the original length are unchanged."
     )
     clipped_pairs: PositiveInt | None = key(
         None, "clipped: how many of the slowest pairs fade; 20 of 64 in the authors' code."
@@ -360,7 +362,7 @@ class ModelArgs(Group):
     )
     attention_engine: Literal["auto", "naive", "tiled", "triton", "flex"] = key(
         "auto",
-        "Attention implementation; auto takes the fastest that fits.",
+        "Attention implementation; auto takes the fastest that supports the call.",
         hf=None,
         ours=True,
         changes="execution",
@@ -429,12 +431,12 @@ class ModelArgs(Group):
     apply_query_key_layer_scaling: bool = key(
         False,
         "The bias of layer l (alibi, rpe, kerple) is max(1, l) times its table, counted from 0, as "
-        "in GPT-NeoX. q.k stays as it is: the division there guards fp16, and ours is fp32.",
+        "in GPT-NeoX. q.k is unchanged: GPT-NeoX divides it to protect fp16, and ours is fp32.",
     )
     scale_tables_by_layer: bool = key(
         True,
-        "Let apply_query_key_layer_scaling scale tables. false: the key has no effect, as here "
-        "before.",
+        "Let apply_query_key_layer_scaling scale tables. false: the key has no effect, as in "
+        "earlier versions of this library.",
         hf=None,
         ours=True,
     )

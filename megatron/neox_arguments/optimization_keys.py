@@ -36,7 +36,7 @@ class OptimizationArgs(Group):
         ZeroBlock(), "DeepSpeed's ZeRO block, e.g. {stage: 1}.", changes="execution"
     )
     train_iters: values.NonNegativeInt | None = key(
-        None, "Optimizer steps; 0: evaluate what is loaded.", resume="free"
+        None, "Optimizer steps; 0: evaluate the loaded checkpoint.", resume="free"
     )
     train_epochs: values.PositiveInt | None = key(
         None,
@@ -79,12 +79,12 @@ class OptimizationArgs(Group):
     )
     override_lr_scheduler: bool = key(
         False,
-        "On resume take the schedule of this config from the step reached, also the "
-        "lr_decay_rule of a run that began before that key existed.",
+        "On resume use this config's schedule, from the step reached; also its "
+        "lr_decay_rule, for a run that began before that key existed.",
         resume="free",
     )
     use_checkpoint_lr_scheduler: bool = key(
-        False, "On resume take the checkpoint's schedule.", resume="free"
+        False, "On resume use the checkpoint's schedule.", resume="free"
     )
     use_bnb_optimizer: bool = key(
         False,
@@ -96,7 +96,7 @@ class OptimizationArgs(Group):
     kerple_lr_scale: values.NonNegativeFloat = key(
         1.0,
         "Learning rate of kernel parameters and of T5's table as a multiple of the "
-        "model's; 0 keeps them as they are.",
+        "model's; 0: they are not trained.",
     )
     kerple_weight_decay: values.NonNegativeFloat = key(
         0.0,
@@ -104,12 +104,12 @@ class OptimizationArgs(Group):
         "fork decays them by weight_decay, GPT-NeoX T5's table.",
     )
     gradient_clipping: values.NonNegativeFloat = key(
-        1.0, "Clip the global gradient norm here; 0: never."
+        1.0, "Clip the global gradient norm to this; 0: never."
     )
     train_batch_size: values.PositiveInt | None = key(
         None,
         "Sequences per optimizer step over all processes: micro-batch x accumulation "
-        "x data-parallel size. Give any two, the third follows.",
+        "x data-parallel size. Give any two; the third is derived.",
         resume="free",
     )
     train_micro_batch_size_per_gpu: values.PositiveInt | None = key(
@@ -225,7 +225,7 @@ class OptimizationArgs(Group):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one optimizer step is made of."""
+    """The batch sizes of one optimizer step."""
 
     train_batch_size: int
     micro_batch_size: int

@@ -93,11 +93,11 @@ class DataArgs(Group):
         "with its end-of-document token.",
     )
     reset_position_ids: bool = key(
-        False, "Absolute and rotary positions begin anew with every document of a sequence."
+        False, "Absolute and rotary positions start at 0 in every document of a sequence."
     )
     randomized_positions: PositiveInt | None = key(
         None,
-        "Training alone: the positions of a sequence are drawn from this many (sorted, none "
+        "In training only: the positions of a sequence are drawn from this many (sorted, none "
         "twice; learned, sinusoidal, rotary, xpos), so that longer inputs have positions that were "
         "trained. null: consecutive.",
     )
@@ -234,7 +234,9 @@ class GenerationArgs(Group):
     prompt_end: str = key("\n", "What ends a prompt in interactive mode.")
     sample_input_file: str | None = key(None, "Prompts for generate.py, one a line.")
     sample_output_file: str = key("samples.txt", "Where generate.py writes samples.")
-    stop_strings: TextList | None = key(None, "Texts that end a sample, and are cut off.")
+    stop_strings: TextList | None = key(
+        None, "Stop strings: they end a sample and are removed from it."
+    )
     num_samples: PositiveInt = key(1, "Samples per prompt.")
     recompute: bool = key(False, "Do not use the key-value cache.")
     return_logits: bool = key(False, "Write logits of generated tokens too.")
@@ -259,14 +261,14 @@ class CheckpointArgs(Group):
     )
     async_save: bool = key(
         False,
-        "Go on training while a checkpoint is written, from a copy in host memory (as "
-        "much again as its files per rank). It becomes visible once all ranks have written it; a "
-        "crash before that leaves the older one. Signals and the end of the run wait for it.",
+        "Continue training while a checkpoint is written, from a copy in host memory (as "
+        "large as the rank's files). It becomes visible once all ranks have written it; a crash "
+        "before that leaves the older one. Signals and the end of the run wait for it.",
     )
     keep_last_n_checkpoints: PositiveInt | None = key(None, "Delete older ones; null keeps all.")
     overwrite: bool = key(
         False,
-        "Start anew in a `save` that holds a run; the old run is moved aside, to `save`.replacedN.",
+        "Start a new run in a `save` that holds a run; the old run is moved to `save`.replacedN.",
     )
     allow_changed: TextList | None = key(
         None,
@@ -283,8 +285,8 @@ class CheckpointArgs(Group):
     load_positions: Literal["same", "fresh"] = key(
         "same",
         "fresh: the checkpoint in `load` may have another pos_emb; its weights of positions are "
-        "dropped, and those of this config start anew (kerple_init), as do optimizer, schedule and "
-        "step. same: another pos_emb is refused.",
+        "dropped, and those of this config are initialised (kerple_init); optimizer, schedule and "
+        "step start at 0. same: another pos_emb is refused.",
         ours=True,
         changes="training",
         resume="free",
@@ -434,7 +436,7 @@ class RuntimeArgs(Group):
         PositionKeys.seed, "Seed of weights, dropout and (see data_seed) data."
     )
     exit_interval: PositiveInt | None = key(
-        None, "Save and stop at the first multiple of this.", changes="execution"
+        None, "Save and stop at the first step that is a multiple of this.", changes="execution"
     )
     distributed_timeout_minutes: PositiveFloat = key(
         30.0, "Timeout of collectives, and of a rank that does not respond.", changes="execution"
@@ -444,7 +446,7 @@ class RuntimeArgs(Group):
     )
     training_backend: Literal["deepspeed", "torch"] | None = key(
         None,
-        "What takes the training steps: DeepSpeed, or torch alone (one process, fp32, no ZeRO, no "
+        "The training backend: DeepSpeed, or torch alone (one process, fp32, no ZeRO, no "
         "pipeline: the same numbers). null: DeepSpeed if it is installed.",
         ours=True,
         changes="execution",

@@ -36,7 +36,7 @@ EXAMPLES = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    about = "Repeat the KERPLE paper, in full on a cluster or in miniature on a laptop."
+    about = "Reproduce the KERPLE paper, in full on a cluster or in miniature on a laptop."
     parser = command_parser("tools/reproduce.py", about, EXAMPLES, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = _common_arguments()
@@ -107,7 +107,7 @@ def _plan_and_run_arguments(commands: Any) -> None:
     run.add_argument(
         "--restart-changed",
         action="store_true",
-        help="move runs with another training config aside and start them anew",
+        help="move runs with another training config aside and train them again",
     )
     run.add_argument("--no-report", action="store_true", help="do not write the report at the end")
 

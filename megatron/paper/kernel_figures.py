@@ -48,7 +48,7 @@ _EFFECTIVE_CAPTION = (
 
 
 def kernel_plots(results: ResultSet, data: Sequence[DataSet], heads: int) -> Iterator[style.Plot]:
-    """All that there is to see of trained kernels."""
+    """The figures of trained kernels."""
     reach = 32 * max((results.train_length(item.name) or 0) for item in data)
     functions = kernel_functions(results, data, heads, reach)
     yield style.Plot("kernels", "Kernel functions per head", _KERNEL_CAPTION, functions)

@@ -80,7 +80,7 @@ class _Work:
                 self._live.say("killing the runs; their last checkpoints stay")
                 self._children.stop(signal.SIGKILL)
                 return
-            self._live.say("stopping: the runs save and end (once more to kill them)")
+            self._live.say("stopping: the runs save and end (Ctrl-C again kills them)")
             self._children.stop(signal.SIGTERM)
 
         if threading.current_thread() is not threading.main_thread():

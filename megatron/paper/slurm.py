@@ -262,7 +262,9 @@ class ClusterOptions(BaseModel):
     data_time: str = Field("24:00:00", description="limit of a data job (24:00:00)")
     data_cpus: int = Field(8, ge=1, description="processors of a data job (8)")
     grace: int = Field(300, ge=1, description="seconds before the limit at which runs save (300)")
-    at_once: int | None = Field(None, ge=1, description="most array tasks at a time")
+    at_once: int | None = Field(
+        None, ge=1, description="largest number of array tasks that run at a time"
+    )
     scratch: str | None = Field(
         None,
         description="node-local directory for temporary files and compiled engines; shell "

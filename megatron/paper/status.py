@@ -166,7 +166,7 @@ def _unfit(progress: RunProgress, flags: str) -> list[str]:
     name = progress.run.name
     if different := training_differences(progress.run):
         again = f"run {flags} --restart-changed"
-        return [f"  {name} was {different}; `{again}` trains it anew beside it"]
+        return [f"  {name} was {different}; `{again}` moves it aside and trains it again"]
     return [
         f"  {name} {step} will be evaluated again: {check.fit.value}: {check.detail}"
         for step, check in progress.checks.items()

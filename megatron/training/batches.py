@@ -180,7 +180,7 @@ def _documents_of(dataset: Any) -> int:
 
 
 def _sample_counts(args: NeoXArgs, batch: int, start: Resumed) -> tuple[int, int, int]:
-    """How many samples each split must have; the size of a batch may have changed on the way."""
+    """How many samples each split must have; the batch size may have changed during the run."""
     iterations, evaluation = args.optimization.train_iters or 0, args.evaluation
     train, valid, test = sample_counts(
         iterations, evaluation.eval_interval, evaluation.eval_iters, batch

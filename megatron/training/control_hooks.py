@@ -59,7 +59,7 @@ class StopOnSignal(Hook):
 
 
 class StopWhenDiverged(Hook):
-    """Gives up after too many steps in a row whose loss or gradient was not finite.
+    """Stops the run after too many steps in a row whose loss or gradient was not finite.
 
     Gradients are looked at one by one in the first step and after a bad one, until one is good.
     """
@@ -91,7 +91,8 @@ class StopWhenDiverged(Hook):
         self.first_bad = None
         if self.limit and self.in_a_row >= self.limit:
             trainer.ask_to_stop(
-                f"{self.in_a_row} steps in a row were not finite", exit_code=EXIT_DIVERGED
+                f"{self.in_a_row} steps in a row had a loss or gradient that is not finite",
+                exit_code=EXIT_DIVERGED,
             )
 
     def on_end(self, trainer: Trainer) -> None:
@@ -103,12 +104,12 @@ class StopWhenDiverged(Hook):
     def _watch(self, module: nn.Module) -> None:
         if not self._watching:
             self._watching = [
-                parameter.register_hook(partial(self._look, name))
+                parameter.register_hook(partial(self._note_if_bad, name))
                 for name, parameter in module.named_parameters()
                 if parameter.requires_grad
             ]
 
-    def _look(self, name: str, gradient: Tensor) -> None:
+    def _note_if_bad(self, name: str, gradient: Tensor) -> None:
         if self.first_bad is None and not bool(torch.isfinite(gradient).all()):
             self.first_bad = name
 

@@ -59,14 +59,14 @@ def _run(args: NeoXArgs, rank: int) -> int:
         code = train(args)
         finished = True
     except NonFiniteError as error:
-        _say(error, rank)
+        _print_error(error, rank)
         return EXIT_DIVERGED
     except BrokenPipeError:
         raise  # the reader of our output has left, as `| head` does: `run_command` knows how to end
     except (KerpleError, OSError, ModuleNotFoundError) as error:
         if describe_error(error) is None:
             raise
-        _say(error, rank)
+        _print_error(error, rank)
         if heartbeat is not None:
             heartbeat.tell_code(EXIT_USER_ERROR)
         return EXIT_USER_ERROR
@@ -111,15 +111,15 @@ def check_memory(args: NeoXArgs) -> None:
         raise ConfigError(shortage)
 
 
-def _say(error: BaseException, rank: int) -> None:
-    """`error (rank N): ...`, once for all ranks that would say the same."""
+def _print_error(error: BaseException, rank: int) -> None:
+    """`error (rank N): ...`, once for all ranks that would print the same."""
     text = describe_error(error) or str(error)
-    if _is_first_to_say(text):
+    if _is_first_to_print(text):
         show_traceback_if_asked(error)
         print(f"error ({rank_place(rank)}): {text}", file=sys.stderr, flush=True)
 
 
-def _is_first_to_say(text: str) -> bool:
+def _is_first_to_print(text: str) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
     key = f"kerple/said/{hashlib.sha256(text.encode()).hexdigest()}"

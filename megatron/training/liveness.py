@@ -135,19 +135,22 @@ class Heartbeat:
         while not self._stop.wait(INTERVAL):
             quiet = time.monotonic() - self._answered
             if quiet > self.timeout + 5 * INTERVAL:
-                _say(self.rank, f"rank 0, which keeps the job's store, is silent for {quiet:.0f} s")
+                _print_death(
+                    self.rank,
+                    f"rank 0, which keeps the job's store, has not answered for {quiet:.0f} s",
+                )
                 os._exit(EXIT_PEER_LOST)
 
     def _end(self, dead: str) -> None:
-        # The main thread may get the same news from a failed collective, and can say more.
+        # The main thread may learn the same from a failed collective, with more details.
         time.sleep(5 * INTERVAL)
         if self._stop.is_set():
             return
-        _say(self.rank, dead)
+        _print_death(self.rank, dead)
         os._exit(self.code)
 
     def turn(self, silence: float) -> str | None:
-        """Beat once and look around once; the rank that is dead, if one is known to be."""
+        """Write one heartbeat and check the watched rank once; the dead rank, if one is known."""
         with self._lock:
             self._count += 1
             self._store.set(self._key(self.rank), f"{self._count} {self._own}")
@@ -156,13 +159,13 @@ class Heartbeat:
                 if match := ENDED.search(told):
                     self.code = int(match[1])
                 return told
-            dead = self._look(silence)
+            dead = self._check_watched_rank(silence)
             if dead is not None:
                 self._store.set(DEAD, dead)
             self._answered = time.monotonic()
             return dead
 
-    def _look(self, silence: float) -> str | None:
+    def _check_watched_rank(self, silence: float) -> str | None:
         rank, now = self._watched, time.monotonic()
         if rank == self.rank or not self._store.check([self._key(rank)]):
             return None
@@ -181,14 +184,14 @@ class Heartbeat:
         place = f"rank {rank} (process {pid} on {host})"
         if boot == self._boot != "unknown" and process_is_gone(pid):
             return f"{place} has died"
-        return f"{place} has been silent for {quiet:.0f} s" if quiet > silence else None
+        return f"{place} has sent no heartbeat for {quiet:.0f} s" if quiet > silence else None
 
     @staticmethod
     def _key(rank: int) -> str:
         return f"kerple/heartbeat/{rank}"
 
 
-def _say(rank: int, dead: str) -> None:
+def _print_death(rank: int, dead: str) -> None:
     print(
         f"error ({rank_place(rank)}): {dead}; ending this rank. "
         "Checkpoints are complete: start the job again to continue from the newest.",
@@ -260,7 +263,7 @@ def exit_or_raise(heartbeat: Heartbeat | None, error: BaseException) -> NoReturn
 def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
     """Whether `error` came from a lost peer; if so, it has been named.
 
-    Without a heartbeat the job had not come together yet: which rank is missing is not known.
+    Without a heartbeat the job had not connected yet: which rank is missing is not known.
     """
     if not _is_communication_error(error):
         return False
@@ -270,8 +273,8 @@ def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         place = rank_place(os.environ.get("RANK", "0"))
         print(
-            f"error ({place}): the job's processes did not all come together"
-            f" ({reason.rstrip('.')}). See what the others said, and start the job again; "
+            f"error ({place}): not all processes of the job connected"
+            f" ({reason.rstrip('.')}). Read the other ranks' errors, and start the job again; "
             f"distributed_timeout_minutes is how long they wait for each other.{_interface()}",
             file=sys.stderr,
             flush=True,
@@ -279,7 +282,7 @@ def explain(heartbeat: Heartbeat | None, error: BaseException) -> bool:
         return True
     dead = heartbeat.find_dead()
     if dead is not None:
-        _say(heartbeat.rank, dead)
+        _print_death(heartbeat.rank, dead)
     return dead is not None
 
 

@@ -336,7 +336,7 @@ def check_data(checkpoint: Path, data: DataArgs, allow_changed: Iterable[str]) -
     if not isinstance(recorded, dict):
         raise CheckpointError(
             f"{path}: is damaged, so that the data cannot be compared with the run's. Put a copy "
-            "of it back; or add allow_changed: [data_path] to go on with the data as it is now."
+            "of it back; or add allow_changed: [data_path] to continue with the data as it is now."
         )
     now = data_identity(data)
     if len(now) != len(recorded):  # `check_agreement` compares their names

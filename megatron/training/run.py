@@ -151,7 +151,7 @@ def _load_foreign(
         fresh_positions=options.load_positions == "fresh",
     )
     if dist.get_rank() == 0:
-        print(f"weights from {path} ({found.kind}); optimizer and step start anew", flush=True)
+        print(f"weights from {path} ({found.kind}); new optimizer, step 0", flush=True)
     return found
 
 

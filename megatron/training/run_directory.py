@@ -52,7 +52,7 @@ class Start:
     foreign: Path | None = None
     """Weights of another program, or of a conversion."""
     continues: bool = False
-    """The run in `save` itself goes on."""
+    """The run in `save` itself is continued."""
     finished: bool = False
     lines: list[str] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ def plan_start(args: NeoXArgs) -> tuple[NeoXArgs, Start]:
         began = config_to_resume(args, CheckpointStore(start.resume_from).path(start.step))
         if began.optimization.lr_decay_rule != args.optimization.lr_decay_rule:
             start.lines.append(
-                "the run is from before lr_decay_rule existed: it goes on with its schedule "
+                "the run is from before lr_decay_rule existed: it keeps its schedule "
                 "(override_lr_scheduler: true takes the config's)"
             )
         args = began
@@ -138,14 +138,14 @@ def _continue(save: Path, load: Path | None, options: CheckpointArgs, iterations
         store.verify(step)
         lines.append(
             f"{save}: already finished (step {step} of {iterations}), nothing is changed. Raise "
-            "train_iters to train on, or set another `save`."
+            "train_iters to continue, or set another `save`."
         )
         return Start(save, step, continues=True, finished=True, lines=lines)
     if load is None or elsewhere:
         instead = f" instead of starting from load = {load}" if elsewhere else ""
         lines.append(
             f"{save} holds this run already: continuing it after step {step}{instead} "
-            "(overwrite: true would start anew)"
+            "(overwrite: true would start a new run)"
         )
     return Start(save, step, continues=True, lines=lines)
 
@@ -167,7 +167,7 @@ def _begin_from(load: Path, args: NeoXArgs) -> Start:
             return Start(load, step)
     files = find_files(load, args.checkpoint.iteration)  # raises if it is not a checkpoint
     if step is not None and not args.checkpoint.finetune and is_neox_run(files.directory):
-        line = f"{files.directory}: GPT-NeoX's run goes on after step {step}, with its optimizer"
+        line = f"{files.directory}: continuing GPT-NeoX's run after step {step}, with its optimizer"
         return Start(load, step, lines=[line])
     _check_foreign_start(files, args)
     return Start(foreign=load)
@@ -179,8 +179,8 @@ def _check_foreign_start(files: CheckpointFiles, args: NeoXArgs) -> None:
     if args.steps_to_train and of_a_run and files.step_in_name and not args.checkpoint.finetune:
         raise CheckpointError(
             f"load = {files.root}: step {files.step_in_name} of another program's run (GPT-NeoX or "
-            "the official KERPLE code) without optimizer files that can be read, so that it cannot "
-            "go on. Set finetune: true to begin a new run with its weights."
+            "the official KERPLE code) without optimizer files that can be read, so it cannot be "
+            "continued. Set finetune: true to begin a new run with its weights."
         )
 
 

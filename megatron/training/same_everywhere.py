@@ -1,6 +1,6 @@
-"""At the start every rank shows that it has the same config, code and data, and sees `save`.
+"""At the start all ranks compare their config, code and data, and check that they share `save`.
 
-A rank with other data trains on without an error, and one that writes to a directory of its own
+A rank with other data would train without an error, and one that writes to a directory of its own
 leaves checkpoints without its part of the model.
 """
 

@@ -127,7 +127,7 @@ def test_a_run_goes_on_where_it_stood(recorded: Path, tmp_path: Path) -> None:
         "log_interval": 1,
     }
     output = run({**config, "exit_interval": 4}, tmp_path)
-    assert "GPT-NeoX's run goes on after step 3" in output
+    assert "continuing GPT-NeoX's run after step 3" in output
     with np.load(recorded / "expected.npz") as arrays:
         rate = float(arrays["rate"].ravel()[0])
     lines = [yaml.safe_load(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]

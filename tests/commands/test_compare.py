@@ -94,6 +94,6 @@ def test_folders_of_runs_do_not_go_with_what_is_to_be_trained(
     (tmp_path / "alibi").mkdir()  # a method's name stays one
     assert run("compare", ["a", "alibi", "--with", "rpe"]) == 2
     error = capsys.readouterr().err
-    assert "alibi --with: does not go with the folders of trained runs (a)" in error
+    assert "alibi --with: cannot be combined with folders of trained runs (a)" in error
     assert run("compare", ["a"]) == 2
     assert "a: give the folders of two trained runs or more" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_the_dry_run_writes_the_config_and_explains_it(
     assert "50 steps" in output
     assert kerple(words) == 0  # the same command again
     assert kerple([*words, "train_iters=60"]) == 2
-    assert "is there already and differs" in capsys.readouterr().err
+    assert "exists and differs" in capsys.readouterr().err
 
 
 def test_windows_keep_their_rotation(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

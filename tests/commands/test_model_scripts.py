@@ -184,7 +184,7 @@ def test_a_dry_run_works_away_from_the_cluster_and_names_missing_files(
     assert "# parameters" in report and "# batch on" in report
     assert "MISSING vocab_file: " in report and "_text_document.bin\n" in report
     alone = model == "small_bf16" and setup != "slurm_local"
-    assert ("not from here: " in report) != alone
+    assert ("not possible here: " in report) != alone
     # Without its hostfile the cluster is this machine, as in GPT-NeoX; the report says so.
     warned = "hostfile = hostfile does not exist: this machine alone is used" in report
     assert warned == (setup == "eleutherai_cluster" and alone)
@@ -235,5 +235,5 @@ def test_no_file_is_replaced(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model.yml").write_text("mine")
     assert run("init", []) == 2
-    assert "my_model.yml: is there already" in capsys.readouterr().err
+    assert "my_model.yml: exists" in capsys.readouterr().err
     assert (tmp_path / "my_model.yml").read_text() == "mine"

@@ -60,7 +60,7 @@ def test_states_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("megatron.commands.watch.time.time", lambda: 1060.0)
     assert Watched(folder).state == "step 5 of 25, running, about 2 minutes left"
     monkeypatch.setattr("megatron.commands.watch.time.time", lambda: 9000.0)
-    assert Watched(folder).state == "step 5 of 25, no news for 10 minutes"
+    assert Watched(folder).state == "step 5 of 25, no new metrics for 10 minutes"
     manifest["history"] = [{"reason": "finished", "at_step": 5}]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert Watched(folder).state == "step 5 of 25, finished"

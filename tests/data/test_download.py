@@ -183,5 +183,5 @@ def test_all_failures_are_listed(server: Server, tmp_path: Path) -> None:
 
 def test_plain_http_without_a_hash_is_not_fetched(tmp_path: Path) -> None:
     remote = RemoteFile("file", ("http://example.invalid/file",))
-    with pytest.raises(DownloadError, match="nothing proves what arrives"):
+    with pytest.raises(DownloadError, match="cannot be verified"):
         download(remote, tmp_path, progress=False)

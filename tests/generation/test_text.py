@@ -128,7 +128,7 @@ def test_generate_prints_samples_and_keeps_them(
     assert shown.err.splitlines()[-1] == f"3 samples: {out}"
     assert "replaced" not in shown.err
     assert run("generate", [*command, "--set", "inference_dtype=bf16"]) == 0
-    assert f"{out}: is there already and will be replaced" in capsys.readouterr().err
+    assert f"{out}: exists and will be replaced" in capsys.readouterr().err
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(

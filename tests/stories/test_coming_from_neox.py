@@ -113,8 +113,8 @@ def test_every_flag_that_is_named_is_taken() -> None:
 
 
 def test_the_numbers_of_files_are_those_that_are_tested() -> None:
-    total, described = map(
-        int, re.findall(r"(\d+) files, (\d+) are described", " ".join(PAGE.split()))[0]
+    described, total = map(
+        int, re.findall(r"accepts (\d+) of GPT-NeoX's (\d+) files", " ".join(PAGE.split()))[0]
     )
     assert not FILES or len(FILES) == total
     assert total - len(REFUSED) == described

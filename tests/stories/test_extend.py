@@ -59,7 +59,7 @@ def faded(data: str, rotary: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """A run of six steps, over the first four of which the rotation fades."""
     directory = tmp_path_factory.mktemp("faded")
     output = run(_config(data, directory / "run", **{**FADED, "load": str(rotary)}), directory)
-    assert "optimizer and step start anew" in output
+    assert "new optimizer, step 0" in output
     assert "kernel fitted to rotary on 8,192 tokens: error" in output
     return directory / "run"
 
@@ -91,7 +91,7 @@ def test_a_hugging_face_folder_needs_the_key_too(data: str, folder: Path, tmp_pa
     assert codes == [2], outputs[0]
     assert "add load_positions: fresh" in outputs[0]
     output = run({**config, "load_positions": "fresh"}, tmp_path)
-    assert "(hf); optimizer and step start anew" in output
+    assert "(hf); new optimizer, step 0" in output
 
 
 def test_a_fade_is_resumed_to_the_bit(data: str, rotary: Path, faded: Path, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_training_starts_from_an_official_checkpoint(
 ) -> None:
     path = config(tmp_path, **changes)
     output = run_ranks(["train.py", str(path)], processes)[0]
-    assert "optimizer and step start anew" in output
+    assert "new optimizer, step 0" in output
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     official = load_pretrained(unpacked("official_kerple_log"))
     kernels = {
@@ -137,7 +137,7 @@ def test_a_hugging_face_folder_trains_on_with_its_weights_and_tokenizer(tmp_path
         "optimizer": {"type": "Adam", "params": {"lr": 1e-9}}, "min_lr": 0.0, "log_interval": 1,
     }  # fmt: skip
     output = run(small, tmp_path / "first")
-    assert f"weights from {folder} (hf); optimizer and step start anew" in output
+    assert f"weights from {folder} (hf); new optimizer, step 0" in output
     assert list(losses(save)) == [1, 2]
     trained = load_pretrained(save)
     assert trained.config.tokenizer.vocab_file == str(folder / "tokenizer.json")
