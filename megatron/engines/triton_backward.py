@@ -19,7 +19,6 @@ from megatron.engines.triton_features import (
     CHUNK,
     STRIP_ROWS,
     fill_key_strips,
-    fill_query_strip,
     in_dtype,
     key_strip_scores,
     query_strip_tile,
@@ -35,9 +34,9 @@ from megatron.engines.triton_forward import (
     kept,
     line_of,
     load_along,
+    load_block,
     load_hashes,
     load_tile,
-    query_block,
     query_scores,
     store_tile,
     tile_scores,
@@ -263,14 +262,7 @@ def dq_block(
     m_start, batch, head, sizes, dq_factor, C: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head, and what else belongs to its rows."""
-    k_line = line_of(k, batch, head // sizes.group, sizes.k_length)
-    v_line = line_of(v, batch, head // sizes.group, sizes.k_length)
-    own_terms = head_terms(terms, batch, head, sizes, C)
-    block = query_block(m_start, own_terms, terms.copy_stride, sizes, C)
-    near = block.end
-    if terms.features is not None:
-        features = own_terms.features
-        near = fill_query_strip(features, m_start, block.position, block.first, block.end, C)
+    k_line, v_line, own_terms, block, near = load_block(k, v, terms, m_start, batch, head, sizes, C)
     q_line = line_of(q, batch, head, sizes.q_length)
     grad_line = line_of(grad, batch, head, sizes.q_length)
     q_tile = load_tile(q_line, m_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D)
