@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +28,7 @@ KNOWN_VOCABULARIES = {
 }
 
 
-@dataclass(frozen=True)
-class ParameterCount:
+class ParameterCount(NamedTuple):
     """Parameters by part of the model."""
 
     embedding: int
@@ -41,7 +39,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        return self.embedding + self.positions + self.layers + self.final_norm + self.head
+        return sum(self)
 
 
 class MemoryEstimate(NamedTuple):

@@ -29,6 +29,9 @@ from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.run_keys import DataArgs, EvaluationArgs
 from megatron.training.trainer import Stream
 
+Counts = tuple[int, int, int] | None
+"""Samples of train, valid and test; None: one pass over each."""
+
 
 def build_streams(
     args: NeoXArgs,
@@ -134,19 +137,15 @@ def _datasets(
 
 
 def _build(
-    data: DataArgs,
-    model: ModelArgs,
-    seed: int,
-    num_samples: tuple[int, int, int] | None = None,
-    vocab_size: int | None = None,
+    data: DataArgs, model: ModelArgs, seed: int, counts: Counts = None, vocab: int | None = None
 ) -> tuple[Any, Any, Any]:
     return build_datasets(
         data,
         seq_length=model.seq_length,
         seq_length_val=model.seq_length_val,
-        num_samples=num_samples,
+        num_samples=counts,
         seed=seed if data.data_seed is None else data.data_seed,
-        vocab_size=vocab_size,
+        vocab_size=vocab,
     )
 
 

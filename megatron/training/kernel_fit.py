@@ -45,15 +45,13 @@ class Fit(NamedTuple):
     """RMS of the target around its mean, per head."""
 
 
-def fit_to_rotary(
-    module: nn.Module, spec: ModelSpec, checkpoint: Checkpoint, data: DataArgs
-) -> None:
+def fit_to_rotary(module: nn.Module, spec: ModelSpec, trained: Checkpoint, data: DataArgs) -> None:
     """Set the kernels of a module, whatever its layout; rank 0 fits them to the whole model."""
     tokens = first_tokens(data, spec, max(1, SAMPLE_TOKENS // spec.seq_length))
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            fits = _fits(spec, checkpoint, tokens)
+            fits = _fits(spec, trained, tokens)
             answer = [{prefix: fit.values for prefix, fit in fits.items()}]
             print(_report(spec, fits, tokens.numel()), flush=True)
         except KerpleError as error:

@@ -147,7 +147,7 @@ def test_another_schedule_is_refused() -> None:
     for warmup in (0.01, 0.25):
         args = NeoXArgs.from_dict({**config_of(recorded), "warmup": warmup})
         steps = warmup * args.optimization.decay_iters
-        _check_schedule({"warmup_steps": steps}, args, recorded)
+        _check_schedule({"warmup_steps": steps}, args.optimization, recorded)
         with pytest.raises(CheckpointError, match="warmup_steps"):
             _check_schedule({"warmup_steps": steps + 1}, args, recorded)
 
