@@ -182,7 +182,7 @@ def _on_deepspeed(
     name = "DeepSpeedPipelineEngine" if pipelined else "DeepSpeedEngine"
     kind: Callable[..., TrainingEngine] = getattr(deepspeed_engine, name)
     engine = kind(parts, config, parallel.grid, tp_rank=parallel.tp.rank)
-    if config["zero_optimization"]["stage"] == 3:
+    if engine.zero_stage == 3:
         for part in parts.module.modules():
             if isinstance(part, TiedHead):  # it uses the embedding's weight
                 deepspeed_engine.register_shared_parameter(
