@@ -117,7 +117,8 @@ def first_tokens(data: DataArgs, spec: ModelSpec, sequences: int) -> torch.Tenso
 def _datasets(
     args: NeoXArgs, spec: ModelSpec, plan: BatchPlan, start: Resumed, eod: int
 ) -> tuple[Any, Any, Any]:
-    counts, options, batch = None, args.optimization, plan.train_batch_size
+    options, batch = args.optimization, plan.train_batch_size
+    counts: Counts = None
     if options.train_epochs is None:
         counts = _sample_counts(options.train_iters or 0, args.evaluation, batch, start)
     datasets = _build(args.data, spec, spec.seed, counts, spec.padded_vocab_size)
