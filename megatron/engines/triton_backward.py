@@ -29,6 +29,7 @@ from megatron.engines.triton_forward import (
     NUMBERS,
     Sizes,
     block_of_item,
+    block_of_program,
     head_of_program,
     head_terms,
     kept,
@@ -313,8 +314,7 @@ def attention_dq_kernel(
     """dQ of one block of queries of one head; with features, of every so many of its blocks."""
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
     if terms.features is None:
-        m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
-        batch, head = head_of_program()
+        batch, head, m_start = block_of_program(C)
         dq_block(
             q, k, v, grad, dq, terms, lse_ptr, delta_ptr, dscale_ptr, None, None,
             m_start, batch, head, sizes, dq_factor, C,

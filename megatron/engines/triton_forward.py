@@ -308,6 +308,14 @@ def query_scores(product, terms, block, n_start, added, sizes, C: tl.constexpr):
 
 
 @jit()
+def block_of_program(C: tl.constexpr):
+    """(sequence, head, first query) of this program, the last blocks of queries first."""
+    m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
+    batch, head = head_of_program()
+    return batch, head, m_start
+
+
+@jit()
 def block_of_item(item, length, ROWS: tl.constexpr):
     """(sequence, first query) of an item, the last blocks of queries first."""
     blocks = tl.cdiv(length, ROWS)
@@ -395,8 +403,7 @@ def attention_forward_kernel(
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
     if terms.features is None:
         # the last query blocks see the most keys: start them first
-        m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
-        batch, head = head_of_program()
+        batch, head, m_start = block_of_program(C)
         forward_block(q, k, v, out, terms, sink_ptr, lse_ptr, m_start, batch, head, sizes, C)
     else:
         _, head = head_of_program()
