@@ -32,7 +32,8 @@ from megatron.checkpoints.sharding import (
     strip_prefix,
 )
 from megatron.errors import CheckpointError
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.model_keys import ModelArgs
+from megatron.neox_arguments.optimization_keys import OptimizationArgs
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCHEDULE = {  # DeepSpeed saves GPT-NeoX's scheduler under these names
@@ -63,7 +64,7 @@ def is_neox_run(directory: Path) -> bool:
     return has_schedule and bool(files.zero_optimizer_files or state.get("optimizer"))
 
 
-def read_neox_states(directory: Path, args: NeoXArgs) -> dict[str, States]:
+def read_neox_states(directory: Path, model: ModelArgs) -> dict[str, States]:
     """Every parameter's fp32 weight, moments and step count, whole, by canonical name."""
     files = find_files(directory)
     ranks = sorted({rank for _, rank in files.layer_files} or files.mp_files)
@@ -81,17 +82,17 @@ def read_neox_states(directory: Path, args: NeoXArgs) -> dict[str, States]:
         else:
             found, step = _of_plain(files.mp_files[rank], shards[rank], state)
         columns.append(found)
-    wholes = {key: _whole([column[key] for column in columns], args) for key in columns[0]}
+    wholes = {key: _whole([column[key] for column in columns], model) for key in columns[0]}
     return {
         name: {**{key: whole[name] for key, whole in wholes.items()}, STEP: step}
         for name in wholes[WEIGHT]
     }
 
 
-def _whole(shards: list[dict[str, Tensor]], args: NeoXArgs) -> dict[str, Tensor]:
+def _whole(shards: list[dict[str, Tensor]], model: ModelArgs) -> dict[str, Tensor]:
     """The ranks' shards under canonical names, merged; a kernel shared by all layers once."""
-    canonical = [canonical_shard(shard, args.model) for shard in shards]
-    return share_positions(merge_shards(canonical, Sharding.of(args.model, neox=True)))
+    canonical = [canonical_shard(shard, model) for shard in shards]
+    return share_positions(merge_shards(canonical, Sharding.of(model, neox=True)))
 
 
 def _of_zero(files: CheckpointFiles, rank: int, state: Mapping[str, Any]) -> tuple[Columns, Tensor]:
@@ -204,7 +205,7 @@ def _learned(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def read_neox_progress(directory: Path, args: NeoXArgs) -> dict[str, Any]:
+def read_neox_progress(directory: Path, options: OptimizationArgs) -> dict[str, Any]:
     """Step and consumed samples of the run, in the form of our checkpoints."""
     files = find_files(directory)
     path = files.mp_files[min(files.mp_files)]
@@ -218,16 +219,15 @@ def read_neox_progress(directory: Path, args: NeoXArgs) -> dict[str, Any]:
     ):
         raise CheckpointError(f"{path}: holds no step count of the training")
     schedule = {ours: saved[theirs] for theirs, ours in _SCHEDULE.items() if theirs in saved}
-    _check_schedule(schedule, args, path)
+    _check_schedule(schedule, options, path)
     return {
         **counts,
         "schedule": {"steps": int(saved["num_iters"]), "schedule": schedule},
     }
 
 
-def _check_schedule(saved: Mapping[str, Any], args: NeoXArgs, path: Path) -> None:
+def _check_schedule(saved: Mapping[str, Any], options: OptimizationArgs, path: Path) -> None:
     """As GPT-NeoX: another schedule is refused, unless the config chooses one of the two."""
-    options = args.optimization
     if options.override_lr_scheduler or options.use_checkpoint_lr_scheduler:
         return
     ours = {

@@ -306,7 +306,8 @@ def _read_neox_checkpoint(
         args = args if args.model.kerple_share == share else args.replace(kerple_share=share)
     if not native:
         _check_attention_is_used(args.model, files.directory)
-        args = _with_norm_biases_of_weights(weights, _with_mlp_width_of_weights(weights, args))
+        changes = _decided_by_weights(weights, args.model)
+        args = args.replace(**changes) if changes else args
     iteration = _iteration(files)
     args = at_step(args, iteration)
     kind = "native" if native else "kerple" if "kerple" in args.model.pos_emb else "neox"
@@ -347,22 +348,19 @@ def _sharding(model: ModelArgs, shards: list[dict[str, Tensor]], *, native: bool
     return Sharding.of(model, neox=not native)
 
 
-def _with_mlp_width_of_weights(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:
-    """Infer intermediate_size from the weights: GPT-NeoX has had several rules for gated MLPs."""
+def _decided_by_weights(weights: dict[str, Tensor], model: ModelArgs) -> dict[str, Any]:
+    """Keys that the config of another program has otherwise than its weights, and their values."""
+    changes: dict[str, Any] = {}
     last = weights.get(f"{FIRST_LAYER}.mlp.dense_4h_to_h.weight")
-    activation = args.model.activation
-    if last is None or activation not in GATED_ACTIVATIONS or last.shape[1] == args.model.ffn_size:
-        return args
-    size = intermediate_size_for(last.shape[1], activation)
-    return args.replace(intermediate_size=size, mlp_multiple_of=1)
-
-
-def _with_norm_biases_of_weights(weights: dict[str, Tensor], args: NeoXArgs) -> NeoXArgs:
-    """Infer use_bias_in_norms from the weights: GPT-NeoX ignores the key."""
+    gated = model.activation in GATED_ACTIVATIONS
+    if last is not None and gated and last.shape[1] != model.ffn_size:
+        # GPT-NeoX has had several rules for gated MLPs
+        size = intermediate_size_for(last.shape[1], model.activation)
+        changes |= {"intermediate_size": size, "mlp_multiple_of": 1}
     has_bias = f"{FIRST_LAYER}.input_layernorm.bias" in weights
-    if args.model.norm != "layernorm" or has_bias == args.model.use_bias_in_norms:
-        return args
-    return args.replace(use_bias_in_norms=has_bias)
+    if model.norm == "layernorm" and has_bias != model.use_bias_in_norms:  # GPT-NeoX ignores it
+        changes["use_bias_in_norms"] = has_bias
+    return changes
 
 
 def _check_attention_is_used(model: ModelArgs, directory: Path) -> None:

@@ -44,7 +44,8 @@ from megatron.mpu.job import Ranks
 from megatron.mpu.parallel_layers import parameter_facts
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.deepspeed_config import OptimizerBlock, optimizer_family
-from megatron.neox_arguments.model_keys import padded_vocab_size
+from megatron.neox_arguments.model_keys import ModelArgs, padded_vocab_size
+from megatron.neox_arguments.optimization_keys import OptimizationArgs
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,11 @@ def _load(
     if optimizer:
         _check_optimizer(directory, args.optimization.optimizer)
     if not universal:
-        check_layout(directory, args)
+        check_layout(directory, args.parallel, args.optimization)
     if universal or (args.optimization.zero_stage_in_effect == 3 and not optimizer):
+        model, options = args.model, args.optimization
         return _load_whole(
-            engine, directory, args, parallel.tp, optimizer=optimizer, schedule=schedule
+            engine, directory, model, options, parallel.tp, optimizer=optimizer, schedule=schedule
         )
     try:
         progress = engine.load(
@@ -157,7 +159,8 @@ def _verify_on_all_ranks(store: CheckpointStore, step: int) -> None:
 def _load_whole(
     engine: TrainingEngine,
     directory: Path,
-    args: NeoXArgs,
+    model: ModelArgs,
+    options: OptimizationArgs,
     tp: TensorParallel,
     *,
     optimizer: bool,
@@ -170,18 +173,16 @@ def _load_whole(
     what it reads.
     """
     of_neox = is_neox_run(directory)
-    progress = read_neox_progress(directory, args) if of_neox else read_progress(directory)
-    sharding = Sharding.of(args.model, neox=False)
+    progress = read_neox_progress(directory, options) if of_neox else read_progress(directory)
+    sharding = Sharding.of(model, neox=False)
     rows = None  # padded vocabulary under this layout; None keeps all rows of the checkpoint
     if "vocab_size" in progress:
-        divisor, parallel = args.model.make_vocab_size_divisible_by, args.parallel
         tokens = int(progress["vocab_size"])
-        rows = padded_vocab_size(tokens, divisor, parallel.model_parallel_size)
+        rows = padded_vocab_size(tokens, model.make_vocab_size_divisible_by, tp.size)
     states: dict[nn.Parameter, States] = {}
-    neox = read_neox_states(directory, args) if of_neox else None
-    block = args.optimization.optimizer
+    neox = read_neox_states(directory, model) if of_neox else None
     for parameter, name, whole in _whole_states(
-        engine, directory, block, neox, optimizer=optimizer
+        engine, directory, options.optimizer, neox, optimizer=optimizer
     ):
         shape = full_shape(parameter)
         share = {key: _share(name, v, shape, sharding, tp, rows) for key, v in whole.items()}

@@ -24,7 +24,12 @@ from megatron.errors import CheckpointError
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import set_seeds
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.optimization_keys import data_parallel_size
+from megatron.neox_arguments.optimization_keys import (
+    OptimizationArgs,
+    data_parallel_size,
+    plan_batch,
+)
+from megatron.neox_arguments.run_keys import ParallelArgs
 
 LAYOUT = "layout.json"
 
@@ -37,29 +42,33 @@ def write_configs(directory: Path, args: NeoXArgs) -> None:
     write_text(directory / RESOLVED, args.to_yaml())
 
 
-def layout_of(args: NeoXArgs, world_size: int) -> dict[str, Any]:
+def layout_of(parallel: ParallelArgs, optimization: OptimizationArgs) -> dict[str, Any]:
     """What must be equal for DeepSpeed's own files to fit."""
-    zero = args.optimization.zero_stage_in_effect
+    world_size, zero = dist.get_world_size(), optimization.zero_stage_in_effect
     return {
-        "pipe_parallel_size": args.parallel.pipe_parallel_size,
-        "model_parallel_size": args.parallel.model_parallel_size,
+        "pipe_parallel_size": parallel.pipe_parallel_size,
+        "model_parallel_size": parallel.model_parallel_size,
         "zero_stage": zero,
-        "precision": args.optimization.precision or "fp32",
+        "precision": optimization.precision or "fp32",
         # DeepSpeed keeps bf16's fp32 sums in an optimizer, and files, of another kind.
-        "grad_accum_dtype": args.optimization.accumulation_dtype if zero == 1 else None,
+        "grad_accum_dtype": optimization.accumulation_dtype if zero == 1 else None,
         # Without ZeRO every replica holds everything, and their number is free.
-        "data_parallel_size": data_parallel_size(args.parallel, world_size) if zero else None,
+        "data_parallel_size": data_parallel_size(parallel, world_size) if zero else None,
         "world_size": world_size,
     }
 
 
-def write_layout(directory: Path, args: NeoXArgs, data: dict[str, Any] | None = None) -> None:
+def write_layout(
+    directory: Path,
+    parallel: ParallelArgs,
+    optimization: OptimizationArgs,
+    data: dict[str, Any] | None = None,
+) -> None:
     """Beside each checkpoint: the layout that its files were written under, and `data`'s hashes."""
-    world_size = dist.get_world_size()
-    content = layout_of(args, world_size)
+    content = layout_of(parallel, optimization)
+    plan = plan_batch(optimization, parallel, content["world_size"])
     # Not part of the layout, but of what a resumed run is compared with.
-    content["train_batch_size"] = args.batch_plan(world_size).train_batch_size
-    content["data"] = data
+    content |= {"train_batch_size": plan.train_batch_size, "data": data}
     write_text(directory / LAYOUT, json.dumps(content, indent=1))
 
 
@@ -99,12 +108,12 @@ def saved_data(directory: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def check_layout(directory: Path, args: NeoXArgs) -> None:
+def check_layout(directory: Path, parallel: ParallelArgs, optimization: OptimizationArgs) -> None:
     """A clear error, with the command to run, instead of a failed load."""
     if not (directory / LAYOUT).is_file():
         return  # written by GPT-NeoX or by an earlier version
     saved = read_layout(directory)
-    now = layout_of(args, dist.get_world_size())
+    now = layout_of(parallel, optimization)
     differing = [
         f"{key} {saved.get(key)} -> {value}"
         for key, value in now.items()

@@ -39,6 +39,7 @@ from megatron.checkpoints.universal import (
 from megatron.errors import CheckpointError
 from megatron.mpu.collectives import ParallelState, TensorParallel, gather_objects
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.model_keys import ModelArgs
 
 T = TypeVar("T")
 NO_LINKS_HERE = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)  # some file systems
@@ -67,7 +68,7 @@ def save_run(
             files.save(rng_state(), str(rng_file(staged)))
         if _is_main():
             write_configs(staged / "configs", args)
-            write_layout(staged, args, data)
+            write_layout(staged, args.parallel, args.optimization, data)
 
     keep = args.checkpoint.keep_last_n_checkpoints
     return Save(files, store, step, write_files, background=background, keep=keep)
@@ -96,7 +97,7 @@ def save_universal(
     }
 
     def write_files() -> None:
-        _write_whole(engine, staged, parallel, args, progress, data)
+        _write_whole(engine, staged, parallel, args.model, progress, data)
         if _is_main():
             write_configs(staged / "configs", args)
 
@@ -215,7 +216,7 @@ def _write_whole(
     engine: TrainingEngine,
     directory: Path,
     parallel: ParallelState,
-    args: NeoXArgs,
+    model: ModelArgs,
     progress: dict[str, Any],
     data: dict[str, Any] | None,
 ) -> None:
@@ -223,7 +224,7 @@ def _write_whole(
 
     A failed write is raised in `finish`: between the files, all ranks must reach the collectives.
     """
-    sharding = Sharding.of(args.model, neox=False)
+    sharding = Sharding.of(model, neox=False)
     names, files = canonical_names(engine.module), _files_of(engine)
     writes = parallel.dp_rank == 0 and parallel.tp.rank == 0
     step: Tensor | None = None
@@ -239,7 +240,7 @@ def _write_whole(
             for key, value in whole.items():
                 content = described(name, value, sharding) if value.dim() else value
                 files.save(content, str(folder / f"{key}.pt"))
-            others = other_names(name, tied=not args.model.no_weight_tying)
+            others = other_names(name, tied=not model.no_weight_tying)
             files.attempt(partial(_link, folder, others))
     if _is_main():
         groups = engine.optimizer.param_groups

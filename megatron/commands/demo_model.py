@@ -159,13 +159,12 @@ def _shape(layers: int, width: int) -> dict[str, int]:
 
 def _flops_and_parameters(config: dict[str, Any]) -> tuple[float, int]:
     """Flops of a training step, and all parameters."""
-    from megatron.model.sizes import count_parameters, outline_of_config
+    from megatron.model.sizes import ModelSizes
     from megatron.neox_arguments import NeoXArgs
 
-    args = NeoXArgs.from_dict(config)
-    outline, _ = outline_of_config(args)
-    step = outline.training_flops_per_token(LENGTH) * BATCH * LENGTH
-    return step, count_parameters(args).total
+    sizes = ModelSizes(NeoXArgs.from_dict(config))
+    step = sizes.outline.training_flops_per_token(LENGTH) * BATCH * LENGTH
+    return step, sizes.parameters.total
 
 
 def measured_speed(config: dict[str, Any]) -> float:

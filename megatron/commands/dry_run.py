@@ -19,19 +19,14 @@ from megatron.errors import ConfigError
 from megatron.launcher.planning import find_script, plan_launch
 from megatron.machine import count_gpus, memory_bytes
 from megatron.model.layer_formulas import pattern_places
-from megatron.model.outline import layer_ranges, position_label
-from megatron.model.sizes import (
-    cache_bytes,
-    count_parameters,
-    estimate_memory,
-    memory_shortage,
-    outline_of_config,
-)
+from megatron.model.outline import ModelOutline, layer_ranges, position_label
+from megatron.model.sizes import ModelSizes
 from megatron.neox_arguments import FACTS, GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.command_line import config_files, load_config
 from megatron.neox_arguments.gpt_neox_differences import DIFFERENCES
 from megatron.neox_arguments.normalize import canonical_key, normalize, underscore_keys
+from megatron.neox_arguments.optimization_keys import plan_batch
 from megatron.neox_arguments.run_keys import DataArgs, TokenizerArgs
 from megatron.neox_arguments.yaml_files import dump_yaml, parse_yaml, read_text
 from megatron.terminal import EXIT_USER_ERROR, shown_command
@@ -44,12 +39,13 @@ def dry_run_report(
     args: NeoXArgs, world_size: int = 1, command: Sequence[str] = (), *, keys: str = ""
 ) -> str:
     """The whole report as text; `keys` stands in place of the config."""
+    sizes = ModelSizes(args)
     sections = [
         keys or _config_section(args),
-        *([_layer_section(args)] if args.model.layer_pattern else []),
-        _parameter_section(args),
-        _memory_section(args, world_size),
-        _batch_section(args, world_size),
+        *([_layer_section(sizes.outline)] if args.model.layer_pattern else []),
+        _parameter_section(sizes),
+        _memory_section(sizes, world_size),
+        _batch_section(sizes, world_size),
         _files_section(args.tokenizer, args.data),
     ]
     if command:
@@ -80,10 +76,9 @@ def _config_section(args: NeoXArgs) -> str:
     return "\n".join([*parts, f"# config hash {args.config_hash()}"])
 
 
-def _layer_section(args: NeoXArgs) -> str:
+def _layer_section(outline: ModelOutline) -> str:
     """Which layers have which keys of layer_pattern, and which kernels they share."""
-    outline, _ = outline_of_config(args)
-    pattern, number = args.model.layer_pattern or [], args.model.num_layers
+    pattern, number = outline.spec.layer_pattern or [], outline.spec.num_layers
     places = pattern_places(pattern, number)
     rows = []
     for place, entry in enumerate(pattern):
@@ -97,45 +92,46 @@ def _layer_section(args: NeoXArgs) -> str:
     return "\n".join(["# layers, from 0", *rows, *kernels])
 
 
-def _parameter_section(args: NeoXArgs) -> str:
-    count = count_parameters(args)
+def _parameter_section(sizes: ModelSizes) -> str:
+    count, model = sizes.parameters, sizes.spec
     rows = [
         ("embedding", count.embedding),
-        (f"positions ({position_label(args.model)})", count.positions),
-        (f"{args.model.num_layers} layers", count.layers),
+        (f"positions ({position_label(model)})", count.positions),
+        (f"{model.num_layers} layers", count.layers),
         ("final norm", count.final_norm),
         ("head" if count.head else "head (tied to the embedding)", count.head),
         ("total", count.total),
     ]
     width = max(34, *(len(name) for name, _ in rows))
     lines = [f"{name:{width}s} {number:>18,}" for name, number in rows]
-    notes = [f"note: {text}" for text in count.assumptions]
-    title = f"# parameters (vocabulary padded to {count.padded_vocab_size:,})"
+    notes = [f"note: {text}" for text in sizes.assumptions]
+    title = f"# parameters (vocabulary padded to {model.padded_vocab_size:,})"
     return "\n".join([title, *lines, *notes])
 
 
-def _memory_section(args: NeoXArgs, world_size: int) -> str:
-    title = f"# memory per process (ZeRO stage {args.optimization.zero_stage_in_effect}, estimated)"
+def _memory_section(sizes: ModelSizes, world_size: int) -> str:
+    stage = sizes.optimization.zero_stage_in_effect
+    title = f"# memory per process (ZeRO stage {stage}, estimated)"
     try:
-        memory = estimate_memory(args, world_size)
+        memory = sizes.memory(world_size)
     except ConfigError as error:
         return f"{title}\nnot possible: {error}"
     names = ("parameters", "gradients", "optimizer", "activations (rule of thumb)", "total")
     rows = zip(names, (*memory, memory.total), strict=True)
     lines = [f"{name:34s} {number / 2**30:>14.2f} GiB" for name, number in rows]
-    tokens = args.model.seq_length
-    cached = f"{cache_bytes(args, tokens) / 2**20:>14.2f} MiB"
+    tokens = sizes.spec.seq_length
+    cached = f"{sizes.cache_bytes(tokens) / 2**20:>14.2f} MiB"
     lines.append(f"{f'KV cache of {tokens:,} tokens, generating':34s} {cached}")
-    return "\n".join([title, *lines, *_here(args, world_size)])
+    return "\n".join([title, *lines, *_here(sizes, world_size)])
 
 
-def _here(args: NeoXArgs, world_size: int) -> list[str]:
+def _here(sizes: ModelSizes, world_size: int) -> list[str]:
     """How that compares with this machine, unless it has GPUs, whose memory is not asked here."""
     available = memory_bytes()
     if available is None or count_gpus():
         return []
     line = f"{'this machine, without a GPU':34s} {available / 2**30:>14.2f} GiB"
-    shortage = memory_shortage(args, world_size, available, "this machine")
+    shortage = sizes.shortage(world_size, available, "this machine")
     return [line, f"warning: {shortage}"] if shortage else [line]
 
 
@@ -162,31 +158,31 @@ def _files_section(tokenizer: TokenizerArgs, data: DataArgs) -> str:
     return "\n".join([title, *lines])
 
 
-def _batch_section(args: NeoXArgs, world_size: int) -> str:
+def _batch_section(sizes: ModelSizes, world_size: int) -> str:
+    length, optimization, parallel = sizes.spec.seq_length, sizes.optimization, sizes.parallel
     title = f"# batch on {world_size} process{'es' if world_size > 1 else ''}"
     try:
-        plan = args.batch_plan(world_size)
+        plan = plan_batch(optimization, parallel, world_size)
     except ConfigError as error:
         return f"{title}\nnot possible: {error}"
-    tokens = plan.train_batch_size * args.model.seq_length
+    tokens = plan.train_batch_size * length
     lines = [
         f"{plan.micro_batch_size} sequences x {plan.gradient_accumulation_steps} accumulation "
         f"x {plan.data_parallel_size} data-parallel = {plan.train_batch_size} sequences per step",
-        f"{plan.train_batch_size} x {args.model.seq_length} = {tokens:,} tokens per step",
+        f"{plan.train_batch_size} x {length} = {tokens:,} tokens per step",
     ]
-    if (shared := args.parallel.sequence_parallel_size) > 1:
-        heads = args.model.num_attention_heads // args.parallel.model_parallel_size // shared
+    if (shared := parallel.sequence_parallel_size) > 1:
+        heads = sizes.spec.num_attention_heads // parallel.model_parallel_size // shared
         lines.append(
-            f"{shared} processes share each sequence: {args.model.seq_length // shared} positions "
-            f"each and, in attention, {heads} heads"
+            f"{shared} processes share each sequence: {length // shared} positions each and, in "
+            f"attention, {heads} heads"
         )
-    outline, _ = outline_of_config(args)
-    flops = outline.training_flops_per_token(args.model.seq_length)
+    flops = sizes.outline.training_flops_per_token(length)
     lines.append(f"{flops:.3g} flops per token, forward and backward")
-    steps = args.optimization.train_iters
+    steps = optimization.train_iters
     if steps:
         lines.append(f"{steps:,} steps = {steps * tokens:,} tokens in all")
-    elif epochs := args.optimization.train_epochs:
+    elif epochs := optimization.train_epochs:
         lines.append(f"train_epochs = {epochs}: the number of steps follows from the data")
     elif steps == 0:
         lines.append("train_iters = 0: evaluation only")
@@ -251,7 +247,8 @@ def check_page(options: argparse.Namespace, words: Sequence[str]) -> int:
     except ConfigError as error:
         problems = str(error)
     layers = [parse_yaml(read_text(file), str(file)) or {} for file in files]
-    keys = checked_keys([layer for layer in layers if isinstance(layer, dict)], problems, args)
+    resolved = {} if args is None else args.to_dict()
+    keys = checked_keys([layer for layer in layers if isinstance(layer, dict)], problems, resolved)
     if args is None:
         try:
             args = NeoXArgs.from_dict(keys.values)
@@ -270,11 +267,10 @@ def check_page(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def checked_keys(
-    files: Sequence[Mapping[str, Any]], problems: str, args: NeoXArgs | None
+    files: Sequence[Mapping[str, Any]], problems: str, resolved: Mapping[str, Any]
 ) -> CheckedKeys:
-    """Sort the keys of the files; `problems` is why the whole is refused, `args` what it became."""
+    """Sort the keys of the files; `problems`: why the whole is refused, else `resolved`."""
     found = CheckedKeys(refused=problems.splitlines())
-    resolved = args.to_dict() if args is not None else {}
     for raw_key, raw in ((key, value) for layer in files for key, value in layer.items()):
         key = canonical_key(raw_key)
         if any(_names(line, {raw_key, key}) for line in found.refused):
@@ -286,7 +282,7 @@ def checked_keys(
             found.idle.append(raw_key)
             continue
         name, value = next(iter(values.items()))
-        value = resolved.get(name, value) if args is not None else value
+        value = resolved.get(name, value)
         same = name == raw_key.replace("-", "_") and _contains(value, raw)
         if same:
             found.kept.append(raw_key)

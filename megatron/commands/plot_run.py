@@ -92,11 +92,11 @@ def _config_in(folder: Path) -> Mapping[str, Any]:
 def _of_some_layers(run: RunMetrics, name: str) -> RunMetrics:
     """A run for one of the kernels that layers share: named by its layers, with its method."""
     from megatron.model.outline import layer_ranges
-    from megatron.model.sizes import outline_of_config
+    from megatron.model.sizes import ModelSizes
     from megatron.neox_arguments import NeoXArgs
 
     try:
-        outline, _ = outline_of_config(NeoXArgs.from_dict(run.config))
+        outline = ModelSizes(NeoXArgs.from_dict(run.config)).outline
         _, own, layers = outline.kernels()[int(name.removeprefix("kernel_shared"))]
     except (KerpleError, ValueError, IndexError):  # another program's file
         return RunMetrics(f"{run.name}, {name}", config={})

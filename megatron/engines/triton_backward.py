@@ -19,7 +19,6 @@ from megatron.engines.triton_features import (
     CHUNK,
     STRIP_ROWS,
     fill_key_strips,
-    fill_query_strip,
     in_dtype,
     key_strip_scores,
     query_strip_tile,
@@ -30,14 +29,15 @@ from megatron.engines.triton_forward import (
     NUMBERS,
     Sizes,
     block_of_item,
+    block_of_program,
     head_of_program,
     head_terms,
     kept,
     line_of,
     load_along,
+    load_block,
     load_hashes,
     load_tile,
-    query_block,
     query_scores,
     store_tile,
     tile_scores,
@@ -263,14 +263,7 @@ def dq_block(
     m_start, batch, head, sizes, dq_factor, C: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head, and what else belongs to its rows."""
-    k_line = line_of(k, batch, head // sizes.group, sizes.k_length)
-    v_line = line_of(v, batch, head // sizes.group, sizes.k_length)
-    own_terms = head_terms(terms, batch, head, sizes, C)
-    block = query_block(m_start, own_terms, terms.copy_stride, sizes, C)
-    near = block.end
-    if terms.features is not None:
-        features = own_terms.features
-        near = fill_query_strip(features, m_start, block.position, block.first, block.end, C)
+    k_line, v_line, own_terms, block, near = load_block(k, v, terms, m_start, batch, head, sizes, C)
     q_line = line_of(q, batch, head, sizes.q_length)
     grad_line = line_of(grad, batch, head, sizes.q_length)
     q_tile = load_tile(q_line, m_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D)
@@ -321,8 +314,7 @@ def attention_dq_kernel(
     """dQ of one block of queries of one head; with features, of every so many of its blocks."""
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
     if terms.features is None:
-        m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
-        batch, head = head_of_program()
+        batch, head, m_start = block_of_program(C)
         dq_block(
             q, k, v, grad, dq, terms, lse_ptr, delta_ptr, dscale_ptr, None, None,
             m_start, batch, head, sizes, dq_factor, C,

@@ -279,6 +279,23 @@ def query_block(m_start, terms, copy_stride, sizes, C: tl.constexpr):
 
 
 @jit()
+def load_block(k, v, terms, m_start, batch, head, sizes, C: tl.constexpr):
+    """What a block of queries of one head is computed from; with features its strip is filled.
+
+    Lines of k and v, the head's terms, the block, and the first key that the features reach.
+    """
+    k_line = line_of(k, batch, head // sizes.group, sizes.k_length)
+    v_line = line_of(v, batch, head // sizes.group, sizes.k_length)
+    own_terms = head_terms(terms, batch, head, sizes, C)
+    block = query_block(m_start, own_terms, terms.copy_stride, sizes, C)
+    near = block.end
+    if terms.features is not None:
+        features = own_terms.features
+        near = fill_query_strip(features, m_start, block.position, block.first, block.end, C)
+    return k_line, v_line, own_terms, block, near
+
+
+@jit()
 def query_scores(product, terms, block, n_start, added, sizes, C: tl.constexpr):
     """`tile_scores` of a block of queries and the keys from `n_start` on."""
     offsets_n = tl.arange(0, C.BLOCK_N)
@@ -288,6 +305,14 @@ def query_scores(product, terms, block, n_start, added, sizes, C: tl.constexpr):
     entries = block.entries[:, None] + offsets_n[None, :]
     row_terms = (block.own, key_bias, block.first_key, block.row_scale)
     return tile_scores(product, terms, n_start, entries, query, key, row_terms, added, sizes, C)
+
+
+@jit()
+def block_of_program(C: tl.constexpr):
+    """(sequence, head, first query) of this program, the last blocks of queries first."""
+    m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
+    batch, head = head_of_program()
+    return batch, head, m_start
 
 
 @jit()
@@ -331,14 +356,7 @@ def forward_block(
 ):  # fmt: skip
     """One block of queries of one head: walk the visible key blocks with a running softmax."""
     q_line = line_of(q, batch, head, sizes.q_length)
-    k_line = line_of(k, batch, head // sizes.group, sizes.k_length)
-    v_line = line_of(v, batch, head // sizes.group, sizes.k_length)
-    row_terms = head_terms(terms, batch, head, sizes, C)
-    block = query_block(m_start, row_terms, terms.copy_stride, sizes, C)
-    near = block.end
-    if terms.features is not None:
-        features = row_terms.features
-        near = fill_query_strip(features, m_start, block.position, block.first, block.end, C)
+    k_line, v_line, row_terms, block, near = load_block(k, v, terms, m_start, batch, head, sizes, C)
     lines = (batch * sizes.heads + head) * terms.row_stride
     q_tile = None
     if C.SLICE_D == C.BLOCK_D:
@@ -385,8 +403,7 @@ def attention_forward_kernel(
     sizes = Sizes(heads, group, q_length, k_length, window, table_start, exponent_scale)
     if terms.features is None:
         # the last query blocks see the most keys: start them first
-        m_start = (tl.num_programs(0) - 1 - tl.program_id(0)) * C.BLOCK_M
-        batch, head = head_of_program()
+        batch, head, m_start = block_of_program(C)
         forward_block(q, k, v, out, terms, sink_ptr, lse_ptr, m_start, batch, head, sizes, C)
     else:
         _, head = head_of_program()

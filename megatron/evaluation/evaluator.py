@@ -48,7 +48,7 @@ def run_evaluation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Evaluate as the config says; the exit code is 0 if every task gave a result."""
     minutes = args.runtime.distributed_timeout_minutes
     with bounded_join(minutes):
-        ranks, device = join_evaluation(args, local_rank)
+        ranks, device = join_evaluation(args.launcher, minutes, local_rank)
     with watched_peers(minutes):
         return _evaluate(args, ranks, device)
 

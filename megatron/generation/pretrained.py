@@ -214,7 +214,18 @@ class SelectedCheckpoint:
 
     @cached_property
     def model(self) -> PretrainedModel:
-        return _load(self._given, self.place, self._device)
+        """In evaluation mode, with the settings that the config may change after training."""
+        given = self._given
+        name = given.evaluation.inference_dtype
+        if name is None and not self._device.startswith("cpu"):
+            name = given.optimization.precision
+        return load_pretrained(
+            self.place,
+            device=self._device,
+            dtype=DTYPES[name or "fp32"],
+            iteration=given.checkpoint.iteration,
+            config=given,
+        )
 
     @property
     def config_hash(self) -> str:
@@ -238,17 +249,6 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocabulary: int) -> None:
             f"only {model_vocabulary}; set tokenizer_type, vocab_file and merge_file to the ones "
             "the model was trained with"
         )
-
-
-def _load(args: NeoXArgs, place: str, device: str) -> PretrainedModel:
-    """The checkpoint's model, with the settings that `args` may change after training."""
-    name = args.evaluation.inference_dtype
-    if name is None and not device.startswith("cpu"):
-        name = args.optimization.precision
-    dtype = DTYPES[name or "fp32"]
-    return load_pretrained(
-        place, device=device, dtype=dtype, iteration=args.checkpoint.iteration, config=args
-    )
 
 
 def _identity(files: CheckpointFiles) -> str:

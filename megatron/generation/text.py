@@ -288,7 +288,8 @@ def interactive(
 
 def run_generation(args: NeoXArgs, local_rank: int | None = None) -> int:
     """Generate; returns the exit code."""
-    ranks, device = join_evaluation(args, local_rank)
+    minutes = args.runtime.distributed_timeout_minutes
+    ranks, device = join_evaluation(args.launcher, minutes, local_rank)
     options = args.generation
     try:
         if ranks.is_main and options.text_gen_type != "interactive":

@@ -42,8 +42,8 @@ class LaunchPlan:
 
     script: list[str]
     args: NeoXArgs
-    world_size: int
-    runner_arguments: list[str] | None
+    world_size: int = 1
+    runner_arguments: list[str] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     hosts: dict[str, int] | None = None
     warnings: tuple[str, ...] = ()
@@ -111,20 +111,20 @@ def plan_launch(
 ) -> LaunchPlan:
     """Decide how many processes start where."""
     variables = dict(os.environ if environ is None else environ)
-    launcher = args.launcher
+    plan, launcher = LaunchPlan(script, args), args.launcher
     # GPT-NeoX's own configs name a hostfile that does not exist, and mean this machine.
     hostfile = Path(launcher.hostfile or DEEPSPEED_DEFAULT_HOSTFILE)
     if launcher.launcher == "slurm" and not (launcher.hostfile and hostfile.exists()):
-        return _plan_multi_node(script, args, _slurm_hosts(launcher, variables), None)
+        return _plan_multi_node(plan, _slurm_hosts(launcher, variables), None)
     if hostfile.exists():
-        return _plan_multi_node(script, args, read_hostfile(hostfile), hostfile)
+        return _plan_multi_node(plan, read_hostfile(hostfile), hostfile)
     if launcher.num_nodes > 1:
         named = f" {launcher.hostfile}" if launcher.hostfile else ""
         raise ConfigError(
             f"num_nodes = {launcher.num_nodes} but there is no hostfile{named}. Set hostfile to "
             "one with `name slots=N` a line, or launcher: slurm inside a Slurm allocation."
         )
-    plan = _plan_single_node(script, args, variables)
+    plan = _plan_single_node(plan, variables)
     if launcher.hostfile is None:
         return plan
     missing = f"hostfile = {launcher.hostfile} does not exist: this machine alone is used"
@@ -149,8 +149,8 @@ def _slurm_hosts(launcher: LauncherArgs, environ: Mapping[str, str]) -> dict[str
     return dict.fromkeys(hosts, slots or 1)
 
 
-def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]) -> LaunchPlan:
-    launcher = args.launcher
+def _plan_single_node(plan: LaunchPlan, environ: dict[str, str]) -> LaunchPlan:
+    launcher = plan.args.launcher
     gpus = count_gpus(environ)
     other_accelerator = environ.get("DS_ACCELERATOR", "cuda") not in ("cuda", "cpu")
     on_cpu = gpus == 0 and not other_accelerator
@@ -165,7 +165,7 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
     extra = _cpu_environment(processes, environ) if on_cpu else {}
     filtered = bool(launcher.include or launcher.exclude or other_accelerator)
     if processes == 1 and not filtered:
-        return LaunchPlan(script, args, 1, None, extra)
+        return replace(plan, environment=extra)
     arguments = ["--no_local_rank", *QUIET]
     arguments += _options(
         master_addr=LOOPBACK,
@@ -174,7 +174,7 @@ def _plan_single_node(script: list[str], args: NeoXArgs, environ: dict[str, str]
         include=launcher.include,
         exclude=launcher.exclude,
     )
-    return LaunchPlan(script, args, processes, arguments, extra)
+    return replace(plan, world_size=processes, runner_arguments=arguments, environment=extra)
 
 
 def _cpu_environment(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -191,13 +191,11 @@ def _options(**values: str | int | None) -> list[str]:
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
-def _plan_multi_node(
-    script: list[str], args: NeoXArgs, hosts: dict[str, int], hostfile: Path | None
-) -> LaunchPlan:
+def _plan_multi_node(plan: LaunchPlan, hosts: dict[str, int], hostfile: Path | None) -> LaunchPlan:
     """On the hosts of a file, or of a Slurm allocation, for which one is written."""
-    launcher = args.launcher
-    if launcher.master_addr is not None:
-        check_host(launcher.master_addr, "master_addr")
+    launcher, address = plan.args.launcher, plan.args.launcher.master_addr
+    if address is not None:
+        check_host(address, "master_addr")
     if launcher.num_nodes > len(hosts):
         raise ConfigError(f"num_nodes = {launcher.num_nodes} but there are {len(hosts)} hosts.")
     names = list(hosts)[: launcher.num_nodes if launcher.num_nodes > 0 else None]
@@ -207,13 +205,14 @@ def _plan_multi_node(
     slots = {name: launcher.num_gpus or hosts[name] for name in names}
     world_size = _filtered_slots(slots, launcher)
     direct = launcher.launcher != "pdsh"
-    if direct and launcher.master_addr is None:
+    if direct and address is None:
         # These launchers pass no address on; the ranks read it from the config.
-        args = args.replace(master_addr=names[0])
+        address = names[0]
+        plan = replace(plan, args=plan.args.replace(master_addr=address))
     arguments = QUIET + _options(
         launcher=launcher.launcher,
         master_port=launcher.master_port,
-        master_addr=args.launcher.master_addr,
+        master_addr=address,
         include=launcher.include,
         exclude=launcher.exclude,
     )
@@ -230,7 +229,8 @@ def _plan_multi_node(
     text, warnings = _launcher_arguments(launcher, allocation)
     if text:
         arguments.append(f"--launcher_args={text}")
-    return LaunchPlan(script, args, world_size, arguments, {}, allocation, warnings)
+    plan = replace(plan, hosts=allocation, warnings=warnings)
+    return replace(plan, world_size=world_size, runner_arguments=arguments)
 
 
 def _filtered_slots(slots: dict[str, int], launcher: LauncherArgs) -> int:

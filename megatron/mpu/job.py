@@ -28,6 +28,7 @@ from megatron.launcher.environment import (
 from megatron.machine import set_deepspeed_accelerator
 from megatron.mpu.collectives import ParallelState, gather_objects, initialize_parallel
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.run_keys import LauncherArgs
 
 
 def device_index(local_rank: int, visible: int) -> int:
@@ -167,17 +168,18 @@ def _loopback_store(environment: DistributedEnvironment, timeout: timedelta) -> 
     return dist.TCPStore(LOOPBACK, environment.master_port, **options)
 
 
-def join_evaluation(args: NeoXArgs, local_rank: int | None = None) -> tuple[Ranks, str]:
+def join_evaluation(
+    launcher: LauncherArgs, minutes: float, local_rank: int | None = None
+) -> tuple[Ranks, str]:
     """The ranks of an evaluation, and this process's device.
 
     Every process holds the whole model and takes a share of the sequences; they exchange results
-    only, which gloo does on any machine.
+    only, which gloo does on any machine; none waits longer than `minutes` for another.
     """
-    environment = environment_for(args.launcher, local_rank)
+    environment = environment_for(launcher, local_rank)
     device = pick_device(environment.local_rank)
     if environment.world_size > 1 and not dist.is_initialized():
-        timeout = timedelta(minutes=args.runtime.distributed_timeout_minutes)
-        _init_process_group(environment, "gloo", timeout)
+        _init_process_group(environment, "gloo", timedelta(minutes=minutes))
     return Ranks.current(), str(device)
 
 

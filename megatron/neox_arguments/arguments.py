@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 from megatron.neox_arguments import validation
 from megatron.neox_arguments.declared_keys import GROUPS, OWNER, ConfigGroups
 from megatron.neox_arguments.deepspeed_config import build_deepspeed_config, unknown_zero_keys
-from megatron.neox_arguments.model_keys import ModelArgs
+from megatron.neox_arguments.model_keys import ModelArgs, padded_vocab_size
 from megatron.neox_arguments.normalize import IGNORED, normalize, resolve_precision
 from megatron.neox_arguments.optimization_keys import BatchPlan, plan_batch
 from megatron.neox_arguments.validation import describe_validation_error
@@ -192,6 +192,11 @@ class NeoXArgs(ConfigGroups):
     def batch_plan(self, world_size: int) -> BatchPlan:
         """Batch sizes for this many processes."""
         return plan_batch(self.optimization, self.parallel, world_size)
+
+    def padded_vocabulary(self, size: int) -> int:
+        """Rows of the embedding for so many tokens."""
+        divisor = self.model.make_vocab_size_divisible_by
+        return padded_vocab_size(size, divisor, self.parallel.model_parallel_size)
 
     def deepspeed_config(self, world_size: int) -> dict[str, Any]:
         """What DeepSpeed's engine needs, without the optimizer."""

@@ -18,6 +18,7 @@ from megatron.neox_arguments.values import Group, declared
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
+    from megatron.neox_arguments.deepspeed_config import ZeroBlock
     from megatron.neox_arguments.model_keys import ModelArgs
     from megatron.neox_arguments.optimization_keys import OptimizationArgs
     from megatron.neox_arguments.run_keys import (
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         DataArgs,
         EvaluationArgs,
         LauncherArgs,
+        ParallelArgs,
     )
 
 
@@ -36,19 +38,19 @@ def check(args: NeoXArgs) -> None:
     _check_rotary_beside(args.model)
     _check_attention_config(args.model)
     _check_layers(args.model)
-    _check_parallel(args)
-    _check_sequences(args)
+    _check_parallel(args.parallel, args.optimization.zero_optimization, args.model.num_layers)
+    _check_sequences(args.parallel, args.model)
     _check_schedule(args.optimization)
-    _check_optimizer(args)
+    _check_optimizer(args.optimization, args.parallel.model_parallel_size)
     _check_checkpoints(args.checkpoint)
-    _check_fresh_positions(args)
+    _check_fresh_positions(args.model, args.checkpoint)
     for name in args.checkpoint.allow_changed or ():
         if name.partition(".")[0] not in KNOWN_KEYS:
             raise ConfigError(unknown_key(name, "allow_changed"))
     split_shares(args.data.split)
     _check_blends(args.data)
     if args.data.randomized_positions is not None:
-        _check_randomized(args.data.randomized_positions, args)
+        _check_randomized(args.data.randomized_positions, args.data, args.model)
     if args.optimization.train_epochs is not None:
         _check_epochs(args.data)
     _check_evaluation(args.evaluation, args.model.validation_length)
@@ -58,15 +60,15 @@ def check(args: NeoXArgs) -> None:
         raise ConfigError(
             f"profile_step_stop = {stop} is not after profile_step_start = {start}. Raise it."
         )
-    _check_not_implemented(args)
-
-
-def _check_not_implemented(args: NeoXArgs) -> None:
-    """Keys of GPT-NeoX that mean something only when true."""
     for _, group in args:
-        for key, reason in declared("refused", type(group)).items():
-            if getattr(group, key):
-                raise ConfigError(f"{key} = true is not implemented here: {reason}. Remove it.")
+        _check_not_implemented(group)
+
+
+def _check_not_implemented(group: Group) -> None:
+    """Keys of GPT-NeoX that mean something only when true."""
+    for key, reason in declared("refused", type(group)).items():
+        if getattr(group, key):
+            raise ConfigError(f"{key} = true is not implemented here: {reason}. Remove it.")
 
 
 def _divisors_near(number: int, wanted: int) -> int:
@@ -186,9 +188,9 @@ def _check_rotary_beside(model: ModelArgs) -> None:
         )
 
 
-def _check_fresh_positions(args: NeoXArgs) -> None:
+def _check_fresh_positions(model: ModelArgs, checkpoint: CheckpointArgs) -> None:
     """kerple_init: fit reads the rotary model that load_positions: fresh starts from."""
-    if args.model.kerple_init == "fit" and args.checkpoint.load_positions != "fresh":
+    if model.kerple_init == "fit" and checkpoint.load_positions != "fresh":
         raise ConfigError(
             "kerple_init = fit without load_positions = fresh: the kernel is fitted to the rotary "
             "checkpoint in `load`. Add load_positions: fresh, or use kerple_init flat or official."
@@ -264,30 +266,26 @@ def _check_attention_config(model: ModelArgs) -> None:
         )
 
 
-def _check_parallel(args: NeoXArgs) -> None:
-    stage = args.optimization.zero_stage
-    pp = args.parallel.pipe_parallel_size
+def _check_parallel(parallel: ParallelArgs, zero: ZeroBlock, num_layers: int) -> None:
+    stage, pp = zero.stage, parallel.pipe_parallel_size
     if stage >= 2 and pp >= 1:
         raise ConfigError(
             f"zero_optimization.stage = {stage} with pipe_parallel_size = {pp}: DeepSpeed's "
             "pipelines need stage 0 or 1. Set pipe_parallel_size: 0, or stage: 1."
         )
-    if pp > args.model.num_layers:
-        raise ConfigError(
-            f"pipe_parallel_size = {pp} is more than num_layers = {args.model.num_layers}."
-        )
-    offload = args.optimization.zero_optimization
-    if offload.offload_param is not None and offload.offload_param.device != "none" and stage < 3:
+    if pp > num_layers:
+        raise ConfigError(f"pipe_parallel_size = {pp} is more than num_layers = {num_layers}.")
+    if zero.offload_param is not None and zero.offload_param.device != "none" and stage < 3:
         raise ConfigError(
             f"zero_optimization.offload_param needs stage 3, not {stage}. Set stage: 3."
         )
 
 
-def _check_sequences(args: NeoXArgs) -> None:
-    shared, mp = args.parallel.sequence_parallel_size, args.parallel.model_parallel_size
+def _check_sequences(parallel: ParallelArgs, model: ModelArgs) -> None:
+    shared, mp = parallel.sequence_parallel_size, parallel.model_parallel_size
     if shared == 1:
         return
-    model, what = args.model, f"sequence_parallel_size = {shared}"
+    what = f"sequence_parallel_size = {shared}"
     for key, length in (("seq_length", model.seq_length), ("seq_length_val", model.seq_length_val)):
         if length is not None and length % shared:
             raise ConfigError(
@@ -332,12 +330,11 @@ def _check_wsd(optimization: OptimizationArgs) -> None:
         )
 
 
-def _check_optimizer(args: NeoXArgs) -> None:
+def _check_optimizer(optimization: OptimizationArgs, mp: int) -> None:
     """Muon turns whole matrices; 8-bit states are Adam's."""
-    optimization, kind = args.optimization, args.optimization.optimizer.type
+    kind = optimization.optimizer.type
     if kind == "muon":
-        zero, mp = optimization.zero_stage_in_effect, args.parallel.model_parallel_size
-        if zero:
+        if zero := optimization.zero_stage_in_effect:
             which = f"precision {optimization.precision}, which takes ZeRO 1"
             if optimization.zero_stage:
                 which = f"zero_optimization.stage {zero}"
@@ -412,9 +409,9 @@ def _check_blends(data: DataArgs) -> None:
             raise ConfigError(f"{name}_data_weights = {weights!r:.80}: not all may be 0.")
 
 
-def _check_randomized(most: int, args: NeoXArgs) -> None:
+def _check_randomized(most: int, data: DataArgs, model: ModelArgs) -> None:
     """Positions are drawn for methods that know a token's own position, and for whole sequences."""
-    model, key = args.model, f"randomized_positions = {most}"
+    key = f"randomized_positions = {most}"
     methods = {canonical_method(name) for name in model.methods}
     wrong = sorted(name for name in methods - {"none"} if not knows_positions(name))
     if wrong or methods == {"none"}:
@@ -429,7 +426,7 @@ def _check_randomized(most: int, args: NeoXArgs) -> None:
             f"{key} is above max_position_embeddings = {model.position_rows}, and pos_emb = "
             "learned has no vectors beyond it. Raise max_position_embeddings."
         )
-    if args.data.tells_documents_apart:
+    if data.tells_documents_apart:
         raise ConfigError(
             f"{key} with reset_attention_mask or reset_position_ids: positions are drawn for whole "
             "sequences. Remove one of them."

@@ -15,7 +15,7 @@ from megatron.data.corpora import SOURCES
 from megatron.evaluation.text_tables import text_table
 from megatron.model import ModelSpec
 from megatron.model.outline import outline_of
-from megatron.model.sizes import count_parameters, estimate_memory, outline_of_config
+from megatron.model.sizes import ModelSizes
 from megatron.neox_arguments import NeoXArgs
 from megatron.paper.cells import published_seconds_per_step
 from megatron.paper.suite import Run, Suite
@@ -69,7 +69,8 @@ class Cost:
 def estimate_cost(run: Run) -> Cost:
     """Steps and tokens exactly; time by FLOPs from the paper's steps, or from our demo's."""
     args = NeoXArgs.from_dict({**run.config, **_own_vocabulary(run)})
-    counted = count_parameters(args)
+    sizes = ModelSizes(args)
+    outline, counted = sizes.outline, sizes.parameters
     parameters = counted.total - counted.positions
     batch = args.batch_plan(run.gpus)
     steps = int(run.config["train_iters"])
@@ -80,15 +81,14 @@ def estimate_cost(run: Run) -> Cost:
     else:
         train_rate = evaluate_rate = _paper_rate(run.method)
 
-    outline, _ = outline_of_config(args)
     train = tokens * outline.training_flops_per_token(run.train_length) / train_rate
     by_length = _evaluation_tokens(run, args.evaluation.eval_num_sequences)
     evaluate = {n: own * outline.flops_per_token(n) / evaluate_rate for n, own in by_length.items()}
-    logits = batch.micro_batch_size * run.train_length * counted.padded_vocab_size
+    logits = batch.micro_batch_size * run.train_length * sizes.spec.padded_vocab_size
     logit_bytes = 8.0 * logits / args.parallel.model_parallel_size
-    memory = estimate_memory(args, run.gpus).total + logit_bytes
+    memory = sizes.memory(run.gpus).total + logit_bytes
     ranks = args.parallel.processes_per_replica
-    replica = estimate_memory(args, ranks)
+    replica = sizes.memory(ranks)
     checkpoint = (replica.parameters + replica.optimizer) * ranks
     kept = int(run.config.get("keep_last_n_checkpoints") or 1) + 1  # the next is written first
     return Cost(

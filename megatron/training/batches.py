@@ -21,20 +21,25 @@ from megatron.data.loader import (
     get_labels_and_mask,
 )
 from megatron.errors import ConfigError, DataError
+from megatron.model import ModelSpec
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import current_device
 from megatron.neox_arguments import BatchPlan, NeoXArgs
-from megatron.neox_arguments.run_keys import DataArgs
+from megatron.neox_arguments.model_keys import ModelArgs
+from megatron.neox_arguments.run_keys import DataArgs, EvaluationArgs
 from megatron.training.trainer import Stream
+
+Counts = tuple[int, int, int] | None
+"""Samples of train, valid and test; None: one pass over each."""
 
 
 def build_streams(
     args: NeoXArgs,
+    spec: ModelSpec,
     plan: BatchPlan,
     parallel: ParallelState,
     *,
     eod: int,
-    vocab_size: int,
     start: Resumed,
 ) -> tuple[Stream, Stream, Stream]:
     """Training data after the consumed samples; validation and test at the matching position."""
@@ -57,12 +62,12 @@ def build_streams(
             sampler,
             num_workers=workers,
             pin_memory=torch.cuda.is_available(),
-            seed=args.runtime.seed,
+            seed=spec.seed,
         )
-        places = _places(args, sampler) if dataset is train else None
+        places = _places(spec, sampler) if dataset is train else None
         return _micro_batches(loader, current_device(), eod, args.data, places)
 
-    train, valid, test = _datasets(args, plan, start, eod, vocab_size)
+    train, valid, test = _datasets(args, spec, plan, start, eod)
     evaluations_done = start.step // args.evaluation.eval_interval
     validated = evaluations_done * args.evaluation.eval_iters * plan.train_batch_size
     return (
@@ -84,7 +89,7 @@ def with_steps_of_epochs(args: NeoXArgs, world_size: int) -> NeoXArgs:
     if options.train_epochs is None or args.evaluation.do_train is False:
         return args
     plan = args.batch_plan(world_size)
-    train = _build(args, None, None)[0]
+    train = _build(args.data, args.model, args.runtime.seed)[0]
     samples = 0 if train is None else _whole_batches(train, plan) * options.train_epochs
     steps = samples // plan.train_batch_size
     if not steps:
@@ -100,9 +105,9 @@ def with_steps_of_epochs(args: NeoXArgs, world_size: int) -> NeoXArgs:
     return args.replace(train_iters=steps)
 
 
-def first_tokens(args: NeoXArgs, sequences: int, vocab_size: int) -> torch.Tensor:
+def first_tokens(data: DataArgs, spec: ModelSpec, sequences: int) -> torch.Tensor:
     """So many sequences of the training data, [B, L], the same on every rank."""
-    train = _build(args, (sequences, 0, 0), vocab_size)[0]
+    train = _build(data, spec, spec.seed, (sequences, 0, 0), spec.padded_vocab_size)[0]
     if train is None:
         raise DataError("kerple_init = fit needs training data: set data_path or train_data_paths.")
     texts = [torch.as_tensor(train[i % len(train)]["text"]) for i in range(sequences)]
@@ -110,12 +115,14 @@ def first_tokens(args: NeoXArgs, sequences: int, vocab_size: int) -> torch.Tenso
 
 
 def _datasets(
-    args: NeoXArgs, plan: BatchPlan, start: Resumed, eod: int, vocab_size: int
+    args: NeoXArgs, spec: ModelSpec, plan: BatchPlan, start: Resumed, eod: int
 ) -> tuple[Any, Any, Any]:
-    by_epochs = args.optimization.train_epochs is not None
-    counts = None if by_epochs else _sample_counts(args, plan.train_batch_size, start)
-    datasets = _build(args, counts, vocab_size)
-    train, length, steps = datasets[0], args.model.seq_length, args.steps_to_train
+    options, batch = args.optimization, plan.train_batch_size
+    counts: Counts = None
+    if options.train_epochs is None:
+        counts = _sample_counts(options.train_iters or 0, args.evaluation, batch, start)
+    datasets = _build(args.data, spec, spec.seed, counts, spec.padded_vocab_size)
+    train, length, steps = datasets[0], spec.seq_length, args.steps_to_train
     if train is not None:
         _check_enough(train, length)
         if args.data.tells_documents_apart:
@@ -126,20 +133,20 @@ def _datasets(
             f'split (now "{args.data.split}").'
         )
     if steps and dist.get_rank() == 0:
-        print(_amount(train, steps * plan.train_batch_size * length))
+        print(_amount(train, steps * batch * length))
     return datasets
 
 
 def _build(
-    args: NeoXArgs, num_samples: tuple[int, int, int] | None, vocab_size: int | None
+    data: DataArgs, model: ModelArgs, seed: int, counts: Counts = None, vocab: int | None = None
 ) -> tuple[Any, Any, Any]:
     return build_datasets(
-        args.data,
-        seq_length=args.model.seq_length,
-        seq_length_val=args.model.seq_length_val,
-        num_samples=num_samples,
-        seed=args.runtime.seed if args.data.data_seed is None else args.data.data_seed,
-        vocab_size=vocab_size,
+        data,
+        seq_length=model.seq_length,
+        seq_length_val=model.seq_length_val,
+        num_samples=counts,
+        seed=seed if data.data_seed is None else data.data_seed,
+        vocab_size=vocab,
     )
 
 
@@ -179,9 +186,10 @@ def _documents_of(dataset: Any) -> int:
     return sum(getattr(part, "usable_documents", 0) for part in parts)
 
 
-def _sample_counts(args: NeoXArgs, batch: int, start: Resumed) -> tuple[int, int, int]:
+def _sample_counts(
+    iterations: int, evaluation: EvaluationArgs, batch: int, start: Resumed
+) -> tuple[int, int, int]:
     """How many samples each split must have; the batch size may have changed during the run."""
-    iterations, evaluation = args.optimization.train_iters or 0, args.evaluation
     train, valid, test = sample_counts(
         iterations, evaluation.eval_interval, evaluation.eval_iters, batch
     )
@@ -190,12 +198,12 @@ def _sample_counts(args: NeoXArgs, batch: int, start: Resumed) -> tuple[int, int
     return train, valid, test
 
 
-def _places(args: NeoXArgs, sampler: ResumableBatchSampler) -> Iterator[torch.Tensor] | None:
+def _places(spec: ModelSpec, sampler: ResumableBatchSampler) -> Iterator[torch.Tensor] | None:
     """The drawn positions of this rank's micro-batches, [B, L]; None without the key."""
-    most, batch = args.data.randomized_positions, sampler.micro_batch_size
+    most, batch = spec.randomized_positions, sampler.micro_batch_size
     if most is None:
         return None
-    draw = partial(drawn_positions, args.runtime.seed, length=args.model.seq_length, most=most)
+    draw = partial(drawn_positions, spec.seed, length=spec.seq_length, most=most)
     first = count(sampler.consumed_samples + sampler.dp_rank * batch, sampler.dp_size * batch)
     return (torch.stack([draw(number + i) for i in range(batch)]) for number in first)
 

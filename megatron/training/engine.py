@@ -60,16 +60,18 @@ def build_module(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn
     if args.parallel.pipe_parallel_size >= 1:
         return _build_pipeline(spec, parallel, args.parallel.pipe_partition_method)
     if args.optimization.zero_stage == 3:
-        return _build_in_pieces(args, spec, parallel)
+        config = args.deepspeed_config(dist.get_world_size())
+        return _build_in_pieces(spec, parallel, config, weights_dtype(args.optimization))
     return GPTModel(spec, parallel.tp, parallel.sp)
 
 
-def _build_in_pieces(args: NeoXArgs, spec: ModelSpec, parallel: ParallelState) -> nn.Module:
+def _build_in_pieces(
+    spec: ModelSpec, parallel: ParallelState, config: dict[str, Any], dtype: torch.dtype
+) -> nn.Module:
     """ZeRO 3: each parameter is drawn whole, as in any layout, and partitioned before the next."""
     from megatron.backends.deepspeed_engine import partitioner
 
-    config = args.deepspeed_config(dist.get_world_size())
-    partition = partitioner(config, parallel.grid, weights_dtype(args.optimization))
+    partition = partitioner(config, parallel.grid, dtype)
     with after_initialisation(partition):
         module = GPTModel(spec, parallel.tp, parallel.sp)
     for parameter in module.parameters():  # norms and kernels, made elsewhere
@@ -161,22 +163,26 @@ def build_engine(args: NeoXArgs, module: nn.Module, parallel: ParallelState) -> 
         samples_per_step=plan.train_batch_size,
         max_norm=options.gradient_clipping,
     )
-    engine = _on_backend(args, parts, parallel)
+    engine: TrainingEngine
+    if chosen_backend(args.runtime.training_backend) == TORCH:
+        engine = TorchEngine(parts, current_device())
+    else:
+        config = args.deepspeed_config(dist.get_world_size())
+        pipelined = args.parallel.pipe_parallel_size >= 1
+        engine = _on_deepspeed(parts, config, parallel, pipelined=pipelined)
     scale_kernel_steps(engine, scale=options.kerple_lr_scale, decay=options.kerple_weight_decay)
     return engine
 
 
-def _on_backend(args: NeoXArgs, parts: Parts, parallel: ParallelState) -> TrainingEngine:
-    if chosen_backend(args.runtime.training_backend) == TORCH:
-        return TorchEngine(parts, current_device())
+def _on_deepspeed(
+    parts: Parts, config: dict[str, Any], parallel: ParallelState, *, pipelined: bool
+) -> TrainingEngine:
     from megatron.backends import deepspeed_engine
 
-    pipelined = args.parallel.pipe_parallel_size >= 1
     name = "DeepSpeedPipelineEngine" if pipelined else "DeepSpeedEngine"
     kind: Callable[..., TrainingEngine] = getattr(deepspeed_engine, name)
-    config = args.deepspeed_config(dist.get_world_size())
     engine = kind(parts, config, parallel.grid, tp_rank=parallel.tp.rank)
-    if args.optimization.zero_stage == 3:
+    if engine.zero_stage == 3:
         for part in parts.module.modules():
             if isinstance(part, TiedHead):  # it uses the embedding's weight
                 deepspeed_engine.register_shared_parameter(

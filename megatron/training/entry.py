@@ -18,7 +18,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.errors import ConfigError, KerpleError, NonFiniteError
 from megatron.launcher.environment import environment_for, processes_here, rank_place
 from megatron.machine import keep_freed_memory, memory_bytes
-from megatron.model.sizes import memory_shortage
+from megatron.model.sizes import ModelSizes
 from megatron.mpu.job import current_device, join_job
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.allowed_code import allow_flags
@@ -52,7 +52,7 @@ def _run(args: NeoXArgs, rank: int) -> int:
         minutes = args.runtime.distributed_timeout_minutes
         with bounded_join(minutes):
             join_job(args)
-            check_memory(args)
+            check_memory(ModelSizes(args))
             heartbeat = start_heartbeat(minutes)
         if current_device().type == "cpu":
             keep_freed_memory()
@@ -75,25 +75,21 @@ def _run(args: NeoXArgs, rank: int) -> int:
     finally:
         if heartbeat is not None:
             heartbeat.stop(finished=finished)
-    if code == 0 and rank == 0:
-        _hint(args)
+    trained = args.optimization.train_iters or args.optimization.train_epochs
+    if code == 0 and rank == 0 and trained and args.checkpoint.save:
+        _hint(args.checkpoint.save, allow_flags(args.to_dict()))
     if dist.is_initialized():  # not after an error: leaving the group may wait for peers
         dist.destroy_process_group()
     return code
 
 
-def _hint(args: NeoXArgs) -> None:
+def _hint(save: str, flags: str) -> None:
     """The likely next command."""
-    if not args.checkpoint.save or not (
-        args.optimization.train_iters or args.optimization.train_epochs
-    ):
-        return
-    if CheckpointStore(Path(args.checkpoint.save)).newest() is not None:
-        allowed = allow_flags(args.to_dict())
-        print_next_command(f"{shown_command('evaluate')} {args.checkpoint.save}{allowed}")
+    if CheckpointStore(Path(save)).newest() is not None:
+        print_next_command(f"{shown_command('evaluate')} {save}{flags}")
 
 
-def check_memory(args: NeoXArgs) -> None:
+def check_memory(sizes: ModelSizes) -> None:
     """Refuse a model that cannot fit before the allocator, or the system, ends the process."""
     if torch.cuda.is_available():
         available = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -106,7 +102,7 @@ def check_memory(args: NeoXArgs) -> None:
         here = processes_here(os.environ) or (int(tasks) if tasks.isdigit() else 0) or 1
         available = total // here
         where = "this machine" if here == 1 else f"each of {here} processes on this machine"
-    shortage = memory_shortage(args, dist.get_world_size(), available, where)
+    shortage = sizes.shortage(dist.get_world_size(), available, where)
     if shortage is not None:
         raise ConfigError(shortage)
 

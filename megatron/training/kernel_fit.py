@@ -27,7 +27,7 @@ from megatron.model.outline import layer_ranges, outline_of
 from megatron.model.position_base import Bounded, DistanceKernel, PositionOptions
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.job import current_device
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.run_keys import DataArgs
 from megatron.training.batches import first_tokens
 
 SAMPLE_TOKENS = 8192
@@ -45,16 +45,13 @@ class Fit(NamedTuple):
     """RMS of the target around its mean, per head."""
 
 
-def fit_to_rotary(
-    module: nn.Module, spec: ModelSpec, checkpoint: Checkpoint, args: NeoXArgs
-) -> None:
+def fit_to_rotary(module: nn.Module, spec: ModelSpec, trained: Checkpoint, data: DataArgs) -> None:
     """Set the kernels of a module, whatever its layout; rank 0 fits them to the whole model."""
-    count = max(1, SAMPLE_TOKENS // spec.seq_length)
-    tokens = first_tokens(args, count, spec.padded_vocab_size)
+    tokens = first_tokens(data, spec, max(1, SAMPLE_TOKENS // spec.seq_length))
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            fits = _fits(spec, checkpoint, tokens)
+            fits = _fits(spec, trained, tokens)
             answer = [{prefix: fit.values for prefix, fit in fits.items()}]
             print(_report(spec, fits, tokens.numel()), flush=True)
         except KerpleError as error:

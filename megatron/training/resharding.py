@@ -36,8 +36,8 @@ def reshard(source: Path, target: Path, step: int) -> None:
     )
     parallel = join_training(args)
     set_seeds(args.runtime.seed, parallel)
-    vocabulary = find_vocabulary(args)
-    spec = ModelSpec.from_args(args, vocabulary.padded_size)
+    vocabulary = find_vocabulary(args.tokenizer, args.data)
+    spec = ModelSpec.from_args(args, args.padded_vocabulary(vocabulary.size))
     engine = build_engine(args, build_module(args, spec, parallel), parallel)
     # Load all of the checkpoint, whatever the saved config says about loading.
     everything = args.replace(no_load_optim=False)

@@ -20,8 +20,7 @@ from megatron.model.outline import method_names, outline_of
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
-from megatron.neox_arguments.model_keys import padded_vocab_size
-from megatron.neox_arguments.run_keys import CheckpointArgs
+from megatron.neox_arguments.run_keys import CheckpointArgs, DataArgs, TokenizerArgs
 from megatron.tokenizer import build_tokenizer
 from megatron.training.batches import build_streams, with_steps_of_epochs
 from megatron.training.control_hooks import (
@@ -61,52 +60,46 @@ class Vocabulary:
     """What training needs of a tokenizer."""
 
     size: int
-    padded_size: int
     eod: int
 
 
-def find_vocabulary(args: NeoXArgs) -> Vocabulary:
+def find_vocabulary(options: TokenizerArgs, data: DataArgs) -> Vocabulary:
     """Vocabulary size and end-of-document id; with `vocab_size` set, no tokenizer file is read."""
-    options = args.tokenizer
-    eod = 0
-    size = options.vocab_size
-    if size is None or args.data.eod_mask_loss or args.data.tells_documents_apart:
+    size, eod = options.vocab_size, 0
+    if size is None or data.eod_mask_loss or data.tells_documents_apart:
         tokenizer = build_tokenizer(
             options.tokenizer_type, vocab_file=options.vocab_file, merge_file=options.merge_file
         )
-        check_tokenizers(args.data, tokenizer)
+        check_tokenizers(data, tokenizer)
         eod = tokenizer.eod
         size = size or tokenizer.vocab_size
-    padded = padded_vocab_size(
-        size, args.model.make_vocab_size_divisible_by, args.parallel.model_parallel_size
-    )
-    return Vocabulary(size, padded, eod)
+    return Vocabulary(size, eod)
 
 
 def train(args: NeoXArgs) -> int:
     """Train; returns the process's exit code."""
     parallel = join_training(args)
     args = with_tokenizer_of_folder(args)
-    check_ranks_agree(args)
+    check_ranks_agree(args.config_hash(), args.data, run_directory(args.checkpoint))
     args = with_steps_of_epochs(args, dist.get_world_size())
     args, start = plan_start(args)
     if start.finished:
         return 0
-    vocabulary = find_vocabulary(args)
+    vocabulary = find_vocabulary(args.tokenizer, args.data)
     set_seeds(args.runtime.seed, parallel)
     plan = args.batch_plan(dist.get_world_size())
-    spec = ModelSpec.from_args(args, vocabulary.padded_size)
+    spec = ModelSpec.from_args(args, args.padded_vocabulary(vocabulary.size))
     module = build_module(args, spec, parallel)
     if start.foreign is not None:
         found = _load_foreign(start.foreign, args.checkpoint, module, spec, parallel, vocabulary)
         if args.model.kerple_init == "fit":
-            fit_to_rotary(module, spec, found, args)
+            fit_to_rotary(module, spec, found, args.data)
     engine = build_engine(args, module, parallel)
     resumed = Resumed(0, 0)
     if start.resume_from is not None and start.step is not None:
         resumed = resume(engine, CheckpointStore(start.resume_from), args, start.step, parallel)
     train_batches, valid_batches, test_batches = build_streams(
-        args, plan, parallel, eod=vocabulary.eod, vocab_size=vocabulary.padded_size, start=resumed
+        args, spec, plan, parallel, eod=vocabulary.eod, start=resumed
     )
     trainer = Trainer(
         args=args,
@@ -122,8 +115,8 @@ def train(args: NeoXArgs) -> int:
     )
     directory = run_directory(args.checkpoint)
     sinks = build_sinks(args, directory, resumed.step, trainer.train_iters, main=trainer.is_main)
-    _print_summary(args, trainer)
-    trainer.hooks = build_hooks(args, trainer, plan, sinks, spec, resumed)
+    _print_summary(trainer)
+    trainer.hooks = build_hooks(trainer, plan, sinks, spec, resumed)
     code = trainer.run()
     if code in INTERRUPTED and directory is None:
         trainer.say("nothing was saved, because `save` is not set")
@@ -156,14 +149,10 @@ def _load_foreign(
 
 
 def build_hooks(
-    args: NeoXArgs,
-    trainer: Trainer,
-    plan: BatchPlan,
-    sinks: Sinks,
-    spec: ModelSpec,
-    resumed: Resumed,
+    trainer: Trainer, plan: BatchPlan, sinks: Sinks, spec: ModelSpec, resumed: Resumed
 ) -> list[Hook]:
     """The hooks in the order in which they run after a step."""
+    args = trainer.args
     validate = Validate(args.evaluation.eval_interval, args.evaluation.eval_iters, sinks)
     fade: list[Hook] = [FadeRotary()] if args.model.rotary_fade_iters else []
     if trainer.train_iters == 0:  # as in the official code: evaluate only
@@ -212,9 +201,9 @@ def _count(trainer: Trainer) -> int:
     return sum(full_shape(p).numel() for p in trainer.engine.module.parameters())
 
 
-def _print_summary(args: NeoXArgs, trainer: Trainer) -> None:
+def _print_summary(trainer: Trainer) -> None:
     """One line: the model, the layout, the attention engine and why it is not a faster one."""
-    engine, parallel = trainer.engine, trainer.parallel
+    args, engine, parallel = trainer.args, trainer.engine, trainer.parallel
     attention = explain_engine(
         args.model.engine_in_effect,
         device=engine.device,

@@ -32,6 +32,7 @@ from megatron.checkpoints.store import CheckpointStore, is_training_checkpoint
 from megatron.checkpoints.universal import is_universal
 from megatron.errors import CheckpointError, KerpleError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.model_keys import ModelArgs
 from megatron.neox_arguments.run_keys import CheckpointArgs
 from megatron.terminal import shown_command
 from megatron.training.metrics import check_data, finished_at
@@ -101,9 +102,11 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
     lines: list[str] = []
     if save is not None:
         lock_directory(save)
-        if trains and args.checkpoint.overwrite:
-            lines += _move_aside(save, args, world_size)
-        CheckpointStore(save).clean()
+        store = CheckpointStore(save)
+        held = trains and args.checkpoint.overwrite and bool(store.steps())
+        if held and not _began_by_overwriting(store, args, world_size):
+            lines.append(_move_aside(save))
+        store.clean()
     if save is not None and trains and CheckpointStore(save).steps():
         start = _continue(save, load, args.checkpoint, args.optimization.train_iters or 0)
     elif load is None or (load == save and not CheckpointStore(load).steps()):
@@ -116,7 +119,7 @@ def _plan(args: NeoXArgs, world_size: int) -> Start:
             CheckpointStore(load).find(args.checkpoint.iteration)  # raises if it is missing
         return Start(lines=lines)
     else:
-        start = _begin_from(load, args)
+        start = _begin_from(load, args.checkpoint, args.model, trains=trains)
     lines += start.lines
     if start.resume_from is not None and (start.continues or not args.checkpoint.finetune):
         lines += _check(start, args, world_size)
@@ -150,33 +153,34 @@ def _continue(save: Path, load: Path | None, options: CheckpointArgs, iterations
     return Start(save, step, continues=True, lines=lines)
 
 
-def _begin_from(load: Path, args: NeoXArgs) -> Start:
+def _begin_from(load: Path, options: CheckpointArgs, model: ModelArgs, *, trains: bool) -> Start:
     store = CheckpointStore(load)
-    step = store.find(args.checkpoint.iteration) if store.steps() else None
-    if args.checkpoint.load_positions == "fresh":
-        find_files(load, args.checkpoint.iteration)
+    step = store.find(options.iteration) if store.steps() else None
+    if options.load_positions == "fresh":
+        find_files(load, options.iteration)
         return Start(foreign=load)
     if step is not None:
         found = store.path(step)
         if is_training_checkpoint(found) or is_universal(found):
             saved = resolved_config(found)
-            if saved and "pos_emb" not in (args.checkpoint.allow_changed or ()):
+            if saved and "pos_emb" not in (options.allow_changed or ()):
                 before = args_from(saved, found)
-                begun = at_step(before, step) if args.checkpoint.finetune else before
-                check_positions(begun.model, args.model, found)
+                begun = at_step(before, step) if options.finetune else before
+                check_positions(begun.model, model, found)
             return Start(load, step)
-    files = find_files(load, args.checkpoint.iteration)  # raises if it is not a checkpoint
-    if step is not None and not args.checkpoint.finetune and is_neox_run(files.directory):
+    files = find_files(load, options.iteration)  # raises if it is not a checkpoint
+    if step is not None and not options.finetune and is_neox_run(files.directory):
         line = f"{files.directory}: continuing GPT-NeoX's run after step {step}, with its optimizer"
         return Start(load, step, lines=[line])
-    _check_foreign_start(files, args)
+    if trains and not options.finetune:
+        _check_foreign_start(files)
     return Start(foreign=load)
 
 
-def _check_foreign_start(files: CheckpointFiles, args: NeoXArgs) -> None:
+def _check_foreign_start(files: CheckpointFiles) -> None:
     """Refuse to resume another program's run without its optimizer states."""
     of_a_run = not files.is_hf and not is_ours(resolved_config(files.directory))
-    if args.steps_to_train and of_a_run and files.step_in_name and not args.checkpoint.finetune:
+    if of_a_run and files.step_in_name:
         raise CheckpointError(
             f"load = {files.root}: step {files.step_in_name} of another program's run (GPT-NeoX or "
             "the official KERPLE code) without optimizer files that can be read, so it cannot be "
@@ -207,11 +211,8 @@ def _check(start: Start, args: NeoXArgs, world_size: int) -> list[str]:
         ) from error
 
 
-def _move_aside(save: Path, args: NeoXArgs, world_size: int) -> list[str]:
+def _move_aside(save: Path) -> str:
     """overwrite: true: move the run's files into a directory beside it."""
-    store = CheckpointStore(save)
-    if not store.steps() or _began_by_overwriting(store, args, world_size):
-        return []
     number = 1
     while (aside := save.with_name(f"{save.name}.replaced{number}")).exists():
         number += 1
@@ -219,7 +220,7 @@ def _move_aside(save: Path, args: NeoXArgs, world_size: int) -> list[str]:
     for entry in sorted(save.iterdir(), key=lambda entry: entry.name == "latest"):
         if RUN_FILES.fullmatch(entry.name):
             entry.rename(aside / entry.name)
-    return [f"overwrite: the run that was in {save} is now in {aside}"]
+    return f"overwrite: the run that was in {save} is now in {aside}"
 
 
 def _began_by_overwriting(store: CheckpointStore, args: NeoXArgs, world_size: int) -> bool:

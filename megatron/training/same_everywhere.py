@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError
 from megatron.mpu.collectives import gather_objects
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.run_keys import DataArgs
 from megatron.terminal import PACKAGE
 from megatron.training.metrics import data_identity
-from megatron.training.run_directory import run_directory
 
 TOKEN = ".job_token"  # noqa: S105 - a file's name
 PATIENCE = 10.0  # seconds until a network file system shows a new file
@@ -28,23 +27,23 @@ PATIENCE = 10.0  # seconds until a network file system shows a new file
 Facts = dict[str, str]
 
 
-def check_ranks_agree(args: NeoXArgs) -> None:
+def check_ranks_agree(config_hash: str, data: DataArgs, save: Path | None) -> None:
     """Raise, on all ranks, what differs from rank 0, with the hosts and ranks it differs on."""
     if dist.get_world_size() == 1:
         return
-    gathered = gather_objects((socket.gethostname(), facts_of(args)))
-    problems = differences(gathered) + _unseen(run_directory(args.checkpoint))
+    gathered = gather_objects((socket.gethostname(), facts_of(config_hash, data)))
+    problems = differences(gathered) + _unseen(save)
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def facts_of(args: NeoXArgs) -> Facts:
+def facts_of(config_hash: str, data: DataArgs) -> Facts:
     """What must be the same on every rank, by name."""
     code = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         code.update(path.read_bytes())
-    data = {f"data {prefix}": str(found) for prefix, found in data_identity(args.data).items()}
-    return {"the config": args.config_hash(), f"the code in {PACKAGE}": code.hexdigest(), **data}
+    files = {f"data {prefix}": str(found) for prefix, found in data_identity(data).items()}
+    return {"the config": config_hash, f"the code in {PACKAGE}": code.hexdigest(), **files}
 
 
 def differences(gathered: list[tuple[str, Facts]]) -> list[str]:

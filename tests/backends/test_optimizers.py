@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.backends.optimizers import LINEAR, Lion, build_optimizer, measured_state_bytes
 from megatron.errors import ConfigError
-from megatron.model.sizes import estimate_memory, optimizer_bytes
+from megatron.model.sizes import ModelSizes, optimizer_bytes
 from megatron.mpu.parallel_layers import declare
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.deepspeed_config import OPTIMIZERS, OptimizerBlock
@@ -114,9 +114,8 @@ def test_muon_takes_torchs_steps_and_keeps_its_state_over_a_reload() -> None:
 def test_muons_one_state_of_a_matrix_is_counted() -> None:
     def needed(kind: str) -> int:
         block = {"type": kind, "params": {"lr": 0.1}}
-        return estimate_memory(
-            NeoXArgs.from_dict(tiny_config("data", optimizer=block)), 1
-        ).optimizer
+        args = NeoXArgs.from_dict(tiny_config("data", optimizer=block))
+        return ModelSizes(args).memory(1).optimizer
 
     hidden, layers = 32, 2
     assert needed("Adam") - needed("Muon") == 4 * 12 * hidden**2 * layers
@@ -144,8 +143,8 @@ def test_8bit_adam_without_its_package_is_one_line(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="only Adam has 8-bit states"):
         NeoXArgs.from_dict(lion)
     adam = NeoXArgs.from_dict({**lion, "optimizer": {"type": "Adam", "params": {}}})
-    count = estimate_memory(adam.replace(use_bnb_optimizer=False), 1).optimizer // 8
-    assert estimate_memory(adam, 1).optimizer == 2 * count
+    count = ModelSizes(adam.replace(use_bnb_optimizer=False)).memory(1).optimizer // 8
+    assert ModelSizes(adam).memory(1).optimizer == 2 * count
 
 
 def test_8bit_adam_gets_adams_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,11 +214,11 @@ def test_a_class_gets_what_it_takes_and_its_states_are_counted() -> None:
     assert NeoXArgs.from_dict(args.to_dict()) == args
     adam = NeoXArgs.from_dict(tiny_config("data", optimizer={"type": "Adam", "params": {}}))
     # Two states of four bytes, as Adam; a third one is counted too.
-    assert estimate_memory(args, 1).optimizer == estimate_memory(adam, 1).optimizer
-    third = estimate_memory(config(third=True), 1).optimizer
-    assert third == estimate_memory(args, 1).optimizer * 3 // 2
+    assert ModelSizes(args).memory(1).optimizer == ModelSizes(adam).memory(1).optimizer
+    third = ModelSizes(config(third=True)).memory(1).optimizer
+    assert third == ModelSizes(args).memory(1).optimizer * 3 // 2
     with pytest.raises(ConfigError, match=r"optimizer.params.speed: .*SlowMomentum.*lr, pull"):
-        estimate_memory(config(speed=1.0), 1)
+        ModelSizes(config(speed=1.0)).memory(1)
 
 
 def test_a_class_that_a_file_of_a_run_names_is_not_imported(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def check_states(recorded: Path) -> None:
     """What DeepSpeed's own engine held after loading the run."""
     args, directory = NeoXArgs.from_dict(config_of(recorded)), recorded / "global_step3"
     assert is_neox_run(directory)
-    found = read_neox_states(directory, args)
+    found = read_neox_states(directory, args.model)
     with np.load(recorded / "expected.npz") as arrays:
         expected = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     expected.pop("rate", None)
@@ -139,15 +139,15 @@ def test_another_schedule_is_refused() -> None:
     recorded = RUNS[0]
     args = NeoXArgs.from_dict({**config_of(recorded), "min_lr": 0.0})
     with pytest.raises(CheckpointError, match="minimum"):
-        read_neox_progress(recorded / "global_step3", args)
+        read_neox_progress(recorded / "global_step3", args.optimization)
     chosen = args.replace(use_checkpoint_lr_scheduler=True)
-    progress = read_neox_progress(recorded / "global_step3", chosen)
+    progress = read_neox_progress(recorded / "global_step3", chosen.optimization)
     assert progress["schedule"]["schedule"]["minimum"] == 1e-4
     assert (progress["iteration"], progress["consumed_samples"]) == (3, 6)
     for warmup in (0.01, 0.25):
         args = NeoXArgs.from_dict({**config_of(recorded), "warmup": warmup})
         steps = warmup * args.optimization.decay_iters
-        _check_schedule({"warmup_steps": steps}, args, recorded)
+        _check_schedule({"warmup_steps": steps}, args.optimization, recorded)
         with pytest.raises(CheckpointError, match="warmup_steps"):
             _check_schedule({"warmup_steps": steps + 1}, args, recorded)
 

@@ -56,10 +56,11 @@ def test_a_file_without_random_states_is_named_with_the_way_out(tmp_path: Path) 
 
 
 def test_another_layout_is_refused_with_the_command_to_run(tmp_path: Path) -> None:
-    write_layout(tmp_path, small_args())
-    check_layout(tmp_path, small_args())
+    before, now = small_args(), small_args(zero_optimization={"stage": 1})
+    write_layout(tmp_path, before.parallel, before.optimization)
+    check_layout(tmp_path, before.parallel, before.optimization)
     with pytest.raises(CheckpointError, match="zero_stage 0 -> 1") as caught:
-        check_layout(tmp_path, small_args(zero_optimization={"stage": 1}))
+        check_layout(tmp_path, now.parallel, now.optimization)
     assert "tools/reshard_checkpoint.py" in str(caught.value)
 
 

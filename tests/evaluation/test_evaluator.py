@@ -42,7 +42,7 @@ def test_repeating_a_finished_evaluation_does_not_even_load_the_model(
     assert run_evaluation(args) == 0
     first = result(args)
     capsys.readouterr()
-    monkeypatch.setattr(pretrained, "_load", refuse)
+    monkeypatch.setattr(pretrained, "load_pretrained", refuse)
     assert run_evaluation(args) == 0
     assert result(args) == first
     assert "already evaluated" in capsys.readouterr().out

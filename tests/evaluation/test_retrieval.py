@@ -176,7 +176,7 @@ def test_a_model_that_finds_the_key_scores_one_and_a_short_sighted_one_only_near
     )
     oracle = OracleModel(model.spec)
     oracle.sequential[-1] = IdentityHead(model.head.vocab_tp)
-    monkeypatch.setattr("megatron.generation.pretrained._load", lambda *_: oracle)
+    monkeypatch.setattr("megatron.generation.pretrained.load_pretrained", lambda *_, **__: oracle)
     grid = result_of(args, "passkey")["results"]["grid"]
     assert [(cell["depth"], cell["accuracy"]) for cell in grid] == [(0, 1), (0.5, 1), (1, 1)]
     oracle.horizon = 120  # sees the question and a key right before it, nothing earlier

@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.model.sizes import (
-    MemoryEstimate,
-    count_parameters,
-    estimate_memory,
-    memory_shortage,
-)
+from megatron.model.sizes import MemoryEstimate, ModelSizes
 from megatron.neox_arguments import NeoXArgs
 from tests.neox_arguments.samples import TINY
 
@@ -55,10 +50,10 @@ def test_count_is_the_models(values: dict[str, Any]) -> None:
     from megatron.model import GPTModel, ModelSpec
 
     args = NeoXArgs.from_dict({**TINY, "vocab_size": 100, **values})
-    count = count_parameters(args)
-    model = GPTModel(ModelSpec.from_args(args, count.padded_vocab_size))
+    sizes = ModelSizes(args)
+    model = GPTModel(ModelSpec.from_args(args, sizes.spec.padded_vocab_size))
     unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    assert count.total == sum(unique.values())
+    assert sizes.parameters.total == sum(unique.values())
 
 
 def test_llama_7b_has_the_parameters_that_its_authors_count() -> None:
@@ -76,13 +71,13 @@ def test_llama_7b_has_the_parameters_that_its_authors_count() -> None:
         "vocab_size": 32000,
         **{f"use_bias_in_{part}": False for part in ("norms", "attn_linear", "mlp")},
     }
-    assert count_parameters(NeoXArgs.from_dict({**TINY, **llama})).total == 6_738_415_616
+    assert ModelSizes(NeoXArgs.from_dict({**TINY, **llama})).parameters.total == 6_738_415_616
 
 
 def memory_under_zero(stage: int, precision: str) -> MemoryEstimate:
     zero = {"stage": stage}
     args = NeoXArgs.from_dict({**TINY, "precision": precision, "zero_optimization": zero})
-    return estimate_memory(args, 4)
+    return ModelSizes(args).memory(4)
 
 
 def test_zero_stages_save_what_they_split() -> None:
@@ -114,16 +109,17 @@ def test_an_optimizer_that_is_offloaded_takes_no_memory_of_the_device(
     block: dict[str, Any], fits: bool
 ) -> None:
     args = NeoXArgs.from_dict({**TINY, "zero_optimization": {"stage": 1, **block}})
-    needed = estimate_memory(args, 1)
+    sizes = ModelSizes(args)
+    needed = sizes.memory(1)
     without = needed.parameters + needed.gradients
-    assert (memory_shortage(args, 1, without, "this GPU") is None) == fits
+    assert (sizes.shortage(1, without, "this GPU") is None) == fits
 
 
 def test_a_vocabulary_of_ones_own_is_counted_and_an_absent_one_is_said(tmp_path: Path) -> None:
     vocabulary = tmp_path / "vocab.json"
     args = NeoXArgs.from_dict({**TINY, "vocab_file": str(vocabulary)})
-    assert count_parameters(args).padded_vocab_size == 50304
-    assert "vocabulary of 50257 assumed" in count_parameters(args).assumptions[0]
+    assert ModelSizes(args).spec.padded_vocab_size == 50304
+    assert "vocabulary of 50257 assumed" in ModelSizes(args).assumptions[0]
     vocabulary.write_text(json.dumps({str(number): number for number in range(4096)}))
-    assert count_parameters(args).padded_vocab_size == 4096
-    assert count_parameters(args).assumptions == ()
+    assert ModelSizes(args).spec.padded_vocab_size == 4096
+    assert ModelSizes(args).assumptions == ()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import run as run_command
-from megatron.model.sizes import count_parameters
+from megatron.model.sizes import ModelSizes
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.yaml_files import read_layer
 from tests.conftest import REPOSITORY
@@ -51,7 +51,7 @@ def test_models_and_places_share_no_key(model: str, name: str) -> None:
 
 def test_small_is_the_papers_162m_model_and_recipe() -> None:
     args = NeoXArgs.from_files([SMALL, LOCAL])
-    assert count_parameters(args).total == 162_322_968
+    assert ModelSizes(args).parameters.total == 162_322_968
     plan = args.batch_plan(1)
     assert (plan.train_batch_size, args.model.seq_length) == (32, 512)
     optimization = args.optimization
@@ -72,7 +72,7 @@ def test_xl_is_the_papers_1_3b_model_on_two_gpus() -> None:
     assert plan.train_batch_size == 32
     assert (args.optimization.lr, args.optimization.train_iters) == (2e-4, 150_000)
     assert args.optimization.precision == "fp16"
-    assert 1.2e9 < count_parameters(args).layers < 1.35e9
+    assert 1.2e9 < ModelSizes(args).parameters.layers < 1.35e9
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -125,7 +125,7 @@ PYTHIA = {
 @pytest.mark.parametrize("size", PYTHIA)
 def test_pythia_sizes_are_the_published_ones(size: str) -> None:
     args = NeoXArgs.from_files([CONFIGS / "pythia" / f"{size}.yml", LOCAL])
-    assert count_parameters(args.replace(vocab_size=50_277)).total == PYTHIA[size]
+    assert ModelSizes(args.replace(vocab_size=50_277)).parameters.total == PYTHIA[size]
     assert args.optimization.min_lr == pytest.approx(args.optimization.lr / 10)
     plan = args.batch_plan(16)
     assert plan.train_batch_size * args.model.seq_length == 2**21

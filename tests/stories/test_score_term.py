@@ -23,7 +23,7 @@ from megatron.checkpoints.hf.folder import write_hf
 from megatron.checkpoints.writing import write_neox
 from megatron.errors import CheckpointError
 from megatron.model.outline import outline_of
-from megatron.model.sizes import count_parameters
+from megatron.model.sizes import ModelSizes
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpoints.small_models import logits_of, tokens
 from tests.conftest import REPOSITORY
@@ -114,7 +114,7 @@ def _trained(config: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _count(config: dict[str, Any]) -> int:
-    return count_parameters(NeoXArgs.from_dict(config)).total
+    return ModelSizes(NeoXArgs.from_dict(config)).parameters.total
 
 
 def _check_exports(directory: Path, name: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.checkpoints.resuming import Resumed
 from megatron.errors import ConfigError, DataError
+from megatron.model import ModelSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.run_keys import DataArgs
 from megatron.training import batches
@@ -71,7 +72,7 @@ def test_drawn_positions_belong_to_samples_and_validation_has_none() -> None:
         sampler = batches.ResumableBatchSampler(
             99, consumed, 2, dp_rank=rank, dp_size=ranks, grad_accum=2 // ranks
         )
-        places = batches._places(args, sampler)
+        places = batches._places(ModelSpec.from_args(args, 64), sampler)
         stream = batches._micro_batches([text] * number, torch.device("cpu"), 0, args.data, places)
         return [torch.arange(16) - row for inputs, _ in stream for row in inputs[1]]
 
@@ -101,7 +102,7 @@ def test_the_loader_pins_memory_where_there_is_a_gpu(
     alone: Any = SimpleNamespace(data_rank=0, data_size=1)
     monkeypatch.setattr(batches, "_datasets", lambda *_: ([0] * 8, None, None))
     start, plan = Resumed(0, 0), args.batch_plan(1)
-    batches.build_streams(args, plan, alone, eod=0, vocab_size=9, start=start)
+    batches.build_streams(args, ModelSpec.from_args(args, 9), plan, alone, eod=0, start=start)
     assert asked["pin_memory"] is cuda
 
 
@@ -115,7 +116,8 @@ def samples_of(args: NeoXArgs, rank: int, ranks: int, consumed: int = 0) -> Any:
     """The training micro-batches of one data-parallel rank."""
     plan, parallel = args.batch_plan(ranks), SimpleNamespace(data_rank=rank, data_size=ranks)
     start = Resumed(0, consumed)
-    stream, _, _ = batches.build_streams(args, plan, parallel, eod=0, vocab_size=64, start=start)  # type: ignore[arg-type]
+    spec = ModelSpec.from_args(args, 64)
+    stream, _, _ = batches.build_streams(args, spec, plan, parallel, eod=0, start=start)  # type: ignore[arg-type]
     return ([tuple(row.tolist()) for row in tokens] for tokens, _ in stream)  # type: ignore[union-attr]
 
 

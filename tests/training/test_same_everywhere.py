@@ -39,7 +39,7 @@ def test_a_host_with_another_version_of_the_code_is_named(
     hosts = []
     for source in ("x = 1", "x = 1", "x = 2"):
         (tmp_path / "part" / "module.py").write_text(source)
-        hosts.append((f"node-{len(hosts)}", facts_of(args)))
+        hosts.append((f"node-{len(hosts)}", facts_of(args.config_hash(), args.data)))
     assert differences(hosts) == [
         f"the code in {tmp_path} on rank 2 on node-2 is not that of rank 0 on node-0. "
         "Give all hosts the same."

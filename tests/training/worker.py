@@ -54,9 +54,9 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     args = NeoXArgs.from_dict(case["config"])
     plain = chosen_backend(args.runtime.training_backend) == TORCH
     parallel = initialize_parallel(args.parallel, serial=plain)
-    vocabulary = find_vocabulary(args)
+    vocabulary = find_vocabulary(args.tokenizer, args.data)
     set_seeds(args.runtime.seed, parallel)
-    spec = ModelSpec.from_args(args, vocabulary.padded_size)
+    spec = ModelSpec.from_args(args, args.padded_vocabulary(vocabulary.size))
     with watched_matrices() as whole_at_once:
         module = build_module(args, spec, parallel)
     engine = build_engine(args, module, parallel)
@@ -73,10 +73,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     plan = args.batch_plan(dist.get_world_size())
     train, valid, _ = build_streams(
         args,
+        spec,
         plan,
         parallel,
         eod=vocabulary.eod,
-        vocab_size=vocabulary.padded_size,
         start=Resumed(start, start * plan.train_batch_size),
     )
     assert train is not None and valid is not None
