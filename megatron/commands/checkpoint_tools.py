@@ -92,9 +92,9 @@ def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
     from megatron.evaluation.text_tables import text_table
     from megatron.model.outline import layer_ranges
 
-    where = "shared by all layers" if kernel["layer"] is None else f"layer {kernel['layer']}"
-    if "layers" in kernel:
-        where = f"{label_of(kernel['pos_emb'])} of {layer_ranges(kernel['layers'])}"
+    layers = kernel.get("layers", [] if kernel["layer"] is None else [kernel["layer"]])
+    name = f"{label_of(kernel['pos_emb'])} " if "pos_emb" in kernel else ""
+    where = f"{name}of {layer_ranges(layers)} (from 1)" if layers else "shared by all layers"
     columns = dict(kernel["values"])
     if lengths := kernel["effective_lengths"]:
         columns["effective length"] = [

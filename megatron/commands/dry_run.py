@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 from megatron.launcher.planning import find_script, plan_launch
 from megatron.machine import count_gpus, memory_bytes
 from megatron.model.layer_formulas import pattern_places
-from megatron.model.outline import layer_ranges, position_label
+from megatron.model.outline import layer_ranges
 from megatron.model.sizes import (
     cache_bytes,
     count_parameters,
@@ -94,14 +94,14 @@ def _layer_section(args: NeoXArgs) -> str:
         f"{'kernel of ' + layer_ranges(layers):24s} {label_of(spec.pos_emb)}"
         for _, spec, layers in outline.kernels()
     ]
-    return "\n".join(["# layers, from 0", *rows, *kernels])
+    return "\n".join(["# layers, from 1", *rows, *kernels])
 
 
 def _parameter_section(args: NeoXArgs) -> str:
     count = count_parameters(args)
     rows = [
         ("embedding", count.embedding),
-        (f"positions ({position_label(args.model)})", count.positions),
+        (f"positions ({label_of(args.model.method)})", count.positions),
         (f"{args.model.num_layers} layers", count.layers),
         ("final norm", count.final_norm),
         ("head" if count.head else "head (tied to the embedding)", count.head),

@@ -101,7 +101,7 @@ def _of_some_layers(run: RunMetrics, name: str) -> RunMetrics:
     except (KerpleError, ValueError, IndexError):  # another program's file
         return RunMetrics(f"{run.name}, {name}", config={})
     config = {**run.config, "pos_emb": own.pos_emb}
-    return RunMetrics(f"{run.name}, {layer_ranges(layers)}", config=config)
+    return RunMetrics(f"{run.name}, {layer_ranges(layers)} (from 1)", config=config)
 
 
 def draw(runs: Sequence[RunMetrics], out: Path) -> None:

@@ -257,7 +257,10 @@ def test_inspection_of_models_without_a_shared_bias(
 ) -> None:
     model = saved_model(tmp_path, **changes)
     assert inspect([str(tmp_path)]) == 0
-    assert f"{model.num_parameters():,}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"{model.num_parameters():,}" in text
+    for layer in (1, 2):
+        assert (f"kernel, of layer {layer} (from 1)\n" in text) == ("kerple_share" in changes)
     assert inspect([str(tmp_path), "--json"]) == 0
     kernels = json.loads(capsys.readouterr().out)["kernels"]
     assert len(kernels) == (2 if "kerple_share" in changes else 0)

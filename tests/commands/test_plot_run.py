@@ -98,12 +98,12 @@ def test_the_kernels_of_a_pattern_have_a_row_each(tmp_path: Path) -> None:
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     first, second = read_run(folder).shared.values()
-    assert (first.name, first.config["pos_emb"]) == ("pattern, layers 0-1", "kerple_log")
-    assert (second.name, second.config["pos_emb"]) == ("pattern, layer 2", "kerple_power")
+    assert (first.name, first.config["pos_emb"]) == ("pattern, layers 1-2 (from 1)", "kerple_log")
+    assert (second.name, second.config["pos_emb"]) == ("pattern, layer 3 (from 1)", "kerple_power")
     assert [step for step, _ in second.kernels] == [1, 2]
     assert run("plot_run", [str(folder)]) == 0
     shown = as_data([Watched(folder)])[0]["kernels"]
-    layers = ("layers 0-1", "layer 2")
+    layers = ("layers 1-2 (from 1)", "layer 3 (from 1)")
     assert list(shown) == [f"pattern, {x}: {name}" for x in layers for name in ("r1", "r2")]
 
 

@@ -19,8 +19,8 @@ from megatron.atomic_files import read_json
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.reading import TOKENIZER, Checkpoint
 from megatron.errors import CheckpointError
-from megatron.model.outline import position_label
 from megatron.model.position_base import PositionalEmbedding
+from megatron.neox_arguments.catalogue import label_of
 from megatron.tokenizer import Tokenizer
 
 BYTE_LEVEL_MARK = "<|byte_level_eod|>"
@@ -219,7 +219,7 @@ def _header(checkpoint: Checkpoint, model_type: str, ours: bool) -> str:
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         f"tags:\n{listed}---\n\n"
-        f"# {position_label(checkpoint.args.model)} language model, "
+        f"# {label_of(checkpoint.args.model.method)} language model, "
         f"{checkpoint.num_parameters / 1e6:.1f}M parameters\n\n"
         f"A decoder-only language model trained with KERPLE-NeoX for {checkpoint.iteration} steps "
         f"at length {checkpoint.args.model.seq_length}.\n"
@@ -251,7 +251,7 @@ def _facts(checkpoint: Checkpoint) -> str:
     model = checkpoint.args.model
     key = "pos_emb" if model.layer_pattern is None else "layer_pattern"
     rows = {
-        "positional embedding": f"{position_label(model)} (`{key}: {getattr(model, key)}`)",
+        "positional embedding": f"{label_of(model.method)} (`{key}: {getattr(model, key)}`)",
         "layers": model.num_layers,
         "hidden size": model.hidden_size,
         "heads": model.num_attention_heads,
