@@ -88,7 +88,8 @@ def _fits(spec: ModelSpec, checkpoint: Checkpoint, tokens: Tensor) -> dict[str, 
         if lacking := [layer for layer in layers if layer not in added]:
             raise CheckpointError(
                 f"{checkpoint.files.directory}: kerple_init = fit, and {layer_ranges(lacking)} "
-                "(from 1) of the checkpoint has no rotary to fit a kernel to. Use kerple_init flat or official."
+                "(from 1) of the checkpoint has no rotary to fit a kernel to. Use kerple_init flat "
+                "or official."
             )
         target = torch.stack([added[layer] / own.table_factor(layer) for layer in layers])
         fits[prefix] = fit_kernel(kind(PositionOptions(own)), target.mean(0))
