@@ -167,5 +167,5 @@ def test_a_scale_that_should_learn_is_refused() -> None:
     """It is a number: its gradient would be lost in silence."""
     q = torch.randn(1, 2, 4, 8)
     assert attention(q, q, q, scale=torch.tensor(0.5)).shape == q.shape
-    with pytest.raises(EngineError, match="scale requires a gradient.* multiply q by it"):
+    with pytest.raises(EngineError, match=r"scale requires a gradient.* multiply q by it"):
         attention(q, q, q, scale=torch.tensor(0.5, requires_grad=True))
