@@ -362,6 +362,8 @@ def plot_kernels(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, help="distances (default: 4 x seq_length, or 513)")
     add_checkpoint_arguments(parser)
     options = _parsed(parser, argv, length=1 << 24)
+    if options.length == 1:  # curves begin at distance 1
+        parser.error("--length: must be at least 2")
     if not options.names and not options.framework:
         parser.error("name a run, a method or module:Class, or use --framework")
     set_deepspeed_accelerator()

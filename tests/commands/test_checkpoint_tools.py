@@ -181,6 +181,7 @@ def test_hugging_face_folders_are_not_split(tmp_path: Path, option: list[str]) -
         (convert, ["out", "--to", "neox", "--with-kernel-source"], "is for hf"),
         (convert, ["out", "--to", "native", "--config"], "expected at least one argument"),
         (inspect, ["--longest", "-1"], "must not be negative"),
+        (inspect, ["--longest", "1000000000"], "1000000000: at most 16,777,216"),
     ],
 )
 def test_a_wrong_option_is_a_line_about_it(
