@@ -28,6 +28,10 @@ tools/inspect_checkpoint.py RUN/global_step1000 OTHER_RUN --json
 """
 
 
+MOST_DISTANCES = 1 << 24
+"""Of tables that are computed for `--longest`; 64 MB a head."""
+
+
 def _report(args: argparse.Namespace) -> dict[str, Any]:
     """The whole report as plain data."""
     set_deepspeed_accelerator()
@@ -92,9 +96,9 @@ def _kernel(kernel: dict[str, Any], longest: int) -> list[str]:
     from megatron.evaluation.text_tables import text_table
     from megatron.model.outline import layer_ranges
 
-    where = "shared by all layers" if kernel["layer"] is None else f"layer {kernel['layer']}"
-    if "layers" in kernel:
-        where = f"{label_of(kernel['pos_emb'])} of {layer_ranges(kernel['layers'])}"
+    layers = kernel.get("layers", [] if kernel["layer"] is None else [kernel["layer"]])
+    name = f"{label_of(kernel['pos_emb'])} " if "pos_emb" in kernel else ""
+    where = f"{name}of {layer_ranges(layers)} (from 1)" if layers else "shared by all layers"
     columns = dict(kernel["values"])
     if lengths := kernel["effective_lengths"]:
         columns["effective length"] = [
@@ -114,8 +118,9 @@ def inspect_checkpoint(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     add_checkpoint_arguments(parser)
     args = parser.parse_args(arguments)
-    if args.longest < 0:
-        parser.error(f"--longest {args.longest}: must not be negative")
+    if not 0 <= args.longest <= MOST_DISTANCES:
+        reason = "must not be negative" if args.longest < 0 else f"at most {MOST_DISTANCES:,}"
+        parser.error(f"--longest {args.longest}: {reason}")
     content = _report(args)
     if args.json:
         from megatron.checkpoints.inspection import without_nonfinite

@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 from megatron.launcher.planning import find_script, plan_launch
 from megatron.machine import count_gpus, memory_bytes
 from megatron.model.layer_formulas import pattern_places
-from megatron.model.outline import ModelOutline, layer_ranges, position_label
+from megatron.model.outline import ModelOutline, layer_ranges
 from megatron.model.sizes import ModelSizes
 from megatron.neox_arguments import FACTS, GROUPS, OWNER, NeoXArgs
 from megatron.neox_arguments.catalogue import label_of
@@ -89,14 +89,14 @@ def _layer_section(outline: ModelOutline) -> str:
         f"{'kernel of ' + layer_ranges(layers):24s} {label_of(spec.pos_emb)}"
         for _, spec, layers in outline.kernels()
     ]
-    return "\n".join(["# layers, from 0", *rows, *kernels])
+    return "\n".join(["# layers, from 1", *rows, *kernels])
 
 
 def _parameter_section(sizes: ModelSizes) -> str:
     count, model = sizes.parameters, sizes.spec
     rows = [
         ("embedding", count.embedding),
-        (f"positions ({position_label(model)})", count.positions),
+        (f"positions ({label_of(model.method)})", count.positions),
         (f"{model.num_layers} layers", count.layers),
         ("final norm", count.final_norm),
         ("head" if count.head else "head (tied to the embedding)", count.head),

@@ -232,17 +232,17 @@ def _of_checkpoint(path: Path, options: argparse.Namespace) -> Iterator[Drawn]:
         raise KerpleError(f"{path}: {model.spec.pos_emb} has nothing over distance to draw")
     kernels = outline_of(model.spec).kernels()  # in the order of the modules
     for number, (module, (_, own, layers)) in enumerate(zip(modules, kernels, strict=True)):
-        layer = f", layer {number + 1}" if len(modules) > 1 else ""
+        layer = f", layer {number + 1} (from 1)" if len(modules) > 1 else ""
         file = path / (f"kernels_layer{number + 1}.png" if layer else "kernels.png")
         if model.spec.layer_pattern is not None:
-            layer = f", {layer_ranges(layers)}"
+            layer = f", {layer_ranges(layers)} (from 1)"
             file = path / (f"kernels_{number}.png" if len(modules) > 1 else "kernels.png")
         title = f"{path.name}: {label_of(own.pos_emb)} at step {model.iteration}{layer}"
         yield Drawn(title, file, drawn_of(module, length))
     for number, tables in enumerate(by_layer, 1):
         if tables and not _among(by_layer[: number - 1], tables):
             word = next(iter(tables))
-            title = f"{path.name}: {word} at step {model.iteration}, layer {number}"
+            title = f"{path.name}: {word} at step {model.iteration}, layer {number} (from 1)"
             yield Drawn(title, path / f"{re.split('[ ,]', word)[0]}_layer{number}.png", tables)
 
 
@@ -364,6 +364,8 @@ def plot_kernels(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, help="distances (default: 4 x seq_length, or 513)")
     add_checkpoint_arguments(parser)
     options = _parsed(parser, argv, length=1 << 24)
+    if options.length == 1:  # curves begin at distance 1
+        parser.error("--length: must be at least 2")
     if not options.names and not options.framework:
         parser.error("name a run, a method or module:Class, or use --framework")
     set_deepspeed_accelerator()

@@ -31,6 +31,7 @@ CURVES = {
     "tokens_per_second": "tokens per second",
 }
 WIDTH, HEIGHT = 3.9, 3.0  # inches a panel
+MAX_KERNELS = 24  # rows of one picture
 
 
 @dataclass
@@ -42,7 +43,8 @@ class RunMetrics:
     kernels: list[tuple[int, dict[str, list[float]]]] = field(default_factory=list)
     config: Mapping[str, Any] = field(default_factory=dict)
     shared: dict[str, RunMetrics] = field(default_factory=dict)
-    """The kernels of a layer_pattern, each as a run with a kernel, by their names in the file."""
+    """The kernels of some layers, or of one, each as a run with a kernel, by their names in the
+    file."""
 
 
 def read_run(directory: Path) -> RunMetrics:
@@ -65,7 +67,7 @@ def read_run(directory: Path) -> RunMetrics:
             if not (isinstance(kernel, dict) and (values := kernel_values(kernel))):
                 continue
             owner = run
-            if name.startswith("kernel_shared"):
+            if name.startswith(("kernel_shared", "kernel_layer")):
                 owner = run.shared.setdefault(name, _of_some_layers(run, name))
             elif name != "kernel":
                 continue
@@ -90,18 +92,21 @@ def _config_in(folder: Path) -> Mapping[str, Any]:
 
 
 def _of_some_layers(run: RunMetrics, name: str) -> RunMetrics:
-    """A run for one of the kernels that layers share: named by its layers, with its method."""
+    """A run for the kernel of some layers, or of one: named by its layers, with its method."""
     from megatron.model.outline import layer_ranges
     from megatron.model.sizes import ModelSizes
     from megatron.neox_arguments import NeoXArgs
 
     try:
         outline = ModelSizes(NeoXArgs.from_dict(run.config)).outline
-        _, own, layers = outline.kernels()[int(name.removeprefix("kernel_shared"))]
-    except (KerpleError, ValueError, IndexError):  # another program's file
+        kernels = {
+            f"kernel_shared{place}": kernel for place, kernel in enumerate(outline.kernels())
+        } | {f"kernel_layer{kernel[2][0]}": kernel for kernel in outline.kernels()}
+        _, own, layers = kernels[name]
+    except (KerpleError, LookupError):  # another program's file
         return RunMetrics(f"{run.name}, {name}", config={})
     config = {**run.config, "pos_emb": own.pos_emb}
-    return RunMetrics(f"{run.name}, {layer_ranges(layers)}", config=config)
+    return RunMetrics(f"{run.name}, {layer_ranges(layers)} (from 1)", config=config)
 
 
 def draw(runs: Sequence[RunMetrics], out: Path) -> None:
@@ -112,6 +117,10 @@ def draw(runs: Sequence[RunMetrics], out: Path) -> None:
 
     owners = [owner for run in runs for owner in (run, *run.shared.values())]
     with_kernels = [owner for owner in owners if len(owner.kernels) > 1]
+    if len(with_kernels) > MAX_KERNELS:
+        text = f"drawn: the first {MAX_KERNELS} of {len(with_kernels)} kernels"
+        warnings.warn(text, stacklevel=2)
+        with_kernels = with_kernels[:MAX_KERNELS]
     columns = max([4, *(len(run.kernels[0][1]) + 1 for run in with_kernels)])
     rows = 1 + len(with_kernels)
     with figure_style():

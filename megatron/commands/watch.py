@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -265,8 +266,12 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
             elif self.path == "/":
                 self._answer("text/html; charset=utf-8", PAGE.read_bytes())
             elif self.path == "/runs.json":
-                found = as_data([Watched(folder) for folder in folders])
-                self._answer("application/json", json.dumps(found).encode())
+                try:
+                    found = as_data([Watched(folder) for folder in folders])
+                except DataError as error:  # a folder was moved away
+                    self.send_error(404, str(error))
+                else:
+                    self._answer("application/json", json.dumps(found).encode())
             else:
                 self.send_error(404)
 
@@ -283,8 +288,9 @@ def server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
     try:
         return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except OSError as error:
-        raise ConfigError(f"--serve {port}: {error.strerror}. Choose another port.") from error
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--serve {port}: {reason}. Choose another port.") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,6 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"show a web page at 127.0.0.1 instead (default port: {DEFAULT_PORT}; 0: a free one)",
     )
     options = parser.parse_args(argv)
+    if not 0 <= options.seconds < threading.TIMEOUT_MAX:
+        parser.error(f"--seconds {options.seconds}: a time of 0 or more")
     watched = [Watched(folder) for folder in options.runs]  # a folder that is missing ends here
     if options.serve is not None:
         with server(options.runs, options.serve) as served:

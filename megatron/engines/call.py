@@ -158,6 +158,10 @@ def checked_call(*tensors: Any, scale: float | None = None, **options: Any) -> C
         raise EngineError(
             f"seed must be one integer; got {call.seed.dtype} of shape {tuple(call.seed.shape)}"
         )
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise EngineError(
+            "scale requires a gradient, and none is computed: multiply q by it, and give scale=1"
+        )
     scale = 1.0 / math.sqrt(call.q.shape[-1]) if scale is None else float(scale)
     if not math.isfinite(scale):
         raise EngineError(f"scale={scale}: must be a finite number")

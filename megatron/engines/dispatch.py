@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,12 +64,13 @@ def attention(
       packed into one sequence then do not see each other, and their tiles are not visited.
     * sink: [H] or [B, H, Lq], one more logit in the denominator of the softmax, with no value.
     * window: keys at this distance or more are not seen.
-    * scale: 1/sqrt(D) unless given.
+    * scale: a number, 1/sqrt(D) unless given.
 
     `engine` is one of auto, naive, tiled (CPU), triton and flex (GPU); `auto` picks by device,
     dtype and length. `pruning` lets an engine leave out keys whose bias has provably
     decayed below rounding. `seed`, an integer or a tensor of one, decides which weights `dropout`
     drops, the same in every engine; without it one is drawn from `generator`, or torch's own.
+    Under torch.autocast nothing is cast: the output has q's dtype.
     """
     call = checked_call(
         *(q, k, v, bias, weight, key_bias, first_key, sink),
@@ -78,7 +81,11 @@ def attention(
         dropout=dropout,
         pruning=pruning,
     )
-    chosen = choose_engine(call, engine)
+    with _without_autocast(call.q.device):
+        return _run(call, choose_engine(call, engine))
+
+
+def _run(call: Call, chosen: str) -> Tensor:
     if chosen == "triton":
         from megatron.engines.triton_attention import triton_attention
 
@@ -94,6 +101,14 @@ def attention(
     from megatron.engines.reference import naive_attention
 
     return naive_attention(call)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """The tensors' dtypes decide: autocast would round scores in engines made of torch's products,
+    and not in the others."""
+    if device.type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _seed_of(seed: int | Tensor | None, generator: torch.Generator | None) -> Tensor:

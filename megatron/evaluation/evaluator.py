@@ -166,7 +166,7 @@ class Evaluation:
             "checkpoint": str(self.selected.checkpoint),
             "iteration": self.selected.iteration,
             "config_hash": self.selected.config_hash,
-            "pos_emb": model.spec.pos_emb,
+            "pos_emb": model.spec.method,
             "train_length": model.spec.seq_length,
             "parameters": model.num_parameters(),
             "checkpoint_id": weights_id(self.selected.checkpoint),

@@ -27,7 +27,6 @@ from megatron.model.position_base import TableEmbedding
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.parallel_layers import ParameterFacts, parameter_facts
 from megatron.neox_arguments.allowed_code import positions_named
-from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.model_keys import ModelArgs
 
 
@@ -49,9 +48,13 @@ def is_of_positions(name: str) -> bool:
 
 
 def layer_ranges(numbers: Iterable[int]) -> str:
-    """`layers 0-4, 6` for a list of layers; empty for none."""
+    """`layers 1-5, 7` for a list of layers; empty for none.
+
+    The numbers count from 0, as in names of weights and metrics. What people read counts layers
+    and heads from 1.
+    """
     runs: list[list[int]] = []
-    for number in numbers:
+    for number in (number + 1 for number in numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
@@ -59,16 +62,6 @@ def layer_ranges(numbers: Iterable[int]) -> str:
     told = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs]
     one = len(runs) == 1 and runs[0][0] == runs[0][1]
     return f"layer{'' if one else 's'} {', '.join(told)}" if told else ""
-
-
-def method_names(model: ModelArgs) -> list[str]:
-    """The value of pos_emb; of a layer_pattern, those of its entries in order, each once."""
-    return list(dict.fromkeys(model.methods))
-
-
-def position_label(model: ModelArgs) -> str:
-    """The label of the method of positions, or of those in a layer_pattern."""
-    return " + ".join(dict.fromkeys(map(label_of, method_names(model))))
 
 
 Facts = dict[str, ParameterFacts]

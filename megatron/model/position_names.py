@@ -86,13 +86,13 @@ def kernel(
     """
     if is_import_path(name):
         allow_kernel(name)  # the caller named it, no file
-    options = position_options(heads=heads, head_dim=head_dim, seed=seed, **keys)
-    embedding = build_positional_embedding(name, options)
-    if not isinstance(embedding, TableEmbedding):
+    method = positional_embedding_class(name)
+    if not issubclass(method, TableEmbedding):
         raise PositionalEmbeddingError(
             f"kernel({name!r}): this method has no table over distance (it acts on "
-            f"{_ACTS_ON.get(embedding.kind, embedding.kind)}); "
+            f"{_ACTS_ON.get(method.kind, method.kind)}); "
             "build the model with pos_emb instead, or choose a method with tables."
         )
+    embedding = method(position_options(heads=heads, head_dim=head_dim, seed=seed, **keys))
     embedding.stays_fp32 = True
     return embedding

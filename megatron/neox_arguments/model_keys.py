@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import model_validator
 
 from megatron.neox_arguments.allowed_code import positions_named
+from megatron.neox_arguments.catalogue import canonical_method
 from megatron.neox_arguments.layer_pattern import with_local_layers, with_whole_temperatures
 from megatron.neox_arguments.position_keys import (
     BiasScale,
@@ -484,6 +485,14 @@ class ModelArgs(Group):
         """pos_emb, or that of each entry of layer_pattern."""
         named = positions_named({"layer_pattern": self.layer_pattern}) or [None]
         return [name or self.pos_emb for name in named]
+
+    @property
+    def method(self) -> str:
+        """pos_emb; of a layer_pattern, those of its entries in order, each once, joined by `+`.
+
+        Log lines, results and tables name the model's positions so.
+        """
+        return "+".join(dict.fromkeys(map(canonical_method, self.methods)))
 
     @property
     def engine_in_effect(self) -> str:

@@ -68,5 +68,8 @@ def require_positive(**sizes: Any) -> None:
     """ConfigError unless every value is a whole number of at least 1; a seed may be 0."""
     for name, value in sizes.items():
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < (0 if name == "seed" else 1):
-            raise ConfigError(f"{name} = {value!r:.80} is wrong: use a whole number above 0.")
+        least = 0 if name == "seed" else 1
+        if not whole or value < least:
+            raise ConfigError(
+                f"{name} = {value!r:.80} is wrong: use a whole number from {least} on."
+            )

@@ -409,6 +409,10 @@ def _check_blends(data: DataArgs) -> None:
             raise ConfigError(f"{name}_data_weights = {weights!r:.80}: not all may be 0.")
 
 
+MOST_POSITIONS = 1 << 24
+"""Of randomized_positions; a sample's are drawn by a permutation of all."""
+
+
 def _check_randomized(most: int, data: DataArgs, model: ModelArgs) -> None:
     """Positions are drawn for methods that know a token's own position, and for whole sequences."""
     key = f"randomized_positions = {most}"
@@ -421,6 +425,11 @@ def _check_randomized(most: int, data: DataArgs, model: ModelArgs) -> None:
         )
     if most < model.seq_length:
         raise ConfigError(f"{key} is below seq_length = {model.seq_length}. Raise it.")
+    if most > MOST_POSITIONS:
+        raise ConfigError(
+            f"{key} is above {MOST_POSITIONS:,}, beyond which fp32 does not tell neighbouring "
+            "positions apart. Lower it."
+        )
     if "learned" in methods and most > model.position_rows:
         raise ConfigError(
             f"{key} is above max_position_embeddings = {model.position_rows}, and pos_emb = "

@@ -40,6 +40,12 @@ def pack_runs(suite: Suite, target: Path) -> list[str]:
     if not target.name.endswith(SUFFIX):
         raise ReproduceError(f"--out {target}: expected a name that ends in {SUFFIX}")
     finished = [run for run in suite.runs if is_finished(run)]
+    if not finished:
+        raise ReproduceError(
+            f"{suite.directory}: none of the suite's {len(suite.runs)} runs is finished there, so "
+            "nothing is packed; see `status`, or give another --runs"
+        )
+    _check_replaced(suite, {run.name for run in finished}, target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         atomic_writer(target) as file,
@@ -52,6 +58,20 @@ def pack_runs(suite: Suite, target: Path) -> list[str]:
                 entry.size, entry.mode = len(content), 0o644
                 archive.addfile(entry, io.BytesIO(content))
     return [run.name for run in finished]
+
+
+def _check_replaced(suite: Suite, names: set[str], target: Path) -> None:
+    """ReproduceError if a file in the place holds finished runs that the new one would not."""
+    if not target.exists():
+        return
+    with unpacked(target) as folder:
+        held = {path.name for path in (folder / suite.name).glob("*") if path.is_dir()}
+    if lost := sorted(held - names):
+        shown = f"{', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}"
+        raise ReproduceError(
+            f"--out {target}: holds runs that {suite.directory} has not finished: {shown}; unpack "
+            "it there first with `tar xf`, or choose another name"
+        )
 
 
 def _content(run: Run) -> Iterator[tuple[str, bytes]]:

@@ -16,7 +16,7 @@ from megatron.atomic_files import fingerprint, read_json
 from megatron.errors import ReproduceError
 from megatron.evaluation.tasks import LENGTH_FACTORS
 from megatron.neox_arguments import OWNER, NeoXArgs
-from megatron.neox_arguments.catalogue import canonical_method, label_of
+from megatron.neox_arguments.catalogue import label_of
 from megatron.neox_arguments.command_line import saved_configs
 from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 from megatron.paper.result_fit import Fit, ResultFiles
@@ -49,12 +49,11 @@ def suite_of_folders(place: Path, folders: Sequence[Path], sets: Sequence[str] =
     kinds: dict[str, list[Run]] = {}
     for path, config in configs.items():
         args = NeoXArgs.from_dict(config)
-        method = "+".join(dict.fromkeys(map(canonical_method, args.model.methods)))
         seed = args.runtime.seed
         own = {
             key: v for key, v in trained_with(config).items() if key not in ("seed", "data_seed")
         }
-        run = Run("", _MODEL, "", method, seed, 1, config, path, (_SECTION,), (_STEP,))
+        run = Run("", _MODEL, "", args.model.method, seed, 1, config, path, (_SECTION,), (_STEP,))
         same = kinds.setdefault(fingerprint(own), [])
         if twin := next((other for other in same if other.seed == seed), None):
             raise ReproduceError(

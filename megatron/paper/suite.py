@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.atomic_files import fingerprint
-from megatron.errors import ConfigError, ReproduceError
+from megatron.errors import ReproduceError
 from megatron.neox_arguments import FACTS, NeoXArgs, changes_training
 from megatron.neox_arguments.allowed_code import allow_flags
 from megatron.neox_arguments.normalize import canonical_key
@@ -25,6 +25,7 @@ from megatron.paper.suite_file import (
     SuiteFile,
     read_suite_file,
 )
+from megatron.paper.suite_references import check_references, check_run
 
 _COUNTS = ("seq_length", "train_iters", "num_layers", "hidden_size", "num_attention_heads")
 _BATCH_KEYS = frozenset(
@@ -189,12 +190,14 @@ def load_suite(
     base, _, part = name.partition("/") if not name.endswith((".yml", ".yaml")) else (name, "", "")
     chosen = [*only, part] if part else list(only)
     file, stem = read_suite_file(base), Path(base).stem
+    check_references(base, file)
     expansion = _Expansion(stem, file, Path(runs_root), Path(data_root), sets or {})
     runs, sections = expansion.runs(), list(file.sections.values())
+    names = {run.name for run in runs}
     if chosen:
         runs, sections = _select(stem, runs, sections, chosen)
     tables = tuple(expansion.with_table(section) for section in sections)
-    _check_configs(stem, runs)
+    _check_configs(stem, runs, names)
     return Suite(stem, file, tables, tuple(runs), Path(runs_root), Path(data_root), base)
 
 
@@ -209,15 +212,13 @@ def parsed_sets(items: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _check_configs(suite: str, runs: Iterable[Run]) -> None:
-    """What train.py would refuse is refused before anything starts."""
+def _check_configs(suite: str, runs: Iterable[Run], names: set[str]) -> None:
+    """What train.py or evaluate.py would refuse is refused before anything starts."""
     for run in runs:
+        where = f"suite {suite}: run {run.name}"
         for key in _COUNTS:
-            _count(run.config, key, f"suite {suite}: run {run.name}")
-        try:
-            NeoXArgs.from_dict(dict(run.config))
-        except ConfigError as error:
-            raise ReproduceError(f"suite {suite}: run {run.name}: {error}") from error
+            _count(run.config, key, where)
+        check_run(where, run, names)
 
 
 class _Expansion:

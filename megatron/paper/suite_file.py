@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megatron.errors import ReproduceError
+from megatron.errors import ReproduceError, did_you_mean
 from megatron.evaluation.results_schema import first_problem
 from megatron.neox_arguments import OWNER, allowed_code
 from megatron.neox_arguments.normalize import canonical_key
@@ -202,7 +202,7 @@ class Contrast(_Strict):
 class SuiteFile(_Strict):
     about: str
     seeds: list[int]
-    splits: list[str] = ["valid"]
+    splits: list[Literal["valid", "test"]] = Field(default=["valid"], min_length=1)
     models: dict[str, Model]
     data: dict[str, DataSet]
     sections: dict[str, Section]
@@ -232,16 +232,40 @@ def read_suite_file(name: str) -> SuiteFile:
         raise ReproduceError(
             f"no suite {name!r}: use one of {known}, or the path of your own .yml file"
         )
+    content = parse_yaml(read_text(path), str(path))
+    if not isinstance(content, dict):
+        keys = ", ".join(SuiteFile.model_fields)
+        raise ReproduceError(f"{path}: not a suite, which is a mapping of keys: {keys}")
     try:
-        suite = SuiteFile.model_validate(parse_yaml(read_text(path), str(path)))
+        suite = SuiteFile.model_validate(content)
     except ValidationError as error:
-        raise ReproduceError(f"{path}: {first_problem(error)}") from error
+        raise ReproduceError(f"{path}: {_problem(error)}") from error
     _check_names(path, suite)
     _check_tasks(path, suite)
     _check_file_names(path, suite)
     _check_extends(path, suite)
     _check_data_only(path, suite)
     return suite
+
+
+_FORMS: dict[Any, type[BaseModel]] = {
+    "models": Model, "data": DataSet, "sections": Section, "positionwise": Positionwise,
+    "variants": Variant, "table": TableSpec, "speed": Speed, "contrasts": Contrast, "pairs": Pair,
+}  # fmt: skip
+
+
+def _problem(error: ValidationError) -> str:
+    """The first unknown key with the nearest that exists; else the first mistake of any kind."""
+    for found in error.errors():
+        *place, key = found["loc"]
+        if found["type"] == "extra_forbidden":
+            form = next((_FORMS[part] for part in reversed(place) if part in _FORMS), SuiteFile)
+            hint = did_you_mean(
+                str(key), form.model_fields, f"Keys: {', '.join(form.model_fields)}."
+            )
+            where = "".join(f"{part}." for part in place).removesuffix(".")
+            return f"{where + ': ' if where else ''}unknown key {key!r:.80}. {hint}"
+    return first_problem(error)
 
 
 def _methods(parts: Iterable[Positionwise | Variant]) -> list[str]:

@@ -84,8 +84,9 @@ def _fits(spec: ModelSpec, checkpoint: Checkpoint, tokens: Tensor) -> dict[str, 
             )
         if lacking := [layer for layer in layers if layer not in added]:
             raise CheckpointError(
-                f"{checkpoint.files.directory}: kerple_init = fit, and {layer_ranges(lacking)} of "
-                "the checkpoint has no rotary to fit a kernel to. Use kerple_init flat or official."
+                f"{checkpoint.files.directory}: kerple_init = fit, and {layer_ranges(lacking)} "
+                "(from 1) of the checkpoint has no rotary to fit a kernel to. Use kerple_init flat "
+                "or official."
             )
         target = torch.stack([added[layer] / own.table_factor(layer) for layer in layers])
         fits[prefix] = fit_kernel(kind(PositionOptions(own)), target.mean(0))
@@ -101,7 +102,8 @@ def _report(spec: ModelSpec, fits: dict[str, Fit], tokens: int) -> str:
     layers = layer_ranges(outline_of(spec).kernels()[place][2])
     return (
         f"kernel fitted to rotary on {tokens:,} tokens: error {errors.mean():.3f} of {size:.3f} "
-        f"(RMS in nats, mean over heads), worst {errors.max():.3f} (head {head + 1} of {layers})"
+        f"(RMS in nats, mean over heads), worst {errors.max():.3f} (head {head + 1} of {layers}, "
+        "both from 1)"
     )
 
 

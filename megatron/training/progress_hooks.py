@@ -6,7 +6,6 @@ import re
 import sys
 import time
 from collections import deque
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +181,14 @@ class ShowProgress(Hook):
         return (
             f"step {report.step}/{trainer.train_iters}: loss {loss:.4f}, "
             f"lr {report.lr:.2e}{norm}, {speed:,.0f} tokens/s, "
-            f"{timedelta(seconds=round(left))} left"
+            f"{clock_time(left)} left"
         )
+
+
+def clock_time(seconds: float) -> str:
+    """`0:01:05`, `26:03:04`: hours, minutes and seconds; days are hours too."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 class Profile(Hook):

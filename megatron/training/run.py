@@ -16,7 +16,7 @@ from megatron.checkpoints.store import CheckpointStore
 from megatron.data.datasets import check_tokenizers
 from megatron.engines.dispatch import explain_engine
 from megatron.model import ModelSpec
-from megatron.model.outline import method_names, outline_of
+from megatron.model.outline import outline_of
 from megatron.mpu.collectives import ParallelState
 from megatron.mpu.job import join_training, set_seeds
 from megatron.neox_arguments import BatchPlan, NeoXArgs
@@ -212,7 +212,7 @@ def _print_summary(trainer: Trainer) -> None:
         dropout=args.model.attention_dropout,
     )
     trainer.say(
-        f"{' + '.join(method_names(args.model))}: {_count(trainer):,} parameters on this rank, "
+        f"{args.model.method}: {_count(trainer):,} parameters on this rank, "
         f"{engine.device}, "
         f"{dist.get_world_size()} process(es): dp {parallel.data_size}, sp {parallel.sp.size}, "
         f"mp {parallel.tp.size}, pp {args.parallel.pipe_parallel_size}, "

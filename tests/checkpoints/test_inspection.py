@@ -59,6 +59,6 @@ def test_kernels_of_a_pattern_are_told_by_their_layers(tmp_path: Path) -> None:
     assert log["values"] == {name: value.tolist() for name, value in values.items()}
     drawn = list(subjects([str(tmp_path)], Namespace(iteration=None, length=32)))
     assert [(d.title.partition(": ")[2], d.file.name) for d in drawn] == [
-        ("KERPLE-log at step 5, layers 0-1, 4", "kernels_0.png"),
-        ("ALiBi at step 5, layer 3", "kernels_1.png"),
+        ("KERPLE-log at step 5, layers 1-2, 5 (from 1)", "kernels_0.png"),
+        ("ALiBi at step 5, layer 4 (from 1)", "kernels_1.png"),
     ]

@@ -181,6 +181,7 @@ def test_hugging_face_folders_are_not_split(tmp_path: Path, option: list[str]) -
         (convert, ["out", "--to", "neox", "--with-kernel-source"], "is for hf"),
         (convert, ["out", "--to", "native", "--config"], "expected at least one argument"),
         (inspect, ["--longest", "-1"], "must not be negative"),
+        (inspect, ["--longest", "1000000000"], "1000000000: at most 16,777,216"),
     ],
 )
 def test_a_wrong_option_is_a_line_about_it(
@@ -257,7 +258,10 @@ def test_inspection_of_models_without_a_shared_bias(
 ) -> None:
     model = saved_model(tmp_path, **changes)
     assert inspect([str(tmp_path)]) == 0
-    assert f"{model.num_parameters():,}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"{model.num_parameters():,}" in text
+    for layer in (1, 2):
+        assert (f"kernel, of layer {layer} (from 1)\n" in text) == ("kerple_share" in changes)
     assert inspect([str(tmp_path), "--json"]) == 0
     kernels = json.loads(capsys.readouterr().out)["kernels"]
     assert len(kernels) == (2 if "kerple_share" in changes else 0)

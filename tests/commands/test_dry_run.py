@@ -56,9 +56,9 @@ def test_a_pattern_is_shown_and_counted_layer_by_layer() -> None:
     values = {**TINY, "num_layers": 5, "tokenizer_type": "CharLevelTokenizer", "precision": "bf16"}
     report = dry_run_report(NeoXArgs.from_dict({**values, "layer_pattern": pattern}))
     lines = " ".join(report.split())
-    assert "layers 0-2, 4 pos_emb: kerple_log, sliding_window_width: 3" in lines
-    assert "layer 3 pos_emb: rpe, forget_gate: True" in lines
-    assert "kernel of layers 0-2, 4 KERPLE-log" in lines
+    assert "layers 1-3, 5 pos_emb: kerple_log, sliding_window_width: 3" in lines
+    assert "layer 4 pos_emb: rpe, forget_gate: True" in lines
+    assert "kernel of layers 1-3, 5 KERPLE-log" in lines
     assert f"positions (KERPLE-log + T5 bias) {2 * 4 + 32 * 4}" in lines
     cached = 2 * 2 * 32 * (4 * 4 + 16) / 2**20  # keys and values, 2 bytes, 32 wide
     assert f"KV cache of 16 tokens, generating {cached:.2f} MiB" in lines
@@ -73,9 +73,9 @@ def test_the_patterns_in_configs_are_described_and_train(tmp_path: Path) -> None
     model = {"num_layers": 5, "pos_emb": "learned", "train_iters": 2}
     base.write_text(yaml.safe_dump(tiny_config(write_data(tmp_path), **model)))
     rows = {
-        "swan": "layers 0, 4 pos_emb: none, attention_temperature",
-        "rnope": "layers 0-2, 4 pos_emb: rotary, sliding_window_width: 255 layer 3 pos_emb: none",
-        "irope": "layer 3 pos_emb: none, attention_temperature",
+        "swan": "layers 1, 5 pos_emb: none, attention_temperature",
+        "rnope": "layers 1-3, 5 pos_emb: rotary, sliding_window_width: 255 layer 4 pos_emb: none",
+        "irope": "layer 4 pos_emb: none, attention_temperature",
     }
     cases: dict[str, Any] = {}
     for name, row in rows.items():

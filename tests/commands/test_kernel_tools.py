@@ -170,3 +170,9 @@ class Lifted(NanAtZero):
     def bias(self, d, r1, r2):
         return 1000 - r1 * torch.log1p(r2 * d)
 """
+
+
+def test_a_picture_needs_a_distance(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("plot_kernels", ["kerple_log", "--length", "1"])
+    assert "--length: must be at least 2" in capsys.readouterr().err

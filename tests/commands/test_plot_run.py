@@ -98,13 +98,38 @@ def test_the_kernels_of_a_pattern_have_a_row_each(tmp_path: Path) -> None:
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     first, second = read_run(folder).shared.values()
-    assert (first.name, first.config["pos_emb"]) == ("pattern, layers 0-1", "kerple_log")
-    assert (second.name, second.config["pos_emb"]) == ("pattern, layer 2", "kerple_power")
+    assert (first.name, first.config["pos_emb"]) == ("pattern, layers 1-2 (from 1)", "kerple_log")
+    assert (second.name, second.config["pos_emb"]) == ("pattern, layer 3 (from 1)", "kerple_power")
     assert [step for step, _ in second.kernels] == [1, 2]
     assert run("plot_run", [str(folder)]) == 0
     shown = as_data([Watched(folder)])[0]["kernels"]
-    layers = ("layers 0-1", "layer 2")
+    layers = ("layers 1-2 (from 1)", "layer 3 (from 1)")
     assert list(shown) == [f"pattern, {x}: {name}" for x in layers for name in ("r1", "r2")]
+
+
+def test_a_kernel_for_each_layer_has_a_row_each(tmp_path: Path) -> None:
+    """As after `kerple extend`: `kerple_share: per_layer`, of layers with and without kernels."""
+    folder = tmp_path / "layers"
+    folder.mkdir()
+    pattern = [{"pos_emb": "rotary"}, {"pos_emb": "kerple_log"}]
+    config = {**TINY, "num_layers": 4, "layer_pattern": pattern, "kerple_share": "per_layer"}
+    (folder / "manifest.json").write_text(json.dumps({"config": config}))
+    kernel = {"r1": [1.0, 1.0], "r2": [1.0, 0.5]}
+    lines = [
+        {"step": step, "loss": 1.0, "kernel_layer1": kernel, "kernel_layer3": kernel}
+        for step in (1, 2)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_run(folder).shared
+    assert [one.name for one in found.values()] == [
+        "layers, layer 2 (from 1)",
+        "layers, layer 4 (from 1)",
+    ]
+    assert {one.config["pos_emb"] for one in found.values()} == {"kerple_log"}
+    assert run("plot_run", [str(folder)]) == 0
+    assert list(as_data([Watched(folder)])[0]["kernels"]) == [
+        f"layers, layer {layer} (from 1): {name}" for layer in (2, 4) for name in ("r1", "r2")
+    ]
 
 
 def test_a_run_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:

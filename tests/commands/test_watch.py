@@ -75,6 +75,37 @@ def test_a_folder_that_is_not_there_is_one_line(
     assert "nowhere: no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", ["99999", "-1"])
+def test_a_port_that_does_not_exist_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], port: str
+) -> None:
+    folder = write_metrics(tmp_path / "one")
+    assert run("watch", [str(folder), "--serve", port]) == 2
+    assert f"error: --serve {port}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-3"])
+def test_a_pause_that_is_no_time_is_refused(tmp_path: Path, seconds: str) -> None:
+    folder = write_metrics(tmp_path / "one")
+    with pytest.raises(SystemExit, match="2"):
+        run("watch", [str(folder), "--seconds", seconds])
+
+
+def test_the_page_of_a_run_that_was_moved_away_says_so(tmp_path: Path) -> None:
+    folder = write_metrics(tmp_path / "one")
+    with server([folder], 0) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        try:
+            folder.rename(tmp_path / "elsewhere")
+            address = f"http://127.0.0.1:{served.server_address[1]}/runs.json"
+            with pytest.raises(urllib.error.HTTPError, match=r"404: .*one.* no such file"):
+                urllib.request.urlopen(address, timeout=10)
+        finally:
+            served.shutdown()
+            thread.join()
+
+
 def test_a_curve_ends_with_the_last_value() -> None:
     assert curve([]) == ""
     assert curve([3.0]) == "▁"

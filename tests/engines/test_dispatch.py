@@ -143,3 +143,29 @@ def test_the_start_says_which_engine_runs_and_why() -> None:
     assert explained("auto") == "tiled"
     assert explained("naive") == "naive (as asked for)"
     assert explained("auto", dropout=0.1) == "tiled"
+
+
+@pytest.mark.parametrize("engine", ["naive", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_neither_numbers_nor_dtype(engine: str, dtype: torch.dtype) -> None:
+    """The tensors' dtype decides; what `auto` takes at a length would show in the output else."""
+    torch.manual_seed(0)
+    q, k, v, features = (torch.randn(1, 2, 20, 8).to(dtype) for _ in range(4))
+    tables = {"query_features": features, "distance_features": torch.randn(1, 8, 20)}
+    plain = attention(q, k, v, torch.randn(2, 20), **tables, engine=engine, pruning=False)
+    torch.manual_seed(0)
+    q, k, v, features = (torch.randn(1, 2, 20, 8).to(dtype).requires_grad_() for _ in range(4))
+    tables = {"query_features": features, "distance_features": torch.randn(1, 8, 20)}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under = attention(q, k, v, torch.randn(2, 20), **tables, engine=engine, pruning=False)
+    assert under.dtype == plain.dtype == dtype and torch.equal(under, plain)
+    under.sum().backward()
+    assert q.grad is not None and q.grad.dtype == dtype and bool(q.grad.isfinite().all())
+
+
+def test_a_scale_that_should_learn_is_refused() -> None:
+    """It is a number: its gradient would be lost in silence."""
+    q = torch.randn(1, 2, 4, 8)
+    assert attention(q, q, q, scale=torch.tensor(0.5)).shape == q.shape
+    with pytest.raises(EngineError, match=r"scale requires a gradient.* multiply q by it"):
+        attention(q, q, q, scale=torch.tensor(0.5, requires_grad=True))

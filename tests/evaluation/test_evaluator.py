@@ -266,6 +266,16 @@ def test_a_result_records_the_checkpoint_not_the_config_given(tmp_path: Path) ->
     assert (found["train_length"], found["pos_emb"]) == (16, "kerple_log")
 
 
+def test_a_result_names_all_methods_of_a_pattern(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern = [{"pos_emb": "none"}, {"pos_emb": "kerple_log"}]
+    args, _ = write_run(tmp_path, eval_lengths=[8], pos_emb="kerple_log", layer_pattern=pattern)
+    assert run_evaluation(args) == 0
+    assert "extrapolation: none+kerple_log, step 10" in capsys.readouterr().out
+    assert result(args)["pos_emb"] == "none+kerple_log"
+
+
 def test_a_dead_peer_is_named_and_ends_the_evaluation_with_77(tmp_path: Path) -> None:
     program = str(REPOSITORY / "tests" / "evaluation" / "lost_peer.py")
     job = start_run(tiny_config("data"), tmp_path, 2, program=[program])

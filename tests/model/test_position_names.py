@@ -128,3 +128,18 @@ def test_the_example_runs_by_import_path(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = -r1[:, None] * d / (r2[:, None] + d)
     torch.testing.assert_close(embedding(20).bias, expected)
     assert canonical_name("rational") == "rational"
+
+
+@pytest.mark.parametrize("name", ["rotary", "cable", "learned", "fire", "inkling", "none"])
+def test_a_method_without_a_table_says_so_before_it_asks_for_sizes(name: str) -> None:
+    """Not "give hidden_size=...", which `kernel` does not take."""
+    with pytest.raises(PositionalEmbeddingError, match=f"kernel.*{name}.*no table over distance"):
+        kernel(name, heads=2)
+
+
+def test_a_seed_may_be_0_and_the_message_says_so() -> None:
+    assert kernel("kerple_log", heads=2, seed=0)(4).bias is not None
+    with pytest.raises(ConfigError, match="seed = -1 is wrong: use a whole number from 0 on"):
+        kernel("kerple_log", heads=2, seed=-1)
+    with pytest.raises(ConfigError, match="heads = 0 is wrong: use a whole number from 1 on"):
+        kernel("kerple_log", heads=0)

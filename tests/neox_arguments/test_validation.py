@@ -30,6 +30,7 @@ from tests.neox_arguments.samples import TINY
         ({"pos_emb": "fire", "randomized_positions": 99}, ["pos_emb = fire", "remove the key"]),
         ({"pos_emb": "none", "randomized_positions": 99}, ["pos_emb = none"]),
         ({"pos_emb": "rotary", "randomized_positions": 3}, ["is below seq_length", "Raise it"]),
+        ({"pos_emb": "rotary", "randomized_positions": 10**9}, ["above 16,777,216", "Lower it"]),
         ({"pos_emb": "learned", "randomized_positions": 999}, ["max_position_embeddings", "999"]),
         ({"pos_emb": "rotary", "randomized_positions": 99, "reset_position_ids": True},
          ["reset_position_ids", "Remove one"]),

@@ -252,6 +252,20 @@ def test_what_is_recorded_by_default_counts(tmp_path: Path, sets: dict[str, Any]
     assert fit(directory, run) == (Fit.COMPLETE, "")
 
 
+def test_a_pattern_is_named_by_all_its_methods_and_in_older_results_by_one(tmp_path: Path) -> None:
+    pattern = [{"pos_emb": "rotary"}, {"pos_emb": "kerple_log"}]
+    sets = {"layer_pattern": pattern}
+    suite = load_suite("laptop", ["main", "alibi", "*.1235"], runs_root=tmp_path, sets=sets)
+    run = suite.runs[0]
+    directory = write_run(run)
+    for recorded in ("rotary+kerple_log", "alibi"):  # `alibi` is the model's own pos_emb
+        change(directory, pos_emb=recorded)
+        assert fit(directory, run) == (Fit.COMPLETE, "")
+    change(directory, pos_emb="rotary")
+    told = "pos_emb rotary instead of rotary+kerple_log"
+    assert told in fit(directory, run)[1]
+
+
 @pytest.mark.slow
 def test_an_evaluation_by_hand_never_enters_the_table(tmp_path: Path) -> None:
     """The whole story through the command line: a run, a smaller evaluation by hand, a report."""

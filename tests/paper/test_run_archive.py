@@ -76,6 +76,28 @@ def test_the_same_runs_give_the_same_bytes(suite: Suite, tmp_path: Path) -> None
         pack_runs(suite, tmp_path / "runs.zip")
 
 
+def test_an_archive_is_never_replaced_by_one_that_lacks_its_runs(
+    suite: Suite, tmp_path: Path
+) -> None:
+    target = tmp_path / "runs.tar.gz"
+    pack_runs(suite, target)
+    kept = target.read_bytes()
+    elsewhere = load_suite("smoke", ["main"], runs_root=tmp_path / "mistyped")
+    with pytest.raises(ReproduceError, match=r"mistyped/smoke: none of the suite's 4 runs is fin"):
+        pack_runs(elsewhere, target)
+    with pytest.raises(ReproduceError, match="none of"):
+        pack_runs(elsewhere, tmp_path / "empty.tar.gz")
+    assert not (tmp_path / "empty.tar.gz").exists()
+    shutil.rmtree(suite.runs[0].directory)
+    write_run(suite.runs[1])
+    name = suite.runs[0].name
+    with pytest.raises(ReproduceError, match=f"holds runs that .* has not finished: {name}"):
+        pack_runs(suite, target)
+    assert target.read_bytes() == kept
+    write_run(suite.runs[0])
+    assert len(pack_runs(suite, target)) == 2, "one with more runs replaces it"
+
+
 @pytest.mark.parametrize("name", ["../outside.json", "/outside.json", "smoke/link"])
 def test_an_archive_of_a_stranger_writes_nothing_outside(tmp_path: Path, name: str) -> None:
     path = tmp_path / "runs.tar.gz"

@@ -85,4 +85,6 @@ def test_what_rotary_adds_is_the_mean_of_all_pairs_at_a_distance() -> None:
 def test_the_report_counts_heads_from_1_as_all_others_do() -> None:
     error, size = torch.tensor([0.3, 0.1, 0.1, 0.1]), torch.ones(4)
     said = _report(SPEC, {"": Fit({}, error, size)}, 8192)
-    assert "error 0.150 of 1.000" in said and "worst 0.300 (head 1 of layers 0-1)" in said
+    assert (
+        "error 0.150 of 1.000" in said and "worst 0.300 (head 1 of layers 1-2, both from 1)" in said
+    )

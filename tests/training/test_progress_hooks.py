@@ -18,6 +18,7 @@ from megatron.training.progress_hooks import (
     Profile,
     RecordMetrics,
     ShowProgress,
+    clock_time,
     kernel_suffix,
     peak_flops,
 )
@@ -115,6 +116,14 @@ def test_a_profile_of_steps_that_were_not_taken_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.4, "0:00:00"), (59.7, "0:01:00"), (3661, "1:01:01"), (93784.2, "26:03:04")],
+)
+def test_the_time_left_is_in_hours_however_many(seconds: float, shown: str) -> None:
+    assert clock_time(seconds) == shown
+
+
 def test_without_a_gpu_one_line_says_that_memory_is_not_recorded(tmp_path: Path) -> None:
     (line,) = profiled(tmp_path, 1, 2, memory_profiling=True)
     assert line.startswith("memory_profiling: ") and "GPU" in line

@@ -21,8 +21,8 @@ from megatron.atomic_files import read_json
 from megatron.checkpoints.hf.configuration_kerple import KerpleNeoXConfig
 from megatron.checkpoints.reading import TOKENIZER, Checkpoint
 from megatron.errors import CheckpointError
-from megatron.model.outline import position_label
 from megatron.model.position_base import PositionalEmbedding
+from megatron.neox_arguments.catalogue import label_of
 from megatron.tokenizer import Tokenizer
 
 BYTE_LEVEL_MARK = "<|byte_level_eod|>"
@@ -218,7 +218,7 @@ def model_card(
         tags=["kerple", "length-extrapolation"] if ours else [config.model_type.replace("_", "-")],
         trust=", trust_remote_code=True" if ours else "",
         tokenizer_problem=tokenizer_problem,
-        label=position_label(model),
+        label=label_of(model.method),
         key="pos_emb" if model.layer_pattern is None else "layer_pattern",
         model=dict(model),
         parameters=checkpoint.num_parameters,
