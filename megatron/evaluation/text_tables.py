@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from unicodedata import east_asian_width
+
+from tabulate import tabulate
 
 Value = str | int | float | None
-_COLOR = re.compile(r"\033\[[0-9;]*m")
 
 
 def shown(value: Value) -> str:
@@ -28,27 +27,10 @@ def text_table(
     Styles: `simple` has a line under the header, `plain` has none, `pipe` is Markdown.
     """
     sides = [*(align or []), *["right"] * len(header)][: len(header)]
-    lines = [list(header), *([shown(value) for value in row] for row in rows)]
-    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
-    padded = [[_padded(*cell) for cell in zip(line, widths, sides, strict=True)] for line in lines]
-    if style == "pipe":
-        rules = [
-            f":{'-' * (width + 1)}" if side == "left" else f"{'-' * (width + 1)}:"
-            for width, side in zip(widths, sides, strict=True)
-        ]
-        body = [f"| {' | '.join(line)} |" for line in padded]
-        return "\n".join([body[0], f"|{'|'.join(rules)}|", *body[1:]])
-    if style == "simple":
-        padded.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(line).rstrip() for line in padded)
-
-
-def _width(text: str) -> int:
-    """Columns that a terminal needs: colour codes take none, wide characters two."""
-    plain = _COLOR.sub("", text)
-    return len(plain) + sum(east_asian_width(letter) in "WF" for letter in plain)
-
-
-def _padded(text: str, width: int, side: str) -> str:
-    space = " " * (width - _width(text))
-    return text + space if side == "left" else space + text
+    cells = [header, *([shown(value) for value in row] for row in rows)]
+    # As a header of tabulate's, the first row would widen its columns.
+    text = tabulate(cells, tablefmt=style, colalign=sides, disable_numparse=True)
+    if style == "plain":
+        return text
+    rule, first, *body = text.splitlines()
+    return "\n".join([first, rule, *(body[:-1] if style == "simple" else body)])
