@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from megatron.errors import CheckpointError
 from megatron.model.layer_list import FIRST_LAYER
 from megatron.model.outline import ModelOutline, outline_of, split_name
+from megatron.model.position_names import canonical_name
 from megatron.model.positional_embeddings import alibi_slopes
 from megatron.mpu.parallel_layers import ParameterFacts
-from megatron.neox_arguments.catalogue import canonical_name, method
+from megatron.neox_arguments.catalogue import method
 from megatron.neox_arguments.model_keys import ModelArgs
 
 _BUFFERS = (

@@ -26,7 +26,7 @@ from megatron.model.layer_list import FIRST_LAYER, Layer, LayerFactory, ModelSpe
 from megatron.model.position_base import TableEmbedding
 from megatron.model.position_names import positional_embedding_class
 from megatron.mpu.parallel_layers import ParameterFacts, parameter_facts
-from megatron.neox_arguments.allowed_code import positions_named
+from megatron.neox_arguments.layer_pattern import positions_named
 from megatron.neox_arguments.model_keys import ModelArgs
 
 

@@ -23,9 +23,7 @@ try:
     if __package__ != "megatron.model":  # inside an export our package is not imported
         raise ImportError
     from megatron.errors import PositionalEmbeddingError as PositionalEmbeddingError
-    from megatron.neox_arguments.catalogue import POSITIONAL_EMBEDDINGS
 except ImportError:
-    POSITIONAL_EMBEDDINGS: dict[str, type[PositionalEmbedding]] = {}  # type: ignore[no-redef]
 
     class PositionalEmbeddingError(ValueError):  # type: ignore[no-redef]
         """A positional embedding cannot be built with these options."""
@@ -182,6 +180,7 @@ def _without_rounding(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 Cls = TypeVar("Cls", bound=type[PositionalEmbedding])
 
+POSITIONAL_EMBEDDINGS: dict[str, type[PositionalEmbedding]] = {}
 ALIASES: dict[str, str] = {}
 """Other names of registered embeddings, which no class may take -> the registered ones."""
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import megatron.model.content_positions
 import megatron.model.positional_embeddings
 import megatron.model.rotary_and_input_positions  # noqa: F401 - these register their classes
-from megatron.errors import PositionalEmbeddingError
+from megatron.errors import PositionalEmbeddingError, UnknownPositionalEmbeddingError
 from megatron.model.position_base import (
     ALIASES,
-    POSITIONAL_EMBEDDINGS,  # noqa: F401 - complete with the modules above
+    POSITIONAL_EMBEDDINGS,
     PositionalEmbedding,
     PositionOptions,
     TableEmbedding,
 )
-from megatron.neox_arguments.allowed_code import allow_kernel, is_import_path
-from megatron.neox_arguments.catalogue import aliases, class_of
+from megatron.neox_arguments.allowed_code import allow_kernel, imported_class, is_import_path
+from megatron.neox_arguments.catalogue import aliases, canonical_method
 from megatron.neox_arguments.position_keys import (
     PositionKeys,
     check_position_keys,
@@ -27,9 +28,34 @@ from megatron.neox_arguments.position_keys import (
 ALIASES.update(aliases())  # so that no class can be registered under one of them
 
 
+def canonical_name(name: str) -> str:
+    """The registered name behind an alias; `package.module:Class` stays as it is."""
+    resolved = canonical_method(name)
+    if resolved in POSITIONAL_EMBEDDINGS or ":" in resolved:
+        return resolved
+    known = sorted({*POSITIONAL_EMBEDDINGS, *ALIASES})
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise UnknownPositionalEmbeddingError(
+        f"pos_emb: {name!r} is unknown.{hint} Use one of {', '.join(known)}, "
+        "or package.module:ClassName for a class of your own."
+    )
+
+
 def positional_embedding_class(name: str) -> type[PositionalEmbedding]:
     """The class behind a `pos_emb` name, an official alias or `package.module:Class`."""
-    return cast(type[PositionalEmbedding], class_of(name))
+    resolved = canonical_name(name)
+    if resolved in POSITIONAL_EMBEDDINGS:
+        return POSITIONAL_EMBEDDINGS[resolved]
+    found = imported_class("pos_emb", resolved, UnknownPositionalEmbeddingError)
+    if not (isinstance(found, type) and issubclass(found, PositionalEmbedding)):
+        raise UnknownPositionalEmbeddingError(
+            f"pos_emb: {name!r} is not a PositionalEmbedding; derive it from DistanceKernel, "
+            "TableEmbedding, InputEmbedding or RotaryEmbedding."
+        )
+    if not found.name:
+        found.name = resolved
+    return found
 
 
 def build_positional_embedding(name: str, options: PositionOptions) -> PositionalEmbedding:

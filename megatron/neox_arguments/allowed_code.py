@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.atomic_files import CHECKSUMS, read_json
 from megatron.errors import ConfigError, KerpleError
+from megatron.neox_arguments.layer_pattern import positions_named
 
 TAG = re.compile(r"global_step(0|[1-9]\d{0,17})")
 """The name of a step's checkpoint."""
@@ -92,13 +93,6 @@ def classes_in(values: Mapping[str, Any]) -> list[str]:
     named = [values.get("pos_emb"), optimizer.get("type") if isinstance(optimizer, dict) else None]
     named += positions_named(values)
     return [name for name in named if isinstance(name, str) and is_import_path(name)]
-
-
-def positions_named(values: Mapping[str, Any]) -> list[Any]:
-    """The pos_emb of each entry in a config's layer_pattern; None where an entry names none."""
-    pattern = values.get("layer_pattern")
-    entries = pattern if isinstance(pattern, list) else []
-    return [entry.get("pos_emb") for entry in entries if isinstance(entry, Mapping)]
 
 
 def imported_class(key: str, name: str, error: type[KerpleError] = ConfigError) -> Any:

@@ -8,17 +8,10 @@ registered, or be `module:ClassName`: a kernel of your own needs no line.
 
 from __future__ import annotations
 
-import difflib
+import importlib
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 from megatron.errors import ConfigError, UnknownPositionalEmbeddingError
-from megatron.neox_arguments.allowed_code import imported_class
-
-Kind = Literal["input", "rotation", "tables", "layer", "none"]
-"""Where a method acts."""
-POSITIONAL_EMBEDDINGS: dict[str, Any] = {}
-"""Classes by name, as `megatron.model` and a user's modules register them when imported."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +29,6 @@ class Method:
     """The value of `pos_emb` in the official KERPLE code; an alias here."""
     in_neox: bool = False
     """Whether GPT-NeoX has it under the same name."""
-    kind: Kind = "tables"
-    """As its class has it."""
 
 
 METHODS: dict[str, Method] = {
@@ -80,21 +71,17 @@ METHODS: dict[str, Method] = {
         Method("kerple_inkling", "KERPLE-Inkling",
                "the log variant, and near the query features of query and distance",
                r"-r_1\,\log(1+r_2 d)+\sum_r f_r(x_m)\,P_{r d}"),
-        Method("inkling", "Inkling", "features of the query times features of distance",
-               kind="layer"),
-        Method("fire", "FIRE", "a small network of the distance over the query's position",
-               kind="layer"),
-        Method("cable", "CABLE", "each token subtracts a learned amount from the scores across it",
-               kind="layer"),
+        Method("inkling", "Inkling", "features of the query times features of distance"),
+        Method("fire", "FIRE", "a small network of the distance over the query's position"),
+        Method("cable", "CABLE", "each token subtracts a learned amount from the scores across it"),
         Method("rotary", "Rotary", "queries and keys rotated by position",
-               in_neox=True, kind="rotation"),
-        Method("xpos", "xPos", "rotary with scores that decay, fastest in the fastest pairs",
-               kind="rotation"),
+               in_neox=True),
+        Method("xpos", "xPos", "rotary with scores that decay, fastest in the fastest pairs"),
         Method("sinusoidal", "Sinusoidal", "fixed sines and cosines added to the input",
-               in_neox=True, kind="input"),
+               in_neox=True),
         Method("learned", "Learned", "a vector per position, none beyond training length",
-               in_neox=True, kind="input"),
-        Method("none", "NoPE", "no positional embedding", in_neox=True, kind="none"),
+               in_neox=True),
+        Method("none", "NoPE", "no positional embedding", in_neox=True),
     )
 }  # fmt: skip
 
@@ -129,48 +116,13 @@ def label_of(name: str) -> str:
     return known.label if known else name.rpartition(":")[2]
 
 
-def canonical_name(name: str) -> str:
-    """Our name behind an alias; `package.module:Class` stays as it is."""
-    resolved = canonical_method(name)
-    if resolved in METHODS or resolved in POSITIONAL_EMBEDDINGS or ":" in resolved:
-        return resolved
-    known = sorted({*METHODS, *POSITIONAL_EMBEDDINGS, *aliases()})
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise UnknownPositionalEmbeddingError(
-        f"pos_emb: {name!r} is unknown.{hint} Use one of {', '.join(known)}, "
-        "or package.module:ClassName for a class of your own."
-    )
-
-
-def class_of(name: str) -> Any:
-    """The class behind a name: one that is registered, or the user's own, which is imported."""
-    resolved = canonical_name(name)
-    if resolved in POSITIONAL_EMBEDDINGS:
-        return POSITIONAL_EMBEDDINGS[resolved]
-    found = imported_class("pos_emb", resolved, UnknownPositionalEmbeddingError)
-    if (getattr(found, "kind", None) if isinstance(found, type) else None) not in get_args(Kind):
-        raise UnknownPositionalEmbeddingError(
-            f"pos_emb: {name!r} is not a PositionalEmbedding; derive it from DistanceKernel, "
-            "TableEmbedding, InputEmbedding or RotaryEmbedding."
-        )
-    if not found.name:
-        found.name = resolved
-    return found
-
-
-def kind_of(name: str) -> Kind:
-    """Where a method acts; a class of the user's own is imported for it."""
-    known = method(name)
-    return known.kind if known else class_of(name).kind
-
-
 def check_position_name(name: str) -> None:
     """ConfigError unless `name` is known, registered or importable as module:ClassName."""
     if method(name) is not None:
         return
+    registry = importlib.import_module("megatron.model.position_names")
     try:
-        class_of(name)
+        registry.positional_embedding_class(name)
     except UnknownPositionalEmbeddingError as error:
         raise ConfigError(str(error)) from error
     except Exception as error:  # the user's module is executed here and may raise anything

@@ -10,18 +10,25 @@ the entry has none. `model/layer_list.py` builds the layers from it.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import ConfigError, did_you_mean
-from megatron.neox_arguments.allowed_code import positions_named
-from megatron.neox_arguments.catalogue import check_position_name, kind_of
+from megatron.neox_arguments.catalogue import check_position_name
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.model_keys import ModelArgs
 
 MAX_COUNT = 100_000
+
+
+def positions_named(values: Mapping[str, Any]) -> list[Any]:
+    """The pos_emb of each entry in a config's layer_pattern; None where an entry names none."""
+    pattern = values.get("layer_pattern")
+    entries = pattern if isinstance(pattern, list) else []
+    return [entry.get("pos_emb") for entry in entries if isinstance(entry, Mapping)]
 
 
 def with_local_layers(values: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +82,7 @@ def check_layer_pattern(model: ModelArgs, allowed: Iterable[str]) -> None:
         return
     if not pattern:
         raise ConfigError("layer_pattern is empty. Give one entry or more, or leave it out.")
-    if kind_of(model.pos_emb) == "input" and any(positions_named({"layer_pattern": pattern})):
+    if _kind(model.pos_emb) == "input" and any(positions_named({"layer_pattern": pattern})):
         raise ConfigError(
             f"pos_emb = {model.pos_emb} is added to the input of the model, and layer_pattern "
             "names others for its layers. Leave out pos_emb, or each entry's pos_emb."
@@ -112,7 +119,7 @@ def _check_position(where: str, entry: Mapping[str, Any]) -> None:
         check_position_name(name)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    if kind_of(name) == "input":
+    if _kind(name) == "input":
         raise ConfigError(
             f"{where}: pos_emb = {name} is added to the input of the model, not to a layer. Set "
             "pos_emb of the model, or choose a method with tables or a rotation."
@@ -121,4 +128,10 @@ def _check_position(where: str, entry: Mapping[str, Any]) -> None:
 
 def knows_positions(name: str) -> bool:
     """Whether a method computes from a token's own position, not from distances alone."""
-    return kind_of(name) in ("input", "rotation")
+    return _kind(name) in ("input", "rotation")
+
+
+def _kind(name: str) -> str:
+    """Where a method acts: input, rotation, tables or none. Imports torch."""
+    found = importlib.import_module("megatron.model.position_names")
+    return str(found.positional_embedding_class(name).kind)

@@ -12,9 +12,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import model_validator
 
-from megatron.neox_arguments.allowed_code import positions_named
 from megatron.neox_arguments.catalogue import canonical_method
-from megatron.neox_arguments.layer_pattern import with_local_layers, with_whole_temperatures
+from megatron.neox_arguments.layer_pattern import (
+    positions_named,
+    with_local_layers,
+    with_whole_temperatures,
+)
 from megatron.neox_arguments.position_keys import (
     BiasScale,
     Constraint,

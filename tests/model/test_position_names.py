@@ -12,9 +12,8 @@ import torch
 from kerple import attention, kernel
 from megatron.errors import ConfigError, PositionalEmbeddingError, UnknownPositionalEmbeddingError
 from megatron.model import GPTModel, ModelSpec
-from megatron.model.position_names import POSITIONAL_EMBEDDINGS
+from megatron.model.position_names import POSITIONAL_EMBEDDINGS, canonical_name
 from megatron.neox_arguments import allow_kernel
-from megatron.neox_arguments.catalogue import canonical_name
 from tests.checkpoints.small_models import small_args
 from tests.model.position_helpers import build
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.allowed_code import classes_in, positions_named
+from megatron.neox_arguments.allowed_code import classes_in
+from megatron.neox_arguments.layer_pattern import positions_named
 from tests.neox_arguments.samples import TINY, assert_refused
 
 PATTERN = [

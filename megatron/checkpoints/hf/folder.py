@@ -36,9 +36,9 @@ from megatron.checkpoints.store import write_checksums
 from megatron.checkpoints.writing import cast_weights
 from megatron.errors import CheckpointError, KerpleError
 from megatron.model import ModelSpec
-from megatron.model.position_names import positional_embedding_class
+from megatron.model.position_names import canonical_name, positional_embedding_class
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.catalogue import METHODS, canonical_name
+from megatron.neox_arguments.catalogue import METHODS
 from megatron.tokenizer import Tokenizer
 
 MODEL_FILES = ("configuration_kerple.py", "scores_kerple.py", "modeling_kerple.py")

@@ -17,9 +17,10 @@ from megatron.checkpoints.saved_config import differences
 from megatron.errors import CheckpointError, KerpleError
 from megatron.model import ModelSpec
 from megatron.model.layer_formulas import ACTIVATIONS, GATED, NORM_EPSILONS, pattern_places
+from megatron.model.position_names import canonical_name
 from megatron.model.rotary_and_input_positions import SCALINGS
 from megatron.neox_arguments import FACTS, NeoXArgs
-from megatron.neox_arguments.catalogue import METHODS, canonical_name
+from megatron.neox_arguments.catalogue import METHODS
 from megatron.neox_arguments.model_keys import (
     ModelArgs,
     RopeScaling,
