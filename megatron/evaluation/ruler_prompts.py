@@ -29,6 +29,9 @@ from megatron.neox_arguments.yaml_files import parse_yaml, read_text
 if TYPE_CHECKING:
     from megatron.tokenizer import Tokenizer
 
+_FILE = Path(__file__).with_name("ruler.yml")
+_DATA = parse_yaml(read_text(_FILE), _FILE.name)
+TEXTS: dict[str, str] = _DATA["texts"]
 FULL_SIZE = 4096
 """From here on everything is as published."""
 # What the published tests of retrieval, RULER's and the passkey's, fill a text with.
@@ -89,7 +92,9 @@ class Niah(RulerTask):
         for shift, i in enumerate(order):
             lines.insert(places[i] + shift, needles[i])
         depths = [place / max(size, 1) for place in places[: len(answers)]]
-        return RulerPrompt(self._text("\n".join(lines), wanted), tuple(answers), tuple(depths))
+        text = TEXTS["one_number" if self.values == 1 else "some_numbers"]
+        text = text.format(context="\n".join(lines), key=wanted)
+        return RulerPrompt(text, tuple(answers), tuple(depths))
 
     def _filler_sentence(self, random: Random, wanted: str) -> str:
         if self.haystack == "repeat":
@@ -97,21 +102,6 @@ class Niah(RulerTask):
         while (key := random.choice(key_words())) == wanted:
             pass
         return _needle(key, _number(random))
-
-    def _text(self, context: str, key: str) -> str:
-        if self.values == 1:
-            return (
-                "A special magic number is hidden within the following text. Make sure to memorize "
-                f"it. I will quiz you about the number afterwards.\n{context}\nWhat is the special "
-                f"magic number for {key} mentioned in the provided text? The special magic number "
-                f"for {key} mentioned in the provided text is"
-            )
-        return (
-            "Some special magic numbers are hidden within the following text. Make sure to "
-            f"memorize it. I will quiz you about the numbers afterwards.\n{context}\nWhat are all "
-            f"the special magic numbers for {key} mentioned in the provided text? The special "
-            f"magic numbers for {key} mentioned in the provided text are"
-        )
 
 
 def _number(random: Random) -> str:
@@ -146,14 +136,8 @@ class VariableTracking(RulerTask):
         places = sorted(random.sample(range(total), len(chain)))
         for shift, (place, assignment) in enumerate(zip(places, chain, strict=True)):
             lines.insert(place + shift, assignment)
-        return RulerPrompt(
-            "Memorize and track the chain(s) of variable assignment hidden in the following text."
-            f"\n\n{chr(10).join(lines)}\nQuestion: Find all variables that are assigned the value "
-            f"{value} in the text above. Answer: According to the chain(s) of variable assignment "
-            f"in the text above, {len(names)} variables are assigned the value {value}, they are:",
-            tuple(names),
-            tuple(place / total for place in places),
-        )
+        text = TEXTS["variables"].format(context="\n".join(lines), value=value, count=len(names))
+        return RulerPrompt(text, tuple(names), tuple(place / total for place in places))
 
     def example(self, random: Random, full: bool) -> str:
         made = self.question(5, random, 0.0, full)
@@ -184,13 +168,7 @@ class CommonWords(RulerTask):
         entries = often * repeats[0] + seldom * repeats[1]
         random.shuffle(entries)
         context = " ".join(f"{i}. {word}" for i, word in enumerate(entries, 1))
-        return RulerPrompt(
-            "Below is a numbered list of words. In these words, some appear more often than "
-            f"others. Memorize the ones that appear most often.\n{context}\nQuestion: What are the "
-            f"{self.common} most common words in the above list? Answer: The top {self.common} "
-            "words that appear most often in the list are:",
-            tuple(often),
-        )
+        return RulerPrompt(TEXTS["words"].format(context=context, count=self.common), tuple(often))
 
 
 RULER_TASKS: dict[str, RulerTask] = {
@@ -265,10 +243,7 @@ def smallest_length(task: RulerTask, tokenizer: Tokenizer) -> int:
 
 # Plain English words for keys and lists.
 
-_WORDS = Path(__file__).with_name("ruler_words.yml")
-ADJECTIVES, NOUNS, VERBS = (
-    tuple(words.split()) for words in parse_yaml(read_text(_WORDS), _WORDS.name).values()
-)
+ADJECTIVES, NOUNS, VERBS = (tuple(_DATA[kind].split()) for kind in ("adjectives", "nouns", "verbs"))
 
 
 @lru_cache(maxsize=1)
