@@ -93,27 +93,55 @@ def complete(
     rows = _checked_prompts(prompts, max_new_tokens)
     results = [Completion() for _ in rows]
     generators = [random_stream(seed, i, model.device) for i in streams or range(len(rows))]
-    together = list(range(len(rows)))
-    for batch in [together] if model.rows_may_differ else _of_one_length(rows):
-        reader = BatchReader(model, [rows[row] for row in batch], use_cache)
-        while batch:
-            logits_BV = reader.next_logits()[:, :vocab_size]
-            running = []
-            for place, row in enumerate(batch):
-                result = results[row]
-                token = (sampling or Sampling()).choose(logits_BV[place], generators[row])
-                if token in stop_ids:
-                    result.stopped = True
-                    continue
-                result.tokens.append(token)
-                if keep_logits:
-                    result.logits.append(logits_BV[place].float().cpu())
-                result.stopped = should_stop is not None and should_stop(result.tokens)
-                if not result.stopped and len(result.tokens) < max_new_tokens:
-                    running.append(place)
-            batch = [batch[place] for place in running]
-            reader.extend(running, [results[row].tokens[-1] for row in batch])
+
+    def next_token(number: int, logits_V: Tensor) -> int | None:
+        result, known = results[number], logits_V[:vocab_size]
+        token = (sampling or Sampling()).choose(known, generators[number])
+        if token in stop_ids:
+            result.stopped = True
+            return None
+        result.tokens.append(token)
+        if keep_logits:
+            result.logits.append(known.float().cpu())
+        result.stopped = should_stop is not None and should_stop(result.tokens)
+        return token if not result.stopped and len(result.tokens) < max_new_tokens else None
+
+    decode(model, rows, next_token, use_cache)
     return results
+
+
+def decode(
+    model: Any,
+    texts: Sequence[Sequence[int]],
+    next_token: Callable[[int, Tensor], int | None],
+    use_cache: bool = True,
+) -> None:
+    """Go on with all texts, token by token.
+
+    `next_token` chooses by a text's number and its logits; with None the text ends.
+    """
+    together = [list(range(len(texts)))]
+    for numbers in together if model.rows_may_differ else _of_one_length(texts):
+        rows = [list(texts[number]) for number in numbers]
+        if use_cache and rows:
+            logits, cache = read_prompts(model, rows)
+        while numbers:
+            if not use_cache:
+                tokens, last = _padded(rows, model.device)
+                logits = model.next_logits(tokens, None, last)
+            chosen = {
+                place: token
+                for place, (number, own) in enumerate(zip(numbers, logits, strict=True))
+                if (token := next_token(number, own)) is not None
+            }
+            if use_cache and 0 < len(chosen) < len(numbers):
+                cache.select(torch.tensor(list(chosen), device=model.device))
+            numbers, rows = [numbers[place] for place in chosen], [rows[place] for place in chosen]
+            for row, token in zip(rows, chosen.values(), strict=True):
+                row.append(token)
+            if use_cache and numbers:
+                newest = torch.tensor([row[-1:] for row in rows], device=model.device)
+                logits = model.next_logits(newest, cache)
 
 
 def _of_one_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -122,37 +150,6 @@ def _of_one_length(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     for number, row in enumerate(rows):
         found.setdefault(len(row), []).append(number)
     return list(found.values())
-
-
-class BatchReader:
-    """The texts of a batch, of which the model has read all but the newest tokens."""
-
-    def __init__(self, model: Any, rows: Sequence[Sequence[int]], use_cache: bool) -> None:
-        self.model = model
-        self.texts = [list(row) for row in rows]
-        self.cache: Any = None
-        self._first: Tensor | None = None
-        if use_cache and rows:
-            self._first, self.cache = read_prompts(model, self.texts)
-
-    def next_logits(self) -> Tensor:
-        """Of the token after each text, [rows, vocabulary]."""
-        if self.cache is None:
-            tokens, last = _padded(self.texts, self.model.device)
-            return self.model.next_logits(tokens, None, last)
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        newest = torch.tensor([text[-1:] for text in self.texts], device=self.model.device)
-        return self.model.next_logits(newest, self.cache)
-
-    def extend(self, places: Sequence[int], tokens: Sequence[int]) -> None:
-        """Go on with the texts at these places, each with its next token."""
-        if self.cache is not None and 0 < len(places) < len(self.texts):
-            self.cache.select(torch.tensor(places, device=self.model.device))
-        self.texts = [self.texts[place] for place in places]
-        for text, token in zip(self.texts, tokens, strict=True):
-            text.append(token)
 
 
 # Prompts.

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron.generation.decoding import BatchReader, Sampling, random_stream
+from megatron.generation.decoding import Sampling, decode, random_stream
 from megatron.generation.text import TextStream, cut_at
 
 
@@ -167,19 +167,8 @@ class ModelThread:
 
     @torch.inference_mode()
     def _run(self, jobs: list[Job]) -> None:
-        if not jobs:
-            return
-        if not self.model.rows_may_differ and len({len(job.ids) for job in jobs}) > 1:
-            for job in jobs:
-                self._run([job])
-            return
         rows = [_Row(job, self) for job in jobs]
-        reader = BatchReader(self.model, [job.ids for job in jobs], use_cache=True)
-        while rows:
-            logits = reader.next_logits()[:, : self.tokenizer.vocab_size]
-            going = [place for place, row in enumerate(rows) if row.goes_on(logits[place])]
-            rows = [rows[place] for place in going]
-            reader.extend(going, [row.job.tokens[-1] for row in rows])
+        decode(self.model, [job.ids for job in jobs], lambda i, logits: rows[i].next_token(logits))
 
 
 class _Row:
@@ -194,26 +183,27 @@ class _Row:
         self.generator = random_stream(request.seed, job.number, thread.model.device)
         self.stream = TextStream(self.tokenizer.detokenize, job.send, request.stops)
 
-    def goes_on(self, logits: torch.Tensor) -> bool:
-        """Take the next token; whether there will be another."""
+    def next_token(self, logits: torch.Tensor) -> int | None:
+        """Take the next token; None if it is the last."""
+        if self.job.cancelled:
+            return None
+        token = self.sampling.choose(logits[: self.tokenizer.vocab_size], self.generator)
+        if (reason := self._taken(token)) is None:
+            return token
+        self.stream.end(cut_at(self.job.request.stops, self._text()))
+        self.job.send("", reason)
+        return None
+
+    def _taken(self, token: int) -> str | None:
+        """Why the text ends with this token, if it does."""
         job = self.job
-        if job.cancelled:
-            return False
-        token = self.sampling.choose(logits, self.generator)
         if token == self.tokenizer.eod:
-            return self._end("stop")
+            return "stop"
         job.tokens.append(token)
         self.stream.show(job.tokens)
         if job.request.stops and any(stop in self._text() for stop in job.request.stops):
-            return self._end("stop")
-        if len(job.tokens) >= job.max_tokens or job.late:
-            return self._end("length")
-        return True
+            return "stop"
+        return "length" if len(job.tokens) >= job.max_tokens or job.late else None
 
     def _text(self) -> str:
         return str(self.tokenizer.detokenize(self.job.tokens))
-
-    def _end(self, reason: str) -> bool:
-        self.stream.end(cut_at(self.job.request.stops, self._text()))
-        self.job.send("", reason)
-        return False
