@@ -11,14 +11,16 @@ import importlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron.commands import COMMANDS
 from megatron.data.corpora import SOURCES
 from megatron.errors import KerpleError
 from megatron.neox_arguments import KNOWN_KEYS
 from megatron.neox_arguments.catalogue import METHODS
-from megatron.paper.templates import templates
 from megatron.terminal import Parser, command_parser
 
 COMPLETION = """Print a script with which TAB completes commands, flags, keys, methods and tasks.
@@ -156,7 +158,14 @@ def fish(words: dict[str, Words]) -> str:
 
 def _rendered(kind: str, **values: Any) -> str:
     """The template of a shell, `completion.KIND.j2`."""
-    template = templates(quoted=_quoted).get_template(f"completion.{kind}.j2")
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        autoescape=False,  # noqa: S701 - for a shell, of this package's own words
+    )
+    templates.filters["quoted"] = _quoted
+    template = templates.get_template(f"completion.{kind}.j2")
     return template.render(commands=COMMANDS, methods=list(METHODS), **values).rstrip()
 
 

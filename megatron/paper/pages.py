@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
-from jinja2 import Environment
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup, escape
 
 from megatron.atomic_files import write_text
@@ -19,7 +19,8 @@ from megatron.evaluation.text_tables import text_table
 from megatron.paper.claims import Finding
 from megatron.paper.style import PlotFile
 from megatron.paper.tables import DAGGER, Block, Entry, Table
-from megatron.paper.templates import FOLDER, templates
+
+TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass
@@ -69,20 +70,22 @@ class Page:
 
 @lru_cache(maxsize=1)
 def _templates() -> Environment:
-    environment = templates(
-        tex=_latex_escape,
-        latex_row=latex_row,
-        markdown=to_markdown,
-        code=_code,
-        prose=_markdown_prose,
-        cell=_markdown_text,
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=select_autoescape(["html.j2"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+    environment.filters |= {"tex": _latex_escape, "latex_row": latex_row, "markdown": to_markdown}
+    environment.filters |= {"code": _code, "prose": _markdown_prose, "cell": _markdown_text}
     environment.globals["groups"] = _groups
     return environment
 
 
 def page_html(page: Page) -> str:
-    style = (FOLDER / "report.css").read_text(encoding="utf-8")
+    style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
     return _templates().get_template("report.html.j2").render(page=page, style=style)
 
 

@@ -132,13 +132,22 @@ class ResultSet:
     ) -> dict[int, dict[int, float]]:
         """Length -> seed -> perplexity; of the data set's shortest training length, if not told."""
         trained_at = train_length or self.train_length(data)
-        runs = [item for item in self.of(data, method) if item.run.train_length == trained_at]
-        return by_length(runs, PERPLEXITY, split)
+        return by_length(
+            (length, item.run.seed, value)
+            for item in self.of(data, method)
+            for (own, length), value in item.of(PERPLEXITY).items()
+            if own == split and item.run.train_length == trained_at
+        )
 
     def perplexities_of(self, kind: str, split: str) -> dict[int, dict[int, float]]:
         """Length -> seed -> perplexity of one kind of runs, `@VARIANT` behind it if it has one."""
         plain, _, variant = kind.partition("@")
-        return by_length(self.of_kind(plain), PERPLEXITY, split, variant=variant)
+        return by_length(
+            (length, item.run.seed, value)
+            for item in self.of_kind(plain)
+            for (own, length), value in item.of(PERPLEXITY, variant=variant).items()
+            if own == split
+        )
 
     def perplexity(self, split: str, data: str, method: str, point: Point) -> dict[int, float]:
         """By seed at one length."""
@@ -146,7 +155,12 @@ class ResultSet:
 
     def values(self, task: str, data: str, method: str, group: str) -> dict[int, dict[int, float]]:
         """Length -> seed -> what a task measured of one group."""
-        return by_length(self.of(data, method), task, group)
+        return by_length(
+            (length, item.run.seed, value)
+            for item in self.of(data, method)
+            for (own, length), value in item.of(task).items()
+            if own == group
+        )
 
     def train_length(self, data: str) -> int | None:
         lengths = [item.run.train_length for item in self.runs if item.run.data == data]
@@ -161,18 +175,16 @@ class ResultSet:
         self, data: str, method: str, length: int, window: int | None, split: str
     ) -> dict[int, PositionEntry]:
         """By seed: seeds have texts of their own, so only the same seed can be compared."""
-        return by_length(self.of(data, method), POSITIONWISE, split, window).get(length, {})
+        found = {item.run.seed: item.of(POSITIONWISE, window) for item in self.of(data, method)}
+        place = (split, length)
+        return {seed: cells[place] for seed, cells in found.items() if place in cells}
 
 
-def by_length(
-    runs: Iterable[RunResults], task: str, group: str, window: int | None = None, variant: str = ""
-) -> dict[int, dict[int, Any]]:
-    """Length -> seed -> what the runs measured of one group, the shortest length first."""
-    found: dict[int, dict[int, Any]] = {}
-    for item in runs:
-        for (own, length), value in item.of(task, window, variant).items():
-            if own == group:
-                found.setdefault(length, {})[item.run.seed] = value
+def by_length(values: Iterable[tuple[int, int, float]]) -> dict[int, dict[int, float]]:
+    """Length -> seed -> value, the shortest length first."""
+    found: dict[int, dict[int, float]] = {}
+    for length, seed, value in values:
+        found.setdefault(length, {})[seed] = value
     return dict(sorted(found.items()))
 
 
@@ -200,10 +212,12 @@ def _losses_beyond(
     runs: Sequence[RunResults], split: str, in_window: bool
 ) -> dict[int, dict[int, float]]:
     """Length -> seed -> mean loss past the training length, with a window of it or with none."""
-    found: dict[int, dict[int, float]] = {}
-    for item in runs:
-        start = item.run.train_length
-        for (own, length), entry in item.of(POSITIONWISE, start if in_window else None).items():
-            if own == split and (loss := loss_from(entry, start)) is not None:
-                found.setdefault(length, {})[item.run.seed] = loss
-    return dict(sorted(found.items()))
+    return by_length(
+        (length, item.run.seed, loss)
+        for item in runs
+        for (own, length), entry in item.of(
+            POSITIONWISE, item.run.train_length if in_window else None
+        ).items()
+        if own == split
+        if (loss := loss_from(entry, item.run.train_length)) is not None
+    )

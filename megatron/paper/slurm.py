@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.atomic_files import read_json, write_text
@@ -31,8 +32,9 @@ from megatron.paper.execute import Children, Launcher, execute_run, prepare_data
 from megatron.paper.result_fit import is_finished
 from megatron.paper.run_files import State, log_path, prepare_run, trained
 from megatron.paper.suite import TRAIN, Run, Suite
-from megatron.paper.templates import templates
 from megatron.terminal import EXIT_REQUEUE, PACKAGE
+
+TEMPLATES = Path(__file__).resolve().parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,15 @@ class _Script:
     def __init__(self, suite: Suite, options: ClusterOptions, suite_arguments: list[str]) -> None:
         self._suite, self._options, self._suite_arguments = suite, options, suite_arguments
         self._stamp = time.strftime("%Y%m%d-%H%M%S")
-        self._templates = templates(
-            line=_line,
-            in_double_quotes=_in_double_quotes,
-            quote=lambda value: shlex.quote(str(value)),
+        self._templates = Environment(
+            loader=FileSystemLoader(TEMPLATES),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            trim_blocks=True,
+            autoescape=False,  # noqa: S701 - a shell script; every value is quoted
         )
+        self._templates.filters |= {"line": _line, "in_double_quotes": _in_double_quotes}
+        self._templates.filters["quote"] = lambda value: shlex.quote(str(value))
 
     def job(
         self,
