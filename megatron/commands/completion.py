@@ -11,10 +11,6 @@ import importlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron.commands import COMMANDS
 from megatron.data.corpora import SOURCES
@@ -125,6 +121,38 @@ def _words(parser: argparse.ArgumentParser, values: dict[str, list[str]]) -> Wor
 
 # The scripts.
 
+_BASH = """# Completion of kerple for {program}, written by `kerple completion {program}`.
+_kerple() {{
+  local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" name="" flag="" i
+  local words="" methods="{methods}"
+  for ((i = 1; i < COMP_CWORD; i++)); do
+    case "${{COMP_WORDS[i]}}" in
+      -*) flag="${{COMP_WORDS[i]}}" ;;
+      *) case "$name" in "") name="${{COMP_WORDS[i]}}" ;;
+         {parents}) [ -z "$flag" ] && name="$name ${{COMP_WORDS[i]}}" ;; esac ;;
+    esac
+  done
+  case "$name" in *-*) name="${{name//-/_}}" ;; esac
+  [ "$cur" = "=" ] && cur="" && [ "$prev" = pos_emb ] && words="$methods"
+  [ "$prev" = "=" ] && [ "${{COMP_WORDS[COMP_CWORD-2]}}" = pos_emb ] && words="$methods"
+  case "$cur" in pos_emb=*) words="${{methods// / pos_emb=}}"; words="pos_emb=$words" ;; esac
+  if [ -z "$words" ]; then
+    case "$name|$flag" in
+      "|"*) words="{commands}" ;;
+{values}
+    esac
+    case "$cur|$words" in -*|"|") words="" ;; esac
+    if [ -z "$words" ]; then
+      case "$name" in
+{names}
+      esac
+    fi
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$cur"))
+  case "${{COMPREPLY[0]}}" in *=) {nospace} ;; esac
+}}
+complete -o default -o bashdefault -F _kerple kerple"""
+
 
 def bash(words: dict[str, Words], shell: str = "bash") -> str:
     """One function; zsh runs it with its bashcompinit."""
@@ -132,12 +160,28 @@ def bash(words: dict[str, Words], shell: str = "bash") -> str:
     for name, found in words.items():
         for flag, own in found.values.items():
             places.setdefault(" ".join(own), []).append(f'"{name}|{flag}"')
+    values = [f'      {"|".join(where)}) words="{own}" ;;' for own, where in places.items()]
+    names = []
+    for name, found in words.items():
+        chosen = f'words="{" ".join(found.first)}"; [ -z "$flag" ] || words=""'
+        flags = f'case "$cur" in -*) words="{" ".join(found.flags)}" ;; esac'
+        names.append(f'        "{name}") {chosen}; {flags} ;;')
     parents = sorted({name.split()[0] for name in words if " " in name})
-    return _rendered("bash", shell=shell, words=words, places=places, parents=parents)
+    script = _BASH.format(
+        program=shell,
+        methods=" ".join(METHODS),
+        parents="|".join(parents),
+        commands=" ".join(COMMANDS),
+        values="\n".join(values),
+        names="\n".join(names),
+        nospace="compopt -o nospace" if shell == "bash" else ":",
+    )
+    return script
 
 
 def zsh(words: dict[str, Words]) -> str:
-    return bash(words, "zsh")
+    start = "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit"
+    return f"{start}\n{bash(words, 'zsh')}"
 
 
 def fish(words: dict[str, Words]) -> str:
@@ -145,28 +189,25 @@ def fish(words: dict[str, Words]) -> str:
 
     Of a flag with several values, fish completes the first.
     """
-    more = {"--set": [f"pos_emb={method}" for method in METHODS]}
-    values = {
-        name: {flag: found.values.get(flag, []) + more.get(flag, []) for flag in found.flags}
-        for name, found in words.items()
-    }
-    used = dict.fromkeys(" ".join(own) for flags in values.values() for own in flags.values())
-    used.pop("", None)
-    lists = {own: f"__kerple_{number}" for number, own in enumerate(used)}
-    return _rendered("fish", words=words, values=values, lists=lists)
-
-
-def _rendered(kind: str, **values: Any) -> str:
-    """The template of a shell, `completion.KIND.j2`."""
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        autoescape=False,  # noqa: S701 - for a shell, of this package's own words
-    )
-    templates.filters["quoted"] = _quoted
-    template = templates.get_template(f"completion.{kind}.j2")
-    return template.render(commands=COMMANDS, methods=list(METHODS), **values).rstrip()
+    lines = ["# Completion of kerple for fish, written by `kerple completion fish`."]
+    lists: dict[str, str] = {}
+    for name, command in COMMANDS.items():
+        shown = f"-n __fish_use_subcommand -f -a {name} -d {_quoted(command.summary)}"
+        lines.append(f"complete -c kerple {shown}")
+    for name, found in words.items():
+        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in name.split())
+        start = f"complete -c kerple -n {_quoted(seen)}"
+        if found.first:
+            lines.append(f"{start} -a {_quoted(' '.join(found.first))}")
+        for flag in found.flags:
+            own = [*found.values.get(flag, [])]
+            own += [f"pos_emb={method}" for method in METHODS] if flag == "--set" else []
+            variable = lists.setdefault(" ".join(own), f"__kerple_{len(lists)}") if own else ""
+            takes = f" -x -a '${variable}'" if own else ""
+            kind = f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
+            lines.append(f"{start} {kind}{takes}")
+    lines[1:1] = [f"set -g {variable} {own}" for own, variable in lists.items()]
+    return "\n".join(lines)
 
 
 def _quoted(text: str) -> str:
