@@ -1,8 +1,10 @@
-"""The notebook's cells run in order and show what its text says."""
+"""The notebook and the example scripts run."""
 
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +50,17 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert len(plt.get_fignums()) == 2
     plt.close("all")
+
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+@pytest.mark.parametrize("name", ["kerple_in_plain_pytorch", "kerple_in_gpt2", "train_inkling"])
+def test_the_example_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "loss" in printed
+    assert "nan" not in printed

@@ -1,4 +1,4 @@
-"""A run directory, its data and its index caches as commit 655be44 left them: read and resumed."""
+"""Runs, weights and exports of commit 655be44 train on and give the logits they gave there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import shutil
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from kerple import load_pretrained
@@ -45,3 +47,15 @@ def test_an_old_run_is_read_and_goes_on_as_it_would_have_then(
     # Since 0.2.0 attention dropout, here of 0.1, draws other masks.
     assert found == pytest.approx(recorded, abs=4e-3)
     assert {path: path.stat().st_mtime_ns for path in caches} == caches  # used, not built again
+
+
+OLD = unpacked("run_655be44")
+
+
+@pytest.mark.parametrize("form", ["run", "hf"])
+def test_old_weights_give_the_old_logits(form: str) -> None:
+    expected = np.load(OLD / "expected.npz")
+    model = load_pretrained(OLD / form)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(expected["tokens"]))
+    np.testing.assert_allclose(logits[:, ::8].numpy(), expected["logits"], atol=1e-5, rtol=0)
