@@ -70,7 +70,7 @@ def test_outputs_and_gradients_are_those_of_transformers(
         torch.testing.assert_close(actual, other, rtol=1e-4, atol=2e-5)
 
 
-inkling = pytest.importorskip("transformers.models.inkling")
+inkling1 = pytest.importorskip("transformers.models.inkling")
 inkling2 = pytest.importorskip("transformers.models.inkling2")
 
 SIZES: dict[str, Any] = {
@@ -111,7 +111,7 @@ def models(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     """The same weights with transformers' attention and with ours."""
     torch.manual_seed(0)
     if request.param == "inkling":
-        theirs = inkling.InklingForCausalLM(inkling.InklingTextConfig(**SIZES, **DENSE))
+        theirs = inkling1.InklingForCausalLM(inkling1.InklingTextConfig(**SIZES, **DENSE))
     else:
         theirs = inkling2.Inkling2ForCausalLM(inkling2.Inkling2TextConfig(**SIZES, **EXPERTS))
     for parameter in theirs.parameters():

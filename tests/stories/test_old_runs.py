@@ -49,9 +49,6 @@ def test_an_old_run_is_read_and_goes_on_as_it_would_have_then(
     assert {path: path.stat().st_mtime_ns for path in caches} == caches  # used, not built again
 
 
-OLD = unpacked("run_655be44")
-
-
 @pytest.mark.parametrize("form", ["run", "hf"])
 def test_old_weights_give_the_old_logits(form: str) -> None:
     expected = np.load(OLD / "expected.npz")
