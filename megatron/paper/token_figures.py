@@ -119,6 +119,7 @@ def _task_panel(
             ends.append(EndLabel(label_of(method), style.color, values[-1]))
     _token_axis(axes, sorted(budgets))
     finish_axes(axes, title=title, xlabel="training tokens", ylabel=view.ylabel)
+    axes.margins(y=0.08)  # so that no marker is cut at the top
     axes.set_ylim(bottom=0)
     direct_labels(axes, ends)
 
