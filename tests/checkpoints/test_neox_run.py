@@ -149,7 +149,7 @@ def test_another_schedule_is_refused() -> None:
         steps = warmup * args.optimization.decay_iters
         _check_schedule({"warmup_steps": steps}, args.optimization, recorded)
         with pytest.raises(CheckpointError, match="warmup_steps"):
-            _check_schedule({"warmup_steps": steps + 1}, args, recorded)
+            _check_schedule({"warmup_steps": steps + 1}, args.optimization, recorded)
 
 
 def test_without_its_optimizer_files_it_is_refused(tmp_path: Path) -> None:

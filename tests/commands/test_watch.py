@@ -47,7 +47,7 @@ def test_a_frame_names_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture
         "640",
     ] in lines  # the task's own table
     assert ["own", "score", "0.25"] in lines and "tokens 7" not in shown
-    assert "one: step 5, no news" in shown
+    assert "one: step 5, no new metrics for" in shown
     assert "other: " in shown
 
 

@@ -36,7 +36,7 @@ def made_up(models: tuple[str, ...] = tuple(GAIN)) -> ResultSet:
 
 
 def test_lines_are_the_differences_in_percent_against_tokens() -> None:
-    figure = figure_by_tokens(SUITE.file.contrasts["methods"], made_up(), "valid")
+    figure = figure_by_tokens(SUITE.file.contrasts["tokens"], made_up(), "valid")
     assert figure is not None
     above, below = figure.axes[:2]
     assert "KERPLE-log against ALiBi" in above.get_title(loc="left") + above.get_title()
@@ -49,7 +49,7 @@ def test_lines_are_the_differences_in_percent_against_tokens() -> None:
 
 
 def test_nothing_is_drawn_of_one_budget() -> None:
-    contrast = SUITE.file.contrasts["methods"]
+    contrast = SUITE.file.contrasts["tokens"]
     assert figure_by_tokens(contrast, made_up(("steps500",)), "valid") is None
     without = contrast.model_copy(update={"curve_lengths": []})
     assert figure_by_tokens(without, made_up(), "valid") is None
