@@ -10,21 +10,12 @@ import pytest
 
 from megatron.errors import ReproduceError
 from megatron.paper.suite import load_suite
+from tests.paper.test_suite_file import TINY
 
-MODEL = {
-    "num_layers": 1,
-    "hidden_size": 8,
-    "num_attention_heads": 2,
-    "seq_length": 8,
-    "max_position_embeddings": 8,
-    "train_iters": 1,
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
-}
 SUITE: dict[str, Any] = {
     "about": "x",
     "seeds": [1],
-    "models": {"tiny": {"config": MODEL}, "next": {"config": MODEL, "continues": "tiny.alibi"}},
+    "models": {"tiny": {"config": TINY}, "next": {"config": TINY, "continues": "tiny.alibi"}},
     "data": {"d": {"title": "D"}},
     "sections": {
         "s": {
@@ -95,7 +86,7 @@ def test_what_fits_together_is_accepted(tmp_path: Path) -> None:
         ("splits", ["vaild"], r"splits.0: Input should be 'valid' or 'test'"),
         ("data/d/published", "githbu", "published: 'githbu' is unknown: Did you mean github?"),
         ("method_config", {"alibii": {}}, "method_config: 'alibii' is unknown: Did you mean alibi"),
-        ("models/tiny/config", {**MODEL, "do_valid": False}, RUN + "do_valid = false, and splits"),
+        ("models/tiny/config", {**TINY, "do_valid": False}, RUN + "do_valid = false, and splits"),
         ("sections/s/variants/v/config", {"kerple_legacy_bf17": True}, RUN + "variant v: .*bf17"),
         ("sections/s/variants/v/config", {"hidden_size": 16}, RUN + "variant v: hidden_size = 16, "
          "and the model is trained with 8"),
